@@ -1,0 +1,302 @@
+"""The only file that imports `jax._src`; each difference between JAX versions is here.
+
+Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
+
+* `Jaxpr` and `ClosedJaxpr` are one class from 0.11 on (`.jaxpr` returns self).
+* Rules for linearisation return and receive structured residuals from 0.11 on.
+* DCE rules receive the live inputs from 0.11 on.
+"""
+
+import collections
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import api_util, config, core, mesh, source_info_util, util
+from jax._src import linear_util as lu
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+_MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
+
+Jaxpr = core.Jaxpr if _MERGED else core.ClosedJaxpr
+ShapedArray = core.ShapedArray
+UndefinedPrimal = ad.UndefinedPrimal
+Zero = ad.Zero
+cache = util.cache  # an LRU cache whose key includes JAX's whole trace context
+weakref_lru_cache = util.weakref_lru_cache
+extend_axis_env = core.extend_axis_env_nd
+jaxpr_as_fun = core.jaxpr_as_fun
+moveaxis = batching.moveaxis
+typeof = core.typeof
+
+
+def check_vma() -> bool:
+    """Whether the code being traced stands in a `shard_map(check_vma=True)`."""
+    return config._check_vma.value
+
+
+def disable_jit() -> bool:
+    return config.disable_jit.value
+
+
+def is_concrete(x: Any) -> bool:
+    return core.is_concrete(x)
+
+
+def under_trace() -> bool:
+    """Whether a transformation or jit is active, so that binds are not eager."""
+    return not isinstance(core.trace_ctx.trace, core.EvalTrace)
+
+
+def legacy_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of a surrounding `with mesh:` block, if any."""
+    physical = mesh.thread_resources.env.physical_mesh
+    return None if physical.empty else physical
+
+
+def group_aval(aval, shape, sharding, varying):
+    """`aval` with another shape, sharding, and set of varying manual axes."""
+    mat = aval.manual_axis_type.update(varying=frozenset(varying))
+    return aval.update(shape=shape, sharding=sharding, manual_axis_type=mat)
+
+
+def varying(aval) -> frozenset[str]:
+    """The manual mesh axes over which a value of this type differs."""
+    return aval.manual_axis_type.varying
+
+
+# ---------------------------------------------------------------------------------
+# Tracing
+
+
+def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str, args=None):
+    """Trace `fn(*avals)`; returns a closed jaxpr with the constants as first inputs.
+
+    Returns:
+      `(jaxpr, consts)`: `jaxpr` has no constants of its own; `consts` holds the
+      arrays and tracers that `fn` closed over, in the order of its first inputs.
+    """
+    debug_info = api_util.debug_info(name, fn, args if args is not None else avals, {})
+    fun = lu.wrap_init(fn, debug_info=debug_info)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(fun, avals)
+    if not _MERGED:
+        jaxpr = core.ClosedJaxpr(pe.convert_constvars_jaxpr(jaxpr), ())
+    return jaxpr, consts
+
+
+def open_jaxpr(jaxpr):
+    """The object that holds `.invars`, `.outvars` and `.eqns`."""
+    return jaxpr.jaxpr
+
+
+def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
+    """`(smaller jaxpr, which inputs it still uses)`, cached."""
+    new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
+    return (new if _MERGED else pe.close_jaxpr(new)), used
+
+
+def backward_pass(jaxpr, args, cts):
+    """Cotangents of the inputs of a linear jaxpr that are `UndefinedPrimal`."""
+    return ad.backward_pass(jaxpr.jaxpr, False, jaxpr.consts, args, cts)
+
+
+def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
+    """`(jaxpr of primals and nonzero tangents, which output tangents are nonzero)`."""
+    return ad.jvp_jaxpr(jaxpr, list(nonzeros), False)
+
+
+def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
+    """Split a jaxpr into a part that computes and a part that is linear.
+
+    Returns:
+      `(primal jaxpr, number of residuals it appends, which output tangents are
+      nonzero, for each residual of the tangent jaxpr the input that it is or None,
+      tangent jaxpr)`. The inputs of the tangent jaxpr are all residuals, then the
+      nonzero tangents, then (from 0.11 on) the structured residuals.
+    """
+    primal, out, nzs_out, forwarded, tangent = ad.linearize_jaxpr(
+        jaxpr, tuple(nonzeros), is_vjp=is_vjp
+    )
+    if not _MERGED:
+        return primal, (out, 0), nzs_out, forwarded, tangent
+    _, flat, structured = out.unpack()
+    return primal, (len(flat), len(structured)), nzs_out, forwarded, tangent
+
+
+def batch_jaxpr(jaxpr, axis_data, in_axes):
+    return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
+
+
+# ---------------------------------------------------------------------------------
+# Registering rules
+
+
+def register_linearization(primitive, rule: Callable) -> None:
+    """Register `rule(is_vjp, nonzeros, *primals, **params)`.
+
+    `rule` returns `(outs, nonzeros_out, residuals, fn(residuals, *tangents))`.
+    """
+    if not _MERGED:
+        ad.primitive_linearizations[primitive] = rule
+        return
+
+    def with_structured_residuals(is_vjp, nonzeros, *primals, **params):
+        outs, nzs_out, residuals, linear = rule(is_vjp, nonzeros, *primals, **params)
+        return (
+            outs, nzs_out, residuals, None,
+            lambda residuals, _, *tangents: linear(residuals, *tangents),
+        )  # fmt: skip
+
+    ad.primitive_linearizations[primitive] = with_structured_residuals
+
+
+def register_dce(primitive, rule: Callable) -> None:
+    """Register `rule(used_outputs, eqn)` -> `(used_inputs, new eqn or None)`."""
+    pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
+
+
+def register_partial_eval(primitive, rule: Callable) -> None:
+    """Register `rule(trace, *tracers, **params)` of partial evaluation by tracers."""
+    pe.custom_partial_eval_rules[primitive] = rule
+
+
+def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
+    """Let checkpoint policies see into the jaxpr that `primitive` maps over rows."""
+
+    def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
+        return known, staged
+
+    def rule(saveable, unks_in, inst_in, eqn):
+        return pe.closed_call_partial_eval_custom_rule(
+            jaxpr_param, update, saveable, unks_in, inst_in, eqn, res_aval=res_aval
+        )
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def has_effects(eqn) -> bool:
+    return bool(eqn.effects)
+
+
+def new_eqn(eqn, invars, outvars, params, effects):
+    return eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects)
+
+
+def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
+    """`(known jaxpr, unknown jaxpr, which outputs are unknown, residual types)`.
+
+    The known jaxpr returns its outputs and then the residuals; the unknown jaxpr
+    takes the residuals and then the unknown inputs.
+    """
+    return pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown_in), instantiate=False)
+
+
+def partial_eval_by_tracers(
+    primitive, trace, tracers, unknown_in, params, split, to_outer
+):
+    """Known work now, unknown work as one equation with the residuals as inputs.
+
+    Args:
+      split: What `partial_eval_jaxpr` returned for `params["jaxpr"]`.
+      to_outer: Turns a type inside the jaxpr into the type of the value outside.
+    """
+    known_jaxpr, unknown_jaxpr, unknown_out, res_avals = split
+    known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
+    known_outs = primitive.bind(*known_in, **{**params, "jaxpr": known_jaxpr})
+    n_known = len(known_outs) - len(res_avals)
+    known_iter, residuals = iter(known_outs[:n_known]), known_outs[n_known:]
+    in_tracers = [
+        *map(trace.new_instantiated_const, residuals),
+        *(t for t, unknown in zip(tracers, unknown_in, strict=True) if unknown),
+    ]
+    out_tracers = [
+        pe.JaxprTracer(trace, pe.PartialVal.unknown(to_outer(aval)), None)
+        for aval in unknown_jaxpr.out_avals
+    ]
+    recipe = pe.new_eqn_recipe(
+        trace, in_tracers, out_tracers, primitive,
+        {**params, "jaxpr": unknown_jaxpr}, unknown_jaxpr.effects,
+        source_info_util.current(),
+    )  # fmt: skip
+    for tracer in out_tracers:
+        tracer.recipe = recipe
+    unknown_iter = iter(out_tracers)
+    return [next(unknown_iter if u else known_iter) for u in unknown_out]
+
+
+def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
+    """Print equations of `primitive` without the parameters that say nothing."""
+
+    def rule(eqn, context, settings):
+        shown = [k for k, v in eqn.params.items() if not hidden(k, v)]
+        return core._pp_eqn(eqn, context, settings, params=sorted(shown))
+
+    core.pp_eqn_rules[primitive] = rule
+
+
+def register_lowering(primitive, fn: Callable) -> None:
+    """Lower `primitive` as the traceable function `fn(*args, **params)`."""
+    rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, rule)
+
+
+def manual_axis_context(axes, sizes):
+    """Bind mesh axes while tracing code for the inside of a shard_map."""
+    return extend_axis_env(list(zip(axes, sizes, strict=True)))
+
+
+def weak_cache_by_params(make: Callable) -> Callable:
+    """Cache `make(**params)`; a jaxpr among the parameters is held only weakly."""
+
+    @util.weakref_lru_cache(trace_context_in_key=False)
+    def by_jaxpr(jaxpr, rest):
+        # A copy: the entry would otherwise keep its own key alive.
+        return make(jaxpr=jaxpr.replace(), **dict(rest))
+
+    @util.cache(trace_context_in_key=False)
+    def by_value(rest):
+        return make(**dict(rest))
+
+    def cached(jaxpr=None, **params):
+        rest = tuple(params.items())
+        return by_value(rest) if jaxpr is None else by_jaxpr(jaxpr, rest)
+
+    return cached
+
+
+class TraceCache:
+    """A bounded cache of traces; its key includes JAX's whole trace context."""
+
+    def __init__(self, maxsize: int):
+        self._entries: collections.OrderedDict = collections.OrderedDict()
+        self._maxsize = maxsize
+        self._lock = threading.Lock()
+
+    def get(self, key):
+        key = (key, config.trace_context())
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key)
+
+    def put(self, key, value):
+        with self._lock:
+            self._entries[key, config.trace_context()] = value
+            if len(self._entries) > self._maxsize:
+                self._entries.popitem(last=False)
+
+    def clear(self):
+        with self._lock:
+            self._entries.clear()
+
+
+def is_library_function(value: Any) -> bool:
+    """Whether `value` is a function that a numerical library exports."""
+    module = getattr(value, "__module__", None) or ""
+    return module.split(".")[0] in ("jax", "jaxlib", "numpy", "optax", "flax") and (
+        getattr(sys.modules.get(module), getattr(value, "__name__", ""), None) is value
+    )

@@ -1,0 +1,26 @@
+"""The exceptions that drjax raises, one family.
+
+Every message has the same order: what was called, what it needs, what it got, and
+how to mend it. Each class also derives from the built-in exception that fits, so
+`except ValueError` and `except TypeError` work as in the rest of JAX.
+"""
+
+
+class DrjaxError(Exception):
+    """Base of all errors raised by drjax."""
+
+
+class DrjaxTypeError(DrjaxError, TypeError):
+    """A value of the wrong type or kind: a leaf that is not an array, a generator."""
+
+
+class DrjaxValueError(DrjaxError, ValueError):
+    """A value that does not fit: a wrong leading axis, a partition of no groups."""
+
+
+class ScopeError(DrjaxError, RuntimeError):
+    """A building block called where no partition, or the wrong one, is in force."""
+
+
+class MeshError(DrjaxError, ValueError):
+    """A mesh that cannot carry the partition in the way that was asked for."""

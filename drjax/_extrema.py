@@ -1,0 +1,78 @@
+"""The primitives `reduce_max` and `reduce_min` and all of their rules.
+
+Their derivative is written with the other primitives, so that it is again a
+MapReduce program. With y = max_i x_i and ties shared equally, as in `jnp.max`:
+
+    dy = sum_i w_i * dx_i,   w_i = [x_i = y] / #{j : x_j = y}
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from drjax import _rules
+from drjax._map import map_rows
+from drjax._primitives import broadcast_p, reduce_sum_p
+from drjax._sharding import global_aval, layout, on_devices, vary
+
+reduce_max_p = _rules.new_primitive("reduce_max")
+reduce_min_p = _rules.new_primitive("reduce_min")
+
+
+def _executor(local, collective, sign):
+    def execute(x, *, partition, mesh):
+        where = layout(partition, mesh)
+        fill = _lowest(x.dtype) if sign > 0 else _highest(x.dtype)
+
+        def body(x):
+            y = local(where.mask_padding(x, fill), axis=0)
+            return [collective(vary(y, where.axes), where.axes) if where.axes else y]
+
+        return on_devices(where, body, [x], [True], [False])[0]
+
+    return execute
+
+
+def _lowest(dtype):
+    if dtype == jnp.bool_:
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype):
+    if dtype == jnp.bool_:
+        return True
+    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
+def _is_extremum(x, y):
+    return jnp.where(x == y, 1, 0).astype(x.dtype)
+
+
+def _jvp_rule(primitive):
+    def jvp(primals, tangents, *, partition, mesh):
+        (x,), (dx,) = primals, tangents
+        where = dict(partition=partition, mesh=mesh)
+        y = primitive.bind(x, **where)
+        hit = map_rows(_is_extremum, x, broadcast_p.bind(y, **where), **where)
+        count = reduce_sum_p.bind(hit, **where)
+        share = broadcast_p.bind(lax.reciprocal(count), **where)
+        weight = map_rows(lax.mul, hit, share, **where)
+        dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **where), **where)
+        return y, dy
+
+    return jvp
+
+
+def _abstract_eval(x, *, partition, mesh):
+    return global_aval(x, layout(partition, mesh))
+
+
+for _primitive, _execute in (
+    (reduce_max_p, _executor(jnp.max, lax.pmax, +1)),
+    (reduce_min_p, _executor(jnp.min, lax.pmin, -1)),
+):
+    _rules.register_execution(_primitive, _execute)
+    _primitive.def_abstract_eval(_abstract_eval)
+    ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)
+    _rules.register_batching(_primitive, -1, rows_in=True)

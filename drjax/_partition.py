@@ -1,0 +1,106 @@
+"""Partitions: the named logical axes that programs map over. Pure data."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A named logical axis of `size` groups.
+
+    The size is independent of the number of devices. On a mesh that has all of
+    `mesh_axes`, the groups are divided over the devices along those axes; anywhere
+    else the program runs locally.
+
+    Args:
+      name: The name of the partition, for instance `"clients"`.
+      size: The number of groups, a positive integer.
+      mesh_axes: The mesh axis or axes that carry the partition, major first.
+        Default: the axis that has the partition's name.
+
+    Raises:
+      DrjaxTypeError: `name` or an axis is not a string, or `size` not an integer.
+      DrjaxValueError: `size` is below one, or an axis is named twice.
+
+    Example:
+      >>> import drjax
+      >>> print(drjax.Partition("clients", 100))
+      clients:100
+    """
+
+    name: str
+    size: int
+    mesh_axes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise DrjaxTypeError(
+                "A partition needs a name that is a non-empty string, got "
+                f"{self.name!r}. Write for instance @drjax.program(clients=100)."
+            )
+        object.__setattr__(self, "size", _check_size(self.name, self.size))
+        object.__setattr__(self, "mesh_axes", _check_axes(self.name, self.mesh_axes))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.size}"
+
+
+def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
+    """A `Partition` from one, from `{"clients": 100}`, or from a program."""
+    if isinstance(value, Partition):
+        return value
+    if isinstance(value, Mapping):
+        if len(value) != 1:
+            raise DrjaxValueError(
+                "A program has exactly one partition, got "
+                f"{len(value)}: {dict(value)!r}. For a second level, call a program "
+                "with its own partition inside the function given to drjax.map_fn."
+            )
+        [(name, size)] = value.items()
+        return Partition(name, size, mesh_axes or ())
+    attached = getattr(value, "partition", None)
+    if isinstance(attached, Partition):
+        return attached
+    raise DrjaxTypeError(
+        "partition= needs a drjax.Partition, a mapping such as {'clients': 100}, or a "
+        "function decorated with @drjax.program, got "
+        f"{type(value).__name__}: {value!r}."
+    )
+
+
+def _check_size(name: str, size: Any) -> int:
+    if not isinstance(size, bool):
+        try:
+            size = operator.index(size)
+        except TypeError:
+            pass
+        else:
+            if size >= 1:
+                return size
+            raise DrjaxValueError(
+                f"Partition {name!r} needs at least one group, got size {size}."
+            )
+    raise DrjaxTypeError(
+        f"Partition {name!r} needs a size that is a positive integer, got "
+        f"{type(size).__name__}: {size!r}. Write for instance "
+        f"@drjax.program({name if name.isidentifier() else 'clients'}=100)."
+    )
+
+
+def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
+    if isinstance(axes, str):
+        axes = (axes,)
+    axes = tuple(axes) or (name,)
+    for axis in axes:
+        if not isinstance(axis, str):
+            raise DrjaxTypeError(
+                f"mesh_axes of partition {name!r} needs the names of mesh axes, got "
+                f"{type(axis).__name__}: {axis!r}."
+            )
+    if len(set(axes)) != len(axes):
+        raise DrjaxValueError(f"mesh_axes of partition {name!r} repeat: {axes!r}.")
+    return axes

@@ -1,0 +1,202 @@
+"""The communication primitives and all of their rules.
+
+Each is one object with the partition as a parameter. Written for one leaf: `[*s]` is
+a global value and `[n, *s]` a partitioned one. All but the extrema are linear, and
+the transpose of each is another one of them (Rush et al. 2024, section 3; JAX note
+17111, "Efficient transposition of replication-inducing collectives"):
+
+    broadcast^T = reduce_sum        reduce_sum^T = broadcast
+    scatter^T   = gather            gather^T     = scatter
+    reduce_mean^T = broadcast o (1/n)
+
+On a mesh, broadcast is a `pcast` to varying (no communication), a reduction is a sum
+over the device's own rows and one `psum`, scatter is a slice (no communication) and
+gather an all-gather whose result does not vary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from drjax import _compat, _rules
+from drjax._sharding import (
+    Layout,
+    global_aval,
+    layout,
+    on_devices,
+    partitioned_aval,
+    vary,
+)
+
+_LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+
+
+# ---------------------------------------------------------------------------------
+# broadcast: [*s] -> [n, *s]
+
+broadcast_p = _rules.new_primitive("broadcast")
+
+
+def _broadcast(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x):
+        rows = (where.per_device, *jnp.shape(x))
+        dims = tuple(range(1, jnp.ndim(x) + 1))
+        return [vary(lax.broadcast_in_dim(x, rows, dims), where.axes)]
+
+    return on_devices(where, body, [x], [False], [True])[0]
+
+
+def _broadcast_abstract_eval(x, *, partition, mesh):
+    return partitioned_aval(x, layout(partition, mesh))
+
+
+# <broadcast(x), y> = sum_i <x, y_i> = <x, reduce_sum(y)>
+def _broadcast_transpose(ct, x, **params):
+    return [reduce_sum_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# reduce_sum: [n, *s] -> [*s]
+
+reduce_sum_p = _rules.new_primitive("reduce_sum")
+
+
+def _local_sum(where: Layout, x, scale=None):
+    """Sum of this device's rows, accumulated in float32 for 16-bit floats."""
+    x = where.mask_padding(x, 0)
+    dtype = jnp.float32 if x.dtype in _LOW_PRECISION else x.dtype
+    total = jnp.sum(x, axis=0, dtype=dtype)
+    return (total if scale is None else total * scale).astype(x.dtype)
+
+
+def _psum(where: Layout, x):
+    return lax.psum(vary(x, where.axes), where.axes) if where.axes else x
+
+
+def _reduce_sum(x, *, partition, mesh):
+    where = layout(partition, mesh)
+    return on_devices(
+        where, lambda x: [_psum(where, _local_sum(where, x))], [x], [True], [False]
+    )[0]
+
+
+def _reduce_abstract_eval(x, *, partition, mesh):
+    return global_aval(x, layout(partition, mesh))
+
+
+# <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
+def _reduce_sum_transpose(ct, x, **params):
+    return [broadcast_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# reduce_mean: [n, *s] -> [*s], inexact dtypes only (the API promotes the others)
+
+reduce_mean_p = _rules.new_primitive("reduce_mean")
+
+
+def _reduce_mean(x, *, partition, mesh):
+    where, n = layout(partition, mesh), partition.size
+
+    def body(x):
+        if x.dtype in _LOW_PRECISION:  # divide first: a 16-bit sum may overflow
+            return [_psum(where, _local_sum(where, x, 1 / n))]
+        return [_psum(where, _local_sum(where, x)) / n]
+
+    return on_devices(where, body, [x], [True], [False])[0]
+
+
+def _reduce_mean_transpose(ct, x, *, partition, mesh):
+    return [broadcast_p.bind(ct / partition.size, partition=partition, mesh=mesh)]
+
+
+# ---------------------------------------------------------------------------------
+# gather: partitioned [n, *s] -> the same rows as a global [n, *s]
+
+gather_p = _rules.new_primitive("gather")
+
+
+def _gather(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x):
+        if not where.axes:
+            return [x]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            (data,) = body(jax.random.key_data(x))
+            return [jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))]
+        to = "invarying" if _compat.check_vma() else "varying"
+        x = lax.all_gather(vary(x, where.axes), where.axes, tiled=True, to=to)
+        return [lax.slice_in_dim(x, 0, partition.size)]
+
+    return on_devices(where, body, [x], [True], [False])[0]
+
+
+def _gather_abstract_eval(x, *, partition, mesh):
+    where = layout(partition, mesh)
+    row = global_aval(x, where)
+    spec = (None, *row.sharding.spec)
+    sharding = row.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+    shape = (partition.size, *row.shape)
+    return _compat.group_aval(row, shape, sharding, _compat.varying(row))
+
+
+def _gather_transpose(ct, x, **params):
+    return [scatter_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# scatter: a global [n, *s] -> partitioned: row i goes to group i
+
+scatter_p = _rules.new_primitive("scatter")
+
+
+def _scatter(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x):
+        if not where.axes:
+            return [x]
+        k = where.per_device
+        if where.uneven:
+            pad = [(0, k * where.devices - partition.size, 0)]
+            pad += [(0, 0, 0)] * (x.ndim - 1)
+            x = lax.pad(x, jnp.zeros((), x.dtype), pad)
+        x, start = vary(x, where.axes), lax.axis_index(where.axes) * k
+        return [lax.dynamic_slice_in_dim(x, start, k)]
+
+    return on_devices(where, body, [x], [False], [True])[0]
+
+
+def _scatter_abstract_eval(x, *, partition, mesh):
+    where = layout(partition, mesh)
+    return partitioned_aval(global_aval(x, where), where)
+
+
+def _scatter_transpose(ct, x, **params):
+    return [gather_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# All registrations
+
+
+def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=True):
+    _rules.register_execution(primitive, execute)
+    primitive.def_abstract_eval(abstract_eval)
+    ad.deflinear2(primitive, transpose)
+    _rules.register_batching(primitive, out_shift, rows_in)
+
+
+_register(
+    broadcast_p, _broadcast, _broadcast_abstract_eval, _broadcast_transpose, +1, False
+)
+_register(reduce_sum_p, _reduce_sum, _reduce_abstract_eval, _reduce_sum_transpose, -1)
+_register(
+    reduce_mean_p, _reduce_mean, _reduce_abstract_eval, _reduce_mean_transpose, -1
+)
+_register(gather_p, _gather, _gather_abstract_eval, _gather_transpose, 0)
+_register(scatter_p, _scatter, _scatter_abstract_eval, _scatter_transpose, 0)

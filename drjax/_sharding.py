@@ -1,0 +1,362 @@
+"""How a partition lies on a mesh. The only file that looks at meshes.
+
+A partition of n groups over m devices gives each device k = ceil(n / m) rows. The
+primitives are written once, as functions of the rows that one device holds, and run
+through `on_devices`, in one of three modes:
+
+* local: no mesh, or a mesh without the partition's axes. One device holds all rows.
+* manual: inside a user's `shard_map` over the partition's axes. The function runs on
+  the rows that this device already holds.
+* sharded: a variance-tracking `jax.shard_map` over the partition's axes only. Other
+  mesh axes stay as they are, so models may be sharded over them inside a group.
+
+Sharp edges:
+
+* n not divisible by m: rows are padded with zeros to k * m by `lax.pad` (padding by
+  a concatenation or a gather costs collectives), and every reduction masks them.
+  JAX's types cannot express uneven shards, so Explicit axes refuse this.
+* A concrete `Mesh` that is not JAX's context mesh is invisible to jit, so operands
+  are constrained to it before the `shard_map`.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drjax import _compat
+from drjax._errors import MeshError
+from drjax._partition import Partition
+
+_logger = logging.getLogger("drjax")
+
+
+# ---------------------------------------------------------------------------------
+# Finding the mesh
+
+
+def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
+    """The mesh that carries the partition: argument, else context, else None."""
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        mesh = context if not context.empty else _compat.legacy_mesh()
+        if mesh is None:
+            return None
+    elif not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            "mesh= needs a jax.sharding.Mesh or AbstractMesh, got "
+            f"{type(mesh).__name__}: {mesh!r}."
+        )
+    elif not context.empty:
+        if mesh.shape_tuple != context.shape_tuple:
+            raise MeshError(
+                f"mesh= is {_show(mesh)}, but the mesh in context is "
+                f"{_show(context)}; JAX needs them to be the same. Leave out mesh=, "
+                "or leave the jax.set_mesh context."
+            )
+        mesh = context  # it knows which axes are Manual here
+    present = [axis for axis in partition.mesh_axes if axis in mesh.axis_names]
+    if not present:
+        _log_missing_axis(partition.mesh_axes, mesh.axis_names)
+        return None
+    if len(present) != len(partition.mesh_axes):
+        missing = sorted(set(partition.mesh_axes) - set(present))
+        raise MeshError(
+            f"Partition {partition} needs mesh axes {partition.mesh_axes}, but the "
+            f"mesh {_show(mesh)} lacks {missing}. Name only axes of the mesh in "
+            "mesh_axes=, or add the missing ones."
+        )
+    layout(partition, mesh)  # checks
+    return mesh
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_missing_axis(wanted, axis_names) -> None:
+    _logger.info(
+        "mesh with axes %s has no axis %s: the program runs locally", axis_names, wanted
+    )
+
+
+def _show(mesh) -> str:
+    return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
+
+
+# ---------------------------------------------------------------------------------
+# Layouts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a partition are.
+
+    Attributes:
+      partition: The partition, n groups.
+      mesh: The mesh that carries it, or None (local).
+      axes: The mesh axes in use, () when local.
+      devices: m, the number of devices along those axes.
+      manual: Whether the axes are already Manual (inside a user's shard_map).
+    """
+
+    partition: Partition
+    mesh: Mesh | AbstractMesh | None
+    axes: tuple[str, ...]
+    devices: int
+    manual: bool
+
+    @property
+    def per_device(self) -> int:
+        """k, the number of rows on each device, padding included."""
+        return -(-self.partition.size // self.devices)
+
+    @property
+    def rows(self) -> int:
+        """The leading axis of a partitioned value as the caller sees it."""
+        return self.per_device if self.manual else self.partition.size
+
+    @property
+    def uneven(self) -> bool:
+        return self.per_device * self.devices != self.partition.size
+
+    @property
+    def sharded(self) -> bool:
+        return bool(self.axes) and not self.manual
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The context in which code for the whole partition is traced."""
+        if self.mesh is None:
+            return jax.sharding.get_abstract_mesh()
+        return self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
+
+    @property
+    def group_mesh(self) -> AbstractMesh:
+        """The context in which code for one group is traced: our axes are Manual."""
+        mesh = self.abstract_mesh
+        if not self.sharded:
+            return mesh
+        return mesh.update_axis_types(dict.fromkeys(self.axes, AxisType.Manual))
+
+    @property
+    def spec_entry(self):
+        """The leading entry of the type of a partitioned value (Explicit axes)."""
+        if not self.sharded:
+            return None
+        types = _axis_types(self.mesh)
+        entry = tuple(a for a in self.axes if types[a] == AxisType.Explicit)
+        return entry[0] if len(entry) == 1 else entry or None
+
+    def row_numbers(self):
+        """int32 [k]: the global numbers of this device's rows, inside `on_devices`."""
+        local = lax.iota(jnp.int32, self.per_device)
+        if not self.axes:
+            return local
+        return lax.axis_index(self.axes) * self.per_device + local
+
+    def mask_padding(self, x, fill):
+        """`x` with `fill` in the rows that are only padding, inside `on_devices`."""
+        if not self.uneven:
+            return x
+        valid = self.row_numbers() < self.partition.size
+        valid = lax.broadcast_in_dim(valid, x.shape, (0,))
+        return jnp.where(valid, x, jnp.asarray(fill, x.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
+    if mesh is None:
+        return Layout(partition, None, (), 1, False)
+    types = _axis_types(mesh)
+    axes, sizes = partition.mesh_axes, dict(mesh.shape_tuple)
+    kinds = {types[a] for a in axes}
+    if AxisType.Manual in kinds and len(kinds) > 1:
+        manual = [a for a in axes if types[a] == AxisType.Manual]
+        raise MeshError(
+            f"Partition {partition} lies on mesh axes {axes}, of which only {manual} "
+            "are Manual here. Make all of them Manual in the surrounding "
+            "jax.shard_map, or none."
+        )
+    devices = 1
+    for axis in axes:
+        devices *= sizes[axis]
+    result = Layout(partition, mesh, axes, devices, AxisType.Manual in kinds)
+    if result.uneven and result.manual:
+        raise MeshError(
+            f"Inside jax.shard_map over {axes}, each of the {devices} devices needs "
+            f"the same number of groups, but {partition.size} groups are not divisible "
+            f"by {devices}. Use a partition size that is a multiple of {devices}."
+        )
+    if result.uneven and AxisType.Explicit in kinds:
+        fit = result.per_device * devices
+        raise MeshError(
+            f"Partition {partition} does not divide evenly over the {devices} devices "
+            f"of mesh axes {axes}, and these axes are Explicit: JAX's types cannot "
+            "express uneven shards. Either make the axes Auto: jax.make_mesh(..., "
+            f"axis_types=(jax.sharding.AxisType.Auto, ...)); or use {fit} groups and "
+            "leave the last ones out with where= or a weight of zero."
+        )
+    return result
+
+
+def _axis_types(mesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Whether any axis of the mesh is Explicit."""
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+# ---------------------------------------------------------------------------------
+# Types of values
+
+
+def _without(spec_entry, axes):
+    if spec_entry is None or spec_entry is P.UNCONSTRAINED:
+        return None
+    entry = spec_entry if isinstance(spec_entry, tuple) else (spec_entry,)
+    left = tuple(a for a in entry if a not in axes)
+    return left[0] if len(left) == 1 else left or None
+
+
+def _inner_spec(aval, layout: Layout, skip: int):
+    spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
+    return [_without(entry, layout.axes) for entry in spec[skip:]]
+
+
+def _typed(aval, layout, mesh, shape, spec, varying):
+    if layout.mesh is None:  # keep the operand's own mesh, if it has one
+        mesh = aval.sharding.mesh
+    sharding = NamedSharding(mesh, P(*spec))
+    return _compat.group_aval(aval, shape, sharding, varying)
+
+
+def partitioned_aval(aval, layout: Layout):
+    """Type of `[rows, *s]` from the type of a global or per-group `[*s]`."""
+    varying = _compat.varying(aval) - set(layout.axes)
+    if layout.manual and _compat.check_vma():
+        varying |= set(layout.axes)
+    return _typed(
+        aval, layout, layout.abstract_mesh, (layout.rows, *aval.shape),
+        (layout.spec_entry, *_inner_spec(aval, layout, 0)), varying,
+    )  # fmt: skip
+
+
+def global_aval(aval, layout: Layout):
+    """Type of `[*s]` from the type of a partitioned `[rows, *s]`."""
+    return _typed(
+        aval, layout, layout.abstract_mesh, aval.shape[1:],
+        _inner_spec(aval, layout, 1), _compat.varying(aval) - set(layout.axes),
+    )  # fmt: skip
+
+
+def group_aval(aval, layout: Layout):
+    """Type of one group's `[*s]` from the type of a partitioned `[rows, *s]`."""
+    varying = _compat.varying(aval)
+    if layout.axes and _compat.check_vma():
+        varying |= set(layout.axes)
+    return _typed(
+        aval, layout, layout.group_mesh, aval.shape[1:],
+        _inner_spec(aval, layout, 1), varying,
+    )  # fmt: skip
+
+
+def number_aval(partition: Partition | None):
+    """Type of an int32 scalar; if of a partition, the number of one of its groups."""
+    mesh = jax.sharding.get_abstract_mesh()
+    scalar = _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    if partition is None or not _compat.check_vma():
+        return scalar
+    manual = set(partition.mesh_axes) & set(mesh.manual_axes)
+    return _compat.group_aval(scalar, (), scalar.sharding, manual)
+
+
+# ---------------------------------------------------------------------------------
+# Running on devices
+
+
+def on_devices(
+    layout: Layout,
+    body: Callable[..., Sequence[Any]],
+    args: Sequence[Any],
+    partitioned_in: Sequence[bool],
+    partitioned_out: Sequence[bool],
+    check_vma: bool = True,
+) -> list[Any]:
+    """Run `body` on each device's rows; `body` takes and returns a flat sequence."""
+    if not layout.sharded:
+        return list(body(*args))
+    entry = layout.axes
+    args = [
+        _pad_rows(_place(x, layout, p), layout) if p else _place(x, layout, p)
+        for x, p in zip(args, partitioned_in, strict=True)
+    ]
+    outs = jax.shard_map(
+        lambda *xs: tuple(body(*xs)),
+        mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
+        in_specs=tuple(P(entry) if p else P() for p in partitioned_in),
+        out_specs=tuple(P(entry) if p else P() for p in partitioned_out),
+        axis_names=set(layout.axes),
+        check_vma=check_vma,
+    )(*args)
+    return [
+        lax.slice_in_dim(y, 0, layout.partition.size) if p and layout.uneven else y
+        for y, p in zip(outs, partitioned_out, strict=True)
+    ]
+
+
+def vary(x, axes):
+    """`pcast(x, to="varying")` over those of `axes` on which `x` does not vary yet.
+
+    This is pbroadcast, the twin of psum under transposition: it costs no
+    communication (JAX note 17111, "Efficient transposition of replication-inducing
+    collectives").
+    """
+    if not _compat.check_vma():
+        return x
+    missing = tuple(a for a in axes if a not in _compat.varying(_compat.typeof(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _place(x, layout: Layout, partitioned: bool):
+    """Make `x` visible on the mesh in the way that shard_map's in_specs ask for."""
+    mesh = layout.mesh
+    if has_explicit_axes(mesh):
+        aval = _compat.typeof(x)
+        lead = (layout.spec_entry,) if partitioned else ()
+        spec = P(*lead, *_inner_spec(aval, layout, len(lead)))
+        if aval.sharding.spec == spec and not isinstance(mesh, Mesh):
+            return x
+        target = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
+        return jax.sharding.reshard(x, target)
+    if isinstance(mesh, Mesh):
+        free = P(*[P.UNCONSTRAINED] * jnp.ndim(x))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, free))
+    return x
+
+
+def _pad_rows(x, layout: Layout):
+    extra = layout.per_device * layout.devices - layout.partition.size
+    if not extra:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _pad_rows(jax.random.key_data(x), layout)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    zero = jnp.zeros((), x.dtype)
+    return lax.pad(x, zero, [(0, extra, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+
+
+def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
+    """Where `drjax.shard` puts `[n, ...]` data; None if there is no mesh to use."""
+    mesh = find_mesh(partition, mesh)
+    if mesh is None:
+        return None
+    where = layout(partition, mesh)
+    spec = P() if where.uneven or where.manual else P(where.axes)
+    return NamedSharding(mesh, spec)

@@ -1,0 +1,11 @@
+"""Stricter than users: warnings are errors, ranks do not promote, tracers may not leak.
+
+Every test process has eight virtual CPU devices.
+"""
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_check_tracer_leaks", True)

@@ -1,0 +1,25 @@
+"""The meshes that tests run on, by name."""
+
+import contextlib
+
+import jax
+from jax.sharding import AxisType
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def make_mesh(shape: dict[str, int], kind=AUTO) -> jax.sharding.Mesh:
+    """A mesh over the first devices; `kind` is one axis type or one for each axis."""
+    count = 1
+    for size in shape.values():
+        count *= size
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(shape)
+    return jax.make_mesh(
+        tuple(shape.values()), tuple(shape), axis_types=kinds,
+        devices=jax.devices()[:count],
+    )  # fmt: skip
+
+
+def in_mesh(mesh: jax.sharding.Mesh | None):
+    """The context of a mesh, or of none."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
