@@ -21,7 +21,7 @@ from drjax._primitives import (
     scatter_p,
 )
 from drjax._scope import current_scope, resolve_partition
-from drjax._sharding import find_mesh, host_sharding, layout
+from drjax._sharding import as_operand, find_mesh, host_sharding, layout
 from drjax._trees import check_weights, flatten, flatten_partitioned
 
 PyTree = Any
@@ -42,7 +42,14 @@ def _each_row(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
     """Apply `bind(leaf, **where)` to the leaves of a partitioned tree."""
     where = _resolve(block, mesh, partition)
     leaves, tree = flatten_partitioned(block, x, where["partition"], _rows(where))
-    return tree.unflatten([bind(leaf, **where) for leaf in leaves])
+    at = layout(**where)
+    return tree.unflatten([bind(as_operand(x, at, True), **where) for x in leaves])
+
+
+def _each_global(leaves, where: dict[str, Any], bind: Callable) -> list:
+    """Apply `bind(leaf, **where)` to global leaves."""
+    at = layout(**where)
+    return [bind(as_operand(x, at, False), **where) for x in leaves]
 
 
 def broadcast(
@@ -70,7 +77,7 @@ def broadcast(
     """
     where = _resolve("broadcast", mesh, partition)
     leaves, tree = flatten("broadcast", x)
-    return tree.unflatten([broadcast_p.bind(leaf, **where) for leaf in leaves])
+    return tree.unflatten(_each_global(leaves, where, broadcast_p.bind))
 
 
 def map_fn(
@@ -201,7 +208,7 @@ def reduce_mean(
 
     def bind(leaf, **where):
         _check_numeric("reduce_mean", leaf)
-        return reduce_mean_p.bind(_promote_mean(leaf), **where)
+        return reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **where)
 
     return _each_row("reduce_mean", x, mesh, partition, bind)
 
@@ -220,7 +227,8 @@ def reduce_weighted_mean(
         float32 throughout, also between devices; integers become float32.
       w: Real weights: one array `[n]`, or a tree with the structure of `x` whose
         leaves have the leading axes of the leaves of `x`. If they add up to zero
-        the result is NaN.
+        the result is NaN. A NaN in a group of weight zero makes the result NaN; to
+        leave groups out, use `drjax.reduce_mean(x, where=...)`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -394,7 +402,7 @@ def scatter(
     where = _resolve("scatter", mesh, partition)
     found = where["partition"]
     leaves, tree = flatten_partitioned("scatter", x, found, found.size)
-    return tree.unflatten([scatter_p.bind(leaf, **where) for leaf in leaves])
+    return tree.unflatten(_each_global(leaves, where, scatter_p.bind))
 
 
 def partition_index(
@@ -511,8 +519,8 @@ def _chosen(block: str, x: PyTree, chosen, mesh, partition) -> PyTree:
 def _check_where(block: str, chosen, mesh, partition):
     resolved = _resolve(block, mesh, partition)
     rows = _rows(resolved)
-    if not hasattr(chosen, "dtype"):
-        chosen = jnp.asarray(chosen)
+    if not isinstance(chosen, jax.Array):
+        chosen = as_array(block, "where", (), chosen) if jax.tree_util.all_leaves([chosen]) else 0
     if chosen.dtype != jnp.bool_:
         raise DrjaxTypeError(
             f"drjax.{block} needs where= as bool [{rows}], got dtype {chosen.dtype}. "
@@ -530,32 +538,31 @@ def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
     where = _resolve(block, mesh, partition)
     leaves, tree = flatten_partitioned(block, x, where["partition"], _rows(where))
     weights = check_weights(w, tree, leaves, where["partition"])
-    totals: dict[tuple[int, Any], jax.Array] = {}
+    at = layout(**where)
+    totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
     means = []
     for leaf, weight in zip(leaves, weights, strict=True):
         _check_numeric(block, leaf)
-        dtype = _promote_mean(leaf[:0]).dtype
-        wide = jnp.promote_types(dtype, jnp.float32)
-        real = jnp.finfo(wide).dtype
-        if (id(weight), real) not in totals:
-            wide_weight = lax.convert_element_type(weight, real)
-            totals[id(weight), real] = reduce_sum_p.bind(wide_weight, **where)
-        scaled = _map(_weigh, weight, leaf, **where)
-        total = totals[id(weight), real]
-        share = reduce_sum_p.bind(scaled, **where)
-        total = total.reshape(total.shape + (1,) * (share.ndim - total.ndim))
-        means.append((share / total).astype(dtype))
+        real = jnp.finfo(_wide(leaf.dtype)).dtype
+        key = (id(weight), real)
+        if key not in totals:
+            wide_weight = lax.convert_element_type(as_operand(weight, at, True), real)
+            totals[key] = reduce_sum_p.bind(wide_weight, **where)
+        share = reduce_sum_p.bind(_map(_weigh, weight, leaf, **where), **where)
+        total = lax.expand_dims(totals[key], range(totals[key].ndim, share.ndim))
+        means.append(lax.convert_element_type(share / total, _mean_dtype(leaf.dtype)))
     return tree.unflatten(means)
 
 
+def _wide(dtype):
+    """The dtype in which a weighted mean accumulates: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def _weigh(weight, leaf):
-    wide = jnp.promote_types(jnp.promote_types(leaf.dtype, jnp.float32), weight.dtype)
-    wide = jnp.promote_types(leaf.dtype, jnp.float32) if wide != leaf.dtype else wide
-    real = jnp.finfo(wide).dtype
-    weight = weight.astype(real)
-    weight = weight.reshape(weight.shape + (1,) * (leaf.ndim - weight.ndim))
-    # A group of weight zero does not count, even if it holds a NaN.
-    return jnp.where(weight == 0, 0, weight * leaf.astype(wide))
+    wide = _wide(leaf.dtype)
+    weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
+    return weight.astype(jnp.finfo(wide).dtype) * leaf.astype(wide)
 
 
 def _zero_unless(chosen, leaf):
@@ -593,11 +600,10 @@ def _promote_sum(leaf):
     )
 
 
-def _promote_mean(leaf):
-    """`leaf` in the dtype that `jnp.mean` would return."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+def _mean_dtype(dtype):
+    """The dtype that `jnp.mean` would return."""
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return dtype if inexact else jnp.promote_types(dtype, jnp.float32)
 
 
 def _check_index(i, n: int):

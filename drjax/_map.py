@@ -75,7 +75,7 @@ def map_rows(fn, *args, partition, mesh):
     return out
 
 
-@_compat.cache
+@_compat.cache()
 def _trace_rows(fn, avals, where):
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, where, _name(fn))
     return jaxpr

@@ -20,7 +20,7 @@ from drjax._errors import DrjaxError, MeshError
 from drjax._map import map_fn_p, trace_group
 from drjax._partition import Partition
 from drjax._primitives import broadcast_p
-from drjax._sharding import has_explicit_axes, layout
+from drjax._sharding import as_operand, has_explicit_axes, layout
 from drjax._trees import as_array
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, type)
@@ -34,6 +34,7 @@ class _Uncacheable(Exception):
 def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     """Bind `map_fn` for `fn(*tree)` on checked, partitioned leaves."""
     where = layout(partition, mesh)
+    leaves = [as_operand(x, where, True) for x in leaves]
     avals = tuple(_compat.typeof(x) for x in leaves)
     name = getattr(fn, "__name__", type(fn).__name__)
     try:

@@ -1,7 +1,7 @@
 """Partitions: the named logical axes that programs map over. Pure data."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
                 "with its own partition inside the function given to drjax.map_fn."
             )
         [(name, size)] = value.items()
-        return Partition(name, size, mesh_axes or ())
+        return Partition(name, size, () if mesh_axes is None else mesh_axes)
     attached = getattr(value, "partition", None)
     if isinstance(attached, Partition):
         return attached
@@ -82,7 +82,8 @@ def _check_size(name: str, size: Any) -> int:
             if size >= 1:
                 return size
             raise DrjaxValueError(
-                f"Partition {name!r} needs at least one group, got size {size}."
+                f"Partition {name!r} needs a size that is a positive integer, got "
+                f"{size}: there is at least one group."
             )
     raise DrjaxTypeError(
         f"Partition {name!r} needs a size that is a positive integer, got "
@@ -94,13 +95,17 @@ def _check_size(name: str, size: Any) -> int:
 def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
     if isinstance(axes, str):
         axes = (axes,)
+    if not isinstance(axes, Sequence):
+        axes = (axes,)
     axes = tuple(axes) or (name,)
     for axis in axes:
-        if not isinstance(axis, str):
+        if not isinstance(axis, str) or not axis:
             raise DrjaxTypeError(
-                f"mesh_axes of partition {name!r} needs the names of mesh axes, got "
-                f"{type(axis).__name__}: {axis!r}."
+                f"mesh_axes of partition {name!r} needs the name of a mesh axis or a "
+                f"tuple of names, got {type(axis).__name__}: {axis!r}."
             )
     if len(set(axes)) != len(axes):
-        raise DrjaxValueError(f"mesh_axes of partition {name!r} repeat: {axes!r}.")
+        raise DrjaxValueError(
+            f"mesh_axes of partition {name!r} need to differ, got {axes!r}."
+        )
     return axes

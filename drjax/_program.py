@@ -2,13 +2,13 @@
 
 import difflib
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from drjax._errors import DrjaxTypeError, MeshError
+from drjax._functions import check_plain_function
 from drjax._partition import Partition, as_partition
 from drjax._scope import current_scope, enter_program
 
@@ -60,7 +60,9 @@ def program(
     if args:
         raise DrjaxTypeError(
             "drjax.program takes the partition as a keyword: write "
-            "@drjax.program(partition_size=3), not @drjax.program."
+            "@drjax.program(partition_size=3). Got without a keyword: "
+            + ", ".join(map(repr, args))
+            + "."
         )
     declared = _declared_partition(partition, mesh_axes)
     if mesh is not None and not hasattr(mesh, "axis_names"):
@@ -99,7 +101,7 @@ def _declared_partition(keywords: dict[str, Any], mesh_axes: Any) -> Partition:
         )
     [(name, size)] = keywords.items()
     if name != "placements":
-        return Partition(name, size, mesh_axes or ())
+        return Partition(name, size, () if mesh_axes is None else mesh_axes)
     if not isinstance(size, Mapping):
         raise DrjaxTypeError(
             "drjax.program(placements=) needs a mapping from the partition's name to "
@@ -111,17 +113,11 @@ def _declared_partition(keywords: dict[str, Any], mesh_axes: Any) -> Partition:
 
 def _check_plain_function(fn: Any) -> None:
     if not callable(fn):
+        hint = ""
+        if isinstance(fn, classmethod | property):
+            hint = f" Write @{type(fn).__name__} above @drjax.program."
         raise DrjaxTypeError(
             f"@drjax.program decorates a function, got {type(fn).__name__}: {fn!r}."
+            + hint
         )
-    for kind, is_kind in (
-        ("an async function", inspect.iscoroutinefunction),
-        ("an async generator function", inspect.isasyncgenfunction),
-        ("a generator function", inspect.isgeneratorfunction),
-    ):
-        if is_kind(inspect.unwrap(fn)):
-            raise DrjaxTypeError(
-                f"@drjax.program needs a plain function, but "
-                f"{getattr(fn, '__name__', fn)} is {kind}: its body would run after "
-                "the partition has gone out of scope. Return the results instead."
-            )
+    check_plain_function("@drjax.program", fn)

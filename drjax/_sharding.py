@@ -294,7 +294,7 @@ def on_devices(
         return list(body(*args))
     entry = layout.axes
     args = [
-        _pad_rows(_place(x, layout, p), layout) if p else _place(x, layout, p)
+        _pad_rows(_make_visible(x, layout), layout) if p else _make_visible(x, layout)
         for x, p in zip(args, partitioned_in, strict=True)
     ]
     outs = jax.shard_map(
@@ -324,21 +324,33 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _place(x, layout: Layout, partitioned: bool):
-    """Make `x` visible on the mesh in the way that shard_map's in_specs ask for."""
+def as_operand(x, layout: Layout, partitioned: bool):
+    """`x` with the type that a primitive's operand needs on Explicit axes.
+
+    Resharding here, outside the primitive, lets JAX transpose it: a global array used
+    as a partitioned one gets its cotangent back as a global array.
+    """
+    if not layout.sharded or not has_explicit_axes(layout.mesh):
+        return x
+    lead = (layout.spec_entry,) if partitioned else ()
+    aval = _compat.typeof(x)
+    target = NamedSharding(
+        layout.abstract_mesh, P(*lead, *_inner_spec(aval, layout, len(lead)))
+    )
+    if aval.sharding == target:
+        return x
+    if isinstance(layout.mesh, Mesh):
+        target = NamedSharding(layout.mesh, target.spec)
+    return jax.sharding.reshard(x, target)
+
+
+def _make_visible(x, layout: Layout):
+    """Tell jit about a concrete mesh that is not in JAX's context."""
     mesh = layout.mesh
-    if has_explicit_axes(mesh):
-        aval = _compat.typeof(x)
-        lead = (layout.spec_entry,) if partitioned else ()
-        spec = P(*lead, *_inner_spec(aval, layout, len(lead)))
-        if aval.sharding.spec == spec and not isinstance(mesh, Mesh):
-            return x
-        target = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
-        return jax.sharding.reshard(x, target)
-    if isinstance(mesh, Mesh):
-        free = P(*[P.UNCONSTRAINED] * jnp.ndim(x))
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, free))
-    return x
+    if not isinstance(mesh, Mesh) or has_explicit_axes(mesh):
+        return x
+    free = P(*[P.UNCONSTRAINED] * jnp.ndim(x))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, free))
 
 
 def _pad_rows(x, layout: Layout):

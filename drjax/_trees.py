@@ -26,21 +26,23 @@ def flatten_partitioned(
     return leaves, treedef
 
 
-def as_array(block: str, name: str, path, leaf: Any):
+_CLOSE_OVER = "Close over values that are not arrays instead of passing them."
+
+
+def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
     if isinstance(leaf, jax.Array):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         try:
             return jnp.asarray(leaf)
-        except TypeError:
+        except (TypeError, OverflowError):
             pass
     kind = type(leaf).__name__
     if isinstance(leaf, np.ndarray):
         kind += f" of dtype {leaf.dtype}"
     raise DrjaxTypeError(
         f"drjax.{block} needs arrays as leaves, but "
-        f"{name}{jax.tree_util.keystr(path)} is {kind}: {_short(leaf)}. Close over "
-        "values that are not arrays instead of passing them."
+        f"{name}{jax.tree_util.keystr(path)} is {kind}: {_short(leaf)}. {fix}"
     )
 
 
@@ -56,45 +58,57 @@ def _raise_not_partitioned(block, tree, partition, rows, name):
         if not shape or shape[0] != rows:
             what = f"shape {shape}" if shape else "a scalar, shape ()"
             wrong.append(f"  {name}{jax.tree_util.keystr(path)}: {what}")
+    got = "but got:\n" + "\n".join(wrong) + "\n"
+    if block in ("scatter", "shard"):
+        raise DrjaxValueError(
+            f"drjax.{block} needs arrays [{rows}, ...], one row for each group of "
+            f"{partition}, {got}Give each group exactly one row, or declare a "
+            "partition of another size."
+        )
     where = f"[{rows}, ...]"
     if rows != partition.size:
         where += f" (the {rows} of {partition.size} groups that one device holds)"
     raise DrjaxValueError(
         f"drjax.{block} needs partitioned values over {partition}, with leading axis "
-        f"{where}, but got:\n" + "\n".join(wrong) + "\n"
-        f"Use drjax.broadcast to give each group a copy of a global value, or "
-        f"drjax.scatter to hand out the {partition.size} rows of a global array."
+        f"{where}, {got}Use drjax.broadcast to give each group a copy of a global "
+        f"value, or drjax.scatter to hand out the {partition.size} rows of a global "
+        "array."
     )
 
 
 def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
     """Weights as a list, one for each leaf, from one array or from a matching tree."""
-    leaves, treedef = flatten("reduce_weighted_mean", weights, "w")
-    if treedef == value_tree:
-        matched = leaves
-    elif treedef == jax.tree_util.tree_structure(0):
-        matched = leaves * len(value_leaves)
-    else:
+    paths, treedef = jax.tree_util.tree_flatten_with_path(weights)
+    leaves = [as_array("reduce_weighted_mean", "w", p, w) for p, w in paths]
+    value = value_tree.unflatten(value_leaves)
+    values = jax.tree_util.tree_flatten_with_path(value)[0]
+    keys = [f"w{jax.tree_util.keystr(path)}" for path, _ in paths]
+    if treedef == jax.tree_util.tree_structure(0):
+        leaves, keys = leaves * len(values), keys * len(values)
+    elif treedef != value_tree:
         raise DrjaxValueError(
             "drjax.reduce_weighted_mean needs as weights one array [n], or a tree with "
-            "the structure of the value.\n"
-            f"  value:   {value_tree}\n  weights: {treedef}"
+            "the structure of the value, but got:\n"
+            f"  value:   {value_tree}\n  weights: {treedef}\n"
+            "Pass one jax.Array if all leaves have the same weights."
         )
-    for w, x in zip(matched, value_leaves, strict=True):
-        shape, full = jnp.shape(w), jnp.shape(x)
-        if len(shape) > len(full) or shape != full[: len(shape)] or not shape:
-            raise DrjaxValueError(
-                "drjax.reduce_weighted_mean needs weights whose shape is the leading "
-                f"part of the value's: [{full[0]}] for one weight a group, got weights "
-                f"{shape} for a value {full}."
-            )
-        if not (
-            jnp.issubdtype(jnp.result_type(w), jnp.floating)
-            or jnp.issubdtype(jnp.result_type(w), jnp.integer)
-            or jnp.result_type(w) == jnp.bool_
-        ):
-            raise DrjaxTypeError(
-                "drjax.reduce_weighted_mean needs real weights, got dtype "
-                f"{jnp.result_type(w)}."
-            )
-    return matched
+    for key, w, (path, x) in zip(keys, leaves, values, strict=True):
+        _check_weight(key, w, f"x{jax.tree_util.keystr(path)}", x.shape, partition)
+    return leaves
+
+
+def _check_weight(key: str, w, x_key: str, full, partition: Partition) -> None:
+    shape = w.shape
+    if not shape or shape != full[: len(shape)]:
+        raise DrjaxValueError(
+            "drjax.reduce_weighted_mean needs weights whose shape is the leading part "
+            f"of the value's, ({full[0]},) for one weight a group of {partition}, but "
+            f"{key} has shape {shape} where {x_key} has {full}."
+        )
+    kind = w.dtype
+    real = (jnp.bool_, jnp.integer, jnp.floating)
+    if not any(jnp.issubdtype(kind, allowed) for allowed in real):
+        raise DrjaxTypeError(
+            f"drjax.reduce_weighted_mean needs real weights, but {key} has dtype "
+            f"{kind}. Pass its real part or its magnitude."
+        )
