@@ -595,9 +595,14 @@ def _check_numeric(block: str, leaf) -> None:
 
 def _promote_sum(leaf):
     """`leaf` in the dtype in which `jnp.sum` would add it up."""
-    return leaf.astype(
-        jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), leaf.dtype)).dtype
-    )
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    return leaf.astype(_sum_dtype(leaf.dtype))
+
+
+@_compat.cache()
+def _sum_dtype(dtype):
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _mean_dtype(dtype):

@@ -269,12 +269,16 @@ def weak_cache_by_params(make: Callable) -> Callable:
 
 
 class TraceCache:
-    """A bounded cache of traces; its key includes JAX's whole trace context."""
+    """A bounded cache of traces; its key includes JAX's whole trace context.
+
+    `jax.clear_caches` empties it too.
+    """
 
     def __init__(self, maxsize: int):
         self._entries: collections.OrderedDict = collections.OrderedDict()
         self._maxsize = maxsize
         self._lock = threading.Lock()
+        util.register_cache(self, "drjax traces of mapped functions")
 
     def get(self, key):
         key = (key, config.trace_context())
@@ -289,7 +293,7 @@ class TraceCache:
             if len(self._entries) > self._maxsize:
                 self._entries.popitem(last=False)
 
-    def clear(self):
+    def cache_clear(self):
         with self._lock:
             self._entries.clear()
 

@@ -10,7 +10,7 @@ import jax
 from drjax._errors import DrjaxTypeError, MeshError
 from drjax._functions import check_plain_function
 from drjax._partition import Partition, as_partition
-from drjax._scope import current_scope, enter_program
+from drjax._scope import program_scope
 
 _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_mesh")
 
@@ -71,12 +71,14 @@ def program(
             f"{type(mesh).__name__}: {mesh!r}."
         )
 
+    enter = program_scope(declared, mesh)
+
     def decorate(fn: Callable) -> Callable:
         _check_plain_function(fn)
 
         @functools.wraps(fn)
         def call(*args, **kwargs):
-            with enter_program(declared, mesh, current_scope()):
+            with enter():
                 return fn(*args, **kwargs)
 
         call.partition = declared  # pyright: ignore[reportFunctionMemberAccess]

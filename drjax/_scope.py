@@ -6,6 +6,7 @@ and part of the key of JAX's trace caches: an inner `jax.jit`, `scan` body or
 each of them. A plain `ContextVar` would silently reuse the first trace.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,18 @@ def current_scope() -> Scope:
     return scope_context.value or _OUTSIDE
 
 
-def enter_program(partition: Partition, mesh: Any, outer: Scope):
-    """The context of a program's body."""
-    _check_not_mapped(f"A program over partition {partition}", partition, outer)
-    return scope_context(Scope(partition, mesh, outer.mapped))
+def program_scope(partition: Partition, mesh: Any) -> Callable[[], Any]:
+    """A function that makes the context of a program's body."""
+    alone = Scope(partition, mesh)  # made once: entering a program must cost little
+
+    def enter():
+        outer = scope_context.value
+        if outer is None or not outer.mapped:
+            return scope_context(alone)
+        _check_not_mapped(f"A program over partition {partition}", partition, outer)
+        return scope_context(Scope(partition, mesh, outer.mapped))
+
+    return enter
 
 
 def enter_mapped(partition: Partition):
