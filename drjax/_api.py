@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from drjax import _compat
@@ -119,8 +120,8 @@ def map_fn(
     """
     if not callable(fn):
         raise DrjaxTypeError(
-            "drjax.map_fn needs a function and then its argument, got "
-            f"{type(fn).__name__} as the function: drjax.map_fn(fn, arg)."
+            "drjax.map_fn needs a function and then its argument, "
+            f"drjax.map_fn(fn, arg), got {type(fn).__name__} as the function: {fn!r}."
         )
     where = _resolve("map_fn", mesh, partition)
     args = arg if type(arg) is tuple else (arg,)
@@ -432,7 +433,8 @@ def partition_index(
     if mapped is not None:
         return partition_index_p.bind(partition=mapped, mesh=None, per_group=True)
     where = _resolve("partition_index", mesh, partition)
-    return partition_index_p.bind(**where, per_group=False)
+    index = partition_index_p.bind(**where, per_group=False)
+    return as_operand(index, layout(**where), True)
 
 
 def partition_size(*, partition: PartitionLike = None) -> int:
@@ -520,7 +522,13 @@ def _check_where(block: str, chosen, mesh, partition):
     resolved = _resolve(block, mesh, partition)
     rows = _rows(resolved)
     if not isinstance(chosen, jax.Array):
-        chosen = as_array(block, "where", (), chosen) if jax.tree_util.all_leaves([chosen]) else 0
+        try:
+            chosen = jnp.asarray(chosen)
+        except (TypeError, ValueError):
+            raise DrjaxTypeError(
+                f"drjax.{block} needs where= as bool [{rows}], got "
+                f"{type(chosen).__name__}: {chosen!r}."
+            ) from None
     if chosen.dtype != jnp.bool_:
         raise DrjaxTypeError(
             f"drjax.{block} needs where= as bool [{rows}], got dtype {chosen.dtype}. "
@@ -578,7 +586,8 @@ def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTre
         _check_numeric(block, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise DrjaxTypeError(
-                f"drjax.{block} needs an ordered dtype, got {leaf.dtype}."
+                f"drjax.{block} needs leaves with an order, got dtype {leaf.dtype}. "
+                "Reduce the magnitude, or the real and imaginary part."
             )
         return primitive.bind(leaf, **where)
 
@@ -588,8 +597,8 @@ def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTre
 def _check_numeric(block: str, leaf) -> None:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise DrjaxTypeError(
-            f"drjax.{block} needs numeric leaves, got dtype {leaf.dtype}. To take one "
-            "group's key, use drjax.select."
+            f"drjax.{block} needs leaves that are numbers, got dtype {leaf.dtype}. To "
+            "take one group's key, use drjax.select."
         )
 
 
@@ -612,16 +621,21 @@ def _mean_dtype(dtype):
 
 
 def _check_index(i, n: int):
-    if not jnp.issubdtype(jnp.result_type(i), jnp.integer) or jnp.ndim(i):
+    """`i` as an int32 scalar; a known number is checked against the bounds."""
+    if isinstance(i, jax.Array | np.ndarray | np.generic):
+        is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
+    else:
+        is_number = isinstance(i, int) and not isinstance(i, bool)
+    if not is_number:
         raise DrjaxTypeError(
-            f"drjax.select needs the number of one group, an integer, got {i!r}."
+            "drjax.select needs the number of one group, an integer scalar, got "
+            f"{type(i).__name__}: {i!r}."
         )
-    i = jnp.asarray(i)
     if _compat.is_concrete(i) and not -n <= int(i) < n:
         raise DrjaxValueError(
             f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
         )
-    return i
+    return jnp.asarray(i, jnp.int32)
 
 
 def _mapped_partition(partition: PartitionLike) -> Partition | None:

@@ -23,6 +23,7 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 
 Jaxpr = core.Jaxpr if _MERGED else core.ClosedJaxpr
+JAXPR_TYPES = (core.Jaxpr,) if _MERGED else (core.Jaxpr, core.ClosedJaxpr)
 ShapedArray = core.ShapedArray
 UndefinedPrimal = ad.UndefinedPrimal
 Zero = ad.Zero
@@ -90,7 +91,25 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str, args=None):
 
 def open_jaxpr(jaxpr):
     """The object that holds `.invars`, `.outvars` and `.eqns`."""
-    return jaxpr.jaxpr
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def jaxpr_consts(jaxpr) -> Sequence[Any]:
+    """The arrays that a jaxpr holds."""
+    return getattr(jaxpr, "consts", ())
+
+
+def collective_axes(jaxpr) -> set[str]:
+    """The mesh axes over which a jaxpr communicates or asks for its place."""
+    found: set[str] = set()
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            axes = axes if isinstance(axes, tuple | list) else (axes,)
+            found.update(axis for axis in axes if isinstance(axis, str))
+        for inner in core.jaxprs_in_params(eqn.params):
+            found |= collective_axes(inner)
+    return found
 
 
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
@@ -249,25 +268,6 @@ def manual_axis_context(axes, sizes):
     return extend_axis_env(list(zip(axes, sizes, strict=True)))
 
 
-def weak_cache_by_params(make: Callable) -> Callable:
-    """Cache `make(**params)`; a jaxpr among the parameters is held only weakly."""
-
-    @util.weakref_lru_cache(trace_context_in_key=False)
-    def by_jaxpr(jaxpr, rest):
-        # A copy: the entry would otherwise keep its own key alive.
-        return make(jaxpr=jaxpr.replace(), **dict(rest))
-
-    @util.cache(trace_context_in_key=False)
-    def by_value(rest):
-        return make(**dict(rest))
-
-    def cached(jaxpr=None, **params):
-        rest = tuple(params.items())
-        return by_value(rest) if jaxpr is None else by_jaxpr(jaxpr, rest)
-
-    return cached
-
-
 class TraceCache:
     """A bounded cache of traces; its key includes JAX's whole trace context.
 
@@ -298,9 +298,18 @@ class TraceCache:
             self._entries.clear()
 
 
+_LIBRARIES = """builtins drjax flax functools jax jaxlib math numpy operator optax
+""".split()
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module's contents may be taken as fixed."""
+    return (module or "").split(".")[0] in _LIBRARIES
+
+
 def is_library_function(value: Any) -> bool:
     """Whether `value` is a function that a numerical library exports."""
-    module = getattr(value, "__module__", None) or ""
-    return module.split(".")[0] in ("jax", "jaxlib", "numpy", "optax", "flax") and (
+    module = getattr(value, "__module__", None)
+    return is_library(module) and (
         getattr(sys.modules.get(module), getattr(value, "__name__", ""), None) is value
     )

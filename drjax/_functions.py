@@ -19,8 +19,7 @@ def function_name(fn: Any) -> str:
 
 def check_plain_function(caller: str, fn: Any) -> None:
     """Refuse functions whose body runs only after they have returned."""
-    call = getattr(type(fn), "__call__", None)  # of an object that is callable
-    for found in (inspect.unwrap(fn), call):
+    for found in (inspect.unwrap(fn), type(fn).__call__):
         for kind, is_kind in _KINDS:
             if is_kind(found):
                 raise DrjaxTypeError(

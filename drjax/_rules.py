@@ -7,6 +7,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._structure import cache_by_params
 
 
 def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
@@ -24,10 +25,10 @@ def register_execution(primitive: Primitive, fn: Callable) -> None:
     function is called as it is.
     """
 
-    @_compat.weak_cache_by_params
+    @cache_by_params
     def compiled(**params):
-        def run(*args):
-            return primitive.bind(*args, **params)
+        def run(*args):  # fn itself, in which jit finds a concrete mesh
+            return fn(*args, **params)
 
         run.__name__ = primitive.name
         return jax.jit(run)
