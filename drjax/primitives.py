@@ -1,9 +1,52 @@
 """The primitives of drjax, for interpreters of jaxprs.
 
-A program's jaxpr (`jax.make_jaxpr(fn)(*args)`) and those of its derivatives contain,
-for communication and local work, only these objects; match an equation with
-`eqn.primitive is drjax.primitives.broadcast_p`. Everything else in the jaxpr is
-ordinary JAX, pointwise where it touches partitioned values.
+The jaxpr of a program (`jax.make_jaxpr(fn)(*args)`) and those of its derivatives
+contain these nine primitives and ordinary JAX, which is pointwise where it touches
+partitioned values. Match an equation by object, never by its printed name:
+
+    eqn.primitive is drjax.primitives.broadcast_p
+
+`[*s]` is the shape of a global value, `[n, *s]` that of a partitioned one, whose row
+i belongs to group i; n is `partition.size`.
+
+| object              | operands -> results             | meaning, for rows i         |
+|---------------------|---------------------------------|-----------------------------|
+| `broadcast_p`       | `[*s]` -> `[n, *s]`             | y_i = x                     |
+| `map_fn_p`          | k x `[n, *s]` -> l x `[n, *t]`  | (y_i) = jaxpr(x_i)          |
+| `reduce_sum_p`      | `[n, *s]` -> `[*s]`             | y = sum_i x_i               |
+| `reduce_mean_p`     | `[n, *s]` -> `[*s]`             | y = (1/n) sum_i x_i         |
+| `reduce_max_p`      | `[n, *s]` -> `[*s]`             | y = max_i x_i               |
+| `reduce_min_p`      | `[n, *s]` -> `[*s]`             | y = min_i x_i               |
+| `gather_p`          | `[n, *s]` -> `[n, *s]` (global) | y[i] = x_i                  |
+| `scatter_p`         | `[n, *s]` (global) -> `[n, *s]` | y_i = x[i]                  |
+| `partition_index_p` | none -> int32 `[n]`             | y_i = i                     |
+
+Parameters (`eqn.params`) of every equation:
+
+* `partition`: a `drjax.Partition` with `name`, `size` and `mesh_axes`.
+* `mesh`: the mesh that carries the partition, captured when the program was traced;
+  None if it runs on one device. Trace without a mesh to get a program free of it.
+
+Of `map_fn_p` also:
+
+* `jaxpr`: a `jax.extend.core.ClosedJaxpr` without constants, written for one group:
+  its inputs and outputs have the types of the rows. Evaluate it with
+  `jax.extend.core.jaxpr_as_fun`. What the mapped function closed over is among the
+  first operands, through `broadcast_p`.
+* `name`: the name of the mapped function; derived equations keep it.
+
+Of `partition_index_p` also:
+
+* `per_group`: False in the program itself. True inside the jaxpr of a `map_fn_p`,
+  at any depth: there the equation has no operands and yields the number of the
+  group, int32 `[]`, in the partition that it names.
+
+Results have the dtype of their operands: promotions of integers (as by `jnp.sum` and
+`jnp.mean`) are explicit equations before the reduction. `reduce_mean_p` has inexact
+operands only. `weighted_mean`, `select` and `where=` are compositions. A nested
+program stands inside the jaxpr of a `map_fn_p`, with another partition.
+
+`examples/count_rounds.py` is an interpreter written against this page only.
 """
 
 from drjax._extrema import reduce_max_p as reduce_max_p

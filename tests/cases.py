@@ -75,12 +75,12 @@ def np_mean_loss(m, xs):
 
 
 @program
-def weighted_tree(m, xs, w):
+def weighted_tree(m, xs, weights):
     def outputs(m, x):
         return {"a": jnp.exp(m * x), "b": (jnp.sum(x), None)}
 
     tree = drjax.map_fn(outputs, (drjax.broadcast(m), xs))
-    mean = drjax.reduce_weighted_mean(tree, w)
+    mean = drjax.reduce_weighted_mean(tree, weights)
     return mean["a"] * mean["b"][0]
 
 

@@ -1,0 +1,176 @@
+"""The shape of the project: layers, private imports, public names, documents."""
+
+import ast
+import contextlib
+import doctest
+import inspect
+import io
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import drjax
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "drjax"
+CODE = [
+    path
+    for folder in ("drjax", "examples", "benchmarks", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+LAYERS = (
+    {"_errors", "_partition"},
+    {
+        "_compat", "_rules", "_scope", "_sharding", "_primitives", "_index", "_map",
+        "_extrema",
+    },
+    {"_trees", "_functions", "_mapping", "_program", "_blocks", "_reductions", "_api"},
+)  # fmt: skip
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file imports, dotted."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_imports_go_down_only():
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    modules = {p.stem for p in PACKAGE.glob("*.py")} - {"__init__", "primitives"}
+    assert modules == set(level), "a module without a layer, or a layer without one"
+    for name in modules:
+        for target in _imports(PACKAGE / f"{name}.py"):
+            if match := re.match(r"drjax\.(_\w+)", target):
+                assert level[match[1]] <= level[name], f"{name} imports {target}"
+
+
+def test_there_is_no_import_cycle():
+    edges = {
+        p.stem: {t.split(".")[1] for t in _imports(p) if t.startswith("drjax._")}
+        for p in PACKAGE.glob("_*.py")
+        if p.stem != "__init__"
+    }
+
+    def visit(name, path):
+        assert name not in path, f"cycle: {(*path, name)}"
+        for target in edges.get(name, ()):
+            visit(target, (*path, name))
+
+    for name in edges:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_compat_imports_private_jax(path):
+    private = {t for t in _imports(path) if t.startswith("jax._src")}
+    assert not private or path.name == "_compat.py"
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    assert path.name == "__init__.py" or ast.get_docstring(ast.parse(text))
+
+
+def test_contributing_is_short():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
+
+
+def test_layer_zero_does_not_know_jax():
+    for name in LAYERS[0]:
+        assert not any(t.startswith("jax") for t in _imports(PACKAGE / f"{name}.py"))
+
+
+def test_init_is_a_table_of_contents():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    kinds = {type(node) for node in tree.body}
+    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}
+    assert drjax.__version__ == _literal_version()
+
+
+def _literal_version() -> str:
+    found = re.findall(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    (version,) = found
+    return version
+
+
+# ---------------------------------------------------------------------------------
+# Documentation
+
+PUBLIC = {
+    name: value
+    for name, value in vars(drjax).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+}
+BLOCKS = {n: v for n, v in PUBLIC.items() if inspect.isfunction(v)}
+
+
+@pytest.fixture(autouse=True)
+def _users_settings():
+    """Documents run as users run them: rank promotion allowed, leaks not checked."""
+    with jax.numpy_rank_promotion("allow"), jax.check_tracer_leaks(False):
+        yield
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_documented(name):
+    doc = inspect.getdoc(PUBLIC[name]) or ""
+    assert len(doc) > 20
+    if name in BLOCKS:
+        assert "Raises:" in doc and "Example:" in doc
+        signature = inspect.signature(PUBLIC[name])
+        for parameter in signature.parameters:
+            if parameter != "args":
+                assert re.search(rf"^ *\**{parameter}: ", doc, re.M), parameter
+        assert "Args:" in doc or not signature.parameters
+        hints = [p.annotation for p in signature.parameters.values()]
+        assert inspect.Parameter.empty not in (*hints, signature.return_annotation)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "Partition"])
+def test_docstring_example_runs(name):
+    examples = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, globs={})
+    (example,) = examples
+    assert example.examples
+    report = io.StringIO()
+    result = doctest.DocTestRunner().run(example, out=report.write)
+    assert result.failed == 0, report.getvalue()
+
+
+def test_primitives_page_names_every_primitive():
+    page = drjax.primitives.__doc__
+    for name, primitive in vars(drjax.primitives).items():
+        if name.endswith("_p"):
+            assert f"`{name}`" in page
+            assert primitive.name.startswith("drjax_")
+
+
+def test_readme_code_runs_and_prints_what_it_says():
+    namespace: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        want = re.findall(r"print\(.*\)  # (.*)$", block, re.M)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, "README.md", "exec"), namespace)
+        assert printed.getvalue().splitlines() == want
+    assert namespace["value"] == 1.0
+
+
+def test_readme_links_lead_somewhere():
+    for target in re.findall(
+        r"\]\((?!http)([^)]+)\)", (ROOT / "README.md").read_text()
+    ):
+        assert (ROOT / target).exists(), target
