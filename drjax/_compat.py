@@ -7,9 +7,6 @@ Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 * DCE rules receive the live inputs from 0.11 on.
 """
 
-import collections
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -266,50 +263,3 @@ def register_lowering(primitive, fn: Callable) -> None:
 def manual_axis_context(axes, sizes):
     """Bind mesh axes while tracing code for the inside of a shard_map."""
     return extend_axis_env(list(zip(axes, sizes, strict=True)))
-
-
-class TraceCache:
-    """A bounded cache of traces; its key includes JAX's whole trace context.
-
-    `jax.clear_caches` empties it too.
-    """
-
-    def __init__(self, maxsize: int):
-        self._entries: collections.OrderedDict = collections.OrderedDict()
-        self._maxsize = maxsize
-        self._lock = threading.Lock()
-        util.register_cache(self, "drjax traces of mapped functions")
-
-    def get(self, key):
-        key = (key, config.trace_context())
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-            return self._entries.get(key)
-
-    def put(self, key, value):
-        with self._lock:
-            self._entries[key, config.trace_context()] = value
-            if len(self._entries) > self._maxsize:
-                self._entries.popitem(last=False)
-
-    def cache_clear(self):
-        with self._lock:
-            self._entries.clear()
-
-
-_LIBRARIES = """builtins drjax flax functools jax jaxlib math numpy operator optax
-""".split()
-
-
-def is_library(module: str | None) -> bool:
-    """Whether a module's contents may be taken as fixed."""
-    return (module or "").split(".")[0] in _LIBRARIES
-
-
-def is_library_function(value: Any) -> bool:
-    """Whether `value` is a function that a numerical library exports."""
-    module = getattr(value, "__module__", None)
-    return is_library(module) and (
-        getattr(sys.modules.get(module), getattr(value, "__name__", ""), None) is value
-    )
