@@ -24,11 +24,11 @@ def _executor(local, collective, sign):
         where = layout(partition, mesh)
         fill = _lowest(x.dtype) if sign > 0 else _highest(x.dtype)
 
-        def body(x):
-            y = local(where.mask_padding(x, fill), axis=0)
+        def body(x, numbers=None):
+            y = local(where.mask_padding(x, numbers, fill), axis=0)
             return [collective(vary(y, where.axes), where.axes) if where.axes else y]
 
-        return on_devices(where, body, [x], [True], [False])[0]
+        return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
     return execute
 

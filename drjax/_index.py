@@ -32,10 +32,10 @@ def _partition_index(*, partition, mesh, per_group):
     assert not per_group, "a group's number exists only inside a mapped function"
     where = layout(partition, mesh)
 
-    def body():
-        return [vary(where.row_numbers(), where.axes)]
+    def body(numbers):
+        return [vary(numbers, where.axes)]
 
-    return on_devices(where, body, [], [], [True])[0]
+    return on_devices(where, body, [], [], [True], numbered=True)[0]
 
 
 def _partition_index_abstract_eval(*, partition, mesh, per_group):

@@ -64,9 +64,9 @@ def _broadcast_transpose(ct, x, **params):
 reduce_sum_p = _rules.new_primitive("reduce_sum")
 
 
-def _local_sum(where: Layout, x, scale=None):
+def _local_sum(where: Layout, x, numbers, scale=None):
     """Sum of this device's rows, accumulated in float32 for 16-bit floats."""
-    x = where.mask_padding(x, 0)
+    x = where.mask_padding(x, numbers, 0)
     dtype = jnp.float32 if x.dtype in _LOW_PRECISION else x.dtype
     total = jnp.sum(x, axis=0, dtype=dtype)
     return (total if scale is None else total * scale).astype(x.dtype)
@@ -78,9 +78,11 @@ def _psum(where: Layout, x):
 
 def _reduce_sum(x, *, partition, mesh):
     where = layout(partition, mesh)
-    return on_devices(
-        where, lambda x: [_psum(where, _local_sum(where, x))], [x], [True], [False]
-    )[0]
+
+    def body(x, numbers=None):
+        return [_psum(where, _local_sum(where, x, numbers))]
+
+    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
 
 def _reduce_abstract_eval(x, *, partition, mesh):
@@ -101,12 +103,12 @@ reduce_mean_p = _rules.new_primitive("reduce_mean")
 def _reduce_mean(x, *, partition, mesh):
     where, n = layout(partition, mesh), partition.size
 
-    def body(x):
+    def body(x, numbers=None):
         if x.dtype in _LOW_PRECISION:  # divide first: a 16-bit sum may overflow
-            return [_psum(where, _local_sum(where, x, 1 / n))]
-        return [_psum(where, _local_sum(where, x)) / n]
+            return [_psum(where, _local_sum(where, x, numbers, 1 / n))]
+        return [_psum(where, _local_sum(where, x, numbers)) / n]
 
-    return on_devices(where, body, [x], [True], [False])[0]
+    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
 
 def _reduce_mean_transpose(ct, x, *, partition, mesh):
@@ -158,17 +160,12 @@ def _scatter(x, *, partition, mesh):
     where = layout(partition, mesh)
 
     def body(x):
-        if not where.axes:
+        if not where.manual:  # each device was handed its own rows
             return [x]
-        k = where.per_device
-        if where.uneven:
-            pad = [(0, k * where.devices - partition.size, 0)]
-            pad += [(0, 0, 0)] * (x.ndim - 1)
-            x = lax.pad(x, jnp.zeros((), x.dtype), pad)
-        x, start = vary(x, where.axes), lax.axis_index(where.axes) * k
-        return [lax.dynamic_slice_in_dim(x, start, k)]
+        x, k = vary(x, where.axes), where.per_device
+        return [lax.dynamic_slice_in_dim(x, lax.axis_index(where.axes) * k, k)]
 
-    return on_devices(where, body, [x], [False], [True])[0]
+    return on_devices(where, body, [x], [True], [True])[0]
 
 
 def _scatter_abstract_eval(x, *, partition, mesh):

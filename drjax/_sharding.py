@@ -16,7 +16,7 @@ Sharp edges:
   a concatenation or a gather costs collectives), and every reduction masks them.
   JAX's types cannot express uneven shards, so Explicit axes refuse this.
 * A concrete `Mesh` that is not JAX's context mesh is invisible to jit, so operands
-  are constrained to it before the `shard_map`.
+  are constrained to it outside the primitives.
 """
 
 import functools
@@ -159,12 +159,11 @@ class Layout:
             return local
         return lax.axis_index(self.axes) * self.per_device + local
 
-    def mask_padding(self, x, fill):
-        """`x` with `fill` in the rows that are only padding, inside `on_devices`."""
-        if not self.uneven:
+    def mask_padding(self, x, numbers, fill):
+        """`x` with `fill` in the rows that are only padding, given the row numbers."""
+        if numbers is None:
             return x
-        valid = self.row_numbers() < self.partition.size
-        valid = lax.broadcast_in_dim(valid, x.shape, (0,))
+        valid = lax.broadcast_in_dim(numbers < self.partition.size, x.shape, (0,))
         return jnp.where(valid, x, jnp.asarray(fill, x.dtype))
 
 
@@ -288,15 +287,23 @@ def on_devices(
     partitioned_in: Sequence[bool],
     partitioned_out: Sequence[bool],
     check_vma: bool = True,
+    numbered: bool = False,
 ) -> list[Any]:
-    """Run `body` on each device's rows; `body` takes and returns a flat sequence."""
+    """Run `body` on each device's rows; `body` takes and returns a flat sequence.
+
+    With `numbered`, `body` takes as last argument the numbers of its rows, int32 [k].
+    """
     if not layout.sharded:
-        return list(body(*args))
+        return list(body(*args, *([layout.row_numbers()] if numbered else [])))
     entry = layout.axes
     args = [
-        _pad_rows(_make_visible(x, layout), layout) if p else _make_visible(x, layout)
+        _pad_rows(as_operand(x, layout, p), layout) if p else x
         for x, p in zip(args, partitioned_in, strict=True)
     ]
+    if numbered:  # an operand, as lax.axis_index costs a nested shard_map each time
+        count = lax.iota(jnp.int32, layout.per_device * layout.devices)
+        args.append(as_operand(count, layout, True))
+        partitioned_in = (*partitioned_in, True)
     outs = jax.shard_map(
         lambda *xs: tuple(body(*xs)),
         mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
@@ -325,32 +332,28 @@ def vary(x, axes):
 
 
 def as_operand(x, layout: Layout, partitioned: bool):
-    """`x` with the type that a primitive's operand needs on Explicit axes.
+    """`x` with the type that a primitive's operand needs, and visible on the mesh.
 
-    Resharding here, outside the primitive, lets JAX transpose it: a global array used
-    as a partitioned one gets its cotangent back as a global array.
+    Resharding on Explicit axes here, outside the primitive, lets JAX transpose it: a
+    global array used as a partitioned one gets its cotangent back as a global array.
+    For a concrete mesh that is not in JAX's context, a constraint that says nothing
+    else tells the surrounding jit which devices it runs on; it does not look into our
+    primitives for that.
     """
-    if not layout.sharded or not has_explicit_axes(layout.mesh):
+    if not layout.sharded:
         return x
-    lead = (layout.spec_entry,) if partitioned else ()
-    aval = _compat.typeof(x)
-    target = NamedSharding(
-        layout.abstract_mesh, P(*lead, *_inner_spec(aval, layout, len(lead)))
-    )
-    if aval.sharding == target:
-        return x
-    if isinstance(layout.mesh, Mesh):
-        target = NamedSharding(layout.mesh, target.spec)
-    return jax.sharding.reshard(x, target)
-
-
-def _make_visible(x, layout: Layout):
-    """Tell jit about a concrete mesh that is not in JAX's context."""
-    mesh = layout.mesh
-    if not isinstance(mesh, Mesh) or has_explicit_axes(mesh):
-        return x
-    free = P(*[P.UNCONSTRAINED] * jnp.ndim(x))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, free))
+    mesh, aval = layout.mesh, _compat.typeof(x)
+    auto = AxisType.Auto in mesh.axis_types
+    if isinstance(mesh, Mesh) and _compat.under_trace():
+        if auto or aval.sharding.mesh.empty:
+            free = P(*[P.UNCONSTRAINED if auto else None] * aval.ndim)
+            x = lax.with_sharding_constraint(x, NamedSharding(mesh, free))
+    if has_explicit_axes(mesh):
+        lead = (layout.spec_entry,) if partitioned else ()
+        spec = P(*lead, *_inner_spec(aval, layout, len(lead)))
+        if aval.sharding != NamedSharding(layout.abstract_mesh, spec):
+            x = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return x
 
 
 def _pad_rows(x, layout: Layout):
