@@ -8,13 +8,7 @@ from drjax._api import gather as gather
 from drjax._api import map_fn as map_fn
 from drjax._api import partition_index as partition_index
 from drjax._api import partition_size as partition_size
-from drjax._api import reduce_max as reduce_max
-from drjax._api import reduce_mean as reduce_mean
-from drjax._api import reduce_min as reduce_min
-from drjax._api import reduce_sum as reduce_sum
-from drjax._api import reduce_weighted_mean as reduce_weighted_mean
 from drjax._api import scatter as scatter
-from drjax._api import select as select
 from drjax._api import shard as shard
 from drjax._errors import DrjaxError as DrjaxError
 from drjax._errors import DrjaxTypeError as DrjaxTypeError
@@ -23,5 +17,11 @@ from drjax._errors import MeshError as MeshError
 from drjax._errors import ScopeError as ScopeError
 from drjax._partition import Partition as Partition
 from drjax._program import program as program
+from drjax._reductions import reduce_max as reduce_max
+from drjax._reductions import reduce_mean as reduce_mean
+from drjax._reductions import reduce_min as reduce_min
+from drjax._reductions import reduce_sum as reduce_sum
+from drjax._reductions import reduce_weighted_mean as reduce_weighted_mean
+from drjax._reductions import select as select
 
 __version__ = _version("drjax")

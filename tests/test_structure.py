@@ -24,10 +24,13 @@ CODE = [
 LAYERS = (
     {"_errors", "_partition"},
     {
-        "_compat", "_rules", "_scope", "_sharding", "_primitives", "_index", "_map",
-        "_extrema",
+        "_compat", "_structure", "_rules", "_scope", "_sharding", "_primitives",
+        "_index", "_map", "_extrema",
     },
-    {"_trees", "_functions", "_mapping", "_program", "_blocks", "_reductions", "_api"},
+    {
+        "_trees", "_functions", "_mapping", "_program", "_operands", "_reductions",
+        "_api",
+    },
 )  # fmt: skip
 
 
