@@ -19,8 +19,8 @@ from jax._src.interpreters import partial_eval as pe
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 
-Jaxpr = core.Jaxpr if _MERGED else core.ClosedJaxpr
-JAXPR_TYPES = (core.Jaxpr,) if _MERGED else (core.Jaxpr, core.ClosedJaxpr)
+Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+JAXPR_TYPES = (core.Jaxpr, Jaxpr)
 ShapedArray = core.ShapedArray
 UndefinedPrimal = ad.UndefinedPrimal
 Zero = ad.Zero
@@ -82,7 +82,7 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str, args=None):
     fun = lu.wrap_init(fn, debug_info=debug_info)
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(fun, avals)
     if not _MERGED:
-        jaxpr = core.ClosedJaxpr(pe.convert_constvars_jaxpr(jaxpr), ())
+        jaxpr = Jaxpr(pe.convert_constvars_jaxpr(jaxpr), ())
     return jaxpr, consts
 
 
@@ -129,18 +129,16 @@ def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
     """Split a jaxpr into a part that computes and a part that is linear.
 
     Returns:
-      `(primal jaxpr, number of residuals it appends, which output tangents are
-      nonzero, for each residual of the tangent jaxpr the input that it is or None,
-      tangent jaxpr)`. The inputs of the tangent jaxpr are all residuals, then the
-      nonzero tangents, then (from 0.11 on) the structured residuals.
+      `(primal jaxpr, number of flat residuals, which output tangents are nonzero, for
+      each residual of the tangent jaxpr the input that it is or None, tangent jaxpr)`.
+      The primal jaxpr returns its results, the flat residuals that are not inputs,
+      and (from 0.11 on) the structured residuals. The tangent jaxpr takes all flat
+      residuals, the nonzero tangents, and the structured residuals.
     """
-    primal, out, nzs_out, forwarded, tangent = ad.linearize_jaxpr(
-        jaxpr, tuple(nonzeros), is_vjp=is_vjp
-    )
-    if not _MERGED:
-        return primal, (out, 0), nzs_out, forwarded, tangent
-    _, flat, structured = out.unpack()
-    return primal, (len(flat), len(structured)), nzs_out, forwarded, tangent
+    split: Any = ad.linearize_jaxpr(jaxpr, tuple(nonzeros), is_vjp=is_vjp)
+    primal, out, nzs_out, forwarded, tangent = split
+    n_flat = len(out.unpack()[1]) if _MERGED else out
+    return primal, n_flat, nzs_out, forwarded, tangent
 
 
 def batch_jaxpr(jaxpr, axis_data, in_axes):

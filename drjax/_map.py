@@ -142,15 +142,14 @@ def _jvp(primals, tangents, *, jaxpr, **params):
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     with _group_context(layout(params["partition"], params["mesh"])):
-        primal, (n_flat, n_structured), nonzeros_out, forwarded, tangent = (
-            _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
+        primal, n_flat, nonzeros_out, forwarded, tangent = _compat.linearize_jaxpr(
+            jaxpr, nonzeros, is_vjp
         )
     outs = map_fn_p.bind(*primals, jaxpr=primal, **params)
     n = len(jaxpr.out_avals)
     new = iter(outs[n : n + n_flat])
     flat = [next(new) if i is None else primals[i] for i in forwarded]
     structured = outs[n + n_flat :]
-    assert len(structured) == n_structured
     avals = _outer_avals(jaxpr, params)
 
     def linear(residuals, *tangents):

@@ -36,7 +36,7 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
 
 
 def _trace(fn, tree, avals, where, name):
-    out_tree = None
+    out_tree: Any = None
 
     def flat_fn(*leaves):
         nonlocal out_tree

@@ -340,9 +340,9 @@ def as_operand(x, layout: Layout, partitioned: bool):
     else tells the surrounding jit which devices it runs on; it does not look into our
     primitives for that.
     """
-    if not layout.sharded:
-        return x
     mesh, aval = layout.mesh, _compat.typeof(x)
+    if mesh is None or not layout.sharded:
+        return x
     auto = AxisType.Auto in mesh.axis_types
     if isinstance(mesh, Mesh) and _compat.under_trace():
         if auto or aval.sharding.mesh.empty:
