@@ -1,0 +1,4 @@
+"""Benchmarks: drjax beside hand-written code, plain JAX and Google's drjax.
+
+`python -m benchmarks.run` prints two tables and whether the goals are met.
+"""

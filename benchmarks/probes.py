@@ -1,0 +1,129 @@
+"""Small programs for what a call costs besides its arithmetic.
+
+A probe is made from a scalar and an array `[8]` and is a function without arguments.
+The program is `sum_i (x * row_i + 1)`; its mapped function is defined anew at each
+call, as it is in the body of a user's program.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import drjax
+from benchmarks.implementations import AXIS
+
+_Make = Callable[[jax.Array, jax.Array], Callable[[], Any]]
+
+
+def entered(mesh: jax.sharding.Mesh | None) -> Any:
+    """The context of a mesh, or of none."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+@drjax.program(placements={AXIS: 8})
+def _program(x, rows):
+    y = drjax.map_fn(lambda a, row: a * row + 1, (drjax.broadcast(x), rows))
+    return drjax.reduce_sum(y)
+
+
+@drjax.program(placements={AXIS: 8})
+def _closing_program(x, rows):
+    return drjax.reduce_sum(drjax.map_fn(lambda row: x * row + 1, rows))
+
+
+def _vmap(x, rows):
+    return jax.vmap(lambda a, row: a * row + 1, (None, 0))(x, rows).sum(0)
+
+
+def _closing_vmap(x, rows):
+    return jax.vmap(lambda row: x * row + 1)(rows).sum(0)
+
+
+def _shard_map(x, rows):
+    @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
+    def total(x, rows):
+        x = lax.pcast(x, AXIS, to="varying")
+        y = jax.vmap(lambda a, row: a * row + 1, (None, 0))(x, rows)
+        return lax.psum(y.sum(0), AXIS)
+
+    return total(x, rows)
+
+
+@drjax.program(placements={AXIS: 8})
+def _empty_program(x):
+    return x
+
+
+_context, _token = jax.make_user_context(None), object()
+
+
+def _bare_context(x):
+    with _context(_token):
+        return x
+
+
+def _eager(fn: Callable) -> _Make:
+    return lambda x, rows: lambda: fn(x, rows).block_until_ready()
+
+
+def _jitted(fn: Callable) -> _Make:
+    def make(x, rows):
+        compiled = jax.jit(fn)
+        return lambda: compiled(x, rows).block_until_ready()
+
+    return make
+
+
+def _entering(fn: Callable) -> _Make:
+    return lambda x, rows: lambda: fn(x)
+
+
+PROBES: dict[str, _Make] = {
+    "eager drjax": _eager(_program),
+    "eager drjax, closure": _eager(_closing_program),
+    "eager vmap": _eager(_vmap),
+    "eager vmap, closure": _eager(_closing_vmap),
+    "eager shard_map": _eager(_shard_map),
+    "jit drjax": _jitted(_program),
+    "jit vmap": _jitted(_vmap),
+    "jit shard_map": _jitted(_shard_map),
+    "enter program": _entering(_empty_program),
+    "enter context": _entering(_bare_context),
+}
+
+
+def leak_makers() -> dict[str, Callable[[], Any]]:
+    """Functions that make a program, perhaps trace it, and forget it."""
+
+    def program():
+        @drjax.program(placements={AXIS: 8})
+        def total(x):
+            y = drjax.map_fn(lambda a: a * 2, drjax.broadcast(x))
+            return drjax.reduce_sum(y)
+
+        return total
+
+    def by_hand():
+        mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+
+        @jax.shard_map(mesh=mesh, in_specs=P(), out_specs=P())
+        def total(x):
+            y = lax.pcast(x, AXIS, to="varying")
+            y = jax.vmap(lambda a: a * 2, in_axes=None, axis_size=8)(y)
+            return lax.psum(y.sum(0), AXIS)
+
+        return total
+
+    def traced(make):
+        return lambda: jax.make_jaxpr(jax.grad(make()))(1.0)
+
+    return {
+        "program": program,
+        "program, traced": traced(program),
+        "by hand": by_hand,
+        "by hand, traced": traced(by_hand),
+    }

@@ -1,0 +1,232 @@
+"""From measurements to tables and goals, as text and as Markdown.
+
+All times are compared as ratios within one run: the median over the rounds of ours
+divided by the reference of the same round. Rounds are interleaved, so that what else
+the machine does falls on both.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+OURS, HAND, TILED = "drjax", "shard_map, vmap", "shard_map, tiled"
+AGAIN = "shard_map, vmap (again)"  # the same program, to see how noisy times are
+
+Row = dict[str, Any]
+
+
+def ratio(ours: Sequence[float], reference: Sequence[float]) -> float:
+    """Median over the rounds of ours / reference."""
+    pairs = zip(ours, reference, strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def cases(rows: list[Row]) -> list[dict[str, Row]]:
+    """The rows of each case, by implementation."""
+    grouped: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        case = (row["task"], row["n"], row["devices"], row["arrival"])
+        grouped.setdefault(case, {})[row["implementation"]] = row
+    return list(grouped.values())
+
+
+# ---------------------------------------------------------------------------------
+# Goals
+
+
+def goals(results: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """`(goal, limit, measured, met)` for each goal of the project."""
+    grouped = cases(results["rows"])
+    found = [
+        _everywhere(
+            "collectives and their bytes", "as by hand", grouped,
+            lambda case: case[OURS]["collectives"] == case[HAND]["collectives"],
+        ),
+        _worst("temp bytes / by hand", 1.0, grouped, temp_ratio(HAND)),
+        _worst("temp bytes / by hand, tiled", 1.0, grouped, temp_ratio(TILED)),
+        _worst("run time / by hand", 1.1, grouped, _time_ratio("run_s")),
+        _worst("trace CPU time / by hand", 1.5, grouped, _time_ratio("trace_s")),
+    ]  # fmt: skip
+    probes = {
+        (p["name"], p["devices"]): p
+        for p in results["probes"]
+        if p["implementation"] == OURS
+    }
+    for name, reference, devices, limit in (
+        ("eager drjax", "eager vmap", None, 1.0),
+        ("eager drjax, closure", "eager vmap, closure", None, 1.0),
+        ("eager drjax", "eager vmap", 8, 2.0),
+        ("enter program", "enter context", None, 2.0),
+    ):
+        value = ratio(
+            probes[name, devices]["call_s"], probes[reference, devices]["call_s"]
+        )
+        where = "" if devices is None else f" on {devices} devices"
+        title = f"{name} / {reference}{where}"
+        found.append((title, f"≤ {limit:g}", f"{value:.2f}", value <= limit))
+    for name, devices in itertools.product(
+        ("eager drjax", "eager drjax, closure"), (None, 8)
+    ):
+        where = "" if devices is None else f" on {devices} devices"
+        count = probes[name, devices]["compiled"]
+        found.append(
+            (f"compiled by warm calls, {name}{where}", "0", f"{count}", count == 0)
+        )
+    leaks = results["leaks"][OURS]
+    for how in ("", ", traced"):
+        ours, hand = leaks[f"program{how}"], leaks[f"by hand{how}"]
+        same = all(ours[k] <= max(hand[k], 0) for k in ("objects", "entries"))
+        found.append(
+            (f"leaks of {ours['count']} programs{how}", "as by hand",
+             f"{_leak(ours)}; by hand {_leak(hand)}", same)
+        )  # fmt: skip
+    return found
+
+
+def noise(results: dict[str, Any]) -> str:
+    """How far the hand-written program is from itself, built and run twice."""
+    again = [case for case in cases(results["rows"]) if AGAIN in case]
+    if not again:
+        return ""
+    parts = []
+    for name, key in (("run", "run_s"), ("trace", "trace_s")):
+        values = [ratio(c[AGAIN][key], c[HAND][key]) for c in again]
+        parts.append(f"{name} {min(values):.2f} to {max(values):.2f}")
+    return "Hand-written beside itself, over all cases: " + ", ".join(parts) + "."
+
+
+def temp_ratio(reference: str) -> Callable[[dict[str, Row]], float]:
+    """For a case, our temporary bytes on one device / those of the reference."""
+
+    def value(case: dict[str, Row]) -> float:
+        ours, other = case[OURS]["temp_bytes"], case[reference]["temp_bytes"]
+        return ours / other if other else 1.0 + ours
+
+    return value
+
+
+def _time_ratio(key: str) -> Callable[[dict[str, Row]], float]:
+    return lambda case: ratio(case[OURS][key], case[HAND][key])
+
+
+def _everywhere(title: str, limit: str, grouped: list, test: Callable):
+    good = sum(test(case) for case in grouped)
+    return title, limit, f"{good} of {len(grouped)} cases", good == len(grouped)
+
+
+def _worst(title: str, limit: float, grouped: list, value: Callable):
+    values = [value(case) for case in grouped]
+    good = sum(v <= limit for v in values)
+    text = (
+        f"median {statistics.median(values):.2f}, worst {max(values):.2f}; "
+        f"{good} of {len(values)} cases"
+    )
+    return title, f"≤ {limit}", text, good == len(values)
+
+
+def _leak(found: dict[str, int]) -> str:
+    return f"{found['objects']} objects, {found['entries']} entries"
+
+
+# ---------------------------------------------------------------------------------
+# Tables
+
+
+def markdown(results: dict[str, Any], everything: bool) -> str:
+    """The tables; if not `everything`, only n = 64 (or the largest) on 8 devices."""
+    rows = [row for row in results["rows"] if row["implementation"] != AGAIN]
+    if not everything:
+        sizes = {row["n"] for row in rows}
+        n = 64 if 64 in sizes else max(sizes)
+        rows = [
+            row for row in rows
+            if (row["n"], row["devices"], row["arrival"]) == (n, 8, "sharded")
+        ]  # fmt: skip
+    who = results["machine"]
+    return "\n".join(
+        [
+            f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
+            f"{results['rounds']} interleaved rounds; times are medians.",
+            "",
+            _table(_HEADER, [_cells(row, results["rows"]) for row in rows]),
+            "",
+            _table(_PROBE_HEADER, _probe_cells(results)),
+            "",
+            _table(_LEAK_HEADER, _leak_cells(results)),
+            "",
+            _table(
+                ["goal", "limit", "measured", ""],
+                [[*g[:3], "met" if g[3] else "missed"] for g in goals(results)],
+            ),
+            "",
+            noise(results),
+        ]
+    )
+
+
+def _table(header: list[str], body: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+_HEADER = [
+    "task", "n", "devices", "data", "implementation", "trace ms", "lower ms",
+    "compile ms", "run ms", "run / by hand", "temp kB", "Mflop", "collectives",
+]  # fmt: skip
+
+
+def _cells(row: Row, rows: list[Row]) -> list[str]:
+    same = ("task", "n", "devices", "arrival")
+    [hand] = [
+        r for r in rows
+        if r["implementation"] == HAND and all(r[k] == row[k] for k in same)
+    ]  # fmt: skip
+    found = ", ".join(
+        f"{count} {kind} ({size / 1e3:.1f} kB)"
+        for kind, (count, size) in row["collectives"].items()
+    )
+    median = lambda key: f"{1e3 * statistics.median(row[key]):.1f}"
+    return [
+        row["task"], str(row["n"]), str(row["devices"]), row["arrival"],
+        row["implementation"], median("trace_s"), median("lower_s"),
+        median("compile_s"), f"{1e3 * statistics.median(row['run_s']):.2f}",
+        f"{ratio(row['run_s'], hand['run_s']):.2f}",
+        f"{row['temp_bytes'] / 1e3:.1f}", f"{row['flops'] / 1e6:.2f}", found or "none",
+    ]  # fmt: skip
+
+
+_PROBE_HEADER = ["call", "no mesh, µs", "8 devices, µs", "compiled when warm"]
+
+
+def _probe_cells(results: dict[str, Any]) -> list[list[str]]:
+    names = dict.fromkeys((p["implementation"], p["name"]) for p in results["probes"])
+    body = []
+    for who, name in names:
+        by_devices = {
+            p["devices"]: p for p in results["probes"]
+            if (p["implementation"], p["name"]) == (who, name)
+        }  # fmt: skip
+        times = [
+            f"{1e6 * statistics.median(by_devices[d]['call_s']):.2f}"
+            if d in by_devices else ""
+            for d in (None, 8)
+        ]  # fmt: skip
+        compiled = sorted({str(p["compiled"]) for p in by_devices.values()})
+        body.append([_named(who, name), *times, " / ".join(compiled)])
+    return body
+
+
+def _named(who: str, name: str) -> str:
+    return name if who == OURS else f"{name} ({who})"
+
+
+_LEAK_HEADER = ["made, used and forgotten", "count", "objects", "table entries"]
+
+
+def _leak_cells(results: dict[str, Any]) -> list[list[str]]:
+    return [
+        [_named(who, name), *(str(x[k]) for k in ("count", "objects", "entries"))]
+        for who, found in results["leaks"].items()
+        for name, x in found.items()
+    ]

@@ -1,0 +1,325 @@
+"""Measure everything side by side and print the tables.
+
+    python -m benchmarks.run                 # all cases, with Google's drjax 0.2.1
+    python -m benchmarks.run --quick         # small cases, under a minute
+    python -m benchmarks.run --no-peer       # without Google's drjax
+
+Google's library has the same import name, so it runs in an environment of its own:
+`--peer-python` names its Python, or a temporary one is made with pip. One worker
+process for each environment answers commands (see `worker.py`); all rounds of timing
+go through the implementations in turn.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import report
+
+PEER = "google drjax"
+PEER_VERSION = "0.2.1"
+LOCAL = (
+    report.OURS, report.HAND, report.AGAIN, report.TILED, "shard_map, scan", "jit(vmap)"
+)  # fmt: skip
+TASKS = ("local SGD", "MAML gradient", "large array")
+_DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure.
+
+    Attributes:
+      sizes: The partition sizes n.
+      small: Whether each group's problem is tiny.
+      builds: How often each program is traced and lowered.
+      compiles: How often it is compiled too.
+      rounds: How often each program, and each probe, is timed.
+      seconds: How long one timing should take.
+      leaks: How many programs are made, and how many more are made and traced.
+      implementations: What runs in our own environment.
+    """
+
+    sizes: tuple[int, ...] = (8, 64, 256)
+    small: bool = False
+    builds: int = 5
+    compiles: int = 2
+    rounds: int = 11
+    seconds: float = 0.03
+    leaks: tuple[int, int] = (1000, 100)
+    implementations: tuple[str, ...] = LOCAL
+
+
+QUICK = Settings((8,), True, 2, 1, 5, 0.01, (1000, 20))
+
+
+class Worker:
+    """A process that answers commands; see `worker.py`."""
+
+    def __init__(self, python: str, directory: Path, **environment: str):
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.worker"], cwd=directory, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**os.environ, **_DEVICES, **environment},
+        )  # fmt: skip
+        self.about = self.ask("hello")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"The worker ended with code {self._process.wait()} during {do!r} "
+                f"{arguments}. Run `python -m benchmarks.worker` to see why."
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{do} {arguments}: {answer['error']}")
+        return answer["result"]
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+# ---------------------------------------------------------------------------------
+# Measuring
+
+
+def measure_case(
+    workers: dict[str, Worker], settings: Settings, case: dict[str, Any]
+) -> list[report.Row]:
+    """One row for each implementation of one case."""
+    names = list(workers)
+    rows: dict[str, report.Row] = {name: {**case, "run_s": []} for name in names}
+    for turn in range(settings.builds):
+        for name in _shuffled(names, turn):
+            built = workers[name].ask(
+                "build", slot=name, implementation=_source(name), small=settings.small,
+                compile=turn >= settings.builds - settings.compiles, **case,
+            )  # fmt: skip
+            for key, value in built.items():
+                if key in ("trace_s", "lower_s", "compile_s"):
+                    rows[name].setdefault(key, []).append(value)
+                else:
+                    rows[name][key] = value
+    _check_same_result(rows)
+    calls = {}
+    for name in names:
+        once = min(workers[name].ask("run", slot=name, calls=1) for _ in range(3))
+        calls[name] = max(1, min(500, round(settings.seconds / once)))
+    for turn in range(settings.rounds):
+        for name in _shuffled(names, turn):
+            taken = workers[name].ask("run", slot=name, calls=calls[name])
+            rows[name]["run_s"].append(taken)
+    for name in names:
+        workers[name].ask("drop", slot=name)
+    return [{"implementation": name, **row} for name, row in rows.items()]
+
+
+def measure_probes(
+    workers: dict[str, Worker], settings: Settings, progress: tqdm
+) -> list[dict[str, Any]]:
+    """The overhead of calls, by probe and number of devices."""
+    every = {
+        (who, name, devices): []
+        for name in PROBES
+        for devices in (None, 8)
+        for who in ((report.OURS, PEER) if _is_drjax(name) else (report.OURS,))
+        if who in workers
+        if not (devices is None and "shard_map" in name)
+        if not (devices == 8 and name.startswith("enter"))
+    }
+    calls = {}
+    for who, name, devices in every:
+        ask = lambda n, who=who, name=name, devices=devices: workers[who].ask(
+            "probe", name=name, devices=devices, calls=n
+        )
+        calls[who, name, devices] = max(1, round(settings.seconds / ask(3)))
+    for turn in range(settings.rounds):
+        for key in _shuffled(every, turn):
+            who, name, devices = key
+            taken = workers[who].ask(
+                "probe", name=name, devices=devices, calls=calls[key]
+            )
+            every[key].append(taken)
+        progress.update()
+    return [
+        {
+            "implementation": who, "name": name, "devices": devices, "call_s": taken,
+            **workers[who].ask("compiles", name=name, devices=devices),
+        }
+        for (who, name, devices), taken in every.items()
+    ]  # fmt: skip
+
+
+PROBES = (
+    "eager drjax", "eager vmap", "eager drjax, closure", "eager vmap, closure",
+    "eager shard_map", "jit drjax", "jit vmap", "jit shard_map", "enter program",
+    "enter context",
+)  # fmt: skip
+
+
+def _is_drjax(name: str) -> bool:
+    return "drjax" in name or "program" in name
+
+
+def measure_leaks(
+    workers: dict[str, Worker], settings: Settings
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    made, traced = settings.leaks
+    for who in (report.OURS, PEER):
+        names = ("program", "by hand") if who == report.OURS else ("program",)
+        for name in names if who in workers else ():
+            for full, count in ((name, made), (f"{name}, traced", traced)):
+                counted = workers[who].ask("leaks", name=full, count=count)
+                found.setdefault(who, {})[full] = {"count": count, **counted}
+    return found
+
+
+def _shuffled(names: Iterable, turn: int) -> list:
+    """In another order at each turn: a program also pays for what ran before it."""
+    names = list(names)
+    random.Random(turn).shuffle(names)
+    return names
+
+
+def _source(name: str) -> str:
+    return report.HAND if name == report.AGAIN else name
+
+
+def _check_same_result(rows: dict[str, report.Row]) -> None:
+    expected = rows[report.HAND]["checksum"]
+    for name, row in rows.items():
+        if abs(row["checksum"] - expected) > 1e-3 * abs(expected):
+            raise RuntimeError(
+                f"{name} computes something else than {report.HAND}: {row['checksum']} "
+                f"instead of {expected}."
+            )
+
+
+def measure(
+    settings: Settings, peer_python: str | None, show_progress: bool = True
+) -> dict[str, Any]:
+    """All measurements of one run, as JSON.
+
+    Args:
+      settings: How much to measure.
+      peer_python: The Python of an environment with Google's drjax, or None.
+      show_progress: Whether to show a progress bar on stderr.
+    """
+    shapes = [(1, "sharded"), (8, "sharded"), (8, "replicated")]
+    every = [
+        {"task": task, "n": n, "devices": devices, "arrival": arrival}
+        for task, n, (devices, arrival) in itertools.product(
+            TASKS, settings.sizes, shapes
+        )
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        started = [Worker(sys.executable, _ROOT)]
+        workers = dict.fromkeys(settings.implementations, started[0])
+        try:
+            if peer_python is not None:
+                started.append(_start_peer(peer_python, Path(directory)))
+                workers[PEER] = started[-1]
+            _check_workers(started)
+            total = len(every) + settings.rounds
+            with tqdm(total=total, disable=not show_progress) as progress:
+                # First the overheads: later, thousands of entries fill the caches.
+                probes = measure_probes(workers, settings, progress)
+                leaks = measure_leaks(workers, settings)
+                rows = []
+                for case in every:
+                    progress.set_description(f"{case['task']}, n = {case['n']}")
+                    rows += measure_case(workers, settings, case)
+                    progress.update()
+            about = started[0].about
+        finally:
+            for worker in started:
+                worker.close()
+    return {
+        "machine": {**about, "cores": os.cpu_count()}, "rounds": settings.rounds,
+        "rows": rows, "probes": probes, "leaks": leaks,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------
+# Google's drjax
+
+
+def make_peer(directory: Path) -> str:
+    """A new environment with Google's drjax and our JAX; returns its Python."""
+    import jax
+
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    python = str(directory / "bin" / "python")
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", f"drjax=={PEER_VERSION}",
+         f"jax=={jax.__version__}"],
+        check=True,
+    )  # fmt: skip
+    return python
+
+
+def _start_peer(python: str, directory: Path) -> Worker:
+    # Beside our sources, `import drjax` would find our library.
+    package = directory / "benchmarks"
+    shutil.copytree(_ROOT / "benchmarks", package, ignore=lambda *_: ["results"])
+    return Worker(python, directory, PYTHONPATH="")
+
+
+def _check_workers(started: list[Worker]) -> None:
+    ours, *peers = (worker.about for worker in started)
+    if ours["drjax"] != report.OURS:
+        raise RuntimeError(f"This environment has {ours['drjax']} instead of drjax.")
+    for peer in peers:
+        if (peer["drjax"], peer["jax"]) != (PEER, ours["jax"]):
+            raise RuntimeError(
+                f"--peer-python needs Google's drjax and JAX {ours['jax']}, got "
+                f"{peer['drjax']} {peer['version']} and JAX {peer['jax']}."
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small cases only")
+    parser.add_argument("--no-peer", action="store_true", help="no Google drjax")
+    parser.add_argument("--peer-python", help="Python with Google's drjax 0.2.1")
+    parser.add_argument("--out", type=Path, help="a folder for results.json and .md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        peer = options.peer_python
+        if peer is None and not options.no_peer:
+            print("Installing Google's drjax in a temporary environment ...")
+            peer = make_peer(Path(directory))
+        results = measure(
+            QUICK if options.quick else Settings(), None if options.no_peer else peer
+        )
+    print(report.markdown(results, everything=True))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "results.json").write_text(json.dumps(results))
+        for name, everything in (("results.md", True), ("summary.md", False)):
+            text = report.markdown(results, everything)
+            (options.out / name).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""One process that builds and runs programs on command: JSON lines in, JSON lines out.
+
+The driver starts one worker in its own environment and one in an environment with
+Google's drjax, and asks them in turn, so that all timings are interleaved. Each
+command is `{"do": name, ...arguments}`; each answer is one line, a result or
+`{"error": text}`. Everything that libraries print goes to stderr. The driver sets the
+number of devices in the environment.
+"""
+
+import gc
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import drjax
+from benchmarks import hlo
+from benchmarks.implementations import AXIS, IMPLEMENTATIONS
+from benchmarks.probes import PROBES, entered, leak_makers
+from benchmarks.tasks import TASKS
+
+_compiled: dict[str, Callable[[], Any]] = {}
+_events = {"traced": 0, "compiled": 0}
+
+
+def _count_events(event: str, duration: float, **_: Any) -> None:
+    if event == "/jax/core/compile/jaxpr_trace_duration":
+        _events["traced"] += 1
+    elif event == "/jax/core/compile/backend_compile_duration":
+        _events["compiled"] += 1
+
+
+def hello() -> dict[str, Any]:
+    """Who is here."""
+    jax.monitoring.register_event_duration_secs_listener(_count_events)
+    ours = hasattr(drjax, "primitives")
+    return {
+        "jax": jax.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "drjax": "drjax" if ours else "google drjax",
+        "version": importlib.metadata.version("drjax"),
+    }
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh(
+        (devices,), (AXIS,), axis_types=auto, devices=jax.devices()[:devices]
+    )
+
+
+def build(
+    slot: str, implementation: str, task: str, n: int, devices: int, arrival: str,
+    small: bool, compile: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Trace and lower one program with cold caches; perhaps compile it.
+
+    Returns:
+      CPU seconds of each step; if compiled, what the compiler says and a checksum of
+      the result. The compiled program is kept under `slot`.
+    """
+    problem, mesh = TASKS[task], mesh_of(devices)
+    params, data = problem.make(n, small)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    spec = P(AXIS) if arrival == "sharded" else P()
+    data = jax.device_put(data, NamedSharding(mesh, spec))
+    program = IMPLEMENTATIONS[implementation](problem.fn, n, problem.gradient)
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()
+    with jax.set_mesh(mesh):
+        start = time.process_time()
+        traced = jax.jit(program).trace(params, data)
+        after_trace = time.process_time()
+        lowered = traced.lower()
+        after_lower = time.process_time()
+        compiled = lowered.compile() if compile else None
+        after_compile = time.process_time()
+    gc.enable()
+    answer: dict[str, Any] = {
+        "trace_s": after_trace - start, "lower_s": after_lower - after_trace,
+    }  # fmt: skip
+    if compiled is None:
+        return answer
+    found = hlo.summary(hlo.collectives(compiled.as_text()))
+    _compiled[slot] = lambda: compiled(params, data)
+    leaves = jax.tree.leaves(_compiled[slot]())
+    return answer | {
+        "compile_s": after_compile - after_lower,
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": compiled.cost_analysis()["flops"],
+        "collectives": {kind: list(values) for kind, values in found.items()},
+        "checksum": float(sum(np.abs(np.asarray(x)).sum() for x in leaves)),
+    }
+
+
+def run(slot: str, calls: int) -> float:
+    """Wall seconds for each call of a program that was built."""
+    program = _compiled[slot]
+    jax.block_until_ready(program())  # wakes the threads
+    start = time.perf_counter()
+    for _ in range(calls):
+        jax.block_until_ready(program())
+    return (time.perf_counter() - start) / calls
+
+
+def drop(slot: str) -> None:
+    _compiled.pop(slot, None)
+
+
+def probe(name: str, devices: int | None, calls: int) -> float:
+    """Wall seconds for each call of one of `PROBES`, caches warm."""
+    with entered(None if devices is None else mesh_of(devices)):
+        call = _probe(name, devices)
+        call()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+
+_probes: dict[tuple[str, int | None], Callable[[], Any]] = {}
+
+
+def _probe(name: str, devices: int | None) -> Callable[[], Any]:
+    """The function to call; made, and called three times, once."""
+    if (name, devices) not in _probes:
+        mesh = None if devices is None else mesh_of(devices)
+        rows = jnp.arange(8.0)
+        if mesh is not None:
+            rows = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
+        scalar = jnp.float32(2.0)
+        call = PROBES[name](scalar, rows)
+        for _ in range(3):
+            call()
+        _probes[name, devices] = call
+    return _probes[name, devices]
+
+
+def compiles(name: str, devices: int | None) -> dict[str, int]:
+    """How often JAX traces and compiles in two more calls of a warm probe."""
+    with entered(None if devices is None else mesh_of(devices)):
+        call = _probe(name, devices)
+        before = dict(_events)
+        for _ in range(2):
+            call()
+    return {key: _events[key] - before[key] for key in _events}
+
+
+def leaks(name: str, count: int) -> dict[str, int]:
+    """What stays alive of `count` functions that were made, used and forgotten."""
+    make = leak_makers()[name]
+    for _ in range(3):
+        make()
+    before_objects, before_entries = _alive()
+    for _ in range(count):
+        make()
+    objects, entries = _alive()
+    return {"objects": objects - before_objects, "entries": entries - before_entries}
+
+
+def _alive() -> tuple[int, int]:
+    """Objects that the garbage collector tracks; entries in tables of primitives."""
+    jax.clear_caches()
+    for _ in range(3):
+        gc.collect()
+    tables = (
+        ad.primitive_jvps,
+        ad.primitive_transposes,
+        batching.primitive_batchers,
+        batching.fancy_primitive_batchers,
+        *(getattr(mlir, name, {}) for name in ("_lowerings", "_platform_specific")),
+    )
+    sizes = [len(table) for table in tables if hasattr(table, "__len__")]
+    return len(gc.get_objects()), sum(sizes)
+
+
+_COMMANDS = {
+    f.__name__: f for f in (hello, build, run, drop, probe, compiles, leaks)
+}  # fmt: skip
+
+
+def main() -> None:
+    """Answer commands until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"result": _COMMANDS[command.pop("do")](**command)}
+        except Exception as error:  # the driver decides what to do about it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
