@@ -1,0 +1,1 @@
+"""What the examples share: text, model, devices and plots."""

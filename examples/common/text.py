@@ -1,0 +1,193 @@
+"""Real text, partitioned: the Python standard library's source, by top-level module.
+
+One group is one top-level module or package, as one group of CCNews is one web
+domain in Rush et al. 2024 (arXiv 2403.07128). The groups are as unequal
+as real ones: from about a hundred bytes to more than a megabyte. A *window* is a
+run of bytes whose first byte is only context; all windows are stored at one shape,
+and `lengths` says how many targets of each are real.
+
+Everything here depends on the Python that runs it and on its arguments, on nothing
+else: the order of files, the held-out modules and the windows of a round are the
+same in every process.
+"""
+
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+VOCAB = 256
+# Tests, and files that are made when Python is built or installed.
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "idle_test",
+    "site-packages",
+    "test",
+    "tests",
+}
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+
+
+class Module(NamedTuple):
+    """One group: the name of a top-level module and all of its source, as bytes."""
+
+    name: str
+    text: np.ndarray  # uint8 [bytes]
+
+
+class Corpus(NamedTuple):
+    """The groups to train on and the groups that training never sees."""
+
+    train: list[Module]
+    held_out: list[Module]
+
+
+class Windows(NamedTuple):
+    """Windows of text at one shape: `lengths` of the targets are real, then padding."""
+
+    tokens: np.ndarray  # uint8 [..., length + 1]
+    lengths: np.ndarray  # int32 [...]
+
+
+def source_files(entry: Path) -> list[Path]:
+    """Lists the Python files of a top-level module or package, in a fixed order."""
+    if entry.is_file():
+        return [entry] if entry.suffix == ".py" else []
+    files = (path.relative_to(entry) for path in entry.rglob("*.py"))
+    kept = (path for path in files if not SKIPPED_FOLDERS.intersection(path.parts))
+    return [entry / path for path in sorted(kept, key=lambda path: path.as_posix())]
+
+
+def is_held_out(name: str) -> bool:
+    """Says whether a module is held out: by its name, so one in ten on any Python."""
+    return zlib.crc32(name.encode()) % 10 == 0
+
+
+def load_stdlib(root: Path | None = None) -> Corpus:
+    """Reads the standard library of the running Python.
+
+    Args:
+        root: another folder of modules and packages to read in its place.
+
+    Returns:
+        The modules with at least one target byte, each list in order of names.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    corpus = Corpus([], [])
+    for entry in sorted(root.iterdir(), key=lambda path: path.name):
+        if entry.name in SKIPPED_FOLDERS or entry.name.startswith(SKIPPED_PREFIXES):
+            continue
+        source = b"\n".join(path.read_bytes() for path in source_files(entry))
+        if len(source) >= 2:
+            module = Module(entry.stem, np.frombuffer(source, np.uint8))
+            group = corpus.held_out if is_held_out(module.name) else corpus.train
+            group.append(module)
+    return corpus
+
+
+def cut(text: np.ndarray, count: int, length: int, rng: np.random.Generator) -> Windows:
+    """Cuts a text at a random phase and takes `count` of its windows, shuffled.
+
+    Every byte but the first is a target of exactly one window of the cut, so nothing
+    is seen twice; a text with fewer windows leaves the rest of them empty.
+
+    Returns:
+        Windows with tokens [count, length + 1]; the empty ones are last.
+    """
+    phase = rng.integers(1, length + 1)
+    starts = np.append(0, np.arange(phase, len(text) - 1, length))
+    ends = np.append(starts[1:], len(text) - 1)
+    tokens = np.zeros((count, length + 1), np.uint8)
+    lengths = np.zeros(count, np.int32)
+    for row, i in enumerate(rng.permutation(len(starts))[:count]):
+        lengths[row] = ends[i] - starts[i]
+        tokens[row, : lengths[row] + 1] = text[starts[i] : ends[i] + 1]
+    return Windows(tokens, lengths)
+
+
+def sample_round(
+    modules: list[Module],
+    key: tuple[int, int],
+    groups: int,
+    steps: int,
+    batch: int,
+    length: int,
+) -> tuple[np.ndarray, Windows]:
+    """Draws the groups of one round, and each group's windows from its own text.
+
+    Args:
+        key: (seed, round). With a module's index it is all that its windows depend on.
+
+    Returns:
+        The groups' indices into `modules`, [groups], and windows with tokens
+        [groups, steps, batch, length + 1]. A short module fills its first steps.
+    """
+    cohort = np.random.default_rng(key).choice(len(modules), groups, replace=False)
+    drawn = [
+        cut(
+            modules[i].text,
+            steps * batch,
+            length,
+            np.random.default_rng((*key, int(i))),
+        )
+        for i in cohort
+    ]
+    shape = (groups, steps, batch)
+    return cohort, Windows(
+        np.stack([windows.tokens for windows in drawn]).reshape(*shape, length + 1),
+        np.stack([windows.lengths for windows in drawn]).reshape(shape),
+    )
+
+
+def cut_all(modules: list[Module], count: int, length: int) -> Windows:
+    """Cuts up to `count` windows from each module: tokens [modules, count, length + 1].
+
+    The same windows in every run, whatever its seed.
+    """
+    drawn = [
+        cut(modules[i].text, count, length, np.random.default_rng(i))
+        for i in range(len(modules))
+    ]
+    return Windows(
+        np.stack([windows.tokens for windows in drawn]),
+        np.stack([windows.lengths for windows in drawn]),
+    )
+
+
+def target_mask(lengths: np.ndarray, length: int) -> np.ndarray:
+    """Marks the real targets: bool [..., length]."""
+    return np.arange(length) < lengths[..., None]
+
+
+class Bigram(NamedTuple):
+    """A bigram model of bytes: log-probabilities [previous byte, next byte]."""
+
+    log_probs: np.ndarray
+
+    @staticmethod
+    def fit(modules: list[Module]) -> "Bigram":
+        """Counts all pairs; Witten-Bell interpolation with add-one unigrams.
+
+        Source: Chen and Goodman 1999, "An empirical study of smoothing techniques for
+        language modeling", section 2.5.
+        """
+        counts = np.zeros((VOCAB, VOCAB))
+        for module in modules:
+            pairs = module.text[:-1].astype(np.int64) * VOCAB + module.text[1:]
+            counts += np.bincount(pairs, minlength=VOCAB**2).reshape(VOCAB, VOCAB)
+        unigram = counts.sum(0) + 1
+        unigram /= unigram.sum()
+        kinds = np.count_nonzero(counts, axis=1)[:, None]
+        total = counts.sum(1)[:, None] + kinds
+        seen = (counts + kinds * unigram) / np.where(total > 0, total, 1)
+        return Bigram(np.log(np.where(total > 0, seen, unigram)))
+
+    def loss(self, windows: Windows) -> np.ndarray:
+        """Returns the summed loss of each window's real targets, in nats: [...]."""
+        tokens = windows.tokens
+        mask = target_mask(windows.lengths, tokens.shape[-1] - 1)
+        nats = -self.log_probs[tokens[..., :-1], tokens[..., 1:]]
+        return np.sum(nats * mask, axis=-1)
