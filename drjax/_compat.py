@@ -71,14 +71,16 @@ def varying(aval) -> frozenset[str]:
 # Tracing
 
 
-def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str, args=None):
+def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
     """Trace `fn(*avals)`; returns a closed jaxpr with the constants as first inputs.
 
     Returns:
       `(jaxpr, consts)`: `jaxpr` has no constants of its own; `consts` holds the
       arrays and tracers that `fn` closed over, in the order of its first inputs.
     """
-    debug_info = api_util.debug_info(name, fn, args if args is not None else avals, {})
+    # Without the names of the arguments: finding them costs as much as a small trace.
+    source = api_util.fun_sourceinfo(fn)
+    debug_info = core.DebugInfo(name, source, None, core.initial_result_paths)
     fun = lu.wrap_init(fn, debug_info=debug_info)
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(fun, avals)
     if not _MERGED:

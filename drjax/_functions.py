@@ -1,6 +1,7 @@
 """Checks of users' functions at the edge of the API."""
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ _KINDS = (
     ("an async generator function", inspect.isasyncgenfunction),
     ("a generator function", inspect.isgeneratorfunction),
 )
+_RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_GENERATOR
 
 
 def function_name(fn: Any) -> str:
@@ -19,6 +21,9 @@ def function_name(fn: Any) -> str:
 
 def check_plain_function(caller: str, fn: Any) -> None:
     """Refuse functions whose body runs only after they have returned."""
+    if isinstance(fn, types.FunctionType) and not fn.__dict__:  # neither wrapped
+        if not fn.__code__.co_flags & _RUNS_LATER:  # nor marked as a coroutine
+            return
     for found in (inspect.unwrap(fn), type(fn).__call__):
         for kind, is_kind in _KINDS:
             if is_kind(found):

@@ -236,6 +236,7 @@ def _typed(aval, layout, mesh, shape, spec, varying):
     return _compat.group_aval(aval, shape, sharding, varying)
 
 
+@_compat.cache()
 def partitioned_aval(aval, layout: Layout):
     """Type of `[rows, *s]` from the type of a global or per-group `[*s]`."""
     varying = _compat.varying(aval) - set(layout.axes)
@@ -247,6 +248,7 @@ def partitioned_aval(aval, layout: Layout):
     )  # fmt: skip
 
 
+@_compat.cache()
 def global_aval(aval, layout: Layout):
     """Type of `[*s]` from the type of a partitioned `[rows, *s]`."""
     return _typed(
@@ -255,6 +257,7 @@ def global_aval(aval, layout: Layout):
     )  # fmt: skip
 
 
+@_compat.cache()
 def group_aval(aval, layout: Layout):
     """Type of one group's `[*s]` from the type of a partitioned `[rows, *s]`."""
     varying = _compat.varying(aval)
