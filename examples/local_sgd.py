@@ -47,13 +47,13 @@ class Config:
     """Continue from the latest checkpoint there; a fresh run removes them."""
     model: TransformerConfig = TransformerConfig()
     """Size of the model."""
-    rounds: int = 50
+    rounds: int = 40
     """Rounds of communication."""
     groups: int = 16
     """Groups in a round: modules drawn from all training modules."""
-    steps: int = 16
+    steps: int = 32
     """Local steps of a group in a round."""
-    batch: int = 4
+    batch: int = 2
     """Windows in a local step."""
     length: int = 128
     """Bytes predicted in a window."""
