@@ -73,6 +73,12 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
             f"mesh {_show(mesh)} lacks {missing}. Name only axes of the mesh in "
             "mesh_axes=, or add the missing ones."
         )
+    if context.empty and isinstance(mesh, AbstractMesh):
+        raise MeshError(
+            f"mesh= is the AbstractMesh {_show(mesh)}, which names no devices, and no "
+            "mesh is in context. Pass the jax.sharding.Mesh itself, or run the program "
+            "under jax.set_mesh(mesh)."
+        )
     layout(partition, mesh)  # checks
     return mesh
 

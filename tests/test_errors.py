@@ -603,6 +603,15 @@ def test_a_mesh_argument_that_contradicts_the_context():
         raises(drjax.MeshError, text, f, 1.0)
 
 
+def test_an_abstract_mesh_without_devices():
+    mesh = make_mesh({"clients": 4})
+    f = drjax.program(clients=8, mesh=mesh.abstract_mesh)(drjax.broadcast)
+    text = "mesh= is the AbstractMesh (clients: 4), which names no devices, and no mesh"
+    raises(drjax.MeshError, text, f, 1.0)
+    with jax.set_mesh(mesh):
+        assert f(1.0).sharding.num_devices == 4  # as the message advises
+
+
 @pytest.mark.parametrize("mesh", ["clients", 8, {"clients": 8}])
 def test_mesh_arguments_that_are_no_mesh(mesh):
     text = f"mesh= needs a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}"
