@@ -383,4 +383,11 @@ def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
         return None
     where = layout(partition, mesh)
     spec = P() if where.uneven or where.manual else P(where.axes)
+    if isinstance(mesh, AbstractMesh) and not _compat.under_trace():
+        mesh = jax.sharding.get_mesh()  # the context's, with its devices
+        if mesh.empty:
+            raise MeshError(
+                "drjax.shard needs devices, but the mesh in context, "
+                f"{_show(where.mesh)}, is abstract. Use jax.set_mesh, or pass mesh=."
+            )
     return NamedSharding(mesh, spec)

@@ -612,6 +612,12 @@ def test_an_abstract_mesh_without_devices():
         assert f(1.0).sharding.num_devices == 4  # as the message advises
 
 
+def test_shard_without_devices():
+    with jax.sharding.use_abstract_mesh(make_mesh({"clients": 4}).abstract_mesh):
+        text = "drjax.shard needs devices, but the mesh in context, (clients: 4), is"
+        raises(drjax.MeshError, text, eight(drjax.shard), X8)
+
+
 @pytest.mark.parametrize("mesh", ["clients", 8, {"clients": 8}])
 def test_mesh_arguments_that_are_no_mesh(mesh):
     text = f"mesh= needs a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}"
