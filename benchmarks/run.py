@@ -55,10 +55,10 @@ class Settings:
 
     sizes: tuple[int, ...] = (8, 64, 256)
     small: bool = False
-    builds: int = 5
+    builds: int = 4
     compiles: int = 2
-    rounds: int = 11
-    seconds: float = 0.03
+    rounds: int = 9
+    seconds: float = 0.02
     leaks: tuple[int, int] = (1000, 100)
     implementations: tuple[str, ...] = LOCAL
 

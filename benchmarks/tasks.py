@@ -94,7 +94,7 @@ def _make_maml(n: int, small: bool):
 
 def _make_large(n: int, small: bool):
     rng = np.random.default_rng(0)
-    size = 1 << 10 if small else 1 << 18
+    size = 1 << 10 if small else 1 << 16
     return {"x": _normal(rng, size)}, {"scale": _normal(rng, n)}
 
 
