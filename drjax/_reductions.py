@@ -1,11 +1,13 @@
 """The building blocks that turn partitioned values into global ones, over pytrees."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from drjax import _compat
 from drjax._errors import DrjaxTypeError, DrjaxValueError
@@ -31,7 +33,7 @@ from drjax._trees import check_weights, flatten_partitioned
 
 def reduce_sum(
     x: PyTree,
-    where: jax.Array | None = None,
+    where: ArrayLike | Sequence[bool] | None = None,
     *,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
@@ -72,7 +74,7 @@ def reduce_sum(
 
 def reduce_mean(
     x: PyTree,
-    where: jax.Array | None = None,
+    where: ArrayLike | Sequence[bool] | None = None,
     *,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
@@ -199,7 +201,7 @@ def reduce_min(
 
 def select(
     x: PyTree,
-    i: int | jax.Array,
+    i: ArrayLike,
     *,
     mesh: MeshLike = None,
     partition: PartitionLike = None,

@@ -23,3 +23,8 @@ def make_mesh(shape: dict[str, int], kind=AUTO) -> jax.sharding.Mesh:
 def in_mesh(mesh: jax.sharding.Mesh | None):
     """The context of a mesh, or of none."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def in_mesh_of(shape: dict[str, int] | None):
+    """The context of an Auto mesh of this shape, or of none."""
+    return in_mesh(None if shape is None else make_mesh(shape))

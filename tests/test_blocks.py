@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from tests.meshes import EXPLICIT, in_mesh, make_mesh
+from tests.meshes import EXPLICIT, in_mesh, in_mesh_of, make_mesh
 
 N = 4
 four = drjax.program(clients=N)
@@ -34,7 +35,7 @@ class State:
     name: str = dataclasses.field(metadata={"static": True}, default="static")
 
 
-def rows(*shape, dtype=np.float32, seed=0):
+def rows(*shape, dtype: Any = np.float32, seed=0):
     """Random `[N, *shape]` numbers that 16-bit floats hold exactly."""
     return np.random.RandomState(seed).randint(-8, 8, (N, *shape)).astype(dtype)
 
@@ -113,7 +114,7 @@ def test_trees(tree):
 def test_trees_eagerly(block, mesh):
     fn, expected = ON_TREES[block]
     x = TREES["dict"]()
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         found = four(fn)(x)
     assert_trees_equal(found, jax.tree.map(lambda a: expected(np.asarray(a)), x))
 
@@ -165,7 +166,7 @@ def test_reductions_have_the_dtypes_of_jax_numpy(dtype):
         return all_groups, chosen
 
     def reference(x):
-        chosen = dict(axis=0, where=where[:, None])
+        chosen: dict[str, Any] = dict(axis=0, where=where[:, None])
         all_groups = {name: getattr(jnp, name)(x, axis=0) for name in blocks}
         return all_groups, [jnp.sum(x, **chosen), jnp.mean(x, **chosen)]
 
@@ -219,7 +220,7 @@ def test_weighted_means_have_the_dtype_of_a_mean(dtype):
 def test_sixteen_bits_neither_overflow_nor_lose_precision(mesh):
     n, rng = 4096, np.random.RandomState(0)
     many = drjax.program(clients=n)
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         big = np.full((n, 2), 60000, np.float16)
         w = np.full(n, 60000, np.float16)
         for mean in (
@@ -246,7 +247,8 @@ def test_sixteen_bits_neither_overflow_nor_lose_precision(mesh):
 
 def test_weights_as_a_tree_and_as_leading_axes():
     x = {"a": rows(2), "b": rows(2, 3), "none": None}
-    w = {"a": np.float32([0, 1, 0, 0]), "b": rows(2, seed=3) ** 2 + 1, "none": None}
+    first = np.array([0, 1, 0, 0], np.float32)
+    w = {"a": first, "b": rows(2, seed=3) ** 2 + 1, "none": None}
     y = four(drjax.reduce_weighted_mean)(x, w)
     np.testing.assert_allclose(y["a"], x["a"][1])
     wide = w["b"][:, :, None]
@@ -254,7 +256,7 @@ def test_weights_as_a_tree_and_as_leading_axes():
 
 
 def test_weighted_mean_differentiates_in_values_and_in_weights_at_zero():
-    x, w = rows(3) + 0.5, np.float32([0, 1, 2, 0])
+    x, w = rows(3) + 0.5, np.array([0, 1, 2, 0], np.float32)
     reference = lambda x, w: ((w[:, None] * x).sum(0) / w.sum()).sum()
     program = lambda x, w: four(drjax.reduce_weighted_mean)(x, w).sum()
     actual = jax.grad(program, (0, 1))(x, w)
@@ -264,9 +266,9 @@ def test_weighted_mean_differentiates_in_values_and_in_weights_at_zero():
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_select(mesh):
-    x = np.float32([[1, np.nan], [2, 3], [np.inf, 4], [np.nan, -np.inf]])
+    x = np.array([[1, np.nan], [2, 3], [np.inf, 4], [np.nan, -np.inf]], np.float32)
     program = four(drjax.select)
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         for i in (0, -1, np.int8(-2)):
             y = four(lambda x, i=i: drjax.select(x, i))(x)
             np.testing.assert_array_equal(y, x[int(i)])
@@ -298,14 +300,14 @@ def test_typed_keys(mesh):
             drjax.map_fn(jax.random.split, keys), drjax.map_fn(jax.random.normal, keys),
         )  # fmt: skip
 
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         copies, gathered, scattered, split, draws = program(key, keys)
     assert (copies == key).all() and copies.shape == (N,)
     assert (gathered == keys).all() and (scattered == keys).all()
     assert (split == jax.vmap(jax.random.split)(keys)).all()
     np.testing.assert_allclose(draws, jax.vmap(jax.random.normal)(keys), rtol=1e-6)
     if N % (mesh or {"clients": 1})["clients"] == 0:
-        with in_mesh(mesh and make_mesh(mesh)):
+        with in_mesh_of(mesh):
             assert (four(drjax.shard)({"k": keys})["k"] == keys).all()
 
 
@@ -313,7 +315,7 @@ def test_typed_keys(mesh):
 # Mapped functions
 
 
-W = jnp.float32([1, 2, 3])
+W = jnp.array([1, 2, 3], jnp.float32)
 
 
 @jax.custom_vjp
@@ -336,7 +338,7 @@ host_sin = lambda x: jax.pure_callback(
 )
 
 FEATURES = {
-    "closure over arrays": lambda a: (a * W).sum() + np.float32([1, 2]).sum(),
+    "closure over arrays": lambda a: (a * W).sum() + np.array([1, 2], np.float32).sum(),
     "jit": jax.jit(lambda a: a * W[0] + 1),
     "grad": jax.grad(lambda a: jnp.sin(a) * a),
     "hessian": jax.hessian(lambda a: a**3),
@@ -363,7 +365,7 @@ ONLY_VALUES = {
 }
 
 
-FEATURE_X = np.float32([-1.5, 0.5, 2.0, 3.5])
+FEATURE_X = np.array([-1.5, 0.5, 2.0, 3.5], np.float32)
 
 
 @functools.cache
@@ -389,7 +391,7 @@ def test_features_inside_a_mapped_function(feature, mesh):
         (_, y), slopes = jax.value_and_grad(program, has_aux=True)(x)
         return y, slopes
 
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         found = jax.jit(value_and_slopes)(FEATURE_X)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
     jax.tree.map(close, found, expected_of_feature(feature))
@@ -410,7 +412,7 @@ def test_closures_over_tracers_are_broadcast():
         np.testing.assert_allclose(a, b, rtol=1e-5)
     jaxpr = str(jax.make_jaxpr(jax.grad(program))(2.0, x))
     assert jaxpr.count("drjax_broadcast") >= 2 and "drjax_reduce_sum" in jaxpr
-    batched = jax.vmap(program, (0, None))(jnp.float32([1, 2]), x)
+    batched = jax.vmap(program, (0, None))(jnp.array([1, 2], jnp.float32), x)
     np.testing.assert_allclose(
         batched, [reference(1.0, x), reference(2.0, x)], rtol=1e-6
     )
@@ -434,7 +436,7 @@ RESULTS = {
 def test_results_of_mapped_functions(result, mesh):
     fn, expected = RESULTS[result]
     program = four(lambda x: drjax.map_fn(fn, x))
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         assert_trees_equal(program(np.arange(N)), expected)
         assert_trees_equal(jax.jit(program)(np.arange(N)), expected)
 
@@ -443,7 +445,7 @@ def test_results_of_mapped_functions(result, mesh):
 @pytest.mark.parametrize("arg", [None, (), {}, []], ids=str)
 def test_maps_without_operands_still_run_once_a_group(arg, mesh):
     program = four(lambda: drjax.map_fn(lambda *_: (1.0, drjax.partition_index()), arg))
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         for y in (program(), jax.jit(program)()):
             assert_trees_equal(y, (np.ones(N), np.arange(N)))
 
@@ -460,13 +462,11 @@ def test_effects_inside_a_mapped_function(mesh, capfd):
     def program(x):
         def local(a):
             jax.debug.print("group value {a}", a=a)
-            return jax.experimental.io_callback(
-                note, jax.ShapeDtypeStruct((), jnp.float32), a
-            )
+            return io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), a)
 
         return drjax.map_fn(local, x)
 
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         np.testing.assert_allclose(jax.jit(program)(rows()), rows() + 1)
         jax.effects_barrier()
     assert sorted(seen) == sorted(rows().tolist())
@@ -546,7 +546,7 @@ NUMBERED = {
 @pytest.mark.parametrize("mesh", [None, {"clients": 3}])
 @pytest.mark.parametrize("where", NUMBERED)
 def test_the_groups_number_anywhere_in_a_mapped_function(where, mesh):
-    x = np.float32([-1.5, 0.5, 2.0, 3.5])
+    x = np.array([-1.5, 0.5, 2.0, 3.5], np.float32)
     batch = np.stack([x, 2 * x], 1)
     program = lambda x: four(lambda x: drjax.map_fn(NUMBERED[where], x))(x)
 
@@ -555,7 +555,7 @@ def test_the_groups_number_anywhere_in_a_mapped_function(where, mesh):
         grads = jax.grad(lambda x: program(x).sum())(x)
         return program(x), grads, jax.vmap(program, 1, 1)(batch)
 
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         value, grads, batched = each_way(x, batch)
     np.testing.assert_allclose(value, x * np.arange(N), rtol=1e-6)
     np.testing.assert_allclose(grads, np.arange(N), rtol=1e-6)
@@ -573,7 +573,7 @@ def test_randomness_belongs_to_the_group_not_to_the_device():
     key = jax.random.key(5)
     expected = [jax.random.normal(jax.random.fold_in(key, i)) for i in range(8)]
     for shape in (None, {"clients": 3}, {"clients": 8}):
-        with in_mesh(shape and make_mesh(shape)):
+        with in_mesh_of(shape):
             np.testing.assert_array_equal(jax.jit(draw)(key), expected)
 
 
@@ -611,7 +611,7 @@ def nested(x, w):
 def test_nested_programs(mesh):
     x = rows() + 0.5
     expected = x * 2.0 * 6 + 3 * np.arange(N)
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         np.testing.assert_allclose(nested(x, 2.0), expected, rtol=1e-6)
         np.testing.assert_allclose(jax.jit(nested)(x, 2.0), expected, rtol=1e-6)
         total = lambda x, w: nested(x, w).sum()
@@ -757,7 +757,7 @@ def test_disable_jit(mesh):
     def program(x, w):
         return drjax.reduce_mean(drjax.map_fn(lambda a: jnp.sin(a) * w, x))
 
-    with in_mesh(mesh and make_mesh(mesh)), jax.disable_jit():
+    with in_mesh_of(mesh), jax.disable_jit():
         value, grad = jax.value_and_grad(four(program))(jnp.asarray(x), 2.0)
     np.testing.assert_allclose(value, 2 * np.sin(x).mean(), rtol=1e-5)
     np.testing.assert_allclose(grad, 2 * np.cos(x) / N, rtol=1e-5)

@@ -14,7 +14,7 @@ from jax import lax
 
 import drjax
 from tests.jaxprs import COMMUNICATION, blocks, mixing_equations
-from tests.meshes import in_mesh, make_mesh
+from tests.meshes import in_mesh, in_mesh_of, make_mesh
 
 K = 4
 X = np.arange(K, dtype=np.float32)
@@ -80,7 +80,7 @@ def test_none_in_arguments(mesh):
         out = drjax.map_fn(lambda s, a, none: {**s, "a": a}, (state, X, None))
         return drjax.reduce_sum(out)
 
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         found = jax.jit(f)(1.0, None)
     assert found == {"w": K, "extra": None, "a": X.sum()}
 
@@ -104,7 +104,7 @@ def test_arithmetic_and_indexing_outside_map_fn(mesh):
 
     for args in ((X + 1, 0.5),):
         args = tuple(map(jnp.asarray, args))
-        with in_mesh(mesh and make_mesh(mesh)):
+        with in_mesh_of(mesh):
             found = (
                 [f(*args), jax.jit(f)(*args)] if mesh is None else [jax.jit(f)(*args)]
             )
@@ -130,7 +130,7 @@ def test_closures_over_global_tracers_in_branches(mesh):
         ]
         return lax.switch(step // 2, branches, state)
 
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         np.testing.assert_allclose(f(X, 3), 2 * X + 3)
         jitted, slopes = jax.jit(f), jax.jit(jax.grad(lambda x, i: f(x, i).sum()))
         for step in range(4):
@@ -151,7 +151,7 @@ class DiLoCoState:
     inner: Any
     params: Any
     outer_opt: Any
-    step: jax.Array
+    step: Any
 
     replace = dataclasses.replace
 
@@ -304,7 +304,7 @@ def test_snippet_4_shows_broadcast_broadcast_map_reduce():
         "drjax_broadcast", "drjax_broadcast", "drjax_map_fn", "drjax_reduce_mean",
     ]  # fmt: skip
     for mesh in (None, {"partition_size": 3}):
-        with in_mesh(mesh and make_mesh(mesh)):
+        with in_mesh_of(mesh):
             found = jax.jit(parallel_maml_loss)(MODEL, LR, TASKS)
         np.testing.assert_allclose(
             found, sequential_maml_loss(MODEL, LR, TASKS), rtol=1e-5
@@ -321,7 +321,7 @@ def test_the_gradient_of_snippet_4_communicates_by_broadcast_and_reduce_only():
     assert found - COMMUNICATION == {"map_fn"}
     expected = jax.jit(jax.grad(sequential_maml_loss, argnums))(MODEL, LR, TASKS)
     for mesh in (None, {"partition_size": 3}):
-        with in_mesh(mesh and make_mesh(mesh)):
+        with in_mesh_of(mesh):
             actual = jax.jit(gradient)(MODEL, LR, TASKS)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),

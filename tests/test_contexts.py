@@ -5,6 +5,7 @@ import contextlib
 import logging
 import threading
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from jax import lax
 
 import drjax
-from tests.meshes import in_mesh, make_mesh
+from tests.meshes import in_mesh, in_mesh_of, make_mesh
 
 eight = drjax.program(clients=8)
 X8 = np.arange(8, dtype=np.float32)
@@ -35,12 +36,12 @@ def compilations():
     logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Note()
     logger.addHandler(handler)
     muted = logging.getLogger("jax")
-    others, muted.handlers = muted.handlers, [logging.NullHandler()]
+    others, muted.handlers[:] = muted.handlers[:], [logging.NullHandler()]
     try:
         with jax.log_compiles():
             yield names
     finally:
-        muted.handlers = others
+        muted.handlers[:] = others
         logger.removeHandler(handler)
 
 
@@ -86,9 +87,9 @@ HELPERS = {
 @pytest.mark.parametrize("helper", HELPERS)
 def test_helpers_shared_by_programs_of_different_sizes(helper, jitted):
     fn, expected = HELPERS[helper]
-    x = jnp.float32([2.0]) if helper == "vmap" else jnp.float32(2.0)
+    x = jnp.array([2.0], jnp.float32) if helper == "vmap" else jnp.float32(2.0)
     for name, n in [("a", 3), ("a", 5), ("b", 5), ("a", 3), ("b", 4), ("a", 5)]:
-        program = drjax.program(**{name: n})(fn)
+        program = drjax.program(placements={name: n})(fn)
         np.testing.assert_allclose(
             (jax.jit(program) if jitted else program)(x), expected(n), rtol=1e-6
         )
@@ -97,7 +98,7 @@ def test_helpers_shared_by_programs_of_different_sizes(helper, jitted):
 def test_helpers_shared_by_different_meshes():
     program = eight(lambda x: drjax.map_fn(jnp.square, shared_jit(x)))
     for shape in ({"clients": 8}, None, {"clients": 2}, {"data": 4}, {"clients": 8}):
-        mesh = shape and make_mesh(shape)
+        mesh = None if shape is None else make_mesh(shape)
         with in_mesh(mesh):
             y = jax.jit(program)(jnp.float32(3))
         np.testing.assert_array_equal(y, np.full(8, 9.0))
@@ -158,7 +159,7 @@ def test_a_thread_started_by_a_program_is_outside_of_it():
 
 LEARNING_RATE = 2.0
 SETTINGS = types.SimpleNamespace(rate=2.0)
-MODULE = types.ModuleType("settings")
+MODULE: Any = types.ModuleType("settings")
 TABLE = {"rate": 2.0}
 
 
@@ -264,7 +265,7 @@ def make_programs():
 @pytest.mark.parametrize("name", make_programs())
 def test_a_second_eager_call_compiles_nothing(name, mesh):
     x = jnp.asarray(X8)
-    with in_mesh(mesh and make_mesh(mesh)), jax.check_tracer_leaks(False):
+    with in_mesh_of(mesh), jax.check_tracer_leaks(False):
         first = make_programs()[name]
         first(x)
         # The same function, and another one made by the same code.
@@ -335,12 +336,12 @@ MESHES = [None, {"clients": 4}]
 @pytest.mark.parametrize("mesh", MESHES)
 def test_vmap_over_a_program(mesh):
     xs = np.stack([X8, 2 * X8, 3 * X8])
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         for axis in (0, 1):
             batch = np.moveaxis(xs, 0, axis)
             y = jax.jit(jax.vmap(total, (axis, None)))(batch, 2.0)
             np.testing.assert_allclose(y, expected_total(xs.T, 2.0), rtol=1e-5)
-        y = jax.vmap(total, (None, 0))(X8, np.float32([1, 2]))
+        y = jax.vmap(total, (None, 0))(X8, np.array([1, 2], np.float32))
     np.testing.assert_allclose(y, expected_total(X8, 1.0) * np.array([1, 2]), rtol=1e-5)
 
 
@@ -350,7 +351,7 @@ def test_loops_and_branches_over_a_program(mesh, jitted):
     maybe_jit = jax.jit if jitted else lambda f: f
     step = lambda c, _: (total(jnp.asarray(X8), c), None)
     one = float(expected_total(X8, 1.0))
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         scanned = maybe_jit(lambda w: lax.scan(step, w, length=3)[0])(1.0)
         np.testing.assert_allclose(scanned, one**3, rtol=1e-4)
         grad = maybe_jit(jax.grad(lambda w: lax.scan(step, w, length=3)[0]))(1.0)
@@ -387,7 +388,7 @@ def test_blocks_inside_loops_and_branches_of_a_program(mesh):
         w += 0.1 * X8.mean()
         expected.append(w)
         w += X8.mean() if w > 3 else 0
-    with in_mesh(mesh and make_mesh(mesh)):
+    with in_mesh_of(mesh):
         last, found = jax.jit(rounds)(1.0, X8)
         slope = jax.jit(jax.grad(lambda w: rounds(w, X8)[0]))(1.0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

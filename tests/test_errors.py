@@ -524,7 +524,7 @@ def test_collectives_over_the_own_axis_where_it_is_bound():
 
 def test_unbound_axes_that_are_not_the_partitions_stay_jaxs_error():
     for name in ("a", "axis", "unbound"):
-        f = drjax.program(**{name: 3})(
+        f = drjax.program(placements={name: 3})(
             lambda x: drjax.map_fn(lambda a: lax.psum(a, "model"), x)
         )
         with pytest.raises(NameError, match="unbound axis name: model"):
