@@ -44,23 +44,6 @@ def with_shard_map(fn: Callable, n: int, gradient: bool) -> Program:
     return jax.grad(program) if gradient else program
 
 
-def with_tiled_shard_map(fn: Callable, n: int, gradient: bool) -> Program:
-    """As `with_shard_map`, but the parameters are copied to each group first.
-
-    This is what broadcast means: operation by operation the same program as ours.
-    """
-
-    @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
-    def program(params, data):
-        params = lax.pcast(params, AXIS, to="varying")
-        k = jax.tree.leaves(data)[0].shape[0]
-        params = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape)), params)
-        total = jax.tree.map(lambda y: y.sum(0), jax.vmap(fn)(params, data))
-        return jax.tree.map(lambda y: y / n, lax.psum(total, AXIS))
-
-    return jax.grad(program) if gradient else program
-
-
 def with_local_scan(fn: Callable, n: int, gradient: bool) -> Program:
     """Each device adds up its groups one by one, then one psum of all results."""
     fn = jax.grad(fn) if gradient else fn
@@ -90,7 +73,6 @@ def with_vmap(fn: Callable, n: int, gradient: bool) -> Program:
 IMPLEMENTATIONS: dict[str, Callable[[Callable, int, bool], Program]] = {
     "drjax": with_drjax,
     "shard_map, vmap": with_shard_map,
-    "shard_map, tiled": with_tiled_shard_map,
     "shard_map, scan": with_local_scan,
     "jit(vmap)": with_vmap,
     "google drjax": with_drjax,

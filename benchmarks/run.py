@@ -31,7 +31,7 @@ from benchmarks import report
 PEER = "google drjax"
 PEER_VERSION = "0.2.1"
 LOCAL = (
-    report.OURS, report.HAND, report.AGAIN, report.TILED, "shard_map, scan", "jit(vmap)"
+    report.OURS, report.HAND, report.AGAIN, "shard_map, scan", "jit(vmap)"
 )  # fmt: skip
 TASKS = ("local SGD", "MAML gradient", "large array")
 _DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}

@@ -7,6 +7,7 @@ Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 * DCE rules receive the live inputs from 0.11 on.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -258,6 +259,88 @@ def register_lowering(primitive, fn: Callable) -> None:
     """Lower `primitive` as the traceable function `fn(*args, **params)`."""
     rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
+
+
+def register_fused_lowerings(
+    broadcast_p, broadcast: Callable, map_p, execute, reduce_p, reduce, sum_map
+) -> None:
+    """Lower broadcasts, maps and sums so that each sees where its operands come from.
+
+    A map whose operand is the result of `broadcast_p`, over the same partition and in
+    the same computation, reads the source of the broadcast instead, so that no copy
+    is made for each group: `execute(*args, shared=..., **params)`, in which `shared`
+    marks such operands. That serves derivatives too, whose maps take the same
+    broadcast values as residuals.
+
+    A sum of the result of a map may be lowered from the map's operands:
+    `sum_map(index, **params of the map)` gives None, or `(which operands it takes,
+    function of them)`. The compiler drops what nobody uses any more.
+    """
+    lower_broadcast = mlir.lower_fun(broadcast, multiple_results=False)
+    lower_reduce = mlir.lower_fun(reduce, multiple_results=False)
+
+    def known(ctx):
+        return ctx.module_context.cached_primitive_lowerings
+
+    def broadcast_rule(ctx, x, **params):
+        outs = lower_broadcast(ctx, x, **params)
+        where = (params["partition"], params["mesh"])
+        known(ctx)[broadcast_p, outs[0]] = (where, x, ctx.avals_in[0])
+        return outs
+
+    def map_rule(ctx, *args, **params):
+        where = (params["partition"], params["mesh"])
+        args, avals, shared = list(args), list(ctx.avals_in), []
+        for i, arg in enumerate(args):
+            found = known(ctx).get((broadcast_p, arg))
+            shared.append(found is not None and found[0] == where)
+            if shared[-1]:
+                _, args[i], avals[i] = found
+        run = functools.partial(execute, shared=tuple(shared))
+        outs = mlir.lower_fun(run)(ctx.replace(avals_in=avals), *args, **params)
+        for index, out in enumerate(outs):
+            made = (where, index, tuple(args), tuple(avals), tuple(shared), params)
+            known(ctx)[map_p, out] = made
+        return outs
+
+    def reduce_rule(ctx, x, **params):
+        found = known(ctx).get((map_p, x))
+        if found is not None and found[0] == (params["partition"], params["mesh"]):
+            _, index, args, avals, shared, map_params = found
+            fused = sum_map(index, shared, **map_params)
+            if fused is not None:
+                used, run = fused
+                pick = lambda xs: [x for x, u in zip(xs, used, strict=True) if u]
+                lower = mlir.lower_fun(run, multiple_results=False)
+                return lower(ctx.replace(avals_in=pick(avals)), *pick(args))
+        return lower_reduce(ctx, x, **params)
+
+    mlir.register_lowering(broadcast_p, broadcast_rule, cacheable=False)
+    mlir.register_lowering(map_p, map_rule, cacheable=False)
+    mlir.register_lowering(reduce_p, reduce_rule, cacheable=False)
+
+
+def jaxprs_in(params) -> list:
+    """The jaxprs among an equation's parameters."""
+    return list(core.jaxprs_in_params(params))
+
+
+def bind_equation(eqn, operands, **params) -> list:
+    """Bind an equation again, from the same source line; `params` replace its own."""
+    bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
+    with source_info_util.user_context(eqn.source_info.traceback):
+        outs = eqn.primitive.bind(*operands, **bind_params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def select_outputs(jaxpr, outvars: list):
+    """`(function that returns these variables of a closed jaxpr, inputs it takes)`."""
+    raw = open_jaxpr(jaxpr)
+    debug_info = raw.debug_info.with_unknown_names()
+    changed = raw.replace(outvars=outvars, debug_info=debug_info)
+    changed = changed if _MERGED else pe.close_jaxpr(changed)
+    live, used = dce_jaxpr(changed, [True] * len(outvars))
+    return jaxpr_as_fun(live), used
 
 
 def manual_axis_context(axes, sizes):

@@ -38,7 +38,7 @@ _LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 broadcast_p = _rules.new_primitive("broadcast")
 
 
-def _broadcast(x, *, partition, mesh):
+def execute_broadcast(x, *, partition, mesh):
     where = layout(partition, mesh)
 
     def body(x):
@@ -72,15 +72,15 @@ def _local_sum(where: Layout, x, numbers, scale=None):
     return (total if scale is None else total * scale).astype(x.dtype)
 
 
-def _psum(where: Layout, x):
+def psum(where: Layout, x):
     return lax.psum(vary(x, where.axes), where.axes) if where.axes else x
 
 
-def _reduce_sum(x, *, partition, mesh):
+def execute_reduce_sum(x, *, partition, mesh):
     where = layout(partition, mesh)
 
     def body(x, numbers=None):
-        return [_psum(where, _local_sum(where, x, numbers))]
+        return [psum(where, _local_sum(where, x, numbers))]
 
     return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
@@ -105,8 +105,8 @@ def _reduce_mean(x, *, partition, mesh):
 
     def body(x, numbers=None):
         if x.dtype in _LOW_PRECISION:  # divide first: a 16-bit sum may overflow
-            return [_psum(where, _local_sum(where, x, numbers, 1 / n))]
-        return [_psum(where, _local_sum(where, x, numbers)) / n]
+            return [psum(where, _local_sum(where, x, numbers, 1 / n))]
+        return [psum(where, _local_sum(where, x, numbers)) / n]
 
     return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
@@ -189,9 +189,16 @@ def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=T
 
 
 _register(
-    broadcast_p, _broadcast, _broadcast_abstract_eval, _broadcast_transpose, +1, False
+    broadcast_p,
+    execute_broadcast,
+    _broadcast_abstract_eval,
+    _broadcast_transpose,
+    +1,
+    False,
 )
-_register(reduce_sum_p, _reduce_sum, _reduce_abstract_eval, _reduce_sum_transpose, -1)
+_register(
+    reduce_sum_p, execute_reduce_sum, _reduce_abstract_eval, _reduce_sum_transpose, -1
+)
 _register(
     reduce_mean_p, _reduce_mean, _reduce_abstract_eval, _reduce_mean_transpose, -1
 )

@@ -24,8 +24,8 @@ CODE = [
 LAYERS = (
     {"_errors", "_partition"},
     {
-        "_compat", "_structure", "_rules", "_scope", "_sharding", "_primitives",
-        "_index", "_map", "_extrema",
+        "_compat", "_structure", "_summing", "_rules", "_scope", "_sharding",
+        "_primitives", "_index", "_map", "_extrema",
     },
     {
         "_trees", "_functions", "_mapping", "_program", "_operands", "_reductions",
