@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from drjax._errors import DrjaxTypeError
 from drjax._index import partition_index_p
@@ -255,7 +257,15 @@ def shard(
 def _place(leaf, sharding):
     if sharding is None:
         return leaf
-    return jax.device_put(leaf, sharding)
+    if isinstance(leaf, jax.core.Tracer) or sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if not leaf.is_fully_addressable:  # it lies on several processes already
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _place(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)  # each process hands over the rows of its own devices
+    return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
 
 
 def _mapped_partition(partition: PartitionLike) -> Partition | None:

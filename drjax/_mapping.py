@@ -17,7 +17,7 @@ from drjax._functions import check_accepts, check_plain_function, function_name
 from drjax._map import map_fn_p, trace_group
 from drjax._partition import Partition
 from drjax._primitives import broadcast_p
-from drjax._sharding import as_operand, has_explicit_axes, layout
+from drjax._sharding import as_operand, layout
 from drjax._trees import as_array
 
 
@@ -53,7 +53,7 @@ def _trace(fn, tree, avals, where, name):
     except (NameError, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, NameError) and _names_own_axis(str(error), where):
             raise _collective_error(where, name) from error
-        if has_explicit_axes(where.mesh) and _is_closure_error(str(error)):
+        if where.sharded and _is_closure_error(str(error)):
             raise _closure_error(where, name) from error
         if isinstance(error, TypeError):
             check_accepts(fn, tree.unflatten(avals))
@@ -69,9 +69,10 @@ def _is_closure_error(text: str) -> bool:
 
 def _closure_error(where, name):
     return MeshError(
-        f"The function {name} given to drjax.map_fn closes over an array of a mesh "
-        f"with Explicit axes {where.mesh.axis_names}; JAX cannot do that in code that "
-        "is manual over the partition's axes. Pass the array as an argument: "
+        f"The function {name} given to drjax.map_fn closes over an array of the mesh "
+        f"{where.mesh.axis_names} around it; in code that is manual over the "
+        "partition's axes, JAX cannot do that if the mesh has Explicit axes, or if an "
+        "outer partition lies on it. Pass the array as an argument: "
         f"drjax.map_fn({name}, (drjax.broadcast(params), x))."
     )
 

@@ -22,6 +22,7 @@ from jax.interpreters import ad
 from drjax import _compat, _rules
 from drjax._sharding import (
     Layout,
+    check_transposable,
     global_aval,
     layout,
     on_devices,
@@ -182,9 +183,13 @@ def _scatter_transpose(ct, x, **params):
 
 
 def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=True):
+    def checked_transpose(ct, x, **params):
+        check_transposable(layout(**params))
+        return transpose(ct, x, **params)
+
     _rules.register_execution(primitive, execute)
     primitive.def_abstract_eval(abstract_eval)
-    ad.deflinear2(primitive, transpose)
+    ad.deflinear2(primitive, checked_transpose)
     _rules.register_batching(primitive, out_shift, rows_in)
 
 

@@ -209,6 +209,21 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
     return result
 
 
+def check_transposable(where: Layout) -> None:
+    """Refuse derivatives that a `shard_map(check_vma=False)` would make wrong.
+
+    There, JAX hands each of m devices 1 / m of the cotangent of a replicated result,
+    and the whole of any other: which of the two a cotangent is cannot be known.
+    """
+    if where.manual and not _compat.check_vma():
+        raise MeshError(
+            f"The transpose of a program over partition {where.partition} inside "
+            f"jax.shard_map(check_vma=False) over its own axes {where.axes}: without "
+            "varying types JAX's cotangents there are ambiguous. Leave out "
+            "check_vma=False, or make the shard_map over other axes (axis_names=)."
+        )
+
+
 def _axis_types(mesh) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 

@@ -20,8 +20,8 @@ TO_PARTITIONED = {"broadcast", "map_fn", "scatter", "partition_index"}
 ROW_BY_ROW = set(
     """abs add add_any and convert_element_type copy copy_p cos cosh div eq erf exp exp2
     expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
-    not optimization_barrier or pow rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
-    tanh reshard sharding_constraint""".split()
+    not optimization_barrier or pow rem round rsqrt select_n sign sin sinh sqrt square
+    stop_gradient sub tan tanh reshard sharding_constraint""".split()
 )
 
 
