@@ -33,7 +33,7 @@ _compiled: dict[str, Callable[[], Any]] = {}
 _events = {"traced": 0, "compiled": 0}
 
 
-def _count_events(event: str, duration: float, **_: Any) -> None:
+def _count_events(event: str, duration_secs: float, **_: Any) -> None:
     if event == "/jax/core/compile/jaxpr_trace_duration":
         _events["traced"] += 1
     elif event == "/jax/core/compile/backend_compile_duration":
@@ -84,7 +84,7 @@ def build(
         after_trace = time.process_time()
         lowered = traced.lower()
         after_lower = time.process_time()
-        compiled = lowered.compile() if compile else None
+        compiled: Any = lowered.compile() if compile else None
         after_compile = time.process_time()
     gc.enable()
     answer: dict[str, Any] = {
@@ -174,7 +174,7 @@ def _alive() -> tuple[int, int]:
     jax.clear_caches()
     for _ in range(3):
         gc.collect()
-    tables = (
+    tables: tuple[Any, ...] = (
         ad.primitive_jvps,
         ad.primitive_transposes,
         batching.primitive_batchers,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from drjax._errors import DrjaxTypeError
 from drjax._index import partition_index_p
@@ -257,7 +258,7 @@ def shard(
 def _place(leaf, sharding):
     if sharding is None:
         return leaf
-    if isinstance(leaf, jax.core.Tracer) or sharding.is_fully_addressable:
+    if isinstance(leaf, core.Tracer) or sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if not leaf.is_fully_addressable:  # it lies on several processes already
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)

@@ -276,8 +276,9 @@ def register_fused_lowerings(
     `sum_map(index, **params of the map)` gives None, or `(which operands it takes,
     function of them)`. The compiler drops what nobody uses any more.
     """
-    lower_broadcast = mlir.lower_fun(broadcast, multiple_results=False)
-    lower_reduce = mlir.lower_fun(reduce, multiple_results=False)
+    lower_fun: Any = mlir.lower_fun
+    lower_broadcast = lower_fun(broadcast, multiple_results=False)
+    lower_reduce = lower_fun(reduce, multiple_results=False)
 
     def known(ctx):
         return ctx.module_context.cached_primitive_lowerings
@@ -293,11 +294,12 @@ def register_fused_lowerings(
         args, avals, shared = list(args), list(ctx.avals_in), []
         for i, arg in enumerate(args):
             found = known(ctx).get((broadcast_p, arg))
-            shared.append(found is not None and found[0] == where)
-            if shared[-1]:
+            shared.append(False)
+            if found is not None and found[0] == where:
                 _, args[i], avals[i] = found
+                shared[i] = True
         run = functools.partial(execute, shared=tuple(shared))
-        outs = mlir.lower_fun(run)(ctx.replace(avals_in=avals), *args, **params)
+        outs = lower_fun(run)(ctx.replace(avals_in=avals), *args, **params)
         for index, out in enumerate(outs):
             made = (where, index, tuple(args), tuple(avals), tuple(shared), params)
             known(ctx)[map_p, out] = made
@@ -311,7 +313,7 @@ def register_fused_lowerings(
             if fused is not None:
                 used, run = fused
                 pick = lambda xs: [x for x, u in zip(xs, used, strict=True) if u]
-                lower = mlir.lower_fun(run, multiple_results=False)
+                lower = lower_fun(run, multiple_results=False)
                 return lower(ctx.replace(avals_in=pick(avals)), *pick(args))
         return lower_reduce(ctx, x, **params)
 

@@ -212,25 +212,19 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
 def check_transposable(where: Layout) -> None:
     """Refuse derivatives that a `shard_map(check_vma=False)` would make wrong.
 
-    There, JAX hands each of m devices 1 / m of the cotangent of a replicated result,
-    and the whole of any other: which of the two a cotangent is cannot be known.
+    There, each of m devices gets 1 / m of the cotangent of a replicated result and all
+    of any other, and nobody knows which one it has got.
     """
     if where.manual and not _compat.check_vma():
         raise MeshError(
-            f"The transpose of a program over partition {where.partition} inside "
-            f"jax.shard_map(check_vma=False) over its own axes {where.axes}: without "
-            "varying types JAX's cotangents there are ambiguous. Leave out "
-            "check_vma=False, or make the shard_map over other axes (axis_names=)."
+            f"A reverse-mode derivative over partition {where.partition} inside a "
+            f"jax.shard_map(check_vma=False) over its axes {where.axes}, where JAX's "
+            "cotangents are ambiguous. Leave out check_vma=False."
         )
 
 
 def _axis_types(mesh) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-
-def has_explicit_axes(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Whether any axis of the mesh is Explicit."""
-    return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 # ---------------------------------------------------------------------------------
@@ -372,7 +366,7 @@ def as_operand(x, layout: Layout, partitioned: bool):
         if auto or aval.sharding.mesh.empty:
             free = P(*[P.UNCONSTRAINED if auto else None] * aval.ndim)
             x = lax.with_sharding_constraint(x, NamedSharding(mesh, free))
-    if has_explicit_axes(mesh):
+    if AxisType.Explicit in mesh.axis_types:
         lead = (layout.spec_entry,) if partitioned else ()
         spec = P(*lead, *_inner_spec(aval, layout, len(lead)))
         if aval.sharding != NamedSharding(layout.abstract_mesh, spec):
@@ -393,8 +387,7 @@ def _pad_rows(x, layout: Layout):
 
 def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
     """Where `drjax.shard` puts `[n, ...]` data; None if there is no mesh to use."""
-    mesh = find_mesh(partition, mesh)
-    if mesh is None:
+    if (mesh := find_mesh(partition, mesh)) is None:
         return None
     where = layout(partition, mesh)
     spec = P() if where.uneven or where.manual else P(where.axes)

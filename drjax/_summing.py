@@ -55,7 +55,7 @@ class RowSum:
         if self.worthwhile:
             self._make_rows, self.used = _compat.select_outputs(jaxpr, [*self._rows])
 
-    def _tail(self, atom) -> Any:
+    def _tail(self, atom: Any) -> Any:
         """The equation that ends in `atom`, if the sum can go through it."""
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
@@ -87,8 +87,9 @@ class RowSum:
         def rows_of(atom):
             if not isinstance(atom, Literal):
                 return known[atom]
-            value = jnp.asarray(atom.val, atom.aval.dtype)
-            return jnp.broadcast_to(value, (count, *atom.aval.shape))
+            aval: Any = atom.aval
+            value = jnp.asarray(atom.val, aval.dtype)
+            return jnp.broadcast_to(value, (count, *aval.shape))
 
         def total(atom):
             eqn = self._tail(atom)

@@ -70,4 +70,5 @@ def main(process: int, processes: int, port: int, devices: int, output: str):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]), sys.argv[5])
+    process, processes, port, devices = map(int, sys.argv[1:5])
+    main(process, processes, port, devices, sys.argv[5])

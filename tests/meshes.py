@@ -1,6 +1,7 @@
 """The meshes that tests run on, by name."""
 
 import contextlib
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -8,7 +9,7 @@ from jax.sharding import AxisType
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def make_mesh(shape: dict[str, int], kind=AUTO) -> jax.sharding.Mesh:
+def make_mesh(shape: dict[str, int], kind: Any = AUTO) -> jax.sharding.Mesh:
     """A mesh over the first devices; `kind` is one axis type or one for each axis."""
     count = 1
     for size in shape.values():

@@ -3,7 +3,6 @@
 Counted in the HLO after compilation for eight devices.
 """
 
-import collections
 import re
 
 import jax
@@ -12,12 +11,9 @@ import numpy as np
 import pytest
 
 import drjax
+from tests.compiled import count, flops, hlo_text
 from tests.meshes import EXPLICIT, in_mesh, make_mesh
 
-KINDS = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
 X = jnp.ones(4)
 N = 16
 
@@ -25,13 +21,7 @@ N = 16
 def collectives(f, *args, mesh=None, n=N):
     """How often each kind of collective stands in the compiled `f(*args)`."""
     with in_mesh(mesh or make_mesh({"clients": 8})):
-        text = jax.jit(f).lower(*args).compile().as_text()
-    return count(text)
-
-
-def count(text: str) -> dict[str, int]:
-    ops = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", text)
-    return dict(collections.Counter(ops))
+        return count(hlo_text(f, *args))
 
 
 def in_loops(text: str) -> list[dict[str, int]]:
@@ -226,19 +216,12 @@ def test_one_all_reduce_in_each_body_of_a_scan_over_rounds(n, checkpoint):
         return jnp.sum(jax.lax.scan(body, x, None, length=5)[0])
 
     with in_mesh(make_mesh({"clients": 8})):
-        value = jax.jit(total).lower(X).compile().as_text()
-        grad = jax.jit(jax.grad(total)).lower(X).compile().as_text()
+        value, grad = hlo_text(total, X), hlo_text(jax.grad(total), X)
     assert count(value) == ONE and in_loops(value) == [ONE]
     # With checkpoint, the value that is computed again shares one all-reduce with
     # the gradient.
     assert count(grad) == {"all-reduce": 2}
     assert in_loops(grad) == [ONE, ONE]
-
-
-def test_counting_sees_every_kind():
-    text = "a = f32[] all-reduce(b)\n "
-    text += "c = (f32[]) all-gather-start(d) collective-permute(e)"
-    assert count(text) == {"all-reduce": 1, "all-gather": 1, "collective-permute": 1}
 
 
 # ---------------------------------------------------------------------------------
@@ -285,12 +268,11 @@ def test_work_is_divided_over_the_devices(n):
         return y if n % 8 == 0 else drjax.reduce_max(y)
 
     x = jnp.ones((32, 32))
-    whole = jax.jit(f).lower(x).compile().cost_analysis()["flops"]
+    whole = flops(f, x)
     with in_mesh(make_mesh({"clients": 8})):
-        compiled = jax.jit(f).lower(x).compile()
-        y = jax.jit(f)(x)
+        per_device, y = flops(f, x), jax.jit(f)(x)
     k = -(-n // 8)
-    assert compiled.cost_analysis()["flops"] == pytest.approx(whole * k / n, rel=0.1)
+    assert per_device == pytest.approx(whole * k / n, rel=0.1)
     if n % 8 == 0:
         assert y.sharding.shard_shape(y.shape) == (k, 32, 32)
 
@@ -307,7 +289,7 @@ def test_pointwise_work_between_blocks_stays_sharded():
     data = drjax.shard(np.ones((N, 77), np.float32), mesh, partition=f)
     with in_mesh(mesh):
         for fn in (f, jax.grad(total)):
-            text = jax.jit(fn).lower(jnp.ones(77), data).compile().as_text()
+            text = hlo_text(fn, jnp.ones(77), data)
             assert "f32[2,77]" in text and "f32[16,77]" not in text
 
 

@@ -1,5 +1,7 @@
 """A program inside another program's mapped function: pods of clients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import drjax
 from tests.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 from tests.test_lowering import X, assert_close, some
 
-MESHES = {
+MESHES: dict[str, Any] = {
     "none": None,
     "both": ({"pods": 2, "clients": 4}, AUTO),
     "both, model": ({"pods": 2, "clients": 2, "model": 2}, AUTO),
@@ -19,6 +21,10 @@ MESHES = {
     "only outer": ({"pods": 2}, AUTO),
     "only inner": ({"clients": 4}, AUTO),
 }
+
+
+def in_mesh_named(name: str):
+    return in_mesh(make_mesh(*MESHES[name]) if MESHES[name] else None)
 
 
 def make_nested(pods: int, clients: int):
@@ -62,13 +68,17 @@ def by_hand(pods: int, clients: int, x):
     return jnp.stack(total).mean()
 
 
+def expected_for(pods: int, clients: int):
+    return jax.value_and_grad(lambda x: by_hand(pods, clients, x))(X)
+
+
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("sizes", some([(2, 4), (4, 8)], (4, 8)), ids=str)
 def test_value_and_gradient(name, sizes):
     f = make_nested(*sizes)
-    with in_mesh(MESHES[name] and make_mesh(*MESHES[name])):
+    with in_mesh_named(name):
         found = jax.jit(jax.value_and_grad(f))(X)
-    assert_close(found, jax.value_and_grad(lambda x: by_hand(*sizes, x))(X), 5e-5)
+    assert_close(found, expected_for(*sizes), 5e-5)
 
 
 @pytest.mark.parametrize("sizes", some([(2, 6), (4, 3), (3, 4), (3, 5)], (2, 6)))
@@ -76,13 +86,13 @@ def test_sizes_that_do_not_divide(sizes):
     f = make_nested(*sizes)
     with in_mesh(make_mesh({"pods": 2, "clients": 4})):
         found = jax.jit(jax.value_and_grad(f))(X)
-    assert_close(found, jax.value_and_grad(lambda x: by_hand(*sizes, x))(X), 5e-5)
+    assert_close(found, expected_for(*sizes), 5e-5)
 
 
 @pytest.mark.parametrize("name", some(MESHES, "none", "both", "explicit"))
 def test_eager(name):
     f = make_nested(4, 4)
-    with in_mesh(MESHES[name] and make_mesh(*MESHES[name])):
+    with in_mesh_named(name):
         found = f(X)
     assert_close(found, by_hand(4, 4, X), 5e-5)
 
@@ -102,7 +112,7 @@ def test_index_of_both_levels(name):
     def outer(x):
         return drjax.map_fn(inner, drjax.broadcast(x))
 
-    with in_mesh(MESHES[name] and make_mesh(*MESHES[name])):
+    with in_mesh_named(name):
         pod, client, both = jax.jit(outer)(1.0)
     assert pod.tolist() == [0, 1, 2, 3]
     assert (np.asarray(client) == np.arange(8)).all()

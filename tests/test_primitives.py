@@ -60,7 +60,7 @@ def test_parameters_are_as_documented():
     assert ours[2].params["per_group"] is False
     inner = ours[1].params["jaxpr"]
     assert isinstance(inner, core.ClosedJaxpr) and not inner.consts
-    assert [a.shape for a in inner.in_avals] == [()]
+    assert [str(v) for v in inner.in_avals] == ["~float32[]"]  # weakly typed
     assert "per_group=True" in str(inner)
 
 

@@ -152,7 +152,7 @@ def test_docstring_example_runs(name):
 
 
 def test_primitives_page_names_every_primitive():
-    page = drjax.primitives.__doc__
+    page = drjax.primitives.__doc__ or ""
     for name, primitive in vars(drjax.primitives).items():
         if name.endswith("_p"):
             assert f"`{name}`" in page

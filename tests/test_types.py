@@ -5,6 +5,7 @@ manual axes over which a value varies. Nothing is compiled.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def lowerings():
 CASES = dict(lowerings())
 
 
-def types_of(f, *args):
+def types_of(f, *args) -> list[Any]:
     return [v.aval for v in jax.make_jaxpr(f)(*args).jaxpr.outvars]
 
 

@@ -1,0 +1,26 @@
+"""What the compiler made of a function, in the mesh in context."""
+
+import collections
+from typing import Any
+
+import jax
+
+from benchmarks import hlo
+
+
+def compiled(f, *args) -> Any:
+    return jax.jit(f).lower(*args).compile()
+
+
+def hlo_text(f, *args) -> str:
+    return compiled(f, *args).as_text()
+
+
+def flops(f, *args) -> float:
+    """Floating-point operations of one device."""
+    return compiled(f, *args).cost_analysis()["flops"]
+
+
+def count(text: str) -> dict[str, int]:
+    """How often each kind of collective stands in an HLO text."""
+    return dict(collections.Counter(c.kind for c in hlo.collectives(text)))
