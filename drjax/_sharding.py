@@ -5,8 +5,7 @@ primitives are written once, as functions of the rows that one device holds, and
 through `on_devices`, in one of three modes:
 
 * local: no mesh, or a mesh without the partition's axes. One device holds all rows.
-* manual: inside a user's `shard_map` over the partition's axes. The function runs on
-  the rows that this device already holds.
+* manual: inside a user's `shard_map` over those axes. The rows are there already.
 * sharded: a variance-tracking `jax.shard_map` over the partition's axes only. Other
   mesh axes stay as they are, so models may be sharded over them inside a group.
 
@@ -210,10 +209,10 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
 
 
 def check_transposable(where: Layout) -> None:
-    """Refuse derivatives that a `shard_map(check_vma=False)` would make wrong.
+    """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
 
-    There, each of m devices gets 1 / m of the cotangent of a replicated result and all
-    of any other, and nobody knows which one it has got.
+    There, each of m devices gets 1 / m of a replicated result's cotangent, but all of
+    any other, and nobody knows which one it has got.
     """
     if where.manual and not _compat.check_vma():
         raise MeshError(
