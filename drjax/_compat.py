@@ -7,7 +7,6 @@ Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 * DCE rules receive the live inputs from 0.11 on.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax._src import api_util, config, core, mesh, source_info_util, util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lib.mlir import ir
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
@@ -261,65 +261,27 @@ def register_lowering(primitive, fn: Callable) -> None:
     mlir.register_lowering(primitive, rule)
 
 
-def register_fused_lowerings(
-    broadcast_p, broadcast: Callable, map_p, execute, reduce_p, reduce, sum_map
-) -> None:
-    """Lower broadcasts, maps and sums so that each sees where its operands come from.
+def register_lowering_rule(primitive, rule: Callable) -> None:
+    """Lower `primitive` by `rule(ctx, *values, **params)`, called for each equation."""
+    mlir.register_lowering(primitive, rule, cacheable=False)
 
-    A map whose operand is the result of `broadcast_p`, over the same partition and in
-    the same computation, reads the source of the broadcast instead, so that no copy
-    is made for each group: `execute(*args, shared=..., **params)`, in which `shared`
-    marks such operands. That serves derivatives too, whose maps take the same
-    broadcast values as residuals.
 
-    A sum of the result of a map may be lowered from the map's operands:
-    `sum_map(index, **params of the map)` gives None, or `(which operands it takes,
-    function of them)`. The compiler drops what nobody uses any more.
-    """
-    lower_fun: Any = mlir.lower_fun
-    lower_broadcast = lower_fun(broadcast, multiple_results=False)
-    lower_reduce = lower_fun(reduce, multiple_results=False)
+def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params):
+    """Lower `fn(*operands, **params)`; `operands` are pairs of a value and its type."""
+    lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
+    avals = [aval for _, aval in operands]
+    return lower(ctx.replace(avals_in=avals), *(x for x, _ in operands), **params)
 
-    def known(ctx):
-        return ctx.module_context.cached_primitive_lowerings
 
-    def broadcast_rule(ctx, x, **params):
-        outs = lower_broadcast(ctx, x, **params)
-        where = (params["partition"], params["mesh"])
-        known(ctx)[broadcast_p, outs[0]] = (where, x, ctx.avals_in[0])
-        return outs
+def lowered_values(ctx) -> dict:
+    """A table that lives as long as the module that is being lowered."""
+    return ctx.module_context.cached_primitive_lowerings
 
-    def map_rule(ctx, *args, **params):
-        where = (params["partition"], params["mesh"])
-        args, avals, shared = list(args), list(ctx.avals_in), []
-        for i, arg in enumerate(args):
-            found = known(ctx).get((broadcast_p, arg))
-            shared.append(False)
-            if found is not None and found[0] == where:
-                _, args[i], avals[i] = found
-                shared[i] = True
-        run = functools.partial(execute, shared=tuple(shared))
-        outs = lower_fun(run)(ctx.replace(avals_in=avals), *args, **params)
-        for index, out in enumerate(outs):
-            made = (where, index, tuple(args), tuple(avals), tuple(shared), params)
-            known(ctx)[map_p, out] = made
-        return outs
 
-    def reduce_rule(ctx, x, **params):
-        found = known(ctx).get((map_p, x))
-        if found is not None and found[0] == (params["partition"], params["mesh"]):
-            _, index, args, avals, shared, map_params = found
-            fused = sum_map(index, shared, **map_params)
-            if fused is not None:
-                used, run = fused
-                pick = lambda xs: [x for x, u in zip(xs, used, strict=True) if u]
-                lower = lower_fun(run, multiple_results=False)
-                return lower(ctx.replace(avals_in=pick(avals)), *pick(args))
-        return lower_reduce(ctx, x, **params)
-
-    mlir.register_lowering(broadcast_p, broadcast_rule, cacheable=False)
-    mlir.register_lowering(map_p, map_rule, cacheable=False)
-    mlir.register_lowering(reduce_p, reduce_rule, cacheable=False)
+def current_block():
+    """The block of code into which equations are being lowered."""
+    point: Any = ir.InsertionPoint.current
+    return point.block
 
 
 def jaxprs_in(params) -> list:

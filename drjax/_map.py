@@ -26,13 +26,6 @@ from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
 from drjax._index import GroupAxis
-from drjax._primitives import (
-    broadcast_p,
-    execute_broadcast,
-    execute_reduce_sum,
-    psum,
-    reduce_sum_p,
-)
 from drjax._scope import enter_mapped
 from drjax._sharding import (
     Layout,
@@ -42,7 +35,6 @@ from drjax._sharding import (
     partitioned_aval,
     vary,
 )
-from drjax._summing import RowSum
 
 map_fn_p = _rules.new_primitive("map_fn", multiple_results=True)
 
@@ -102,21 +94,21 @@ def _abstract_eval(*avals, jaxpr, partition, mesh, name):
     return [partitioned_aval(aval, where) for aval in jaxpr.out_avals], jaxpr.effects
 
 
-def _execute(*args, jaxpr, partition, mesh, name, shared=None):
+def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
     """Run a map; operands marked in `shared` are global, the same for each group."""
     where = layout(partition, mesh)
     fn = _compat.jaxpr_as_fun(jaxpr)
     by_rows = [True] * len(args) if shared is None else [not s for s in shared]
 
     def body(*operands):
-        outs = _over_rows(where, fn, by_rows)(*operands)
+        outs = run_rows(where, fn, by_rows)(*operands)
         return [vary(y, where.axes) for y in outs]
 
     everywhere = [True] * len(jaxpr.out_avals)
     return on_devices(where, body, args, by_rows, everywhere, _compat.check_vma())
 
 
-def _over_rows(where: Layout, fn, by_rows):
+def run_rows(where: Layout, fn, by_rows):
     """`fn` of one group as a function of the rows that a device holds."""
     mapped = jax.vmap(
         lambda *xs: fn(*xs),
@@ -125,29 +117,6 @@ def _over_rows(where: Layout, fn, by_rows):
         axis_size=where.per_device,
     )
     return lambda *operands: mapped(*(vary(x, where.axes) for x in operands))
-
-
-_row_sum = _compat.weakref_lru_cache(RowSum)
-
-
-def _sum_map(index: int, shared, *, jaxpr, partition, mesh, name):
-    """How to sum one result of a map within it, or None: see `_summing.py`."""
-    where = layout(partition, mesh)
-    if where.uneven or where.per_device == 1:
-        return None
-    row_sum = _row_sum(jaxpr, index)
-    if not row_sum.worthwhile:
-        return None
-    by_rows = [not s for s, u in zip(shared, row_sum.used, strict=True) if u]
-
-    def run(*args):
-        def body(*operands):
-            over_rows = lambda fn: _over_rows(where, fn, by_rows)
-            return [psum(where, row_sum(where.per_device, over_rows, operands))]
-
-        return on_devices(where, body, args, by_rows, [False], _compat.check_vma())[0]
-
-    return row_sum.used, run
 
 
 # ---------------------------------------------------------------------------------
@@ -293,11 +262,7 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
     return outs, [None if axis is None else axis + 1 for axis in out_axes]
 
 
-_rules.register_execution(map_fn_p, _execute)
-_compat.register_fused_lowerings(
-    broadcast_p, execute_broadcast, map_fn_p, _execute, reduce_sum_p,
-    execute_reduce_sum, _sum_map,
-)  # fmt: skip
+_rules.register_execution(map_fn_p, execute_map)
 map_fn_p.def_effectful_abstract_eval(_abstract_eval)
 ad.primitive_jvps[map_fn_p] = _jvp
 ad.primitive_transposes[map_fn_p] = _transpose

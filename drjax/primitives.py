@@ -49,6 +49,7 @@ program stands inside the jaxpr of a `map_fn_p`, with another partition.
 `examples/count_rounds.py` is an interpreter written against this page only.
 """
 
+import drjax._fused  # registers lowerings # noqa: F401
 from drjax._extrema import reduce_max_p as reduce_max_p
 from drjax._extrema import reduce_min_p as reduce_min_p
 from drjax._index import partition_index_p as partition_index_p

@@ -24,7 +24,7 @@ CODE = [
 LAYERS = (
     {"_errors", "_partition"},
     {
-        "_compat", "_structure", "_summing", "_rules", "_scope", "_sharding",
+        "_compat", "_structure", "_summing", "_fused", "_rules", "_scope", "_sharding",
         "_primitives", "_index", "_map", "_extrema",
     },
     {

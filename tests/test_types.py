@@ -113,7 +113,7 @@ def test_map_fn_and_index(mesh):
 
             return types_of(f, np.ones((8, 4), np.float32), np.ones((8, 4), np.float32))
 
-        assert_same_type(both(_map.map_fn_p.bind), both(_map._execute))
+        assert_same_type(both(_map.map_fn_p.bind), both(_map.execute_map))
         index = {**where, "per_group": False}
         assert_same_type(
             types_of(lambda: _index.partition_index_p.bind(**index)),
