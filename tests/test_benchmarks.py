@@ -108,7 +108,7 @@ IMPLEMENTATIONS = (report.OURS, report.HAND)
 @pytest.fixture(scope="module")
 def results():
     settings = dataclasses.replace(
-        run.QUICK, builds=1, rounds=1, seconds=0.0, leaks=(1000, 10),
+        run.QUICK, sizes=(8, 32), builds=1, rounds=1, seconds=0.0, leaks=(1000, 10),
         implementations=IMPLEMENTATIONS,
     )  # fmt: skip
     return run.measure(settings, peer_python=None, show_progress=False)
@@ -120,7 +120,7 @@ def cases(results):
 
 
 def test_every_case_is_there(cases):
-    assert len(cases) == len(run.TASKS) * 3
+    assert len(cases) == len(run.TASKS) * 2 * 3
     assert all(set(case) == set(IMPLEMENTATIONS) for case in cases)
 
 
