@@ -19,18 +19,39 @@ reduce_max_p = _rules.new_primitive("reduce_max")
 reduce_min_p = _rules.new_primitive("reduce_min")
 
 
-def _executor(local, collective, sign):
+def _executor(local, largest: bool):
     def execute(x, *, partition, mesh):
         where = layout(partition, mesh)
-        fill = _lowest(x.dtype) if sign > 0 else _highest(x.dtype)
+        fill = _lowest(x.dtype) if largest else _highest(x.dtype)
 
         def body(x, numbers=None):
             y = local(where.mask_padding(x, numbers, fill), axis=0)
-            return [collective(vary(y, where.axes), where.axes) if where.axes else y]
+            return [across_devices(y, where.axes, largest) if where.axes else y]
 
         return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
     return execute
+
+
+def across_devices(x, axes, largest: bool):
+    """`pmax` or `pmin` in which NaN wins, as in `jnp.max`.
+
+    Collectives of some backends lose NaN. So the devices compare integers: the bits of
+    floats in the order of the floats, with NaN beyond the infinities.
+    """
+    collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return collective(x, axes)
+    dtype = x.dtype
+    if dtype.itemsize == 1:
+        x = x.astype(jnp.float32)
+    bits = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    limits = jnp.iinfo(bits)
+    flip = lambda i: jnp.where(i < 0, i ^ limits.max, i)  # its own inverse
+    nan = limits.max if largest else limits.min
+    order = flip(lax.bitcast_convert_type(x, bits))
+    order = collective(jnp.where(jnp.isnan(x), jnp.asarray(nan, bits), order), axes)
+    return lax.bitcast_convert_type(flip(order), x.dtype).astype(dtype)
 
 
 def _lowest(dtype):
@@ -72,8 +93,8 @@ def _abstract_eval(x, *, partition, mesh):
 
 
 for _primitive, _execute in (
-    (reduce_max_p, _executor(jnp.max, lax.pmax, +1)),
-    (reduce_min_p, _executor(jnp.min, lax.pmin, -1)),
+    (reduce_max_p, _executor(jnp.max, True)),
+    (reduce_min_p, _executor(jnp.min, False)),
 ):
     _rules.register_execution(_primitive, _execute)
     _primitive.def_abstract_eval(_abstract_eval)

@@ -82,8 +82,9 @@ def reduce_mean(
     """Average a partitioned value over the groups. One all-reduce on a mesh.
 
     Args:
-      x: Tree of partitioned arrays `[n, *s]`. Integers and bools become float32, as
-        by `jnp.mean`.
+      x: Tree of partitioned arrays `[n, *s]`. Integers and bools become float32 (of 64
+        bits: float64), as by `jnp.mean`. 16-bit floats are added in float32 on each
+        device and travel, divided by n, in 16 bits; with `where=`, in float32.
       where: Optional bool `[n]`: the groups to average. Of none the mean is NaN, as
         by `jnp.mean`.
       mesh: As for `drjax.broadcast`.
@@ -125,7 +126,8 @@ def reduce_weighted_mean(
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`. 16-bit floats are accumulated in
-        float32 throughout, also between devices; integers become float32.
+        float32 throughout, also between devices; integers become floats as by
+        `jnp.mean`.
       w: Real weights: one array `[n]`, or a tree with the structure of `x` whose
         leaves have the leading axes of the leaves of `x`. If they add up to zero
         the result is NaN. A NaN in a group of weight zero makes the result NaN; to
@@ -309,7 +311,8 @@ def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
 
 def _wide(dtype):
     """The dtype in which a weighted mean accumulates: float32 or wider."""
-    return jnp.promote_types(dtype, jnp.float32)
+    dtype = _mean_dtype(dtype)
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 def _weigh(weight, leaf):
@@ -340,6 +343,11 @@ def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTre
 
 
 def _check_numeric(block: str, leaf) -> None:
+    if leaf.dtype == jax.dtypes.float0:
+        raise DrjaxTypeError(
+            f"drjax.{block} needs leaves that are numbers, got dtype float0, JAX's "
+            "tangent of an integer. Leave integers out of what is differentiated."
+        )
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise DrjaxTypeError(
             f"drjax.{block} needs leaves that are numbers, got dtype {leaf.dtype}. To "
@@ -361,8 +369,9 @@ def _sum_dtype(dtype):
 
 def _mean_dtype(dtype):
     """The dtype that `jnp.mean` would return."""
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return dtype if inexact else jnp.promote_types(dtype, jnp.float32)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
 
 
 def _check_index(i, n: int):

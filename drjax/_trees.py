@@ -35,7 +35,13 @@ def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         try:
             return jnp.asarray(leaf)
-        except (TypeError, OverflowError):
+        except OverflowError:
+            raise DrjaxValueError(
+                f"drjax.{block} got {name}{jax.tree_util.keystr(path)} = {_short(leaf)}"
+                ", which does not fit JAX's default integer, int32. Pass an array of "
+                "a float dtype, or enable jax_enable_x64."
+            ) from None
+        except TypeError:
             pass
     kind = type(leaf).__name__
     if isinstance(leaf, np.ndarray):

@@ -264,3 +264,32 @@ def test_typed_keys(mesh):
     if N % (mesh or {"clients": 1})["clients"] == 0:
         with in_mesh_of(mesh):
             assert (four(drjax.shard)({"k": keys})["k"] == keys).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16], ids=str)
+@pytest.mark.parametrize("block", [drjax.reduce_max, drjax.reduce_min])
+def test_nan_wins_on_every_mesh(block, dtype):
+    x = np.arange(8.0).reshape(8, 1) * [1, -1, 1, 0] + [0, 0, np.nan, -0.0]
+    x[3, 0], x[5, 1] = np.nan, -np.inf
+    local = np.max if block is drjax.reduce_max else np.min
+    f = drjax.program(clients=8)(block)
+    for mesh in (None, {"clients": 8}, {"clients": 4}):
+        with in_mesh_of(mesh):
+            y = jax.jit(f)(jnp.asarray(x, dtype))
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y.astype(np.float32), local(x, axis=0))
+
+
+def test_means_of_wide_integers_under_x64():
+    with jax.enable_x64(True):
+        x = jnp.full(N, 2**40 + 1)
+        mean = four(drjax.reduce_mean)(x)
+        weighted = four(lambda x: drjax.reduce_weighted_mean(x, jnp.ones(N)))(x)
+    assert mean.dtype == weighted.dtype == jnp.float64
+    assert float(mean) == float(weighted) == 2.0**40 + 1
+
+
+def test_float8_means():
+    x = jnp.ones(N, jnp.float8_e4m3fn)
+    for f in (drjax.reduce_mean, lambda x: drjax.reduce_weighted_mean(x, jnp.ones(N))):
+        assert four(f)(x).dtype == x.dtype and float(four(f)(x)) == 1.0

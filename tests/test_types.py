@@ -39,8 +39,7 @@ def lowerings():
     yield "gather", (p.gather_p, p._gather, True)
     yield "scatter", (p.scatter_p, p._scatter, None)
     for name in ("max", "min"):
-        local, across = getattr(jnp, name), getattr(jax.lax, f"p{name}")
-        execute = _extrema._executor(local, across, 1 if name == "max" else -1)
+        execute = _extrema._executor(getattr(jnp, name), name == "max")
         primitive = getattr(_extrema, f"reduce_{name}_p")
         yield f"reduce_{name}", (primitive, execute, True)
 

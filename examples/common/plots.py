@@ -113,7 +113,8 @@ def sharding_of(
         Patch(color=colour, label=f"{device}\n{list(shape)}")
         for device, (colour, shape) in devices.items()
     ]
-    figure.legend(handles=handles, loc="outside right center", fontsize=8)
+    title = "device and shard\n(full colour: largest\nnorm in the row)"
+    figure.legend(handles=handles, title=title, loc="outside right center", fontsize=8)
     save(figure, path)
 
 
