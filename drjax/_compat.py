@@ -7,6 +7,7 @@ Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 * DCE rules receive the live inputs from 0.11 on.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,6 +117,12 @@ def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
     """`(smaller jaxpr, which inputs it still uses)`, cached."""
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
     return (new if _MERGED else pe.close_jaxpr(new)), used
+
+
+def without_dead_code(jaxpr):
+    """The jaxpr with the same inputs and results, and only the work they need."""
+    new, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
+    return new if _MERGED else Jaxpr(new, jaxpr.consts)
 
 
 def backward_pass(jaxpr, args, cts):
@@ -310,3 +317,75 @@ def select_outputs(jaxpr, outvars: list):
 def manual_axis_context(axes, sizes):
     """Bind mesh axes while tracing code for the inside of a shard_map."""
     return extend_axis_env(list(zip(axes, sizes, strict=True)))
+
+
+def new_var(aval):
+    """A fresh variable for a jaxpr."""
+    return core.Var(aval)
+
+
+def stacked_aval(aval, length: int):
+    """The type of a stack of so many values."""
+    return ShapedArray((length, *aval.shape), aval.dtype, aval.weak_type)
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+def _user_frame(eqn):
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return next((f for f in frames if not f.file_name.startswith(_HERE)), None)
+
+
+def source_line(eqn) -> str:
+    """The user's file, line and function that an equation came from."""
+    frame = _user_frame(eqn)
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def with_source(eqn, call):
+    """`eqn`, from the line of the call that holds it if it has none of its own."""
+    if _user_frame(eqn) is not None:
+        return eqn
+    return eqn.replace(source_info=call.source_info)
+
+
+def closed(jaxpr):
+    """`jaxpr` as a closed jaxpr."""
+    return jaxpr if isinstance(jaxpr, Jaxpr) else Jaxpr(jaxpr, ())
+
+
+def scan_sizes(eqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "sizes" in eqn.params:  # rewritten by the interpreter
+        return eqn.params["sizes"]
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    groups = eqn.params["ft_in"].update([0] * len(eqn.invars)).unpack()
+    consts, carry, _ = map(list, groups)
+    return len(consts), len(carry)
+
+
+def evaluate(jaxpr, args, step: Callable) -> list:
+    """Evaluate a jaxpr; `step(eqn, operands)` may give an equation's results."""
+    raw = open_jaxpr(jaxpr)
+    values = dict(zip(raw.constvars, jaxpr_consts(jaxpr), strict=True))
+    values.update(zip(raw.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn in raw.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        outs = step(eqn, operands)
+        if outs is None:
+            outs = bind_equation(eqn, operands)
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in raw.outvars]
+
+
+def check_jaxpr(jaxpr) -> None:
+    """Type-check a jaxpr."""
+    core.check_jaxpr(open_jaxpr(jaxpr))

@@ -24,3 +24,7 @@ class ScopeError(DrjaxError, RuntimeError):
 
 class MeshError(DrjaxError, ValueError):
     """A mesh that cannot carry the partition in the way that was asked for."""
+
+
+class PlanError(DrjaxError, ValueError):
+    """A program, or a use of one, that has no plan."""

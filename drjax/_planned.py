@@ -1,0 +1,272 @@
+"""`drjax.jit`: a program in normal form, compiled; and the primitive behind it.
+
+`planned_p[jaxpr, options]` runs the plan of a jaxpr. Its rules transform the jaxpr and
+bind the primitive again, so that a derivative is planned too, instead of being taken
+through the loops of the plan:
+
+    JVP        planned(f')(x, dx)
+    linearize  planned(f)(x); the linear part takes x: it is planned(f')(x, .)
+    transpose  planned(f'^T)(x, ct)
+    batching   planned(batched f)
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from drjax import _compat
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax.backends import xla
+from drjax.interpret.make import outside_meshes, plan_of_jaxpr
+from drjax.interpret.names import argument_names, function_name
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan runs; `names` are those of the arguments."""
+
+    name: str
+    names: tuple[str, ...]
+    groups_per_step: int | None
+    recompute: bool
+
+    def of(self, count: int) -> "Options":
+        """The options of a derived program with so many arguments."""
+        names = tuple(f"{self.name}.{i}" for i in range(count))
+        return replace(self, names=names)
+
+
+planned_p = Primitive("drjax_jit")
+planned_p.multiple_results = True
+
+
+@_compat.weakref_lru_cache
+def _plan(jaxpr, options: Options):
+    given = [None] * len(jaxpr.in_avals)
+    return plan_of_jaxpr(
+        jaxpr, options.name, options.names, given, recompute=options.recompute
+    )
+
+
+def _execute(*args, jaxpr, options: Options):
+    return xla.run_flat(_plan(jaxpr, options), list(args), options.groups_per_step)
+
+
+def _abstract_eval(*avals, jaxpr, options: Options):
+    run = functools.partial(_execute, jaxpr=jaxpr, options=options)
+    return list(jax.make_jaxpr(run)(*avals).out_avals), jaxpr.effects
+
+
+def _trace(fn: Callable, avals: Sequence[Any], name: str):
+    with outside_meshes():
+        return _compat.trace_to_jaxpr(fn, [_without_mesh(a) for a in avals], name)
+
+
+def _without_mesh(aval):
+    return _compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
+
+
+def _bind(fn: Callable, args: Sequence[Any], options: Options):
+    """Bind the primitive for a flat function without closures."""
+    avals = [_compat.typeof(x) for x in args]
+    jaxpr, consts = _trace(fn, avals, options.name)
+    operands = [*consts, *args]
+    return planned_p.bind(*operands, jaxpr=jaxpr, options=options.of(len(operands)))
+
+
+# ---------------------------------------------------------------------------------
+# Rules
+
+
+def _jvp_jaxpr(jaxpr, nonzeros):
+    with outside_meshes():
+        return _compat.jvp_jaxpr(jaxpr, nonzeros)
+
+
+def _tangents_out(jaxpr, nonzeros_out, values):
+    values = iter(values)
+    return [
+        next(values) if nz else _compat.Zero(aval.to_tangent_aval())
+        for aval, nz in zip(jaxpr.out_avals, nonzeros_out, strict=True)
+    ]
+
+
+def _jvp(primals, tangents, *, jaxpr, options: Options):
+    nonzeros = [type(t) is not _compat.Zero for t in tangents]
+    both, nonzeros_out = _jvp_jaxpr(jaxpr, nonzeros)
+    dense = [t for t, nz in zip(tangents, nonzeros, strict=True) if nz]
+    args = [*primals, *dense]
+    outs = planned_p.bind(*args, jaxpr=both, options=options.of(len(args)))
+    n = len(jaxpr.out_avals)
+    return outs[:n], _tangents_out(jaxpr, nonzeros_out, outs[n:])
+
+
+def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options):
+    outs = planned_p.bind(*primals, jaxpr=jaxpr, options=options)
+    both, nonzeros_out = _jvp_jaxpr(jaxpr, nonzeros)
+    wanted = [False] * len(outs) + [True] * (len(both.out_avals) - len(outs))
+    tangent, used = _compat.dce_jaxpr(both, wanted)
+    n = len(primals)
+    residuals = [x for x, u in zip(primals, used[:n], strict=True) if u]
+
+    def linear(residuals, *tangents):
+        dense = [
+            ad.instantiate_zeros(t)
+            for t, nz in zip(tangents, nonzeros, strict=True)
+            if nz
+        ]
+        args = [*residuals, *(t for t, u in zip(dense, used[n:], strict=True) if u)]
+        outs = planned_p.bind(*args, jaxpr=tangent, options=options.of(len(args)))
+        return _tangents_out(jaxpr, nonzeros_out, outs)
+
+    return outs, nonzeros_out, residuals, linear
+
+
+def _transpose(cts, *args, jaxpr, options: Options):
+    linear = [ad.is_undefined_primal(x) for x in args]
+    known = [x for x, lin in zip(args, linear, strict=True) if not lin]
+    nonzero = [type(ct) is not _compat.Zero for ct in cts]
+    dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
+    fn = _compat.jaxpr_as_fun(jaxpr)
+    avals = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if lin]
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+    def transposed(*values):
+        known_values = values[: len(known)]
+        given = iter(values[len(known) :])
+        full = [
+            next(given) if nz else jnp.zeros(aval.shape, aval.dtype)
+            for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
+        ]
+
+        def forward(*tangents):
+            rest, tangents = iter(known_values), iter(tangents)
+            return fn(*(next(tangents) if lin else next(rest) for lin in linear))
+
+        return list(jax.linear_transpose(forward, *types)(full))
+
+    outs = iter(_bind(transposed, [*known, *dense], options))
+    return [next(outs) if lin else None for lin in linear]
+
+
+def _batch(axis_data, args, dims, *, jaxpr, options: Options):
+    with outside_meshes():
+        batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
+    return planned_p.bind(*args, jaxpr=batched, options=options), out_axes
+
+
+planned_p.def_impl(
+    lambda *args, jaxpr, options: jax.jit(
+        functools.partial(_execute, jaxpr=jaxpr, options=options)
+    )(*args)
+)
+planned_p.def_effectful_abstract_eval(_abstract_eval)
+_compat.register_lowering(planned_p, _execute)
+ad.primitive_jvps[planned_p] = _jvp
+ad.primitive_transposes[planned_p] = _transpose
+_compat.register_linearization(planned_p, _linearize)
+batching.fancy_primitive_batchers[planned_p] = _batch
+
+
+# ---------------------------------------------------------------------------------
+# The API
+
+
+def jit(
+    fn: Callable,
+    groups_per_step: int | None = None,
+    residuals: str = "recompute",
+    **jit_kwargs: Any,
+) -> Any:
+    """`jax.jit` of a program in normal form, in memory that does not grow with n.
+
+    Each round of communication becomes one loop over chunks of a device's groups with
+    running accumulators, and one all-reduce. Broadcast values are not copied for each
+    group. Derivatives of the result are planned too; `drjax.jit(jax.grad(f))` plans
+    value and derivative together and is cheaper than `jax.grad(drjax.jit(f))`.
+
+    Args:
+      fn: A program, or a function that calls programs over one partition, such as
+        `jax.value_and_grad(program)` or a loop over rounds.
+      groups_per_step: How many of a device's groups work at once. Default: all.
+      residuals: What a round needs of an earlier round's work in the groups:
+        `"recompute"` it, or `"store"` it for all groups. Work with effects is stored.
+      **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
+
+    Returns:
+      What `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
+
+    Raises:
+      PlanError: (when called) the program has no plan; `jax.jit` still runs it.
+      DrjaxValueError, DrjaxTypeError: A wrong option.
+
+    Example:
+      >>> import drjax, jax, jax.numpy as jnp
+      >>> @drjax.program(clients=1000)
+      ... def mean_square(x):
+      ...     return drjax.reduce_mean(drjax.map_fn(jnp.square, x))
+      >>> step = drjax.jit(jax.grad(mean_square), groups_per_step=10)
+      >>> print(step(jnp.ones(1000))[:2])
+      [0.002 0.002]
+
+    Source: Rush et al. 2024, sections 4 and 5.
+    """
+    _check_options(groups_per_step, residuals)
+
+    @functools.wraps(fn)
+    def planned(*args, **kwargs):
+        flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
+        dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
+        out_tree: Any = None
+
+        def flat(*arrays):
+            nonlocal out_tree
+            leaves = list(flat_args)
+            for i, x in zip(dynamic, arrays, strict=True):
+                leaves[i] = x
+            inner_args, inner_kwargs = tree.unflatten(leaves)
+            out = fn(*inner_args, **inner_kwargs)
+            leaves, out_tree = jax.tree_util.tree_flatten(out)
+            return list(map(jnp.asarray, leaves))
+
+        arrays = [flat_args[i] for i in dynamic]
+        name = function_name(getattr(fn, "__name__", "program"))
+        jaxpr, consts = _trace(flat, list(map(_compat.typeof, arrays)), name)
+        names = argument_names(fn, args, kwargs)
+        given = tuple(
+            [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
+        )
+        options = Options(name, given, groups_per_step, residuals == "recompute")
+        _plan(jaxpr, options)  # errors now, and not when it is lowered
+        outs = planned_p.bind(*consts, *arrays, jaxpr=jaxpr, options=options)
+        return out_tree.unflatten(outs)
+
+    return jax.jit(planned, **jit_kwargs)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _check_options(groups_per_step: Any, residuals: Any) -> None:
+    if groups_per_step is not None:
+        if isinstance(groups_per_step, bool) or not isinstance(groups_per_step, int):
+            raise DrjaxTypeError(
+                "drjax.jit needs groups_per_step as a positive int or None, got "
+                f"{groups_per_step!r}."
+            )
+        if groups_per_step < 1:
+            raise DrjaxValueError(
+                "drjax.jit needs at least one group per step, got groups_per_step="
+                f"{groups_per_step}. None works on all of a device's groups at once."
+            )
+    if residuals not in ("recompute", "store"):
+        raise DrjaxValueError(
+            f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
+        )

@@ -1,0 +1,192 @@
+"""The reference backend: one group at a time, on the host, in plain Python.
+
+It shares nothing between groups, calls neither vmap nor any lowering of drjax, and
+adds up in float64. It is the oracle of the tests, and a debugger: an error in the
+work of one group names the group and the stage, and keeps the group's inputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drjax import _compat
+from drjax._errors import DrjaxError
+from drjax.plan import Loop, Plan, Reduce, Stage, Value
+
+
+class GroupError(DrjaxError, RuntimeError):
+    """The work of one group failed.
+
+    Attributes:
+      group: The number of the group.
+      stage: The stage that failed.
+      inputs: The arguments of the stage for that group: rerun it with
+        `jax.extend.core.jaxpr_as_fun(error.stage.jaxpr)(*error.inputs)`.
+    """
+
+    def __init__(self, message: str, group: int, stage: Stage, inputs: list):
+        super().__init__(message)
+        self.group, self.stage, self.inputs = group, stage, inputs
+
+
+def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
+    """A function that runs the plan one group at a time.
+
+    Args:
+      plan: The plan.
+      check_nans: Raise `GroupError` where a group's work yields a NaN.
+
+    Returns:
+      A function with the signature of the planned one.
+
+    Raises:
+      GroupError: (from the returned function) a group's work failed.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+      >>> plan = drjax.make_plan(mean)(jnp.arange(4.0))
+      >>> print(drjax.backends.reference.compile(plan)(jnp.arange(4.0)))
+      1.5
+    """
+
+    def run(*args, **kwargs):
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        if tree != plan.in_tree:
+            raise TypeError(f"{plan.name} was planned for {plan.in_tree}, got {tree}.")
+        inputs = [
+            jnp.moveaxis(jnp.asarray(x), v.axis, 0) if v.partitioned else jnp.asarray(x)
+            for v, x in zip(plan.inputs, leaves, strict=True)
+        ]
+        outs = _Run(plan, check_nans)(inputs)
+        whole = [
+            jnp.moveaxis(x, 0, v.axis) if v.partitioned else x
+            for v, x in zip(plan.outputs, outs, strict=True)
+        ]
+        return plan.out_tree.unflatten(whole)
+
+    return run
+
+
+class _Run:
+    """Runs one plan; partitioned values are stacks of rows along axis 0."""
+
+    def __init__(self, plan: Plan, check_nans: bool):
+        self.plan, self.check_nans = plan, check_nans
+
+    def __call__(self, inputs: list) -> list:
+        plan, values = self.plan, {}
+        _store(values, plan.inputs, inputs)
+        for number, a_round in enumerate(plan.rounds, 1):
+            self._server(a_round.server, values)
+            for whole, rows in a_round.scatter:
+                values[rows.name] = jnp.moveaxis(values[whole.name], rows.axis, 0)
+            self._groups(a_round.local, values, f"round {number} of {plan.name}")
+            for reduce in a_round.reduces:
+                values[reduce.result.name] = _combine(reduce, values)
+            for loop in a_round.loops:
+                outs = self._loop(loop, [values[v.name] for v in loop.inputs])
+                _store(values, loop.outputs, outs)
+        self._server(plan.server, values)
+        return [values[v.name] for v in plan.outputs]
+
+    def _server(self, stage: Stage, values: dict[str, Any]) -> None:
+        outs = _run(stage, [values[v.name] for v in stage.inputs])
+        _store(values, stage.outputs, outs)
+
+    def _groups(self, stage: Stage, values: dict[str, Any], where: str) -> None:
+        if stage.empty and not stage.jaxpr.effects:
+            return
+        rows = []
+        for group in range(self.plan.size):
+            inputs = [np.int32(group)]
+            for value in stage.inputs:
+                found = values[value.name]
+                inputs.append(found[group] if value.partitioned else found)
+            try:
+                outs = _run(stage, inputs)
+            except Exception as error:
+                raise GroupError(
+                    f"Group {group} failed in {where}, in {stage.name}: "
+                    f"{type(error).__name__}: {error}",
+                    group, stage, inputs,
+                ) from error  # fmt: skip
+            if self.check_nans:
+                _check_nans(outs, group, stage, inputs, where)
+            rows.append(outs)
+        for value, column in zip(stage.outputs, zip(*rows, strict=True), strict=True):
+            values[value.name] = jnp.stack(column)
+
+    def _loop(self, loop: Loop, inputs: list) -> list:
+        bodies = [_Run(body, self.check_nans) for body in loop.bodies]
+        if loop.op == "cond":
+            index = int(np.clip(int(inputs[0]), 0, len(bodies) - 1))
+            return bodies[index](inputs[1:])
+        if loop.op == "while":
+            first, second = loop.consts[0], sum(loop.consts)
+            carry = inputs[second:]
+            while bool(bodies[0]([*inputs[:first], *carry])[0]):
+                carry = bodies[1]([*inputs[first:second], *carry])
+            return carry
+        return self._scan(loop, bodies[0], inputs)
+
+    def _scan(self, loop: Loop, body: "_Run", inputs: list) -> list:
+        first = sum(loop.consts)
+        consts, carry = inputs[:first], inputs[first : first + loop.carry]
+        stacks, length = inputs[first + loop.carry :], loop.length or 0
+        values = loop.inputs[first + loop.carry :]
+        steps: list = [None] * length
+        for t in reversed(range(length)) if loop.reverse else range(length):
+            xs = [
+                x[:, t] if v.partitioned else x[t]
+                for v, x in zip(values, stacks, strict=True)
+            ]
+            outs = body([*consts, *carry, *xs])
+            carry, steps[t] = outs[: loop.carry], outs[loop.carry :]
+        ys = []
+        for i, value in enumerate(loop.outputs[loop.carry :]):
+            if length:
+                column = [step[i] for step in steps]
+                ys.append(jnp.stack(column, axis=int(value.partitioned)))
+            else:
+                rows = (self.plan.size,) * value.partitioned
+                ys.append(jnp.zeros((*rows, *value.shape), value.dtype))
+        return [*carry, *ys]
+
+
+def _store(values: dict[str, Any], names: tuple[Value, ...], found: list) -> None:
+    values.update(zip([v.name for v in names], found, strict=True))
+
+
+def _run(stage: Stage, args: list) -> list:
+    return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+
+
+def _check_nans(outs, group: int, stage: Stage, inputs: list, where: str) -> None:
+    for value, out in zip(stage.outputs, outs, strict=True):
+        if jnp.issubdtype(out.dtype, jnp.inexact) and bool(jnp.isnan(out).any()):
+            raise GroupError(
+                f"Group {group} yields NaN as {value.name} in {where}, "
+                f"in {stage.name}.",
+                group, stage, inputs,
+            )  # fmt: skip
+
+
+def _combine(reduce: Reduce, values: dict[str, Any]):
+    """All groups' rows as one global value; sums are accumulated in float64."""
+    rows = values[reduce.source.name]
+    if reduce.op == "gather":
+        return rows
+    host = np.asarray(rows)
+    if reduce.op in ("max", "min"):
+        return jnp.asarray(getattr(host, reduce.op)(axis=0))
+    wide = host.dtype
+    if jnp.issubdtype(wide, jnp.floating):
+        wide = np.float64
+    total = host.astype(wide).sum(axis=0, dtype=wide)
+    if reduce.op == "mean":
+        total = total / host.shape[0]
+    return jnp.asarray(total, dtype=host.dtype)

@@ -1,0 +1,294 @@
+"""The XLA backend: a plan as one JAX function, in streaming form.
+
+Each round is one `shard_map` over the partition's axes. In it, a scan goes over chunks
+of a device's groups with running accumulators for all reductions of the round, and one
+`psum` adds up the devices. So the memory that a round needs does not grow with the
+number of groups; a broadcast value is never copied for each group; and rows that a
+later round needs are stacked, the only thing of size n.
+
+The `shard_map`s are not differentiated: derivatives are taken of programs, before
+they are planned (see `_planned.py`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from drjax import _compat
+from drjax._extrema import across_devices
+from drjax._sharding import Layout, find_mesh, layout, on_devices, vary
+from drjax.plan import Loop, Plan, Reduce, Round, Value
+from drjax.primitives import gather_p
+
+_LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+
+
+def compile(
+    plan: Plan, *, groups_per_step: int | None = None, mesh: Any = None
+) -> Callable:
+    """A JAX function that runs the plan; `jax.jit` it.
+
+    Args:
+      plan: The plan.
+      groups_per_step: How many of a device's groups work at once. Default: all.
+      mesh: The mesh. Default: the one in context.
+
+    Returns:
+      A function with the signature of the planned one.
+
+    Example:
+      >>> import drjax, jax, jax.numpy as jnp
+      >>> @drjax.program(clients=4)
+      ... def f(x):
+      ...     return drjax.reduce_sum(drjax.map_fn(jnp.square, x))
+      >>> run = drjax.backends.xla.compile(
+      ...     drjax.make_plan(f)(jnp.arange(4.0)), groups_per_step=2)
+      >>> print(jax.jit(run)(jnp.arange(4.0)))
+      14.0
+    """
+
+    def run(*args, **kwargs):
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        if tree != plan.in_tree:
+            raise TypeError(f"{plan.name} was planned for {plan.in_tree}, got {tree}.")
+        return plan.out_tree.unflatten(run_flat(plan, leaves, groups_per_step, mesh))
+
+    return run
+
+
+def run_flat(
+    plan: Plan, inputs: list, groups_per_step: int | None = None, mesh: Any = None
+) -> list:
+    """The results of a plan, flat."""
+    where = None
+    if plan.partition is not None:
+        where = layout(plan.partition, find_mesh(plan.partition, mesh))
+    return _Run(plan, where, groups_per_step)(inputs)
+
+
+class _Run:
+    """Runs one plan; partitioned values are whole arrays, rows along `Value.axis`."""
+
+    def __init__(self, plan: Plan, where: Layout | None, step: int | None):
+        self.plan, self.where, self.step = plan, where, step
+        self.kept = _kept(plan)
+
+    def __call__(self, inputs: list) -> list:
+        plan, values = self.plan, {}
+        _store(values, plan.inputs, map(jnp.asarray, inputs))
+        for a_round in plan.rounds:
+            self._server(a_round.server, values)
+            for whole, rows in a_round.scatter:
+                values[rows.name] = values[whole.name]
+            self._groups(a_round, values)
+            for loop in a_round.loops:
+                outs = self._loop(loop, [values[v.name] for v in loop.inputs])
+                _store(values, loop.outputs, outs)
+        self._server(plan.server, values)
+        return [values[v.name] for v in plan.outputs]
+
+    def _server(self, stage, values: dict[str, Any]) -> None:
+        outs = _call(stage, [values[v.name] for v in stage.inputs])
+        _store(values, stage.outputs, outs)
+
+    # -----------------------------------------------------------------------------
+    # The groups' work
+
+    def _groups(self, a_round: Round, values: dict[str, Any]) -> None:
+        stage, where = a_round.local, self.where
+        if stage.empty and not stage.jaxpr.effects:
+            return
+        assert where is not None
+        sums = [r for r in a_round.reduces if r.op != "gather"]
+        kept = [v for v in stage.outputs if v.name in self.kept]
+        shared = [values[v.name] for v in stage.inputs if not v.partitioned]
+        rows = [
+            jnp.moveaxis(values[v.name], v.axis, 0)
+            for v in stage.inputs
+            if v.partitioned
+        ]
+
+        def body(*args):
+            *args, numbers = args
+            local = _Local(where, stage, sums, kept, args[: len(shared)])
+            return local.run([numbers, *args[len(shared) :]], self.step)
+
+        by_rows = [False] * len(shared) + [True] * len(rows)
+        outs = on_devices(
+            where, body, [*shared, *rows], by_rows,
+            [False] * len(sums) + [True] * len(kept), _compat.check_vma(),
+            numbered=True,
+        )  # fmt: skip
+        for reduce, out in zip(sums, outs, strict=False):
+            values[reduce.result.name] = out
+        for value, out in zip(kept, outs[len(sums) :], strict=True):
+            values[value.name] = jnp.moveaxis(out, 0, value.axis)
+        for reduce in a_round.reduces:
+            if reduce.op == "gather":
+                params = {"partition": where.partition, "mesh": where.mesh}
+                source = values[reduce.source.name]
+                values[reduce.result.name] = gather_p.bind(source, **params)
+
+    # -----------------------------------------------------------------------------
+    # Loops
+
+    def _loop(self, loop: Loop, inputs: list) -> list:
+        runs = [_Run(body, self.where, self.step) for body in loop.bodies]
+        if loop.op == "cond":
+            return lax.switch(inputs[0], [lambda *x, r=r: r([*x]) for r in runs],
+                              *inputs[1:])  # fmt: skip
+        if loop.op == "while":
+            first, second = loop.consts[0], sum(loop.consts)
+            cond, body = inputs[:first], inputs[first:second]
+            return lax.while_loop(
+                lambda carry: runs[0]([*cond, *carry])[0],
+                lambda carry: runs[1]([*body, *carry]),
+                inputs[second:],
+            )
+        first = sum(loop.consts)
+        consts, init = inputs[:first], inputs[first : first + loop.carry]
+
+        def step(carry, xs):
+            outs = runs[0]([*consts, *carry, *xs])
+            return outs[: loop.carry], outs[loop.carry :]
+
+        xs = inputs[first + loop.carry :]
+        carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
+        return [*carry, *ys]
+
+
+class _Local:
+    """A round's work on one device: its groups, chunk by chunk."""
+
+    def __init__(self, where: Layout, stage, sums: list[Reduce], kept, shared: list):
+        self.where, self.stage, self.sums, self.kept = where, stage, sums, kept
+        self.shared = shared
+        names = [v.name for v in stage.outputs]
+        self._sources = [names.index(r.source.name) for r in sums]
+        self._kept = [names.index(v.name) for v in kept]
+
+    def run(self, rows: list, step: int | None) -> list:
+        """The reduced values, then the rows to keep; `rows` starts with the numbers."""
+        count = self.where.per_device
+        step = count if step is None else max(1, min(step, count))
+        steps, rest = divmod(count, step)
+        if steps == 1 and not rest:
+            totals, kept = self._chunk(rows)
+            return [*self._finish(totals), *kept]
+
+        def advance(totals, rows):
+            new, kept = self._chunk(rows)
+            return list(map(_combine, self.sums, totals, new)), kept
+
+        # The rows are closed over and sliced: given as what the scan goes over, some
+        # versions of the compiler copy them first.
+        def at(totals, i):
+            take = functools.partial(lax.dynamic_slice_in_dim, slice_size=step)
+            return advance(totals, [take(x, i * step) for x in rows])
+
+        init = [vary(x, self.where.axes) for x in self._empty()]
+        totals, kept = lax.scan(at, init, jnp.arange(steps, dtype=jnp.int32))
+        kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
+        if rest:
+            totals, last = advance(totals, [x[steps * step :] for x in rows])
+            kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
+        return [*self._finish(totals), *kept]
+
+    def _chunk(self, rows: list) -> tuple[list, list]:
+        """The groups of a chunk: what they sum up to, and their rows to keep."""
+        numbers, *others = rows
+        args, others, shared = [numbers], iter(others), iter(self.shared)
+        for value in self.stage.inputs:
+            args.append(next(others) if value.partitioned else next(shared))
+        axes = [0, *(0 if v.partitioned else None for v in self.stage.inputs)]
+        one = lambda *xs: _call(self.stage, xs)
+        outs = jax.vmap(one, axes, axis_size=numbers.shape[0])(*args)
+        totals = [
+            self._reduce(reduce, outs[i], numbers)
+            for reduce, i in zip(self.sums, self._sources, strict=True)
+        ]
+        return totals, [outs[i] for i in self._kept]
+
+    def _reduce(self, reduce: Reduce, x, numbers):
+        if self.where.uneven:
+            fill = _identity(reduce.op, x.dtype)
+            x = self.where.mask_padding(x, numbers, fill)
+        if reduce.op in ("max", "min"):
+            return getattr(jnp, reduce.op)(x, axis=0)
+        return jnp.sum(x, axis=0, dtype=_accumulator(x.dtype))
+
+    def _empty(self) -> list:
+        found = []
+        for reduce in self.sums:
+            source = reduce.source
+            low = reduce.op in ("max", "min")
+            dtype = source.dtype if low else _accumulator(source.dtype)
+            fill = _identity(reduce.op, source.dtype)
+            found.append(jnp.full(source.shape, fill, dtype))
+        return found
+
+    def _finish(self, totals: list) -> list:
+        """From the sums of a device to those of all."""
+        n, found = self.where.partition.size, list(totals)
+        for i, reduce in enumerate(self.sums):
+            if reduce.op == "mean" and reduce.source.dtype in _LOW_PRECISION:
+                found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
+            found[i] = found[i].astype(reduce.source.dtype)
+        axes = self.where.axes
+        if axes:
+            for i, reduce in enumerate(self.sums):
+                if reduce.op in ("max", "min"):
+                    found[i] = across_devices(found[i], axes, reduce.op == "max")
+            at = [i for i, r in enumerate(self.sums) if r.op in ("sum", "mean")]
+            if at:  # one psum for all
+                summed = lax.psum([vary(found[i], axes) for i in at], axes)
+                for i, x in zip(at, summed, strict=True):
+                    found[i] = x
+        for i, reduce in enumerate(self.sums):
+            if reduce.op == "mean" and reduce.source.dtype not in _LOW_PRECISION:
+                found[i] = found[i] / n
+        return found
+
+
+def _combine(reduce: Reduce, total, new):
+    if reduce.op in ("max", "min"):
+        return getattr(jnp, f"{reduce.op}imum")(total, new)
+    return total + new
+
+
+def _identity(op: str, dtype):
+    """What changes nothing in a sum, a maximum or a minimum."""
+    if op in ("sum", "mean"):
+        return 0
+    if dtype == jnp.bool_:
+        return op == "min"
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf if op == "max" else jnp.inf
+    limits = jnp.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def _accumulator(dtype):
+    return jnp.float32 if dtype in _LOW_PRECISION else dtype
+
+
+def _call(stage, args) -> list:
+    return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+
+
+def _store(values: dict[str, Any], names: tuple[Value, ...], found) -> None:
+    values.update(zip([v.name for v in names], found, strict=True))
+
+
+def _kept(plan: Plan) -> set[str]:
+    """The partitioned values that are needed after the stage that makes them."""
+    kept = {v.name for v in plan.outputs}
+    for a_round in plan.rounds:
+        kept |= {v.name for v in a_round.local.inputs}
+        kept |= {r.source.name for r in a_round.reduces if r.op == "gather"}
+        kept |= {v.name for loop in a_round.loops for v in loop.inputs}
+    return kept

@@ -1,0 +1,160 @@
+"""A jaxpr without calls: inner jits, checkpoints and custom rules are inlined.
+
+What a call computes stays; what it says about derivatives is dropped, as plans are
+made of programs that are already differentiated. Equations keep their source lines.
+Loops and branches stay equations; `bodies` flattens what they hold.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from drjax import _compat, primitives
+from drjax._partition import Partition
+
+BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
+
+# Equations that only call the jaxpr in this parameter.
+CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+}
+# Equations that run jaxprs in a loop or choose among them: their parameters.
+CONTROL = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+}
+
+
+class Flat:
+    """Straight-line code: `invars`, `eqns`, `outvars`, and values of constants."""
+
+    def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
+        self.invars, self.eqns, self.outvars = invars, eqns, outvars
+        self.consts: dict[Any, Any] = consts
+        self.known_bodies: dict[Any, tuple[Flat, ...]] = known_bodies or {}
+
+    def bodies(self, eqn) -> tuple["Flat", ...]:
+        """The flat jaxprs of a loop or branch: (body,), (condition, body), branches."""
+        key = eqn.outvars[0]
+        if key not in self.known_bodies:
+            found = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
+            closed = found[0] if eqn.primitive.name == "cond" else found
+            self.known_bodies[key] = tuple(map(flatten, closed))
+        return self.known_bodies[key]
+
+
+def flatten(closed) -> Flat:
+    """Inline all calls of a closed jaxpr and remove dead equations."""
+    jaxpr = _compat.open_jaxpr(closed)
+    consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
+    eqns: list[Any] = []
+    outvars = _inline(jaxpr, jaxpr.invars, eqns, consts)
+    eqns = _fold_constants(live_equations(eqns, outvars), consts)
+    for i, eqn in enumerate(eqns):  # what a loop takes is always a variable
+        if eqn.primitive.name in CONTROL:
+            eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
+    outvars = [_variable(v, consts) for v in outvars]
+    return Flat(list(jaxpr.invars), live_equations(eqns, outvars), outvars, consts)
+
+
+def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
+    """Whether a jaxpr holds a building block (of this partition) at any depth."""
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive in BLOCKS and not eqn.params.get("per_group"):
+            if partition is None or eqn.params["partition"] == partition:
+                return True
+        if eqn.primitive in BLOCKS:
+            continue  # what stands inside a map_fn is the work of one group
+        if any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params)):
+            return True
+    return False
+
+
+def _variable(atom, consts: dict):
+    """`atom`, or a new constant that holds a literal."""
+    if not isinstance(atom, Literal):
+        return atom
+    var = _compat.new_var(atom.aval)
+    consts[var] = atom.val
+    return var
+
+
+def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> list:
+    """Append the equations of `jaxpr` that `call` applies to `args`; its results."""
+    names = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        param = CALLS.get(eqn.primitive.name)
+        if param is not None:
+            inner = eqn.params[param]
+            inner_jaxpr = _compat.open_jaxpr(inner)
+            for var, value in zip(
+                inner_jaxpr.constvars, _compat.jaxpr_consts(inner), strict=True
+            ):
+                consts[var] = value
+            outer = eqn if call is None else _compat.with_source(eqn, call)
+            outs = _inline(inner_jaxpr, ins, eqns, consts, outer)
+            names.update(zip(eqn.outvars, outs, strict=True))
+            continue
+        outs = eqn.outvars
+        if call is not None:  # the same jaxpr may be called twice
+            eqn = _compat.with_source(eqn, call)
+            outs = [_compat.new_var(var.aval) for var in outs]
+            names.update(zip(eqn.outvars, outs, strict=True))
+        eqns.append(eqn.replace(invars=ins, outvars=outs))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _fold_constants(eqns: list, consts: dict) -> list:
+    """Compute now what depends on scalar constants only, such as 1/n in a gradient."""
+    kept = []
+    for eqn in eqns:
+        operands = [
+            v.val if isinstance(v, Literal) else consts.get(v) for v in eqn.invars
+        ]
+        foldable = (
+            eqn.primitive not in BLOCKS
+            and not eqn.effects
+            and operands
+            and all(x is not None and np.ndim(x) == 0 for x in operands)
+            and all(v.aval.shape == () for v in eqn.outvars)
+            and not any(
+                jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+                for v in eqn.outvars
+            )
+            and not list(_compat.jaxprs_in(eqn.params))
+        )
+        if foldable:
+            with jax.ensure_compile_time_eval():
+                outs = _compat.bind_equation(eqn, operands)
+            consts.update(zip(eqn.outvars, map(np.asarray, outs), strict=True))
+        else:
+            kept.append(eqn)
+    return kept
+
+
+def live_equations(eqns: list, outvars: list) -> list:
+    """The equations that the results need, and those with effects."""
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    return kept[::-1]

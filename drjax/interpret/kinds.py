@@ -1,0 +1,392 @@
+"""Kinds: is a variable global or partitioned? The engine; `rows.py` is its rule table.
+
+Each variable of the flat program has a cell in a lattice:
+
+            partitioned along axis 0, 1, ...    global
+                                     \\         /
+                                        free
+
+Arguments start free, and so does what is computed from free values only. Three passes
+of a worklist move cells up and never down:
+
+1. forward: what drjax primitives and row-by-row equations make of partitioned values;
+2. demands for global values (a broadcast, an equation that mixes rows), backwards
+   through free values; they win, since a global value can still be scattered;
+3. demands for partitioned values (a map, a reduction, a row-by-row partner).
+
+What is free in the end is global. A partitioned value where a global one is needed
+has no meaning and is refused; a global `[n, ...]` value where a partitioned one is
+needed is a scatter.
+
+A loop is inferred by an engine of its own, given what is known of its operands, until
+what goes round the loop comes back as it went in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Literal
+
+from drjax import _compat, primitives
+from drjax._errors import PlanError
+from drjax._partition import Partition
+from drjax.interpret.flat import CONTROL, Flat, uses_blocks
+from drjax.interpret.rows import Rows, by_rows, candidates
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Free, global, or partitioned along an axis."""
+
+    name: str
+    axis: int | None = None
+
+    def __str__(self) -> str:
+        where = f" along axis {self.axis}" if self.axis else ""
+        return self.name + where
+
+    @property
+    def partitioned(self) -> bool:
+        return self.axis is not None
+
+
+FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
+
+
+def along(axis: int) -> Kind:
+    return Kind("partitioned", axis)
+
+
+def _moved(kind: Kind | None, by: int) -> Kind | None:
+    """The kind of one of the values that a loop stacks, or of the stack."""
+    if kind is None or kind.axis is None:
+        return kind
+    axis = kind.axis + by
+    return FREE if axis < 0 else along(axis)
+
+
+# The drjax primitives: the kind of their operands and of their results.
+SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
+    primitives.broadcast_p: (GLOBAL, PARTITIONED),
+    primitives.map_fn_p: (PARTITIONED, PARTITIONED),
+    primitives.reduce_sum_p: (PARTITIONED, GLOBAL),
+    primitives.reduce_mean_p: (PARTITIONED, GLOBAL),
+    primitives.reduce_max_p: (PARTITIONED, GLOBAL),
+    primitives.reduce_min_p: (PARTITIONED, GLOBAL),
+    primitives.gather_p: (PARTITIONED, GLOBAL),
+    primitives.scatter_p: (GLOBAL, PARTITIONED),
+    primitives.partition_index_p: (GLOBAL, PARTITIONED),
+}
+
+
+class Kinds:
+    """The kinds of all variables of a flat program.
+
+    Args:
+      program: The program.
+      partition: Its partition.
+      given: For each argument its kind, if it is known.
+      wanted: For each result its kind, if it is known.
+
+    Attributes:
+      loops: For the first result of each loop on partitioned values: how it loops.
+    """
+
+    def __init__(
+        self,
+        program: Flat,
+        partition: Partition | None,
+        given: Sequence[Kind | None],
+        wanted: Sequence[Kind | None] = (),
+    ):
+        self.program, self.partition = program, partition
+        self._size = -1 if partition is None else partition.size
+        self.loops: dict[Any, LoopKinds] = {}
+        self._cells: dict[Any, Kind] = dict.fromkeys(program.consts, GLOBAL)
+        for var, kind in zip(program.invars, given, strict=True):
+            if kind not in (None, FREE):
+                self._cells[var] = kind
+        for demand in ("none", "global", "partitioned"):
+            for var, kind in zip(program.outvars, wanted, strict=False):
+                if kind is not None and kind.name == demand:
+                    self._raise_to(var, kind)
+            self._until_stable(demand)
+
+    def check(self) -> "Kinds":
+        """Refuse what has no meaning: partitioned values in a global place."""
+        for eqn in self.program.eqns:
+            self._check(eqn)
+        return self
+
+    def __getitem__(self, atom) -> Kind:
+        """The kind of a variable; literals and what stayed free are global."""
+        found = self.cell(atom)
+        return GLOBAL if found is FREE else found
+
+    def cell(self, atom: Any) -> Kind:
+        if isinstance(atom, Literal):
+            aval: Any = atom.aval
+            return GLOBAL if aval.shape else FREE
+        return self._cells.get(atom, FREE)
+
+    def rows(self, eqn) -> Rows | None:
+        """How an equation on partitioned values works row by row.
+
+        One that only its results make partitioned works on rows of global operands.
+        """
+        rows = by_rows(eqn, [self.cell(v).axis for v in eqn.invars])
+        if rows is None and not any(self.cell(v).partitioned for v in eqn.invars):
+            outs = [self.cell(v) for v in eqn.outvars]
+            if any(out.partitioned for out in outs):
+                return self._rows_for(eqn, outs)
+        return rows
+
+    def signature(self, eqn) -> tuple[Kind, Kind] | None:
+        if self.partition is None or eqn.params.get("partition") != self.partition:
+            return None
+        return SIGNATURES.get(eqn.primitive)
+
+    def is_loop(self, eqn) -> bool:
+        """Whether a loop or branch needs a plan of its own."""
+        if eqn.primitive.name not in CONTROL:
+            return False
+        if "sizes" in eqn.params or any(self.cell(v).partitioned for v in eqn.invars):
+            return True
+        return self.partition is not None and any(
+            uses_blocks(jaxpr, self.partition)
+            for jaxpr in _compat.jaxprs_in(eqn.params)
+        )
+
+    # -----------------------------------------------------------------------------
+    # The worklist
+
+    def _raise_to(self, atom, kind: Kind | None) -> bool:
+        """Move a free cell up; returns whether it moved."""
+        if isinstance(atom, Literal) or self.cell(atom) != FREE:
+            return False
+        if kind is None or kind == FREE:
+            return False
+        self._cells[atom] = kind
+        return True
+
+    def _until_stable(self, demand: str) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for eqn in self.program.eqns:
+                changed |= self._forward(eqn)
+            if demand != "none":
+                for eqn in reversed(self.program.eqns):
+                    changed |= self._backward(eqn, demand)
+
+    def _forward(self, eqn) -> bool:
+        signature = self.signature(eqn)
+        if signature is not None:
+            kinds = [signature[1]] * len(eqn.outvars)
+        elif self.is_loop(eqn):
+            loop = self.loops[eqn.outvars[0]] = LoopKinds(self, eqn)
+            kinds = loop.outs
+        elif any(self.cell(v).partitioned for v in eqn.invars):
+            rows = self.rows(eqn)
+            if rows is None:
+                raise self.refusal(eqn, [self[v] for v in eqn.invars], _MIXES_ROWS)
+            kinds = [along(axis) for axis in rows.outs]
+        elif any(self.cell(v) == FREE for v in self._arrays(eqn)) and candidates(
+            eqn, self._size
+        ):
+            return False  # its kind follows from how its results are used
+        else:
+            kinds = [GLOBAL] * len(eqn.outvars)
+        return any(list(map(self._raise_to, eqn.outvars, kinds)))
+
+    def _backward(self, eqn, demand: str) -> bool:
+        needed = [
+            kind if kind is not None and kind.name == demand else None
+            for kind in self._needs(eqn)
+        ]
+        return any(list(map(self._raise_to, eqn.invars, needed)))
+
+    def _needs(self, eqn) -> Sequence[Kind | None]:
+        """What an equation asks of each operand; None: nothing."""
+        signature = self.signature(eqn)
+        if signature is not None:
+            return [signature[0]] * len(eqn.invars)
+        if self.is_loop(eqn):
+            return LoopKinds(self, eqn).ins
+        outs = [self.cell(v) for v in eqn.outvars]
+        if any(out.partitioned for out in outs):
+            rows = self.rows(eqn)
+            axes = () if rows is None else rows.ins
+            return [None if axis is None else along(axis) for axis in axes]
+        possible = candidates(eqn, self._size)
+        if possible and GLOBAL not in outs:
+            return [None] * len(eqn.invars)
+        return [GLOBAL] * len(eqn.invars)
+
+    def _rows_for(self, eqn, outs: Sequence[Kind]) -> Rows | None:
+        """The form of an equation whose results lie along these axes."""
+        for rows in candidates(eqn, self._size):
+            if all(
+                out.axis == axis
+                for out, axis in zip(outs, rows.outs, strict=True)
+                if out.partitioned
+            ):
+                return rows
+        return None
+
+    @staticmethod
+    def _arrays(eqn) -> list[Any]:
+        return [v for v in eqn.invars if v.aval.shape]
+
+    # -----------------------------------------------------------------------------
+    # Refusals
+
+    def _check(self, eqn) -> None:
+        kinds = [self[v] for v in eqn.invars]
+        if self.is_loop(eqn):
+            self.loops[eqn.outvars[0]].check()
+            return
+        if not any(kind.partitioned for kind in kinds):
+            return
+        signature = self.signature(eqn)
+        if signature is None:
+            assert self.rows(eqn) is not None
+        elif signature[0] == GLOBAL:
+            raise self.refusal(eqn, kinds, _ALREADY_PARTITIONED)
+        elif any(kind.axis for kind in kinds):
+            raise self.refusal(eqn, kinds, _ANOTHER_AXIS)
+
+    def refusal(self, eqn, kinds: Sequence[Kind], fix: str) -> PlanError:
+        operands = ", ".join(
+            f"{v.aval.str_short()} {kind}"
+            for v, kind in zip(eqn.invars, kinds, strict=True)
+        )
+        return PlanError(
+            f"{eqn.primitive.name} at {_compat.source_line(eqn)} takes ({operands}) "
+            f"over partition {self.partition}. {fix}"
+        )
+
+
+_MIXES_ROWS = (
+    "It may mix the rows of different groups, which only a reduction can do. Do it "
+    "inside the function given to drjax.map_fn, where each group sees its own row, "
+    "combine the groups with drjax.reduce_sum, reduce_mean, reduce_max, reduce_min or "
+    "select, or collect the rows as a global value with drjax.gather."
+)
+_ALREADY_PARTITIONED = (
+    "It needs a global value. Use drjax.gather to collect all rows as a global value, "
+    "or leave out the broadcast: the value already has a row for each group."
+)
+_ANOTHER_AXIS = (
+    "It needs the groups along axis 0, as drjax.scatter gives them. Move the axis "
+    "before the value is scattered."
+)
+
+
+class LoopKinds:
+    """What is known of a `scan`, `while` or `cond`.
+
+    Args:
+      outer: The engine of the program in which it stands.
+      eqn: Its equation.
+
+    Attributes:
+      bodies: The engines of its jaxprs, as `Flat.bodies` gives them.
+      ins: For each operand the kind that it needs.
+      outs: For each result its kind.
+    """
+
+    def __init__(self, outer: Kinds, eqn):
+        self.outer, self.eqn = outer, eqn
+        cells = [outer.cell(v) for v in eqn.invars]
+        wanted = [outer.cell(v) for v in eqn.outvars]
+        make = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        self.ins, self.outs, self.bodies = make[eqn.primitive.name](cells, wanted)
+
+    def _infer(self, index: int, given, wanted=()) -> Kinds:
+        flat = self.outer.program.bodies(self.eqn)[index]
+        return Kinds(flat, self.outer.partition, given, wanted)
+
+    def _scan(self, cells, wanted):
+        n_consts, n_carry = _compat.scan_sizes(self.eqn)
+        n_init = n_consts + n_carry
+        xs = [_moved(c, -1) for c in cells[n_init:]]
+        ys = [_moved(c, -1) for c in wanted[n_carry:]]
+        carry = _join(cells[n_consts:n_init], wanted[:n_carry])
+        while True:
+            given = [*cells[:n_consts], *_only_partitioned(carry), *xs]
+            body = self._infer(0, given, [*_only_partitioned(carry), *ys])
+            ins, outs = _ends(body)
+            found = _join(carry, ins[n_consts:n_init], outs[:n_carry])
+            if found == carry:
+                break
+            carry = found
+        xs = [_moved(c, +1) for c in ins[n_init:]]
+        ys = [_moved(c, +1) for c in outs[n_carry:]]
+        return [*ins[:n_consts], *carry, *xs], [*carry, *ys], (body,)
+
+    def _while(self, cells, wanted):
+        n_cond, n_body = (self.eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
+        n = n_cond + n_body
+        carry = _join(cells[n:], wanted)
+        while True:
+            given = _only_partitioned(carry)
+            cond = self._infer(0, [*cells[:n_cond], *given], [GLOBAL])
+            body = self._infer(1, [*cells[n_cond:n], *given], given)
+            cond_ins, _ = _ends(cond)
+            ins, outs = _ends(body)
+            found = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
+            if found == carry:
+                break
+            carry = found
+        needs = [*cond_ins[:n_cond], *ins[:n_body], *carry]
+        return needs, carry, (cond, body)
+
+    def _cond(self, cells, wanted):
+        outs, ins = list(wanted), cells[1:]
+        while True:
+            branches = tuple(
+                self._infer(i, ins, _only_partitioned(outs))
+                for i in range(len(self.outer.program.bodies(self.eqn)))
+            )
+            ends = [_ends(branch) for branch in branches]
+            found = _join(outs, *(out for _, out in ends))
+            if found == outs:
+                break
+            outs = found
+        needs = _join(ins, *(needs for needs, _ in ends))
+        return [GLOBAL, *needs], outs, branches
+
+    def check(self) -> None:
+        """Refuse loops over the groups, and whatever the bodies refuse."""
+        name, cells = self.eqn.primitive.name, [self.outer[v] for v in self.eqn.invars]
+        first = sum(_compat.scan_sizes(self.eqn)) if name == "scan" else 0
+        scanned = cells[first:] if name == "scan" else cells[:1] * (name == "cond")
+        if PARTITIONED in scanned:
+            raise self.outer.refusal(self.eqn, cells, _MIXES_ROWS)
+        for need, kind in zip(self.ins, cells, strict=True):
+            if kind.partitioned and need != kind:
+                raise self.outer.refusal(self.eqn, cells, _ALREADY_PARTITIONED)
+        for body in self.bodies:
+            body.check()
+
+
+def _ends(body: Kinds) -> tuple[list[Kind], list[Kind]]:
+    """The cells of a body's arguments and results."""
+    ins = [body.cell(v) for v in body.program.invars]
+    return ins, [body.cell(v) for v in body.program.outvars]
+
+
+def _only_partitioned(kinds: Sequence[Kind]) -> list[Kind | None]:
+    """What may be assumed on both sides: a global start may become partitioned."""
+    return [kind if kind.partitioned else None for kind in kinds]
+
+
+def _join(*columns: Sequence[Kind]) -> list[Kind]:
+    """For each variable the highest of its kinds; partitioned above global."""
+    joined = []
+    for kinds in zip(*columns, strict=True):
+        rows = [kind for kind in kinds if kind.partitioned]
+        joined.append(rows[0] if rows else GLOBAL if GLOBAL in kinds else FREE)
+    return joined

@@ -1,0 +1,194 @@
+"""From a function to its plan: trace, flatten, kinds, cut.
+
+function -> jaxpr -> Flat -> Kinds -> Levels -> Plan
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from drjax import _compat
+from drjax._errors import PlanError
+from drjax._partition import Partition
+from drjax.interpret.cut import Cutter
+from drjax.interpret.flat import BLOCKS, CONTROL, Flat, flatten
+from drjax.interpret.kinds import GLOBAL, PARTITIONED, Kind, Kinds
+from drjax.interpret.names import argument_names, function_name, result_names
+from drjax.interpret.residuals import recompute as recompute_residuals
+from drjax.plan import Plan
+
+
+def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
+    """Turn a program into its normal form: server, broadcast, groups, reduce.
+
+    Args:
+      fn: A program, or any function that calls programs over one partition;
+        derivatives (`jax.grad(program)`) and vmapped programs too.
+      partitioned: Which arguments have one row a group: a tree of bools that is a
+        prefix of the arguments. Default: found out from how they are used; an array
+        used row by row is partitioned unless another use needs it whole.
+
+    Returns:
+      A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
+      their shapes) and returns a `drjax.plan.Plan`.
+
+    Raises:
+      PlanError: The function has no plan: it mixes the groups' rows other than by a
+        drjax reduction, uses two partitions at one level, or is bound to a mesh. The
+        message names the equation and its source line.
+
+    Example:
+      >>> import drjax, jax, jax.numpy as jnp
+      >>> @drjax.program(clients=4)
+      ... def mean_square(x):
+      ...     return drjax.reduce_mean(drjax.map_fn(jnp.square, x))
+      >>> plan = drjax.make_plan(jax.grad(mean_square))(jnp.ones(4))
+      >>> len(plan.rounds)
+      1
+
+    Source: Rush et al. 2024, section 5.
+    """
+
+    @functools.wraps(fn)
+    def planner(*args, **kwargs) -> Plan:
+        traced = prepare(fn, partitioned, args, kwargs)
+        in_tree = jax.tree_util.tree_structure((args, kwargs))
+        name = function_name(getattr(fn, "__name__", "program"))
+        return plan_of_jaxpr(
+            traced.closed, name, traced.names, traced.given, in_tree, traced.out_tree
+        )
+
+    return planner
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as a jaxpr.
+
+    Attributes:
+      closed: The closed jaxpr.
+      out_tree: The structure of its results.
+      names: A name for each argument.
+      given: The kind of each argument, if the user said it.
+    """
+
+    closed: Any
+    out_tree: Any
+    names: list[str]
+    given: list[Kind | None]
+
+
+def prepare(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
+    """Trace a function without any mesh."""
+    with outside_meshes():
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+    return Traced(
+        closed,
+        jax.tree_util.tree_structure(out),
+        argument_names(fn, args, kwargs),
+        _given_kinds(partitioned, args, kwargs),
+    )
+
+
+def infer(closed, names, given) -> tuple[Flat, Kinds]:
+    """The flat program of a closed jaxpr and its checked kinds."""
+    with outside_meshes():
+        program = flatten(closed)
+    partition = find_partition(program)
+    for var, kind, argument in zip(program.invars, given, names, strict=True):
+        if kind != PARTITIONED:
+            continue
+        if partition is None:
+            raise PlanError(
+                f"partitioned= says that {argument} is partitioned, but the function "
+                "calls no drjax building block, so it has no partition."
+            )
+        if var.aval.shape[:1] != (partition.size,):
+            raise PlanError(
+                f"partitioned= says that {argument} is partitioned over {partition}, "
+                f"which needs a leading axis of {partition.size}, but its shape is "
+                f"{var.aval.shape}."
+            )
+    return program, Kinds(program, partition, given).check()
+
+
+def plan_of_jaxpr(
+    closed, name, names, given, in_tree=None, out_tree=None, recompute=True
+) -> Plan:
+    """The plan of a closed jaxpr; see `make_plan` and `Cutter`."""
+    program, kinds = infer(closed, names, given)
+    while recompute and (rewritten := recompute_residuals(program, kinds)) is not None:
+        program, kinds = rewritten, Kinds(rewritten, kinds.partition, given).check()
+    results = [kinds[v] for v in program.outvars]
+    called = [] if out_tree is None else result_names(out_tree)
+    cutter = Cutter(program, kinds, results, names, recompute, called)
+    with outside_meshes():
+        return cutter.plan(name, in_tree, out_tree)
+
+
+def outside_meshes():
+    """The context in which code is traced that no device shall appear in."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def _equations(program: Flat) -> Iterator[Any]:
+    """All equations of a program that are not the work of one group."""
+    for eqn in program.eqns:
+        yield eqn
+        if eqn.primitive.name in CONTROL:
+            for body in program.bodies(eqn):
+                yield from _equations(body)
+
+
+def find_partition(program: Flat) -> Partition | None:
+    """The partition of a program's blocks, None if it has none; two are refused."""
+    found: dict[Partition, Any] = {}
+    for eqn in _equations(program):
+        if eqn.primitive in BLOCKS:
+            found.setdefault(eqn.params["partition"], eqn)
+        if eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND:
+            raise PlanError(
+                f"{eqn.primitive.name} at {_compat.source_line(eqn)} is bound to a "
+                "mesh. A plan is free of devices: leave out mesh= of the program and "
+                "of its blocks, and plan it without shard_map and sharding constraints."
+            )
+    if not found:
+        return None
+    if len(found) > 1:
+        (first, _), (second, eqn) = list(found.items())[:2]
+        raise PlanError(
+            f"The function uses two partitions side by side, {first} and {second} "
+            f"({eqn.primitive.name} at {_compat.source_line(eqn)}). A plan has one: "
+            "call the second program inside a function given to drjax.map_fn, or plan "
+            "them one at a time."
+        )
+    return next(iter(found))
+
+
+_MESH_BOUND = ("shard_map", "sharding_constraint", "reshard")
+
+
+def _given_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
+    """What `partitioned=` says of each leaf of the arguments."""
+    leaves = jax.tree_util.tree_leaves((args, kwargs))
+    if partitioned is None:
+        return [None] * len(leaves)
+    if isinstance(partitioned, list):
+        partitioned = tuple(partitioned)
+    try:
+        said = jax.tree.broadcast(
+            partitioned, args, is_leaf=lambda x: x is None or isinstance(x, bool)
+        )
+    except ValueError as error:
+        raise PlanError(
+            "partitioned= needs a tree of bools that is a prefix of the arguments, "
+            f"such as (False, True), got {partitioned!r} for {len(args)} arguments: "
+            f"{error}"
+        ) from None
+    kinds = {True: PARTITIONED, False: GLOBAL, None: None}
+    flat = jax.tree_util.tree_leaves(said, is_leaf=lambda x: x is None)
+    found = [kinds[s] for s in flat]
+    return found + [None] * (len(leaves) - len(found))

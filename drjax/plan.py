@@ -1,0 +1,400 @@
+"""The plan: a program's normal form, as data.
+
+A plan alternates between one server and n groups. Round by round:
+
+    server stage -> broadcast and scatter -> local stage, once a group -> reduce
+
+Every stage is a closed jaxpr without drjax primitives of the plan's own partition.
+Whatever a later round needs is either a global value, which the server keeps, or a
+partitioned value, whose row i only group i keeps. This module holds data only: plans
+are made by `drjax.make_plan` and run by the backends.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drjax._partition import Partition
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that stages exchange.
+
+    Attributes:
+      name: Unique in the plan; derived from names of arguments and functions.
+      shape: Its shape; of a partitioned value, the shape of one group's row.
+      dtype: Its dtype.
+      partitioned: Whether it lives once for each group, or once.
+      nbytes: Its size in bytes; of a partitioned value, that of one row.
+      axis: Of a partitioned value, the axis along which whole arrays stack the rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    partitioned: bool
+    nbytes: int
+    axis: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Work without communication.
+
+    Attributes:
+      name: For people: the functions that it fuses.
+      inputs: What it takes. A local stage takes global values as they are and of
+        partitioned values the group's row.
+      outputs: What it gives: global values on the server, rows in a group.
+      jaxpr: A `jax.extend.core.ClosedJaxpr` from inputs to outputs. That of a local
+        stage takes the number of the group, int32 `[]`, as its first argument.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    jaxpr: Any
+
+    @property
+    def empty(self) -> bool:
+        return not self.outputs
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """One combination of all groups' rows into a global value.
+
+    Attributes:
+      op: `sum`, `mean`, `max`, `min` or `gather` (all rows, in order).
+      source: The partitioned value.
+      result: The global value.
+    """
+
+    op: str
+    source: Value
+    result: Value
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop or branch whose steps communicate: it runs plans of its own.
+
+    Attributes:
+      op: `scan`, `while` or `cond`.
+      name: Unique in the plan.
+      inputs: Of a scan constants, carried values and stacks; of a while the constants
+        of its condition and of its body, and carried values; of a cond the index of
+        the branch and what every branch takes.
+      outputs: Of a scan the carried values and stacks. In a stack of partitioned
+        values each row has the steps along its axis 0.
+      bodies: (body,) of a scan, (condition, body) of a while, the branches of a cond.
+      consts: How many constants a scan has; those of a while's condition and body.
+      carry: How many carried values.
+      length: The number of steps of a scan.
+      reverse: Whether a scan runs from its last step to its first.
+    """
+
+    op: str
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+    consts: tuple[int, ...] = ()
+    carry: int = 0
+    length: int | None = None
+    reverse: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """One level of the program: everything between two communications.
+
+    Attributes:
+      server: Global work that the round's messages need.
+      broadcast: Global values of which each group receives a copy.
+      scatter: Pairs (global `[n, *s]`, partitioned `[*s]`): group i receives row i.
+      local: The work of one group.
+      reduces: What the groups send, all together.
+      loops: Loops that start when all that is done.
+    """
+
+    server: Stage
+    broadcast: tuple[Value, ...]
+    scatter: tuple[tuple[Value, Value], ...]
+    local: Stage
+    reduces: tuple[Reduce, ...]
+    loops: tuple[Loop, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program in normal form. Print it to read it.
+
+    Attributes:
+      name: The program's name.
+      partition: The partition of its groups; None if it calls no building block, so
+        that everything is the server's work.
+      rounds: One for each level; the number of reductions in sequence is the number
+        of rounds that reduce.
+      server: The global work after the last round.
+      inputs: The program's arguments, flat.
+      outputs: Its results, flat.
+      in_tree: Structure of `(args, kwargs)`.
+      out_tree: Structure of the result.
+    """
+
+    name: str
+    partition: Partition | None
+    rounds: tuple[Round, ...]
+    server: Stage
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    in_tree: Any
+    out_tree: Any
+
+    @property
+    def size(self) -> int:
+        """n, the number of groups; 0 without a partition."""
+        return 0 if self.partition is None else self.partition.size
+
+    def stages(self) -> Iterator[tuple[str, Stage]]:
+        """All stages in the order in which they run, with where they run."""
+        for number, a_round in enumerate(self.rounds, 1):
+            yield f"round {number}, server", a_round.server
+            yield f"round {number}, groups", a_round.local
+            for loop in a_round.loops:
+                for body in loop.bodies:
+                    for where, stage in body.stages():
+                        yield f"round {number}, {loop.name}, {where}", stage
+        yield "server", self.server
+
+    def communication(self, devices: int = 1) -> "Ledger":
+        """What travels between the server and the groups, and between devices.
+
+        Args:
+          devices: m, the number of devices over which the groups are divided.
+
+        Example:
+          >>> import drjax, jax.numpy as jnp
+          >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+          >>> plan = drjax.make_plan(mean)(jnp.zeros((4, 10), jnp.float32))
+          >>> plan.communication().up()
+          40
+        """
+        return Ledger(self.partition, devices, tuple(_messages(self, "", ())))
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture: the server on top, groups below, time from left to right.
+
+        Args:
+          path: A file that ends in `.svg` or `.png`. Its folder is made if need be.
+
+        Raises:
+          DrjaxValueError: The path ends otherwise.
+          ImportError: matplotlib is not installed.
+
+        Example:
+          >>> import drjax, jax.numpy as jnp
+          >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+          >>> drjax.make_plan(mean)(jnp.arange(4.0)).draw("runs/plans/mean.svg")
+        """
+        from drjax.interpret.draw import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        over = "calls no building block"
+        if self.partition is not None:
+            rounds = _count(len(self.rounds), "round")
+            over = f"a plan over partition {self.partition} in {rounds}"
+        lines = [
+            f"{self.name}: {over}",
+            f"  takes    {_signature(self.inputs)}",
+            f"  returns  {_signature(self.outputs)}",
+        ]
+        return "\n".join([*lines, *_rounds(self)])
+
+
+@dataclass(frozen=True)
+class Message:
+    """One value that travels in one round.
+
+    Attributes:
+      round: The round, from 1; in a loop `2.scan.1`, the first round of its body.
+      op: `broadcast` or `scatter` (down), or the reduction (up).
+      value: What travels.
+      nbytes: Bytes for each group, each time.
+      times: How often, one factor for each loop around it: its number of steps, or
+        its name if only the run knows. A branch counts as run.
+    """
+
+    round: str
+    op: str
+    value: Value
+    nbytes: int
+    times: tuple[int | str, ...] = ()
+
+    @property
+    def down(self) -> bool:
+        return self.op in ("broadcast", "scatter")
+
+    def __str__(self) -> str:
+        times = "".join(f" × {t}" for t in self.times)
+        where = f"{self.round:>9}  {self.op:9}"
+        return f"{where}  {self.nbytes:>13,}  {self.value}{times}"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The communication of a plan. Print it to read it.
+
+    On m devices a broadcast costs nothing (every device has the server's value) and a
+    reduction is one message a device; a gather is as large as the device's rows.
+
+    Attributes:
+      partition: The plan's partition.
+      devices: m, the number of devices.
+      messages: One for each value and round.
+    """
+
+    partition: Partition | None
+    devices: int
+    messages: tuple[Message, ...]
+
+    def down(self, round: int | str | None = None) -> int:
+        """Bytes from the server to each group, in one round or in all."""
+        return self._total(round, lambda m: m.nbytes * m.down)
+
+    def up(self, round: int | str | None = None) -> int:
+        """Bytes from each group to the server, in one round or in all."""
+        return self._total(round, lambda m: m.nbytes * (not m.down))
+
+    def reduced_per_device(self, round: int | str | None = None) -> int:
+        """Bytes that each device puts into collectives, in one round or in all."""
+        if self.devices == 1 or self.partition is None:
+            return 0
+        rows = -(-self.partition.size // self.devices)
+        return self._total(
+            round,
+            lambda m: 0 if m.down else m.nbytes * (rows if m.op == "gather" else 1),
+        )
+
+    @property
+    def open_loops(self) -> tuple[str, ...]:
+        """Loops whose number of steps is not known: totals count one step of them."""
+        times = [t for m in self.messages for t in m.times]
+        return tuple(dict.fromkeys(t for t in times if isinstance(t, str)))
+
+    def _total(self, round, nbytes) -> int:
+        total = 0
+        for message in self.messages:
+            if round is None or message.round == str(round):
+                steps = (t for t in message.times if isinstance(t, int))
+                total += nbytes(message) * math.prod(steps)
+        return total
+
+    def __str__(self) -> str:
+        head = f"{'round':>9}  {'':9}  {'bytes a group':>13}  value"
+        total = (
+            f"total: {self.down():,} bytes down and {self.up():,} up for each group; "
+            f"on {self.devices} devices {self.reduced_per_device():,} bytes reduced "
+            "per device"
+        )
+        if self.open_loops:
+            total += f"; for one step of {', '.join(self.open_loops)}"
+        return "\n".join([head, *map(str, self.messages), total])
+
+
+def _messages(plan: Plan, where: str, times: tuple[int | str, ...]) -> Iterator:
+    for number, a_round in enumerate(plan.rounds, 1):
+        here = f"{where}{number}"
+        for value in a_round.broadcast:
+            yield Message(here, "broadcast", value, value.nbytes, times)
+        for _, rows in a_round.scatter:
+            yield Message(here, "scatter", rows, rows.nbytes, times)
+        for reduce in a_round.reduces:
+            source = reduce.source
+            yield Message(here, reduce.op, source, source.nbytes, times)
+        for loop in a_round.loops:
+            steps: tuple[int | str, ...] = ()
+            if loop.op != "cond":
+                steps = (loop.name if loop.length is None else loop.length,)
+            for body in loop.bodies:
+                yield from _messages(body, f"{here}.{loop.name}.", times + steps)
+
+
+_REDUCES = {
+    "sum": "sum over groups",
+    "mean": "mean over groups",
+    "max": "maximum over groups",
+    "min": "minimum over groups",
+    "gather": "all groups' rows",
+}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: `812 B`, `12.3 kB`."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0 if nbytes < 10_000 else min(4, (len(str(nbytes)) - 2) // 3)
+    return f"{nbytes / 1000**power:.4g} {units[power]}"
+
+
+def _signature(values: tuple[Value, ...]) -> str:
+    shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
+    return ", ".join(shown) or "nothing"
+
+
+def _rounds(plan: Plan) -> Iterator[str]:
+    """The lines that show the rounds of a plan."""
+    for number, a_round in enumerate(plan.rounds, 1):
+        yield from ("", f"round {number}", *_server_lines(a_round.server))
+        for value in a_round.broadcast:
+            yield f"  to every group       {value}   {size(value.nbytes)}"
+        for whole, rows in a_round.scatter:
+            source = f"{size(rows.nbytes)}, of {whole.name}"
+            yield f"  row i to group i     {rows}   {source}"
+        if not a_round.local.empty:
+            yield f"  each group computes  {a_round.local.name}"
+            yield from (f"    keeps  {value}" for value in _kept(a_round))
+        for reduce in a_round.reduces:
+            source = reduce.source
+            yield (
+                f"  {_REDUCES[reduce.op]:<19}  {source}   {size(source.nbytes)} a group"
+                f" -> {reduce.result.name}"
+            )
+        for loop in a_round.loops:
+            yield from _loop_lines(loop)
+    if not plan.server.empty:
+        yield from ("", "at the end", *_server_lines(plan.server))
+
+
+def _loop_lines(loop: Loop) -> Iterator[str]:
+    steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
+    backwards = ", backwards" if loop.reverse else ""
+    yield f"  {loop.name}{steps}{backwards}"
+    titles = {"while": ("while", "do")}.get(loop.op, ("each step",))
+    if loop.op == "cond":
+        titles = tuple(f"branch {i}" for i in range(len(loop.bodies)))
+    for title, body in zip(titles, loop.bodies, strict=True):
+        yield f"    {title}: {_signature(body.outputs)}"
+        yield from (f"    {line}".rstrip() for line in _rounds(body))
+
+
+def _server_lines(stage: Stage) -> list[str]:
+    line = "  server computes      " + ", ".join(map(str, stage.outputs))
+    return [] if stage.empty else [line]
+
+
+def _kept(a_round: Round) -> list[Value]:
+    sent = {reduce.source.name for reduce in a_round.reduces}
+    return [v for v in a_round.local.outputs if v.name not in sent]

@@ -1,0 +1,301 @@
+"""The steps of random programs: see `random_programs.py`.
+
+A recipe is a list of steps `(name, i, j, body)`. Each step takes values of the kinds
+that it needs out of an environment, chosen by the numbers i and j, and puts its result
+back. So every recipe is a valid program. The environment has global values ("g0" a
+scalar, "g1" `[f]`, "gn" `[n, f]`) and partitioned ones ("p0" `[n]`, "p1" `[n, f]`).
+All work is bounded and smooth, and extrema are taken where there are no ties.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import drjax
+
+N = 4
+four = drjax.program(clients=N)
+GLOBAL, ROWS = ("g0", "g1", "gn"), ("p0", "p1")
+
+
+class Env:
+    """The values that a program has so far, by kind."""
+
+    def __init__(self, values: dict[str, list]):
+        self.values = {kind: list(found) for kind, found in values.items()}
+
+    def pick(self, kind: str, i: int):
+        return self.values[kind][i % len(self.values[kind])]
+
+    def add(self, kind: str, value) -> None:
+        self.values[kind].append(value)
+
+
+def bounded(x):
+    return x / jnp.sqrt(1 + x * x)
+
+
+# -------------------------------------------------------------------------------------
+# Steps: name -> (kinds of operands, kind of result, function of operands and a number)
+
+STEPS: dict[str, tuple[tuple[str, ...], str, Callable]] = {}
+
+
+def step(kinds: str, result: str):
+    def register(fn):
+        STEPS[fn.__name__] = (tuple(kinds.split()), result, fn)
+        return fn
+
+    return register
+
+
+def _add_table(prefix: str, kinds: str, result: str, fns: dict[str, Callable]) -> None:
+    for name, fn in fns.items():
+        function = lambda *args, fn=fn: fn(*args[:-1])
+        STEPS[f"{prefix}_{name}"] = (tuple(kinds.split()), result, function)
+
+
+UNARY = {
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+    "exp": lambda x: jnp.exp(bounded(x)),
+    "logistic": jax.nn.sigmoid,
+    "log1p": lambda x: jnp.log1p(x * x),
+    "cube": lambda x: bounded(x) ** 3,
+    "sqrt": lambda x: jnp.sqrt(1 + jnp.square(x)),
+    "power": lambda x: (2 + jnp.cos(x)) ** 1.5,
+    "erf": jax.scipy.special.erf,
+    "checkpoint": lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.cos(y)))(x),
+    "jit": lambda x: jax.jit(lambda y: 1 - jnp.cos(y))(x),
+    "softplus": jax.nn.softplus,
+    "stopped": lambda x: x * lax.stop_gradient(jnp.cos(x)),
+    "cast": lambda x: bounded(x) * x.astype(jnp.float32).astype(x.dtype),
+    "clamped": lambda x: jnp.clip(x, -0.7654, 0.8765),
+    "relu": lambda x: jnp.where(x > 0.1234, x, 0.1 * jnp.sin(x)),
+}
+BINARY = {
+    "add": lambda a, b: bounded(a + b),
+    "mul": lambda a, b: a * bounded(b),
+    "sub": lambda a, b: bounded(a - b),
+    "div": lambda a, b: a / (2 + jnp.cos(b)),
+    "atan2": lambda a, b: jnp.arctan2(a, 2 + jnp.sin(b)),
+    "where": lambda a, b: jnp.where(jnp.sin(a) > 0.0321, a, jnp.tanh(b)),
+    "maximum": lambda a, b: jnp.maximum(jnp.sin(a) + 0.3217, jnp.sin(2 * b)),
+}
+for kind in (*ROWS, "g0", "g1", "gn"):
+    _add_table(f"unary_{kind}", kind, kind, UNARY)
+    _add_table(f"binary_{kind}", f"{kind} {kind}", kind, BINARY)
+
+# Only a broadcast is differentiable: the derivative of `rows * scalar` sums over groups
+# in a way that is not a reduction, which plans refuse.
+
+
+def _on_global(spread: Callable) -> dict[str, Callable]:
+    return {
+        name: lambda a, b, f=f: f(a, spread(lax.stop_gradient(b)))
+        for name, f in BINARY.items()
+    }
+
+
+_add_table("rows_scalar", "p1 g0", "p1", _on_global(lambda b: b))
+_add_table("row_scalar", "p0 g0", "p0", _on_global(lambda b: b))
+_add_table("by_global", "p1 g1", "p1", _on_global(lambda b: b[None]))
+_add_table("global_rows", "gn p1", "p1", BINARY)  # an implicit scatter
+_add_table("by_row", "p1 p0", "p1", {k: lambda a, b, f=f: f(a, b[:, None])
+                                    for k, f in BINARY.items()})  # fmt: skip
+_add_table("globals", "g1 g0", "g1", BINARY)
+
+
+@step("p1", "p1")
+def along_features(x, j):
+    """Work along the features: nothing here touches the axis of the groups."""
+    f = x.shape[1]
+    works = (
+        lambda: x[:, ::-1],
+        lambda: bounded(jnp.cumsum(x, axis=1)),
+        lambda: bounded(jnp.cumprod(x, axis=1)),
+        lambda: lax.cumlogsumexp(x, axis=1),
+        lambda: lax.cummax(x + jnp.arange(f)[None] * 0.0137, axis=1),
+        lambda: lax.cummin(x - jnp.arange(f)[None] * 0.0137, axis=1, reverse=True),
+        lambda: jnp.sin(x.T).T,
+        lambda: jnp.cos(x.reshape(N, f, 1))[..., 0],
+        lambda: jnp.pad(x, ((0, 0), (1, 2)), constant_values=0.5)[:, 1 : f + 1],
+        lambda: jnp.concatenate([x[:, 1:], jnp.sin(x[:, :1])], axis=1),
+        lambda: jnp.roll(x, 1, axis=1),
+        lambda: jnp.concatenate(jnp.split(x, [1], axis=1)[::-1], axis=1),
+        lambda: jnp.tile(x, (1, 2))[:, 1 : f + 1],
+        lambda: bounded(x - x.mean(axis=1, keepdims=True)),
+        lambda: jax.nn.softmax(x, axis=1),
+        lambda: jnp.sort(x, axis=1),
+        lambda: x[:, np.array([*range(1, f), 0])],
+        lambda: lax.dynamic_slice_in_dim(jnp.tile(x, (1, 2)), 1, f, axis=1),
+        lambda: lax.dynamic_update_slice_in_dim(x, jnp.sin(x[:, :1]), 1, axis=1),
+        lambda: x.at[:, 1].set(0.25),
+        lambda: x.at[:, 0].multiply(0.5),
+        lambda: jnp.stack([x, jnp.sin(x)], axis=1).sum(1),
+        lambda: jnp.moveaxis(jnp.stack([x, x * x]), 1, 0)[:, 0],
+        lambda: x.reshape(N, 1, f).repeat(2, axis=1).mean(1),
+    )
+    return works[j % len(works)]()
+
+
+@step("p1 g1", "p1")
+def times_matrix(x, g, j):
+    g = lax.stop_gradient(g)
+    matrix = jnp.outer(jnp.sin(g), jnp.cos(g))
+    works = (
+        lambda: x @ matrix,
+        lambda: (matrix @ x.T).T,
+        lambda: jnp.einsum("ni,ij,nj->nj", x, matrix, jnp.cos(x)),
+        lambda: jnp.einsum("ni,nj,j->ni", x, jnp.sin(x), g),
+        lambda: bounded(jnp.einsum("in,ij->jn", x.T, matrix).T),
+    )
+    return bounded(works[j % len(works)]())
+
+
+@step("p1 g1", "p0")
+def over_features(x, g, j):
+    g = lax.stop_gradient(g)
+    works = (
+        lambda: x @ bounded(g),
+        lambda: x.sum(1),
+        lambda: x.mean(axis=1),
+        lambda: (x + jnp.arange(x.shape[1])[None] * 0.0137).max(1),
+        lambda: jnp.prod(x, axis=1),
+        lambda: x[:, 1],
+        lambda: jax.nn.logsumexp(x, axis=1),
+        lambda: jnp.argmax(x + jnp.arange(x.shape[1])[None] * 0.0137, axis=1) * 0.1,
+        lambda: jnp.any(x > 0.4321, axis=1) * x[:, 0],
+        lambda: jnp.einsum("ni,ni->n", x, jnp.sin(x)),
+        lambda: jnp.linalg.norm(x + 0.1, axis=1),
+        lambda: x[:, -1:].squeeze(1),
+        lambda: lax.dynamic_index_in_dim(x, 1, axis=1, keepdims=False),
+        lambda: x.var(1),
+    )
+    return bounded(works[j % len(works)]())
+
+
+@step("p0 g1", "p1")
+def outer(x, g, j):
+    g = lax.stop_gradient(g)
+    works = (
+        lambda: x[:, None] * g[None],
+        lambda: jnp.outer(x, g),
+        lambda: jnp.stack([x] * g.shape[0], axis=1) * 0.5,
+        lambda: jnp.broadcast_to(x[:, None], (N, g.shape[0])),
+        lambda: x[:, None] + jnp.arange(g.shape[0])[None] * 0.1,
+    )
+    return works[j % len(works)]()
+
+
+# Building blocks
+
+
+@step("g0", "p0")
+def broadcast0(x, j):
+    return drjax.broadcast(x)
+
+
+@step("g1", "p1")
+def broadcast1(x, j):
+    return drjax.broadcast(x)
+
+
+@step("gn", "p1")
+def scatter(x, j):
+    return drjax.scatter(x)
+
+
+@step("p1", "gn")
+def gather(x, j):
+    return drjax.gather(x)
+
+
+@step("p1 p1 g1", "p1")
+def mapped(x, y, g, j):
+    def recurrent(a, b):
+        return lax.scan(lambda c, t: (bounded(c + t * b), c.sum()), a, a)[0]
+
+    def numbered(a, b):
+        return a * jnp.cos(1.0 * drjax.partition_index()) + b
+
+    def chosen(a, b):
+        return lax.cond(a.sum() > 0.0123, jnp.sin, jnp.cos, a * b)
+
+    def adapted(a, b):
+        return b - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(w * a) ** 2))(b)
+
+    works = (
+        lambda a, b: jnp.sin(a * b),
+        lambda a, b: a * bounded(g) - b,
+        recurrent,
+        numbered,
+        chosen,
+        adapted,
+        jax.checkpoint(lambda a, b: jnp.tanh(a @ jnp.outer(b, g))),
+        jax.jit(lambda a, b: jnp.sort(a) * b[::-1]),
+    )
+    return bounded(drjax.map_fn(works[j % len(works)], (x, y)))
+
+
+@step("p1 p0", "p0")
+def mapped_mixed(x, y, j):
+    return drjax.map_fn(lambda a, b: bounded(jnp.dot(a, a) * b), (x, y))
+
+
+@step("p0", "p0")
+def index(x, j):
+    number = drjax.partition_index()
+    return jnp.where(number % 2 == j % 2, x, 0.1 * number)
+
+
+def _apart(x):
+    """Bounded rows without ties between groups."""
+    number = jnp.sqrt(2.0 + drjax.partition_index())
+    return bounded(x) + 0.37 * number.reshape(N, *(1,) * (x.ndim - 1))
+
+
+def _reductions(rows: str, result: str) -> None:
+    def where(x):
+        return drjax.reduce_mean(x, where=drjax.partition_index() != 1)
+
+    works = {
+        "sum": lambda x, w: bounded(drjax.reduce_sum(x)),
+        "mean": lambda x, w: drjax.reduce_mean(x),
+        "max": lambda x, w: drjax.reduce_max(_apart(x)) - 1,
+        "min": lambda x, w: drjax.reduce_min(_apart(x)),
+        "weighted": lambda x, w: drjax.reduce_weighted_mean(x, 1.2 + jnp.sin(w)),
+        "select": lambda x, w: drjax.select(x, 2),
+        "where": lambda x, w: where(x),
+    }
+    _add_table(f"reduce_{rows}", f"{rows} p0", result, works)
+
+
+_reductions("p0", "g0")
+_reductions("p1", "g1")
+
+
+@step("gn g1", "g1")
+def over_rows(x, g, j):
+    works = (
+        lambda: x.mean(0),
+        lambda: jnp.sort(x[:, 0]).sum() * g,
+        lambda: jnp.cumsum(x, axis=0)[-1] * 0.25,
+        lambda: (x.T @ x @ g) * 0.1,
+        lambda: x[1] - x[-1],
+        lambda: x.reshape(-1)[: g.shape[0]],
+    )
+    return bounded(works[j % len(works)]())
+
+
+@step("g1 g1", "g0")
+def inner(a, b, j):
+    return bounded(a @ b)
+
+
+@step("g1", "gn")
+def to_rows(g, j):
+    return jnp.outer(jnp.arange(1.0, N + 1) * 0.3, g)

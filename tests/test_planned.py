@@ -1,0 +1,150 @@
+"""Plans compute what programs compute: `drjax.jit`, and one group at a time.
+
+Every program of the table, its derivatives and a loop over rounds of it, against
+`jax.jit` of the same function. Each pair meets one mesh and chunk size by default.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import reference
+from tests.cases import CASES, MESHES, N, on_mesh
+
+
+def total(fn):
+    """A scalar function: the sum of the results, over the groups by drjax."""
+
+    @functools.wraps(fn)
+    def scalar(*args):
+        y = fn(*args)
+        if fn.__name__ == "partitioned_result":
+            y = drjax.reduce_sum(y, partition={"clients": N})
+        return jnp.sum(y)
+
+    return scalar
+
+
+def rounds(fn):
+    """Five rounds: each scales the global arguments by what the last one gave."""
+
+    def loop(*args):
+        def body(scale, _):
+            scaled = [a if a.shape[:1] == (N,) else a * scale for a in args]
+            return 0.9 * scale + 0.01 * total(fn)(*scaled), None
+
+        return jax.lax.scan(body, jnp.float64(1.0), None, length=5)[0]
+
+    return loop
+
+
+def argnums(case):
+    return tuple(range(len(case.args)))
+
+
+TRANSFORMS = {
+    "value": lambda case: case.fn,
+    "grad": lambda case: jax.grad(total(case.fn), argnums(case)),
+    "value_and_grad": lambda case: jax.value_and_grad(total(case.fn), argnums(case)),
+    "hessian": lambda case: jax.hessian(total(case.fn), argnums(case)),
+    "rounds": lambda case: rounds(case.fn),
+    "grad of rounds": lambda case: jax.grad(rounds(case.fn), argnums(case)),
+}
+SLOW = (pytest.mark.slow,)
+WAYS = [*itertools.product(MESHES, (1, 3, None))]  # a mesh, and groups per step
+
+
+def pairs():
+    """Each case and transform on one mesh by default; values on all when slow."""
+    for i, (case, (j, name)) in enumerate(
+        itertools.product(CASES, enumerate(TRANSFORMS))
+    ):
+        ways = [w for w in WAYS if case.on_explicit or "explicit" not in w[0]]
+        for k, (mesh, step) in enumerate(ways):
+            default = k == (5 * i + j) % len(ways)
+            if default or (name == "value" and step == 1):
+                yield pytest.param(
+                    case, name, mesh, step, marks=() if default else SLOW,
+                    id=f"{case.name}-{name}-{mesh}-{step}",
+                )  # fmt: skip
+
+
+@functools.cache
+def expected_of(index: int, name: str):
+    case = CASES[index]
+    with jax.enable_x64(True):
+        return jax.jit(TRANSFORMS[name](case))(*map(jnp.asarray, case.args))
+
+
+def expected(case, name):
+    return expected_of([c.name for c in CASES].index(case.name), name)
+
+
+def assert_same(found, wanted):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    jax.tree.map(close, found, wanted)
+
+
+@pytest.mark.parametrize(("case", "name", "mesh", "step"), [*pairs()])
+def test_jit(case, name, mesh, step):
+    with on_mesh(case, mesh) as args:
+        found = drjax.jit(TRANSFORMS[name](case), groups_per_step=step)(*args)
+    assert_same(found, expected(case, name))
+
+
+def some(names, *chosen):
+    return [n if n in chosen else pytest.param(n, marks=SLOW) for n in names]
+
+
+@pytest.mark.parametrize("name", some(TRANSFORMS, "value", "grad", "grad of rounds"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_group_at_a_time(case, name):
+    with on_mesh(case, "none") as args:
+        plan = drjax.make_plan(TRANSFORMS[name](case))(*args)
+        found = reference.compile(plan)(*args)
+    assert_same(found, expected(case, name))
+
+
+@pytest.mark.parametrize(
+    "name", some([c.name for c in CASES], *[c.name for c in CASES[::3]])
+)
+def test_derivatives_of_the_jitted_function(name):
+    case = next(case for case in CASES if case.name == name)
+    with on_mesh(case, "auto-4") as args:
+        scalar = drjax.jit(total(case.fn), groups_per_step=1)
+        found = jax.value_and_grad(scalar, argnums(case))(*args)
+        tangent = jax.jvp(scalar, args, args)[1]
+        twice = jax.vmap(scalar, 0)(*(jnp.stack([a, 2 * a]) for a in args))
+    value, grads = expected(case, "value_and_grad")
+    assert_same(found, (value, grads))
+    slopes = [np.vdot(g, a) for g, a in zip(grads, case.args, strict=True)]
+    assert_same(tangent, sum(slopes))
+    assert_same(twice[0], value)
+
+
+def test_the_reference_uses_neither_vmap_nor_a_lowering_of_ours(monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("forbidden")
+
+    case = next(case for case in CASES if case.name == "maml")
+    wanted = expected(case, "value_and_grad")
+    with on_mesh(case, "none") as args:
+        plan = drjax.make_plan(TRANSFORMS["value_and_grad"](case))(*args)
+        for name in ("execute_map", "execute_reduce_sum", "run_flat", "on_devices"):
+            for module in _modules():
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, forbidden)
+        monkeypatch.setattr(jax, "vmap", forbidden)
+        found = reference.compile(plan)(*args)
+    assert_same(found, wanted)
+
+
+def _modules():
+    import sys
+
+    return [m for name, m in sys.modules.items() if name.startswith("drjax.")]

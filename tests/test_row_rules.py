@@ -1,0 +1,260 @@
+"""Every row rule, in every position of the group axis, against the equation itself.
+
+For each assignment of group axes to operands that a rule accepts, the form for one
+row, run for each row, must give what the equation gives for all. What it must refuse
+is in the table too.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Literal
+from jax.interpreters import ad
+
+from drjax import _compat
+from drjax.interpret.flat import flatten
+from drjax.interpret.rows import ELEMENTWISE, ROW_RULES, by_rows
+
+N = 3
+A = np.random.RandomState(0).uniform(0.1, 0.9, (N, 2, N)).astype(np.float32)
+B = np.random.RandomState(1).uniform(1.1, 1.9, (N, 2, N)).astype(np.float32)
+I = (np.arange(A.size).reshape(A.shape) % 7).astype(np.int32)
+ONES = np.ones(A.shape, np.float32)
+BOOLS = I % 2 == 0
+COMPLEX = (A + 1j * B).astype(np.complex64)
+KEYS = lambda: jax.random.split(jax.random.key(0), A.shape)
+INDEX = np.array([[1], [0], [1]], np.int32)  # [rows of indices, 1]
+
+
+def _lax(names: str, *args):
+    return {name: [(getattr(lax, name), args)] for name in names.split()}
+
+
+def _bound(primitive, *args, **params):
+    return [(lambda *xs: primitive.bind(*xs, **params), args)]
+
+
+def _over(name, dims, *rest, data=A):
+    return lambda x: getattr(lax, name)(x, dims, *rest), (data,)
+
+
+CASES: dict[str, list] = {
+    **_lax(
+        """abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh
+        digamma erf erf_inv erfc exp exp2 expm1 floor is_finite lgamma log log1p
+        logistic neg round rsqrt sign sin sinh sqrt square tan tanh""",
+        A,
+    ),
+    **_lax("acosh", B),
+    **_lax("add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub", A, B),
+    **_lax("igamma igammac complex", A, B),
+    **_lax("zeta", B, A),
+    "polygamma": [(lax.polygamma, (ONES, B))],
+    "regularized_incomplete_beta": [(lax.betainc, (A, B, A))],
+    **_lax("conj imag real", COMPLEX),
+    "and": [(lax.bitwise_and, (I, I[::-1]))],
+    "or": [(lax.bitwise_or, (I, I[::-1]))],
+    "xor": [(lax.bitwise_xor, (I, I[::-1]))],
+    "not": [(lax.bitwise_not, (I,))],
+    **_lax("population_count", I),
+    **_lax("shift_left shift_right_arithmetic shift_right_logical", I, I[::-1]),
+    "clamp": [(lax.clamp, (A / 2, A, B)), (lambda x: lax.clamp(0.2, x, 0.5), (A,))],
+    "convert_element_type": [(lambda x: lax.convert_element_type(x, np.int32), (B,))],
+    "copy": [(jnp.copy, (A,))],
+    "copy_p": [(jnp.copy, (A,))],
+    "add_any": _bound(ad.add_jaxvals_p, A, B),
+    "integer_pow": [(lambda x: lax.integer_pow(x, 3), (A,))],
+    "optimization_barrier": [(lambda x, y: lax.optimization_barrier((x, y)), (A, B))],
+    "random_bits": [(lambda k: jax.vmap(jax.vmap(jax.vmap(jax.random.bits)))(k),
+                     (KEYS,))],
+    "reduce_precision": [(lambda x: lax.reduce_precision(x, 5, 5), (A,))],
+    "select_n": [
+        (lax.select_n, (BOOLS, A, B)),
+        (lambda x, y: lax.select_n(jnp.bool_(True) & (x[0, 0, 0] > 0), x, y), (A, B)),
+    ],
+    "broadcast_in_dim": [
+        (lambda x: lax.broadcast_in_dim(x, (5, N, 2, 4, N), (1, 2, 4)), (A,)),
+    ],
+    "reshape": [
+        (lambda x: x.reshape(N, 2 * N), (A,)),
+        (lambda x: x.reshape(2 * N, N), (A,)),
+        (lambda x: x.reshape(N, 1, 2, N, 1), (A,)),
+        (lambda x: x.reshape(-1), (A,)),
+    ],
+    "squeeze": [(lambda x: lax.squeeze(x, (0, 3)), (A[None, :, :, None],))],
+    "transpose": [
+        (lambda x, p=p: lax.transpose(x, p), (A,))
+        for p in itertools.permutations(range(3))
+        if p != (0, 1, 2)
+    ],
+    "rev": [(lambda x, d=d: lax.rev(x, d), (A,)) for d in ((0,), (1, 2), (2, 0))],
+    "slice": [
+        (lambda x: x[:, 1:], (A,)),
+        (lambda x: x[1:, :, ::2], (A,)),
+        (lambda x: lax.slice(x, (0, 0, 0), (N, 1, N)), (A,)),
+    ],
+    "random_unwrap": [(jax.random.key_data, (KEYS,))],
+    "random_wrap": [(jax.random.wrap_key_data, (np.ones((N, 3, 2), np.uint32),))],
+    "split": [(lambda x, d=d: lax.split(x, (1, x.shape[d] - 1), d), (A,))
+              for d in range(3)],
+    "top_k": [(lambda x: lax.top_k(x, 2), (A,))],
+    "unstack": [(lambda x, d=d: jnp.unstack(x, axis=d), (A,)) for d in range(3)],
+    "stack": [(lambda x, y, d=d: jnp.stack([x, y], d), (A, B)) for d in range(4)],
+    "sort": [
+        (lambda x, y, d=d: lax.sort((x, y), dimension=d), (A, B)) for d in range(3)
+    ],
+    "dynamic_slice": [
+        (lambda x, i: lax.dynamic_slice(x, (1, i, 2), (N, 1, N)), (A, np.int32(1))),
+        (lambda x, i: lax.dynamic_slice(x, (i, i, i), (2, 2, 1)), (A, np.int32(1))),
+    ],
+    "dynamic_update_slice": [
+        (lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i, i)),
+         (A, B[:, :1], np.int32(1))),
+        (lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i, i)),
+         (A, B[:2, :, :1], np.int32(1))),
+    ],
+    "gather": [
+        (lambda x, i: x[:, i[:, 0]], (A, INDEX)),
+        (lambda x, i: x[i[:, 0]], (A, INDEX)),
+        (lambda x, i: x[..., i[:, 0]], (A, INDEX)),
+        (lambda x, i: x[:, i[:, 0], i[:, 0]], (A, INDEX)),
+        (lambda x, i: jnp.take_along_axis(x, i, axis=1), (A, I % 2)),
+        (lambda x, i: jnp.take_along_axis(x, i, axis=0), (A, I % 2)),
+        (lambda x, i: jax.vmap(lambda r, j: r[:, j])(x, i), (A, INDEX)),
+        (lambda x, i: jax.vmap(lambda r, j: r[j], (2, 0), 1)(x, i), (A, INDEX)),
+    ],
+    **{
+        f"scatter{suffix}": [
+            (lambda x, i, y, m=m: getattr(x.at[:, i[:, 0]], m)(y[:, [0, 1, 0]]),
+             (A, INDEX, B)),
+            (lambda x, i, y, m=m: getattr(x.at[i[:2, 0]], m)(y[:2]), (A, INDEX, B)),
+            (lambda x, i, y, m=m: getattr(x.at[:, i[0, 0]], m)(y[:, 0]), (A, INDEX, B)),
+            (lambda x, i, y, m=m: jax.vmap(
+                lambda r, j, s: getattr(r.at[j], m, )(s[:1]))(x, i, y), (A, INDEX, B)),
+            (lambda x, i, y, m=m: jax.vmap(
+                lambda r, j, s: getattr(r.at[j], m)(s[:1]), (2, 0, 0), 1)(
+                    x, i, y.transpose(2, 0, 1)), (A, INDEX, B)),
+        ]
+        for suffix, m in {"": "set", "-add": "add", "-mul": "multiply",
+                          "-min": "min", "-max": "max"}.items()
+    },
+    "pad": [
+        (lambda x: lax.pad(x, np.float32(7), ((0, 0, 0), (1, 2, 1), (0, 0, 0))), (A,)),
+        (lambda x: lax.pad(x, np.float32(7), ((0, 1, 0), (0, 0, 0), (0, 0, 1))), (A,)),
+    ],
+    "concatenate": [
+        (lambda x, y, d=d: lax.concatenate([x, y], d), (A, B)) for d in range(3)
+    ],
+    "dot_general": [
+        (lambda x, y: jnp.einsum("aib,aib->aib", x, y), (A, B)),
+        (lambda x, y: lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))), (A, B)),
+        (lambda x, y: lax.dot_general(x, y, (((1,), (1,)), ((0, 2), (2, 0)))), (A, B)),
+        (lambda x, y: lax.dot_general(x, y, (((0, 2), (2, 0)), ((), ()))), (A, B)),
+        (lambda x, y: lax.dot_general(x, y, (((2,), (0,)), ((), ()))), (A, B)),
+        (lambda x, y: lax.dot_general(x, y, (((2,), (0,)), ((1,), (1,)))), (A, B)),
+    ],
+    **{
+        name: [_over(name, d) for d in range(3)]
+        for name in "cumsum cumprod cummax cummin cumlogsumexp".split()
+    },
+    **{
+        name: [_over(name, d, np.int32) for d in range(3)]
+        for name in ("argmax", "argmin")
+    },
+    **{
+        f"reduce_{name}": [
+            _over(f"reduce_{name}", d, data=data) for d in ((0,), (1,), (0, 2), (1, 2))
+        ]
+        for name, data in [
+            *((name, A) for name in ("max", "min", "prod", "sum")),
+            ("xor", I), ("and", BOOLS), ("or", BOOLS),
+        ]
+    },
+}  # fmt: skip
+# Primitives that this JAX does not have or makes only while it lowers.
+INTERNAL = {"eq_to", "le_to", "lt_to", "stop_gradient", "copy_p", "stack", "unstack"}
+# What may accept any axis; the others must refuse at least one.
+ANY_AXIS = ELEMENTWISE | {"transpose", "random_unwrap", "stack", "broadcast_in_dim",
+                          "squeeze"}  # fmt: skip
+
+
+def found_equations(name):
+    """All equations of this primitive in its cases, with the values of operands."""
+    for fn, args in CASES.get(name, ()):
+        args = [jnp.asarray(x() if callable(x) else x) for x in args]
+        program = flatten(jax.make_jaxpr(fn)(*args))
+        values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
+        for eqn in program.eqns:
+            operands = [
+                v.val if isinstance(v, Literal) else values[v] for v in eqn.invars
+            ]
+            outs = _compat.bind_equation(eqn, operands)
+            values.update(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive.name == name:
+                yield eqn, operands, outs
+
+
+def check_rows(eqn, operands, outs, rows) -> None:
+    """The rows of the results are the results of the rows."""
+    partitioned = [(x, a) for x, a in zip(operands, rows.ins, strict=True)
+                   if a is not None]  # fmt: skip
+    sizes = {x.shape[a] for x, a in partitioned}
+    (n,) = sizes
+    columns = []
+    for i in range(n):
+        taken = [
+            x if a is None else lax.index_in_dim(x, i, a, keepdims=False)
+            for x, a in zip(operands, rows.ins, strict=True)
+        ]
+        taken = [x for j, x in enumerate(taken) if j not in rows.without]
+        columns.append(_compat.bind_equation(eqn, taken, **rows.params))
+    for got, want, axis in zip(
+        zip(*columns, strict=True), outs, rows.outs, strict=True
+    ):
+        stacked = jnp.stack(got, axis)
+        assert stacked.shape == want.shape and stacked.dtype == want.dtype
+        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+            stacked, want = map(jax.random.key_data, (stacked, want))
+        np.testing.assert_allclose(stacked, want, rtol=1e-6)
+
+
+RULES = [
+    pytest.param(name, marks=pytest.mark.slow)
+    if name in ELEMENTWISE - {"add"}
+    else name
+    for name in sorted(ROW_RULES)
+]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name):
+    accepted, refused, seen = 0, 0, False
+    for eqn, operands, outs in found_equations(name):
+        seen = True
+        choices = [[None, *range(np.ndim(x))] for x in operands]
+        for axes in itertools.product(*choices):
+            if all(axis is None for axis in axes):
+                continue
+            rows = by_rows(eqn, axes)
+            if rows is None:
+                refused += 1
+                continue
+            for given, used in zip(axes, rows.ins, strict=True):
+                assert given is None or given == used
+            check_rows(eqn, operands, outs, rows)
+            accepted += 1
+    assert seen or name in INTERNAL, f"no case reaches {name}"
+    if seen:
+        assert accepted
+        assert refused or name in ANY_AXIS
+
+
+@pytest.mark.slow
+def test_without_partitioned_operands_nothing_is_by_rows():
+    for name in ROW_RULES:
+        for eqn, operands, _ in found_equations(name):
+            assert by_rows(eqn, [None] * len(operands)) is None
