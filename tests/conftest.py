@@ -4,8 +4,19 @@ Every test process has eight virtual CPU devices.
 """
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_check_tracer_leaks", True)
+
+
+@pytest.fixture
+def leaks_unchecked():
+    """For tests that trace thousands of equations, whose every tracer would be sought.
+
+    What they trace is checked for leaks elsewhere.
+    """
+    with jax.check_tracer_leaks(False):
+        yield

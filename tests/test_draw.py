@@ -15,6 +15,8 @@ from drjax.interpret.columns import SHOWN
 from drjax.interpret.picture import Box, Picture, layout
 from tests import test_examples
 
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
 N = 8
 DATA = jnp.ones((N, 5, 3))
 MODEL = jnp.ones(3)

@@ -16,6 +16,8 @@ import drjax
 from drjax.backends import reference
 from tests.cases import CASES, MESHES, N, on_mesh
 
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
 
 def total(fn):
     """A scalar function: the sum of the results, over the groups by drjax."""

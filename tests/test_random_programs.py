@@ -21,6 +21,8 @@ from drjax.interpret import rows
 from drjax.interpret.kinds import SIGNATURES, Kinds
 from tests.random_programs import CONTROL, arguments, make, recipes
 
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
 STEPS = (1, 3, None)  # groups_per_step
 COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "30"))
 SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))

@@ -12,6 +12,8 @@ from jax import lax
 import drjax
 from tests.meshes import AUTO, make_mesh
 
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
 N = 4
 four = drjax.program(clients=N)
 X = np.arange(12.0, dtype=np.float32).reshape(N, 3)

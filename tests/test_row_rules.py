@@ -19,6 +19,8 @@ from drjax import _compat
 from drjax.interpret.flat import flatten
 from drjax.interpret.rows import ELEMENTWISE, ROW_RULES, by_rows
 
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
 N = 3
 A = np.random.RandomState(0).uniform(0.1, 0.9, (N, 2, N)).astype(np.float32)
 B = np.random.RandomState(1).uniform(1.1, 1.9, (N, 2, N)).astype(np.float32)
