@@ -100,19 +100,6 @@ def jaxpr_consts(jaxpr) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
-def collective_axes(jaxpr) -> set[str]:
-    """The mesh axes over which a jaxpr communicates or asks for its place."""
-    found: set[str] = set()
-    for eqn in open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only
-            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            axes = axes if isinstance(axes, tuple | list) else (axes,)
-            found.update(axis for axis in axes if isinstance(axis, str))
-        for inner in core.jaxprs_in_params(eqn.params):
-            found |= collective_axes(inner)
-    return found
-
-
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
     """`(smaller jaxpr, which inputs it still uses)`, cached."""
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))

@@ -58,7 +58,7 @@ def _trace(fn, tree, avals, where, name):
         if isinstance(error, TypeError):
             check_accepts(fn, tree.unflatten(avals))
         raise
-    if _compat.collective_axes(jaxpr) & set(where.partition.mesh_axes):
+    if _collective_axes(jaxpr) & set(where.partition.mesh_axes):
         raise _collective_error(where, name)
     return jaxpr, out_tree, consts
 
@@ -93,3 +93,16 @@ def _collective_error(where, name):
         "drjax.reduce_sum, drjax.reduce_max or drjax.gather; for the group's number "
         "use drjax.partition_index()."
     )
+
+
+def _collective_axes(jaxpr) -> set[str]:
+    """The mesh axes over which a jaxpr communicates or asks for its place."""
+    found: set[str] = set()
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            axes = axes if isinstance(axes, tuple | list) else (axes,)
+            found.update(axis for axis in axes if isinstance(axis, str))
+        for inner in _compat.jaxprs_in(eqn.params):
+            found |= _collective_axes(inner)
+    return found

@@ -158,3 +158,19 @@ def live_equations(eqns: list, outvars: list) -> list:
             kept.append(eqn)
             needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
     return kept[::-1]
+
+
+def is_written_sum(eqn) -> bool:
+    """Whether a user wrote this sum: not so if it is the transpose of a broadcast.
+
+    The transpose of an equation has the traceback of that equation.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return True
+    files = ("reductions.py", "einsum.py", "tensor_contractions.py")
+    return any(
+        f.file_name.endswith(files)
+        or (f.file_name.endswith("lax.py") and "reduce" in f.function_name)
+        for f in traceback.frames
+    )

@@ -26,12 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._errors import PlanError
 from drjax._partition import Partition
-from drjax.interpret.flat import CONTROL, Flat, uses_blocks
+from drjax.interpret.flat import CONTROL, Flat, is_written_sum, uses_blocks
 from drjax.interpret.rows import Rows, by_rows, candidates
 
 
@@ -147,6 +148,13 @@ class Kinds:
             return None
         return SIGNATURES.get(eqn.primitive)
 
+    def implicit_sum(self, eqn) -> int | None:
+        """The group axis that an equation sums over, if a transpose made it do so."""
+        if eqn.primitive is not lax.reduce_sum_p or is_written_sum(eqn):
+            return None
+        axis = self.cell(eqn.invars[0]).axis
+        return axis if axis in eqn.params["axes"] else None
+
     def is_loop(self, eqn) -> bool:
         """Whether a loop or branch needs a plan of its own."""
         if eqn.primitive.name not in CONTROL:
@@ -187,18 +195,24 @@ class Kinds:
         elif self.is_loop(eqn):
             loop = self.loops[eqn.outvars[0]] = LoopKinds(self, eqn)
             kinds = loop.outs
+        elif self.implicit_sum(eqn) is not None:
+            kinds = [GLOBAL]
         elif any(self.cell(v).partitioned for v in eqn.invars):
             rows = self.rows(eqn)
             if rows is None:
                 raise self.refusal(eqn, [self[v] for v in eqn.invars], _MIXES_ROWS)
             kinds = [along(axis) for axis in rows.outs]
-        elif any(self.cell(v) == FREE for v in self._arrays(eqn)) and candidates(
-            eqn, self._size
-        ):
+        elif any(
+            self.cell(v) == FREE for v in eqn.invars if v.aval.shape
+        ) and candidates(eqn, self._size):
             return False  # its kind follows from how its results are used
         else:
             kinds = [GLOBAL] * len(eqn.outvars)
         return any(list(map(self._raise_to, eqn.outvars, kinds)))
+
+    def _is_open(self, eqn) -> bool:
+        free = any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
+        return free and bool(candidates(eqn, self._size))
 
     def _backward(self, eqn, demand: str) -> bool:
         needed = [
@@ -214,6 +228,8 @@ class Kinds:
             return [signature[0]] * len(eqn.invars)
         if self.is_loop(eqn):
             return LoopKinds(self, eqn).ins
+        if self.implicit_sum(eqn) is not None:
+            return [None]
         outs = [self.cell(v) for v in eqn.outvars]
         if any(out.partitioned for out in outs):
             rows = self.rows(eqn)
@@ -235,10 +251,6 @@ class Kinds:
                 return rows
         return None
 
-    @staticmethod
-    def _arrays(eqn) -> list[Any]:
-        return [v for v in eqn.invars if v.aval.shape]
-
     # -----------------------------------------------------------------------------
     # Refusals
 
@@ -251,7 +263,7 @@ class Kinds:
             return
         signature = self.signature(eqn)
         if signature is None:
-            assert self.rows(eqn) is not None
+            assert self.rows(eqn) or self.implicit_sum(eqn) is not None
         elif signature[0] == GLOBAL:
             raise self.refusal(eqn, kinds, _ALREADY_PARTITIONED)
         elif any(kind.axis for kind in kinds):

@@ -15,6 +15,7 @@ from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret.cut import Cutter
 from drjax.interpret.flat import BLOCKS, CONTROL, Flat, flatten
+from drjax.interpret.implicit import explicit
 from drjax.interpret.kinds import GLOBAL, PARTITIONED, Kind, Kinds
 from drjax.interpret.names import argument_names, function_name, result_names
 from drjax.interpret.residuals import recompute as recompute_residuals
@@ -112,7 +113,10 @@ def infer(closed, names, given) -> tuple[Flat, Kinds]:
                 f"which needs a leading axis of {partition.size}, but its shape is "
                 f"{var.aval.shape}."
             )
-    return program, Kinds(program, partition, given).check()
+    kinds = Kinds(program, partition, given).check()
+    while partition and (written := explicit(program, kinds)) is not None:
+        program, kinds = written, Kinds(written, partition, given).check()
+    return program, kinds
 
 
 def plan_of_jaxpr(

@@ -1,0 +1,75 @@
+"""Derivatives of pointwise work with global operands, outside mapped functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import reference
+
+N = 4
+program = drjax.program(clients=N)
+X = jnp.arange(12.0).reshape(N, 3) / 7
+
+
+@program
+def scalar(g, x):
+    return drjax.reduce_sum(drjax.map_fn(jnp.sin, x) * jnp.sum(g)).sum()
+
+
+@program
+def vector(g, x):
+    return drjax.reduce_sum(drjax.map_fn(jnp.sin, x) * g[None]).sum()
+
+
+@program
+def spread(g, x):
+    rows = jnp.broadcast_to(g, (N, 3)) ** 2
+    return drjax.reduce_mean(drjax.map_fn(jnp.sin, x) + rows * x).sum()
+
+
+def rounds(g, x):
+    step = lambda c, _: (0.1 * scalar(c * g, x), None)
+    return jax.lax.scan(step, 1.0, None, length=3)[0]
+
+
+TRANSFORMS = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "hessian": jax.hessian,
+    "value_and_grad": jax.value_and_grad,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("fn", [scalar, vector, spread, rounds])
+def test_they_are_reductions(fn, name):
+    fn = TRANSFORMS[name](fn)
+    args = jnp.arange(3.0), X
+    wanted = jax.jit(fn)(*args)
+    plan = drjax.make_plan(fn)(*args)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    jax.tree.map(close, reference.compile(plan)(*args), wanted)
+    jax.tree.map(close, drjax.jit(fn, groups_per_step=1)(*args), wanted)
+
+
+def test_only_the_sum_over_the_other_axes_travels():
+    plan = drjax.make_plan(jax.grad(scalar))(jnp.arange(3.0), X)
+    (only,) = plan.rounds
+    assert [r.source.shape for r in only.reduces] == [()]
+
+
+SUMS = {
+    "sum": jnp.sum,
+    "mean": lambda y: y.mean(),
+    "einsum": lambda y: jnp.einsum("ij->j", y).sum(),
+    "lax": lambda y: jax.lax.reduce_sum(y, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_that_users_write_are_refused(name):
+    fn = program(lambda x: SUMS[name](drjax.map_fn(jnp.sin, x)))
+    for f in (fn, jax.value_and_grad(fn)):
+        with pytest.raises(drjax.PlanError, match="may mix the rows"):
+            drjax.make_plan(f)(X)
