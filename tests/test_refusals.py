@@ -88,12 +88,13 @@ def norm_of_features(x):
     return jnp.einsum("ij,ij->i", turned, turned)
 
 
-def traced_index(x, i=1):
-    return squares(x)[jnp.int32(i) + 0 * x[0, 0].astype(jnp.int32)]
+def rows_from_a_traced_index(x, i=1):
+    first = jnp.int32(i) + 0 * x[0, 0].astype(jnp.int32)
+    return jax.lax.dynamic_slice_in_dim(squares(x), first, 2)
 
 
-def fixed_index(x):
-    return squares(x)[2]
+def some_rows(x):
+    return squares(x)[1:3]
 
 
 def shuffled_rows(x):
@@ -171,8 +172,8 @@ REFUSED = {
         "(float32[3,4] partitioned along axis 1, float32[3,4] partitioned along",
         IN_MAP,
     ),
-    traced_index: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
-    fixed_index: (None, "(float32[4,3] partitioned", "select"),
+    rows_from_a_traced_index: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
+    some_rows: (None, "(float32[4,3] partitioned", "select"),
     shuffled_rows: ("gather", "(float32[4,3] partitioned, int32[4,1] global)", GATHER),
     set_a_row: ("scatter", "(float32[4,3] partitioned, int32[1] global", IN_MAP),
     concatenate_groups: (

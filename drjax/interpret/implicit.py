@@ -1,12 +1,15 @@
-"""Sums over groups that derivatives make without saying so.
+"""Equations that combine groups without saying so, and what they mean.
 
-A global value that meets a partitioned one in pointwise work, outside `map_fn`, is
-broadcast by JAX itself; the transpose of that is a `reduce_sum` over the group axis.
-`explicit` writes it with the primitive: the sum over the other axes is the work of a
-group, and what is left is a `reduce_sum` of the partition. A user's own `jnp.sum` over
-the groups stays refused: only equations of a transpose are taken.
+* A global value that meets a partitioned one in pointwise work, outside `map_fn`, is
+  broadcast by JAX itself; the transpose of that is a `reduce_sum` over the group axis.
+  It means: sum over the other axes in each group, and `drjax.reduce_sum` of that. A
+  user's own `jnp.sum` over the groups stays refused.
+* Indexing a partitioned value by one group, `y[i]`, means `drjax.select(y, i)`.
+
+`meaning` recognises them, and `explicit` rewrites a program with building blocks.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,59 +17,100 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from drjax import _compat
-from drjax.interpret.flat import Flat, live_equations
-from drjax.interpret.kinds import Kinds
-from drjax.primitives import reduce_sum_p
+from drjax._partition import Partition
+from drjax._reductions import reduce_sum, select
+from drjax.interpret.flat import Flat, flatten, is_written_sum, live_equations
 
 
-def explicit(program: Flat, kinds: Kinds) -> Flat | None:
-    """The program with its implicit sums written out; None if there are none."""
+def meaning(eqn, axes: Sequence[int | None]) -> Callable | None:
+    """What an equation does to groups: a function `(partition, *operands)`, or None.
+
+    Args:
+      eqn: The equation.
+      axes: The group axis of each operand; None: it is not partitioned.
+    """
+    axis, *others = axes or [None]
+    if axis is None or any(other is not None for other in others):
+        return None
+    if eqn.primitive is lax.reduce_sum_p:
+        written = axis not in eqn.params["axes"] or is_written_sum(eqn)
+        return None if written else _sum(axis, eqn.params["axes"])
+    shape = eqn.invars[0].aval.shape
+    if eqn.primitive is lax.slice_p:
+        starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+        sizes = [b - a for a, b in zip(starts, limits, strict=True)]
+        one = _is_one_row(sizes, shape, axis)
+        return _row(axis, lambda *_: starts[axis]) if one else None
+    if eqn.primitive is lax.dynamic_slice_p:
+        one = _is_one_row(eqn.params["slice_sizes"], shape, axis)
+        return _row(axis, lambda *starts: starts[axis]) if one else None
+    return None
+
+
+def _is_one_row(sizes: Sequence[int], shape: Sequence[int], axis: int) -> bool:
+    """Whether a slice takes the whole row of one of several groups."""
+    whole = (*sizes[:axis], *sizes[axis + 1 :]) == (*shape[:axis], *shape[axis + 1 :])
+    return whole and sizes[axis] == 1 < shape[axis]
+
+
+def _sum(axis: int, axes: Sequence[int]) -> Callable:
+    others = tuple(a for a in axes if a != axis)
+    left = axis - sum(a < axis for a in others)
+
+    def total(partition: Partition, x):
+        rows = lax.reduce_sum(x, others) if others else x
+        return reduce_sum(jnp.moveaxis(rows, left, 0), partition=partition)
+
+    return total
+
+
+def _row(axis: int, number: Callable) -> Callable:
+    def row(partition: Partition, x, *starts):
+        i = jnp.clip(number(*starts), 0, partition.size - 1).astype(jnp.int32)
+        found = select(jnp.moveaxis(x, axis, 0), i, partition=partition)
+        return jnp.expand_dims(found, axis)
+
+    return row
+
+
+def explicit(program: Flat, kinds: Any) -> Flat | None:
+    """The program, of these kinds, with building blocks for all such equations.
+
+    Returns:
+      None if there are none.
+    """
     eqns, bodies, changed = [], dict(program.known_bodies), False
+    consts = dict(program.consts)
     for eqn in program.eqns:
-        axis = kinds.implicit_sum(eqn)
-        if axis is not None:
-            eqns += _written_out(eqn, axis, kinds)
+        fn = kinds.meaning(eqn)
+        if fn is not None:
+            eqns += _written_out(eqn, fn, kinds.partition, consts)
             changed = True
             continue
         eqns.append(eqn)
         if kinds.is_loop(eqn):
             key = eqn.outvars[0]
-            old = program.bodies(eqn)
             found = [explicit(b.program, b) for b in kinds.loops[key].bodies]
             if any(new is not None for new in found):
-                bodies[key] = tuple(
-                    body if new is None else new
-                    for body, new in zip(old, found, strict=True)
-                )
+                pairs = zip(program.bodies(eqn), found, strict=True)
+                bodies[key] = tuple(old if new is None else new for old, new in pairs)
                 changed = True
     if not changed:
         return None
     live = live_equations(eqns, program.outvars)
-    return Flat(program.invars, live, program.outvars, program.consts, bodies)
+    return Flat(program.invars, live, program.outvars, consts, bodies)
 
 
-def _written_out(eqn, axis: int, kinds: Kinds) -> list:
-    """The equations of a sum over `axis` and others, the one over groups being ours."""
-    others = tuple(a for a in eqn.params["axes"] if a != axis)
-    left = axis - sum(a < axis for a in others)
-
-    def total(x):
-        rows = lax.reduce_sum(x, others) if others else x
-        rows = jnp.moveaxis(rows, left, 0)
-        return reduce_sum_p.bind(rows, partition=kinds.partition, mesh=None)
-
-    var: Any = eqn.invars[0]
-    jaxpr = jax.make_jaxpr(total)(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
-    raw = _compat.open_jaxpr(jaxpr)
-    names = {raw.invars[0]: var, raw.outvars[0]: eqn.outvars[0]}
+def _written_out(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
+    """The equations of `fn` in the place of another equation."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    inner = flatten(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))
+    consts.update(inner.consts)
+    names: dict[Any, Any] = dict(zip(inner.invars, eqn.invars, strict=True))
+    names.update(zip(inner.outvars, eqn.outvars, strict=True))
     found = []
-    for inner in raw.eqns:
-        for out in inner.outvars:
-            names.setdefault(out, _compat.new_var(out.aval))
-        ins = [v if isinstance(v, Literal) else names[v] for v in inner.invars]
-        outs = [names[v] for v in inner.outvars]
-        found.append(
-            inner.replace(invars=ins, outvars=outs, source_info=eqn.source_info)
-        )
+    for new in inner.eqns:
+        ins = [v if isinstance(v, Literal) else names.get(v, v) for v in new.invars]
+        outs = [names.get(v, v) for v in new.outvars]
+        found.append(new.replace(invars=ins, outvars=outs, source_info=eqn.source_info))
     return found

@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._errors import PlanError
 from drjax._partition import Partition
-from drjax.interpret.flat import CONTROL, Flat, is_written_sum, uses_blocks
+from drjax.interpret.flat import CONTROL, Flat, uses_blocks
+from drjax.interpret.implicit import meaning
 from drjax.interpret.rows import Rows, by_rows, candidates
 
 
@@ -148,12 +148,11 @@ class Kinds:
             return None
         return SIGNATURES.get(eqn.primitive)
 
-    def implicit_sum(self, eqn) -> int | None:
-        """The group axis that an equation sums over, if a transpose made it do so."""
-        if eqn.primitive is not lax.reduce_sum_p or is_written_sum(eqn):
+    def meaning(self, eqn):
+        """What an equation that combines groups means; None for any other."""
+        if self.partition is None or self.signature(eqn) is not None:
             return None
-        axis = self.cell(eqn.invars[0]).axis
-        return axis if axis in eqn.params["axes"] else None
+        return meaning(eqn, [self.cell(v).axis for v in eqn.invars])
 
     def is_loop(self, eqn) -> bool:
         """Whether a loop or branch needs a plan of its own."""
@@ -195,7 +194,7 @@ class Kinds:
         elif self.is_loop(eqn):
             loop = self.loops[eqn.outvars[0]] = LoopKinds(self, eqn)
             kinds = loop.outs
-        elif self.implicit_sum(eqn) is not None:
+        elif self.meaning(eqn) is not None:
             kinds = [GLOBAL]
         elif any(self.cell(v).partitioned for v in eqn.invars):
             rows = self.rows(eqn)
@@ -228,8 +227,8 @@ class Kinds:
             return [signature[0]] * len(eqn.invars)
         if self.is_loop(eqn):
             return LoopKinds(self, eqn).ins
-        if self.implicit_sum(eqn) is not None:
-            return [None]
+        if self.meaning(eqn) is not None:
+            return [None, *[GLOBAL] * (len(eqn.invars) - 1)]
         outs = [self.cell(v) for v in eqn.outvars]
         if any(out.partitioned for out in outs):
             rows = self.rows(eqn)
@@ -263,17 +262,15 @@ class Kinds:
             return
         signature = self.signature(eqn)
         if signature is None:
-            assert self.rows(eqn) or self.implicit_sum(eqn) is not None
+            assert self.rows(eqn) or self.meaning(eqn)
         elif signature[0] == GLOBAL:
             raise self.refusal(eqn, kinds, _ALREADY_PARTITIONED)
         elif any(kind.axis for kind in kinds):
             raise self.refusal(eqn, kinds, _ANOTHER_AXIS)
 
     def refusal(self, eqn, kinds: Sequence[Kind], fix: str) -> PlanError:
-        operands = ", ".join(
-            f"{v.aval.str_short()} {kind}"
-            for v, kind in zip(eqn.invars, kinds, strict=True)
-        )
+        pairs = zip(eqn.invars, kinds, strict=True)
+        operands = ", ".join(f"{v.aval.str_short()} {kind}" for v, kind in pairs)
         return PlanError(
             f"{eqn.primitive.name} at {_compat.source_line(eqn)} takes ({operands}) "
             f"over partition {self.partition}. {fix}"
@@ -386,8 +383,8 @@ class LoopKinds:
 
 def _ends(body: Kinds) -> tuple[list[Kind], list[Kind]]:
     """The cells of a body's arguments and results."""
-    ins = [body.cell(v) for v in body.program.invars]
-    return ins, [body.cell(v) for v in body.program.outvars]
+    p = body.program
+    return [body.cell(v) for v in p.invars], [body.cell(v) for v in p.outvars]
 
 
 def _only_partitioned(kinds: Sequence[Kind]) -> list[Kind | None]:

@@ -114,9 +114,14 @@ def infer(closed, names, given) -> tuple[Flat, Kinds]:
                 f"{var.aval.shape}."
             )
     kinds = Kinds(program, partition, given).check()
-    while partition and (written := explicit(program, kinds)) is not None:
+    while partition and (written := _explicit(program, kinds)) is not None:
         program, kinds = written, Kinds(written, partition, given).check()
     return program, kinds
+
+
+def _explicit(program: Flat, kinds: Kinds) -> Flat | None:
+    with outside_meshes():
+        return explicit(program, kinds)
 
 
 def plan_of_jaxpr(

@@ -1,4 +1,4 @@
-"""Derivatives of pointwise work with global operands, outside mapped functions."""
+"""What equations outside mapped functions mean for groups: sums and single rows."""
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,19 @@ def rounds(g, x):
     return jax.lax.scan(step, 1.0, None, length=3)[0]
 
 
+@program
+def first_and_last(g, x):
+    y = drjax.map_fn(jnp.sin, x)
+    return (y[0] * g + y[-1]).sum()
+
+
+@program
+def row_of_a_number(g, x):
+    y = drjax.map_fn(jnp.sin, x)
+    return (y[jnp.argmax(g)] * g).sum()
+
+
+FUNCTIONS = [scalar, vector, spread, rounds, first_and_last, row_of_a_number]
 TRANSFORMS = {
     "grad": lambda f: jax.grad(f, (0, 1)),
     "hessian": jax.hessian,
@@ -42,7 +55,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("fn", [scalar, vector, spread, rounds])
+@pytest.mark.parametrize("fn", FUNCTIONS)
 def test_they_are_reductions(fn, name):
     fn = TRANSFORMS[name](fn)
     args = jnp.arange(3.0), X
