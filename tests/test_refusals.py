@@ -88,7 +88,7 @@ def norm_of_features(x):
     return jnp.einsum("ij,ij->i", turned, turned)
 
 
-def rows_from_a_traced_index(x, i=1):
+def traced_rows(x, i=1):
     first = jnp.int32(i) + 0 * x[0, 0].astype(jnp.int32)
     return jax.lax.dynamic_slice_in_dim(squares(x), first, 2)
 
@@ -172,7 +172,7 @@ REFUSED = {
         "(float32[3,4] partitioned along axis 1, float32[3,4] partitioned along",
         IN_MAP,
     ),
-    rows_from_a_traced_index: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
+    traced_rows: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
     some_rows: (None, "(float32[4,3] partitioned", "select"),
     shuffled_rows: ("gather", "(float32[4,3] partitioned, int32[4,1] global)", GATHER),
     set_a_row: ("scatter", "(float32[4,3] partitioned, int32[1] global", IN_MAP),

@@ -132,10 +132,7 @@ class Kinds:
         return self._cells.get(atom, FREE)
 
     def rows(self, eqn) -> Rows | None:
-        """How an equation on partitioned values works row by row.
-
-        One that only its results make partitioned works on rows of global operands.
-        """
+        """How an equation works row by row, also if only its results are partitioned."""
         rows = by_rows(eqn, [self.cell(v).axis for v in eqn.invars])
         if rows is None and not any(self.cell(v).partitioned for v in eqn.invars):
             outs = [self.cell(v) for v in eqn.outvars]
@@ -396,6 +393,6 @@ def _join(*columns: Sequence[Kind]) -> list[Kind]:
     """For each variable the highest of its kinds; partitioned above global."""
     joined = []
     for kinds in zip(*columns, strict=True):
-        rows = [kind for kind in kinds if kind.partitioned]
-        joined.append(rows[0] if rows else GLOBAL if GLOBAL in kinds else FREE)
+        rows = [k for k in kinds if k.partitioned] or [k for k in kinds if k == GLOBAL]
+        joined.append(rows[0] if rows else FREE)
     return joined
