@@ -132,7 +132,7 @@ class Kinds:
         return self._cells.get(atom, FREE)
 
     def rows(self, eqn) -> Rows | None:
-        """How an equation works row by row, also if only its results are partitioned."""
+        """How an equation works row by row, also if only its results are so."""
         rows = by_rows(eqn, [self.cell(v).axis for v in eqn.invars])
         if rows is None and not any(self.cell(v).partitioned for v in eqn.invars):
             outs = [self.cell(v) for v in eqn.outvars]
