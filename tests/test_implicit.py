@@ -46,7 +46,23 @@ def row_of_a_number(g, x):
     return (y[jnp.argmax(g)] * g).sum()
 
 
-FUNCTIONS = [scalar, vector, spread, rounds, first_and_last, row_of_a_number]
+@program
+def small_dimensions(g, x):
+    """Dimensions of size one, which lax broadcasts without an equation."""
+    y = drjax.map_fn(jnp.sin, x)
+    y = y + jnp.arange(3.0)[None] * 0.1 - y[:, :1]
+    return drjax.reduce_sum(jax.lax.mul(y, g[None])).sum()
+
+
+FUNCTIONS = [
+    small_dimensions,
+    scalar,
+    vector,
+    spread,
+    rounds,
+    first_and_last,
+    row_of_a_number,
+]
 TRANSFORMS = {
     "grad": lambda f: jax.grad(f, (0, 1)),
     "hessian": jax.hessian,

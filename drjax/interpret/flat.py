@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._partition import Partition
+from drjax.interpret.rows import ELEMENTWISE
 
 BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
 
@@ -117,8 +119,43 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             eqn = _compat.with_source(eqn, call)
             outs = [_compat.new_var(var.aval) for var in outs]
             names.update(zip(eqn.outvars, outs, strict=True))
-        eqns.append(eqn.replace(invars=ins, outvars=outs))
+        eqns += _spelled_out(eqn.replace(invars=ins, outvars=outs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _spelled_out(eqn) -> list:
+    """A pointwise equation whose operands all have the shape of the result.
+
+    By itself it broadcasts dimensions of size one, and these could be the groups'.
+    """
+    if eqn.primitive.name not in ELEMENTWISE:
+        return [eqn]
+    shape, found, ins = eqn.outvars[0].aval.shape, [], list(eqn.invars)
+    for i, var in enumerate(ins):
+        small = var.aval.shape
+        if len(small) == len(shape) and small != shape:
+            equations, ins[i] = _spread(var, shape, eqn.source_info)
+            found += equations
+    return [*found, eqn.replace(invars=ins)]
+
+
+def _spread(var, shape, source_info) -> tuple[list, Any]:
+    """Equations that broadcast dimensions of size one, and their result."""
+    small = var.aval.shape
+    kept = [d for d in range(len(shape)) if small[d] == shape[d]]
+    gone = [d for d in range(len(shape)) if small[d] != shape[d]]
+    spread = lambda x: lax.broadcast_in_dim(lax.squeeze(x, gone), shape, kept)
+    jaxpr = jax.make_jaxpr(spread)(jax.ShapeDtypeStruct(small, var.aval.dtype))
+    raw = _compat.open_jaxpr(jaxpr)
+    names: dict[Any, Any] = {raw.invars[0]: var}
+    found = []
+    for eqn in raw.eqns:
+        outs = [_compat.new_var(v.aval) for v in eqn.outvars]
+        ins = [names[v] for v in eqn.invars]
+        names.update(zip(eqn.outvars, outs, strict=True))
+        new = eqn.replace(invars=ins, outvars=outs, source_info=source_info)
+        found.append(new)
+    return found, names[raw.outvars[0]]
 
 
 def _fold_constants(eqns: list, consts: dict) -> list:
