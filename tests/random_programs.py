@@ -40,9 +40,9 @@ def run(recipe, env: Env) -> Env:
         if name in CONTROL:
             _control(name, i, j, body, env)
             continue
-        kinds, result, fn = STEPS[name]
-        operands = [env.pick(kind, i + k * j) for k, kind in enumerate(kinds)]
-        env.add(result, fn(*operands, j))
+        step = STEPS[name]
+        operands = [env.pick(kind, i + k * j) for k, kind in enumerate(step.kinds)]
+        env.add(step.result, step.fn(*operands, j))
     return env
 
 
@@ -119,6 +119,26 @@ _steps = st.recursive(_simple, lambda s: st.one_of(s, _nested(s)), max_leaves=3)
 recipes = st.lists(st.one_of(_simple, _nested(_steps)), min_size=1, max_size=4).map(
     tuple
 )
+
+
+def covering() -> list[tuple]:
+    """Recipes that hold every work of every step once, and all control flow.
+
+    Pointwise work is the same to the plan, whatever it computes: one of each kind.
+    """
+    works = [
+        (name, i, j, ())
+        for i, (name, step) in enumerate(STEPS.items())
+        if not name.startswith(("unary", "binary"))
+        for j in range(step.variants)
+    ]
+    body = (
+        ("mapped", 1, 3, ()),
+        ("reduce_p1_mean", 2, 1, ()),
+        ("by_row_mul", 1, 1, ()),
+    )
+    programs = [tuple(works[i : i + 6]) for i in range(0, len(works), 6)]
+    return programs + [((name, 1, j, body),) for j, name in enumerate(CONTROL)]
 
 
 def make(recipe) -> Callable:

@@ -8,6 +8,7 @@ All work is bounded and smooth, and extrema are taken where there are no ties.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +40,31 @@ def bounded(x):
 
 
 # -------------------------------------------------------------------------------------
-# Steps: name -> (kinds of operands, kind of result, function of operands and a number)
-
-STEPS: dict[str, tuple[tuple[str, ...], str, Callable]] = {}
+# Steps
 
 
-def step(kinds: str, result: str):
+class Step(NamedTuple):
+    """Work on values of these kinds.
+
+    Attributes:
+      kinds: The kinds of its operands.
+      result: The kind of its result.
+      fn: From the operands and a number to the result.
+      variants: How many different works the number chooses from.
+    """
+
+    kinds: tuple[str, ...]
+    result: str
+    fn: Callable
+    variants: int = 1
+
+
+STEPS: dict[str, Step] = {}
+
+
+def step(kinds: str, result: str, variants: int = 1):
     def register(fn):
-        STEPS[fn.__name__] = (tuple(kinds.split()), result, fn)
+        STEPS[fn.__name__] = Step(tuple(kinds.split()), result, fn, variants)
         return fn
 
     return register
@@ -55,7 +73,7 @@ def step(kinds: str, result: str):
 def _add_table(prefix: str, kinds: str, result: str, fns: dict[str, Callable]) -> None:
     for name, fn in fns.items():
         function = lambda *args, fn=fn: fn(*args[:-1])
-        STEPS[f"{prefix}_{name}"] = (tuple(kinds.split()), result, function)
+        STEPS[f"{prefix}_{name}"] = Step(tuple(kinds.split()), result, function)
 
 
 UNARY = {
@@ -89,27 +107,23 @@ for kind in (*ROWS, "g0", "g1", "gn"):
     _add_table(f"unary_{kind}", kind, kind, UNARY)
     _add_table(f"binary_{kind}", f"{kind} {kind}", kind, BINARY)
 
-# Only a broadcast is differentiable: the derivative of `rows * scalar` sums over groups
-# in a way that is not a reduction, which plans refuse.
+# Global operands that JAX itself broadcasts; the derivative sums over the groups.
 
 
-def _on_global(spread: Callable) -> dict[str, Callable]:
-    return {
-        name: lambda a, b, f=f: f(a, spread(lax.stop_gradient(b)))
-        for name, f in BINARY.items()
-    }
+def _with_global(spread: Callable) -> dict[str, Callable]:
+    return {name: lambda a, b, f=f: f(a, spread(b)) for name, f in BINARY.items()}
 
 
-_add_table("rows_scalar", "p1 g0", "p1", _on_global(lambda b: b))
-_add_table("row_scalar", "p0 g0", "p0", _on_global(lambda b: b))
-_add_table("by_global", "p1 g1", "p1", _on_global(lambda b: b[None]))
+_add_table("rows_scalar", "p1 g0", "p1", BINARY)
+_add_table("row_scalar", "p0 g0", "p0", BINARY)
+_add_table("by_global", "p1 g1", "p1", _with_global(lambda b: b[None]))
 _add_table("global_rows", "gn p1", "p1", BINARY)  # an implicit scatter
 _add_table("by_row", "p1 p0", "p1", {k: lambda a, b, f=f: f(a, b[:, None])
                                     for k, f in BINARY.items()})  # fmt: skip
 _add_table("globals", "g1 g0", "g1", BINARY)
 
 
-@step("p1", "p1")
+@step("p1", "p1", variants=26)
 def along_features(x, j):
     """Work along the features: nothing here touches the axis of the groups."""
     f = x.shape[1]
@@ -138,11 +152,15 @@ def along_features(x, j):
         lambda: jnp.stack([x, jnp.sin(x)], axis=1).sum(1),
         lambda: jnp.moveaxis(jnp.stack([x, x * x]), 1, 0)[:, 0],
         lambda: x.reshape(N, 1, f).repeat(2, axis=1).mean(1),
+        lambda: x.at[:, 1].add(jnp.sin(x[:, 0])),
+        lambda: jnp.sin(x).at[:, 0].max(0.2345 + x[:, 1]),
+        lambda: jnp.sin(x).at[:, 0].min(0.2345 + x[:, 1]),
+        lambda: lax.top_k(x + jnp.arange(f)[None] * 0.0137, 2)[0][:, :1] * jnp.cos(x),
     )
     return works[j % len(works)]()
 
 
-@step("p1 g1", "p1")
+@step("p1 g1", "p1", variants=5)
 def times_matrix(x, g, j):
     g = lax.stop_gradient(g)
     matrix = jnp.outer(jnp.sin(g), jnp.cos(g))
@@ -156,7 +174,14 @@ def times_matrix(x, g, j):
     return bounded(works[j % len(works)]())
 
 
-@step("p1 g1", "p0")
+def _keys(x):
+    """A random key for each row, from its sign."""
+    data = jnp.uint32(x[:, :1] > 0) * jnp.ones(2, jnp.uint32)
+    wrapped = jax.random.wrap_key_data(data)
+    return jax.random.wrap_key_data(jax.random.key_data(wrapped))
+
+
+@step("p1 g1", "p0", variants=19)
 def over_features(x, g, j):
     g = lax.stop_gradient(g)
     works = (
@@ -174,11 +199,26 @@ def over_features(x, g, j):
         lambda: x[:, -1:].squeeze(1),
         lambda: lax.dynamic_index_in_dim(x, 1, axis=1, keepdims=False),
         lambda: x.var(1),
+        lambda: jnp.argmin(x - jnp.arange(x.shape[1])[None] * 0.0137, axis=1) * 0.1,
+        lambda: jnp.min(x - jnp.arange(x.shape[1])[None] * 0.0137, axis=1),
+        lambda: jnp.all(x > -0.4321, axis=1) * x[:, 0],
+        lambda: lax.reduce_xor(jnp.int32(100 * x), (1,)) % 7 * 0.1,
+        lambda: jax.vmap(jax.random.uniform)(_keys(x)),
     )
     return bounded(works[j % len(works)]())
 
 
-@step("p0 g1", "p1")
+@step("p1 g0", "g1", variants=3)
+def one_row(x, g, j):
+    works = (
+        lambda: x[1],
+        lambda: x[-1] * g,
+        lambda: lax.dynamic_index_in_dim(x, jnp.int32(4 * g), 0, keepdims=False),
+    )
+    return works[j % len(works)]()
+
+
+@step("p0 g1", "p1", variants=5)
 def outer(x, g, j):
     g = lax.stop_gradient(g)
     works = (
@@ -214,7 +254,7 @@ def gather(x, j):
     return drjax.gather(x)
 
 
-@step("p1 p1 g1", "p1")
+@step("p1 p1 g1", "p1", variants=8)
 def mapped(x, y, g, j):
     def recurrent(a, b):
         return lax.scan(lambda c, t: (bounded(c + t * b), c.sum()), a, a)[0]
@@ -278,7 +318,7 @@ _reductions("p0", "g0")
 _reductions("p1", "g1")
 
 
-@step("gn g1", "g1")
+@step("gn g1", "g1", variants=7)
 def over_rows(x, g, j):
     works = (
         lambda: x.mean(0),
@@ -287,6 +327,7 @@ def over_rows(x, g, j):
         lambda: (x.T @ x @ g) * 0.1,
         lambda: x[1] - x[-1],
         lambda: x.reshape(-1)[: g.shape[0]],
+        lambda: jnp.linalg.norm(x[:, 0]) * g,
     )
     return bounded(works[j % len(works)]())
 

@@ -1,12 +1,14 @@
-"""Random programs: value and gradient of every way to run a program agree.
+"""Random programs: value and gradient agree in every way to run a program.
 
-A long run is `DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow
--n 0 -s tests/test_random_programs.py`; it prints its count, its seed, and which rules
-it has reached.
+Each program meets one chunk size and one mesh, drawn with it. A long run is
+`DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow -n 0 -s
+tests/test_random_programs.py`; it prints its count, its seed, and which rules it has
+reached.
 """
 
 import collections
 import functools
+import itertools
 import os
 
 import hypothesis
@@ -18,18 +20,22 @@ from hypothesis import strategies
 
 import drjax
 from drjax.interpret import rows
+from drjax.interpret.flat import CONTROL
 from drjax.interpret.kinds import SIGNATURES, Kinds
-from tests.random_programs import CONTROL, arguments, make, recipes
+from tests.meshes import in_mesh_of
+from tests.random_programs import arguments, covering, make, recipes
+from tests.test_row_rules import INTERNAL
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
-STEPS = (1, 3, None)  # groups_per_step
-COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "30"))
+COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "200"))
 SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
+WAYS = [*itertools.product((1, 3, None), (None, None, 2, 3))]  # groups a step, devices
 
 
-def check(recipe, f: int, outside: bool) -> None:
-    """Run one program in every way; `outside`: differentiate what was planned."""
+def check(recipe, f: int, way: int) -> None:
+    """Run one program in one way, and one group at a time."""
+    step, devices = WAYS[way]
     argnums, args = tuple(range(5)), arguments(f)
 
     def derivative(fn):
@@ -37,24 +43,24 @@ def check(recipe, f: int, outside: bool) -> None:
 
     fn = _traced_once(make(recipe), args)
     both = _traced_once(derivative(fn), args)
-
-    def planned(step):
-        if outside and step == 3:  # dear: the derivative is planned in three parts
-            return derivative(drjax.jit(fn, groups_per_step=step))
-        return drjax.jit(both, groups_per_step=step)
-
+    if step == 3 and devices is None:  # differentiate what was planned
+        planned = derivative(drjax.jit(fn, groups_per_step=step))
+    else:
+        planned = drjax.jit(both, groups_per_step=step)
     options = {"xla_backend_optimization_level": 0}
     want = jax.jit(both, compiler_options=options)(*args)
-    ways = jax.jit(lambda *x: [planned(s)(*x) for s in STEPS], compiler_options=options)
-    found = dict(zip(map(str, STEPS), ways(*args), strict=True))
+    with in_mesh_of(None if devices is None else {"clients": devices}):
+        compare(jax.jit(planned, compiler_options=options)(*args), want)
     plan = drjax.make_plan(both)(*args)
-    found["reference"] = drjax.backends.reference.compile(plan)(*args)
-    for way, got in found.items():
-        assert jax.tree.structure(got) == jax.tree.structure(want)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert x.dtype == y.dtype
-            scale = max(1.0, float(np.max(np.abs(y))))
-            np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10 * scale, err_msg=way)
+    compare(drjax.backends.reference.compile(plan)(*args), want)
+
+
+def compare(found, want) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        scale = max(1.0, float(np.max(np.abs(y))))
+        np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10 * scale)
 
 
 def _traced_once(fn, args):
@@ -65,6 +71,7 @@ def _traced_once(fn, args):
 
 
 def random_run(count: int, seed: int) -> None:
+    """So many random programs."""
     done = 0
 
     @hypothesis.seed(seed)
@@ -78,21 +85,22 @@ def random_run(count: int, seed: int) -> None:
         ],
     )
     @hypothesis.given(recipes, strategies.sampled_from((3, 4)),
-                      strategies.booleans())  # fmt: skip
-    def run(recipe, f, outside):
+                      strategies.integers(0, len(WAYS) - 1))  # fmt: skip
+    def run(recipe, f, way):
         nonlocal done
-        check(recipe, f, outside)
+        check(recipe, f, way)
         done += 1
         if done % 50 == 0:
             jax.clear_caches()
 
-    with (
-        jax.enable_x64(True),
-        jax.check_tracer_leaks(False),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        run()
+    run()
     print(f"\n{done} random programs, seed {seed}")
+
+
+@pytest.fixture(autouse=True)
+def as_in_the_recipes():
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture
@@ -120,6 +128,8 @@ def reached(monkeypatch):
             kinds[f"{eqn.primitive.name}({operands})"] += 1
         elif self.is_loop(eqn):
             kinds[eqn.primitive.name] += 1
+        elif self.meaning(eqn) is not None:
+            kinds[f"means {eqn.primitive.name}({operands})"] += 1
         return check_equation(self, eqn)
 
     monkeypatch.setattr(Kinds, "_check", check_counted)
@@ -133,9 +143,29 @@ def report(reached) -> None:
     print("kinds:", dict(kinds.most_common()))
 
 
-@pytest.mark.parametrize("seed", range(2))
+def assert_all_rules(reached) -> None:
+    """Every rule has been reached: pointwise work has one."""
+    rules, kinds = reached
+    found = {name.split("(")[0] for name in kinds}
+    meanings = {f"means {name}" for name in ("reduce_sum", "slice", "dynamic_slice")}
+    assert found >= {p.name for p in SIGNATURES} | set(CONTROL) | meanings
+    others = set(rows.ROW_RULES) - rows.ELEMENTWISE
+    assert len(set(rules) - others) > 20
+    assert not others - set(rules) - INTERNAL
+
+
+def test_ways_agree_in_programs_that_reach_every_rule(reached):
+    programs = covering()
+    for i, recipe in enumerate(programs):
+        check(recipe, 3 + i % 2, i % len(WAYS))
+    print(f"\n{len(programs)} programs")
+    report(reached)
+    assert_all_rules(reached)
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_ways_agree(seed, reached):
-    random_run(3, seed)
+    random_run(14, seed)
     report(reached)
 
 
@@ -143,17 +173,3 @@ def test_ways_agree(seed, reached):
 def test_ways_agree_in_many_programs(reached):
     random_run(COUNT, SEED)
     report(reached)
-    found = {name.split("(")[0] for name in reached[1]}
-    assert found >= {p.name for p in SIGNATURES}
-    assert found >= {"scan", "while", "cond"}
-
-
-@pytest.mark.parametrize(("j", "name"), list(enumerate(CONTROL)))
-def test_control_flow(name, j):
-    body = (
-        ("mapped", 1, 3, ()),
-        ("reduce_p1_mean", 2, 1, ()),
-        ("broadcast1", 1, 1, ()),
-    )
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        check(((name, 1, j, body),), 3, False)

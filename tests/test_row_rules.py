@@ -5,6 +5,8 @@ row, run for each row, must give what the equation gives for all. What it must r
 is in the table too.
 """
 
+import functools
+import gc
 import itertools
 
 import jax
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
-from jax.interpreters import ad
+from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax.interpret.flat import flatten
@@ -31,6 +34,14 @@ COMPLEX = (A + 1j * B).astype(np.complex64)
 KEYS = lambda: jax.random.split(jax.random.key(0), A.shape)
 INDEX = np.array([[1], [0], [1]], np.int32)  # [rows of indices, 1]
 
+SQUARES = np.einsum("nij,nkj->nik", B, B) + np.eye(2, dtype=np.float32)
+# Primitives that not every supported JAX has.
+NEWER = {
+    "log2": (jnp.log2, (A,)),
+    "one_minus_square": (jax.grad(lambda x: jnp.tanh(x).sum()), (A,)),
+    "polynomial": (lambda *xs: lax.polynomial_p.bind(*xs), (A, B, A)),
+}
+
 
 def _lax(names: str, *args):
     return {name: [(getattr(lax, name), args)] for name in names.split()}
@@ -38,6 +49,10 @@ def _lax(names: str, *args):
 
 def _bound(primitive, *args, **params):
     return [(lambda *xs: primitive.bind(*xs, **params), args)]
+
+
+def _each(fn):
+    return jax.vmap(jax.vmap(jax.vmap(fn)))
 
 
 def _over(name, dims, *rest, data=A):
@@ -62,7 +77,7 @@ CASES: dict[str, list] = {
     "or": [(lax.bitwise_or, (I, I[::-1]))],
     "xor": [(lax.bitwise_xor, (I, I[::-1]))],
     "not": [(lax.bitwise_not, (I,))],
-    **_lax("population_count", I),
+    **_lax("clz population_count", I),
     **_lax("shift_left shift_right_arithmetic shift_right_logical", I, I[::-1]),
     "clamp": [(lax.clamp, (A / 2, A, B)), (lambda x: lax.clamp(0.2, x, 0.5), (A,))],
     "convert_element_type": [(lambda x: lax.convert_element_type(x, np.int32), (B,))],
@@ -70,7 +85,24 @@ CASES: dict[str, list] = {
     "copy_p": [(jnp.copy, (A,))],
     "add_any": _bound(ad.add_jaxvals_p, A, B),
     "integer_pow": [(lambda x: lax.integer_pow(x, 3), (A,))],
-    "optimization_barrier": [(lambda x, y: lax.optimization_barrier((x, y)), (A, B))],
+    "mulhi": [(lax.mulhi, (I, I[::-1]))],
+    "igamma_grad_a": [(lax.igamma_grad_a, (A, B))],
+    **{
+        name: [case]
+        for name, case in NEWER.items()
+        if hasattr(lax, f"{name}_p")
+    },
+    "name": [(lambda x: checkpoint_name(x, "a"), (A,))],
+    "random_clone": [(jax.random.clone, (KEYS,))],
+    "random_fold_in": [(_each(jax.random.fold_in), (KEYS, I))],
+    "random_gamma": [(_each(jax.random.gamma), (KEYS, A))],
+    "random_seed": [(_each(jax.random.key), (I,))],
+    "random_split": [(_each(jax.random.split), (KEYS,))],
+    "bitcast_convert_type": [
+        (lambda x, t=t: lax.bitcast_convert_type(x, t), (data,))
+        for data, t in ((A, np.int32), (A, np.uint8),
+                        (I[..., None].view(np.uint8), np.float32))
+    ],
     "random_bits": [(lambda k: jax.vmap(jax.vmap(jax.vmap(jax.random.bits)))(k),
                      (KEYS,))],
     "reduce_precision": [(lambda x: lax.reduce_precision(x, 5, 5), (A,))],
@@ -99,6 +131,12 @@ CASES: dict[str, list] = {
         (lambda x: x[1:, :, ::2], (A,)),
         (lambda x: lax.slice(x, (0, 0, 0), (N, 1, N)), (A,)),
     ],
+    "tile": [(lambda x, r=r: jnp.tile(x, r), (A,)) for r in ((1, 2, 3), (2, 1, 1))],
+    "cholesky": [(lax.linalg.cholesky, (SQUARES,))],
+    "eigh": [(lax.linalg.eigh, (SQUARES,))],
+    "lu": [(lax.linalg.lu, (SQUARES,))],
+    "svd": [(lax.linalg.svd, (SQUARES,))],
+    "triangular_solve": [(lax.linalg.triangular_solve, (SQUARES, SQUARES))],
     "random_unwrap": [(jax.random.key_data, (KEYS,))],
     "random_wrap": [(jax.random.wrap_key_data, (np.ones((N, 3, 2), np.uint32),))],
     "split": [(lambda x, d=d: lax.split(x, (1, x.shape[d] - 1), d), (A,))
@@ -141,7 +179,7 @@ CASES: dict[str, list] = {
                 lambda r, j, s: getattr(r.at[j], m)(s[:1]), (2, 0, 0), 1)(
                     x, i, y.transpose(2, 0, 1)), (A, INDEX, B)),
         ]
-        for suffix, m in {"": "set", "-add": "add", "-mul": "multiply",
+        for suffix, m in {"": "set", "-add": "add", "-sub": "subtract", "-mul": "multiply",
                           "-min": "min", "-max": "max"}.items()
     },
     "pad": [
@@ -179,6 +217,7 @@ CASES: dict[str, list] = {
 }  # fmt: skip
 # Primitives that this JAX does not have or makes only while it lowers.
 INTERNAL = {"eq_to", "le_to", "lt_to", "stop_gradient", "copy_p", "stack", "unstack"}
+INTERNAL |= set(NEWER) - set(CASES)
 # What may accept any axis; the others must refuse at least one.
 ANY_AXIS = ELEMENTWISE | {"transpose", "random_unwrap", "stack", "broadcast_in_dim",
                           "squeeze"}  # fmt: skip
@@ -260,3 +299,26 @@ def test_without_partitioned_operands_nothing_is_by_rows():
     for name in ROW_RULES:
         for eqn, operands, _ in found_equations(name):
             assert by_rows(eqn, [None] * len(operands)) is None
+
+
+# Pointwise for vmap, but not work on partitioned values outside of drjax.map_fn.
+NOT_WORK = {
+    "with_memory_space_constraint", "stage", "tie", "to_edtype", "from_edtype",
+    "threefry2x32", "threefry4x32", "philox2x32", "philox4x32",
+}  # fmt: skip
+
+
+def test_no_pointwise_primitive_of_this_jax_is_missing():
+    everything = (
+        o for o in gc.get_objects() if isinstance(o, jax.extend.core.Primitive)
+    )
+    pointwise = {
+        p.name
+        for p in everything
+        if isinstance(
+            rule := batching.fancy_primitive_batchers.get(p), functools.partial
+        )
+        and rule.func.__name__ in ("vectorized_batcher", "broadcast_batcher")
+    }
+    assert len(pointwise) > 60
+    assert not pointwise - set(ROW_RULES) - NOT_WORK

@@ -207,6 +207,10 @@ class _Local:
         axes = [0, *(0 if v.partitioned else None for v in self.stage.inputs)]
         one = lambda *xs: _call(self.stage, xs)
         outs = jax.vmap(one, axes, axis_size=numbers.shape[0])(*args)
+        # Rows to compare with their extremum: the compiler must not compute them twice.
+        for reduce, i in zip(self.sums, self._sources, strict=True):
+            if reduce.op in ("max", "min") and i in self._kept:
+                outs[i] = lax.optimization_barrier(outs[i])
         totals = [
             self._reduce(reduce, outs[i], numbers)
             for reduce, i in zip(self.sums, self._sources, strict=True)

@@ -21,7 +21,7 @@ from drjax import _compat, primitives
 from drjax.interpret import number
 from drjax.interpret.flat import Flat
 from drjax.interpret.kinds import Kind, Kinds
-from drjax.interpret.levels import REDUCTIONS, Levels
+from drjax.interpret.levels import REDUCTIONS, Levels, exact
 from drjax.interpret.names import function_name
 from drjax.interpret.places import Places, spread
 from drjax.plan import Loop, Plan, Reduce, Round, Stage
@@ -43,7 +43,8 @@ class Cutter:
         a partitioned one.
       arguments: A name for each argument.
       recompute: Whether a level repeats the work of earlier levels that it needs,
-        instead of each group keeping its results. Work with effects is never repeated.
+        instead of each group keeping its results. Work with effects is never repeated,
+        nor what an extremum is taken of.
       called: A name for each result, if it has one.
     """
 
@@ -58,7 +59,7 @@ class Cutter:
     ):
         self.program, self.kinds, self.results = program, kinds, results
         self.partition, self.recompute = kinds.partition, recompute
-        self.levels = Levels(program, kinds)
+        self.levels, self._exact = Levels(program, kinds), exact(program)
         self.at = Places(program, kinds, arguments, called)
 
     def is_work(self, eqn) -> bool:
@@ -266,7 +267,9 @@ class Cutter:
 
     def _repeatable(self, var) -> bool:
         eqn = self.at.definition.get(var)
-        return eqn is not None and not eqn.effects and not self.kinds.is_loop(eqn)
+        if eqn is None or eqn.effects or var in self._exact:
+            return False
+        return not self.kinds.is_loop(eqn)
 
     def _run_row(self, eqn, group, operands) -> list:
         """The results of a local equation for one group."""

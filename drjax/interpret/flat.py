@@ -5,6 +5,7 @@ made of programs that are already differentiated. Equations keep their source li
 Loops and branches stay equations; `bodies` flattens what they hold.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,12 +41,30 @@ CONTROL = {
 
 
 class Flat:
-    """Straight-line code: `invars`, `eqns`, `outvars`, and values of constants."""
+    """Straight-line code: `invars`, `eqns`, `outvars`, and values of constants.
+
+    Attributes:
+      inferred: What is known of it as the body of a loop; see `LoopKinds`.
+    """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
         self.invars, self.eqns, self.outvars = invars, eqns, outvars
         self.consts: dict[Any, Any] = consts
         self.known_bodies: dict[Any, tuple[Flat, ...]] = known_bodies or {}
+        self.inferred: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def around(self) -> dict[Any, list[int]]:
+        """For each variable the numbers of the equations that make or take it."""
+        found: dict[Any, list[int]] = {v: [] for v in (*self.invars, *self.consts)}
+        for i, eqn in enumerate(self.eqns):
+            for var in eqn.outvars:
+                found[var] = [i]
+        for i, eqn in enumerate(self.eqns):
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    found[atom].append(i)
+        return found
 
     def bodies(self, eqn) -> tuple["Flat", ...]:
         """The flat jaxprs of a loop or branch: (body,), (condition, body), branches."""
@@ -114,6 +133,9 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             outs = _inline(inner_jaxpr, ins, eqns, consts, outer)
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
+        if _changes_nothing(eqn):
+            names.update(zip(eqn.outvars, ins, strict=True))
+            continue
         outs = eqn.outvars
         if call is not None:  # the same jaxpr may be called twice
             eqn = _compat.with_source(eqn, call)
@@ -121,6 +143,13 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             names.update(zip(eqn.outvars, outs, strict=True))
         eqns += _spelled_out(eqn.replace(invars=ins, outvars=outs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _changes_nothing(eqn) -> bool:
+    """Whether the results of an equation are its operands, one by one."""
+    if eqn.primitive.name == "device_put":
+        return all(device is None for device in eqn.params["devices"])
+    return eqn.primitive.name == "optimization_barrier"
 
 
 def _spelled_out(eqn) -> list:

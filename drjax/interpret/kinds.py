@@ -22,6 +22,7 @@ A loop is inferred by an engine of its own, given what is known of its operands,
 what goes round the loop comes back as it went in.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,13 +106,14 @@ class Kinds:
         self._size = -1 if partition is None else partition.size
         self.loops: dict[Any, LoopKinds] = {}
         self._cells: dict[Any, Kind] = dict.fromkeys(program.consts, GLOBAL)
+        self._moved: list[Any] = []
         for var, kind in zip(program.invars, given, strict=True):
             if kind not in (None, FREE):
                 self._cells[var] = kind
         for demand in ("none", "global", "partitioned"):
             for var, kind in zip(program.outvars, wanted, strict=False):
                 if kind is not None and kind.name == demand:
-                    self._raise_to(var, kind)
+                    self._raise_to([var], [kind])
             self._until_stable(demand)
 
     def check(self) -> "Kinds":
@@ -165,26 +167,31 @@ class Kinds:
     # -----------------------------------------------------------------------------
     # The worklist
 
-    def _raise_to(self, atom, kind: Kind | None) -> bool:
-        """Move a free cell up; returns whether it moved."""
-        if isinstance(atom, Literal) or self.cell(atom) != FREE:
-            return False
-        if kind is None or kind == FREE:
-            return False
-        self._cells[atom] = kind
-        return True
+    def _raise_to(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> None:
+        """Move free cells up."""
+        for atom, kind in zip(atoms, kinds, strict=True):
+            if kind is None or kind == FREE or isinstance(atom, Literal):
+                continue
+            if self.cell(atom) == FREE:
+                self._cells[atom] = kind
+                self._moved.append(atom)
 
     def _until_stable(self, demand: str) -> None:
-        changed = True
-        while changed:
-            changed = False
-            for eqn in self.program.eqns:
-                changed |= self._forward(eqn)
+        """Visit every equation, and again those around each cell that moves."""
+        eqns = self.program.eqns
+        order = range(len(eqns)) if demand == "none" else reversed(range(len(eqns)))
+        waiting = OrderedDict.fromkeys(order)  # as a set
+        while waiting:
+            at, _ = waiting.popitem(last=False)
+            eqn = eqns[at]
+            self._moved.clear()
+            self._forward(eqn)
             if demand != "none":
-                for eqn in reversed(self.program.eqns):
-                    changed |= self._backward(eqn, demand)
+                self._backward(eqn, demand)
+            for atom in self._moved:
+                waiting |= dict.fromkeys(self.program.around[atom])
 
-    def _forward(self, eqn) -> bool:
+    def _forward(self, eqn) -> None:
         signature = self.signature(eqn)
         if signature is not None:
             kinds = [signature[1]] * len(eqn.outvars)
@@ -198,24 +205,22 @@ class Kinds:
             if rows is None:
                 raise self.refusal(eqn, [self[v] for v in eqn.invars], _MIXES_ROWS)
             kinds = [along(axis) for axis in rows.outs]
-        elif any(
-            self.cell(v) == FREE for v in eqn.invars if v.aval.shape
-        ) and candidates(eqn, self._size):
-            return False  # its kind follows from how its results are used
+        elif self._is_open(eqn):
+            return  # its kind follows from how its results are used
         else:
             kinds = [GLOBAL] * len(eqn.outvars)
-        return any(list(map(self._raise_to, eqn.outvars, kinds)))
+        self._raise_to(eqn.outvars, kinds)
 
     def _is_open(self, eqn) -> bool:
         free = any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
         return free and bool(candidates(eqn, self._size))
 
-    def _backward(self, eqn, demand: str) -> bool:
+    def _backward(self, eqn, demand: str) -> None:
         needed = [
             kind if kind is not None and kind.name == demand else None
             for kind in self._needs(eqn)
         ]
-        return any(list(map(self._raise_to, eqn.invars, needed)))
+        self._raise_to(eqn.invars, needed)
 
     def _needs(self, eqn) -> Sequence[Kind | None]:
         """What an equation asks of each operand; None: nothing."""
@@ -312,7 +317,10 @@ class LoopKinds:
 
     def _infer(self, index: int, given, wanted=()) -> Kinds:
         flat = self.outer.program.bodies(self.eqn)[index]
-        return Kinds(flat, self.outer.partition, given, wanted)
+        key = (self.outer.partition, *given, "->", *wanted)
+        if key not in flat.inferred:
+            flat.inferred[key] = Kinds(flat, self.outer.partition, given, wanted)
+        return flat.inferred[key]
 
     def _scan(self, cells, wanted):
         n_consts, n_carry = _compat.scan_sizes(self.eqn)

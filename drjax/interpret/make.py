@@ -177,7 +177,7 @@ def find_partition(program: Flat) -> Partition | None:
     return next(iter(found))
 
 
-_MESH_BOUND = ("shard_map", "sharding_constraint", "reshard")
+_MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")
 
 
 def _given_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:

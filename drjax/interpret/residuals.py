@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax.interpret.flat import Flat, live_equations
 from drjax.interpret.kinds import Kinds
-from drjax.interpret.levels import is_reduction
+from drjax.interpret.levels import exact, is_reduction
 from drjax.interpret.rows import ROW_RULES
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
@@ -85,6 +85,7 @@ class _Pair:
         self.program, self.first = program, _Scan(program, eqn)
         self.body_kinds = kinds.loops[eqn.outvars[0]].bodies[0]
         self.definition = {v: e for e in self.first.body.eqns for v in e.outvars}
+        self.exact = exact(self.first.body)
         self.residuals: dict[Any, Any] = {}
         for outer, inner in zip(self.first.ys, self.first.body_ys, strict=True):
             found = self.body_kinds[inner].partitioned and self._only_scanned(outer)
@@ -121,7 +122,7 @@ class _Pair:
                 if stored and self.body_kinds[var].partitioned:
                     return None
                 starts[var] = None
-            elif eqn.effects:
+            elif eqn.effects or var in self.exact:
                 return None
             elif id(eqn) not in eqns:
                 eqns[id(eqn)] = eqn
@@ -193,6 +194,8 @@ class _Pair:
 def _sink(program: Flat, kinds: Kinds, scan: _Scan) -> Flat | None:
     """Move the cheap work that a scan's partitioned constants need into its steps."""
     definition = {v: e for e in program.eqns for v in e.outvars}
+    for var in exact(program):
+        definition.pop(var, None)
     moved = {
         v
         for v in scan.consts

@@ -17,13 +17,14 @@ Axes = Sequence[int | None]
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    cbrt ceil clamp complex conj convert_element_type copy copy_p cos cosh digamma div
-    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow
-    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter
-    not optimization_barrier or polygamma population_count pow random_bits real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh xor zeta""".split()
+    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma
+    div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
+    max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
+    population_count pow random_bits random_clone random_fold_in random_gamma
+    random_seed random_split real reduce_precision regularized_incomplete_beta rem round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor zeta""".split()
 )
 
 
@@ -168,6 +169,33 @@ def _slice(eqn, axis):
         "limit_indices": _drop(axis, p["limit_indices"]),
         "strides": None if strides is None else _drop(axis, strides),
     }
+
+
+def _tile(eqn, axis):
+    reps = eqn.params["reps"]
+    if reps[axis] != 1:
+        return None
+    return axis, {"reps": _drop(axis, reps)}
+
+
+def _bitcast(eqn, axis):
+    """A dimension may appear or vanish at the end."""
+    return (axis, {}) if axis < eqn.outvars[0].aval.ndim else None
+
+
+def _batch_of(dims: int) -> Callable:
+    """Work on the last dimensions of all operands, for each index of the others."""
+
+    def rule(eqn, axes: Axes) -> Rows | None:
+        known = {axis for axis in axes if axis is not None}
+        if len(known) != 1:
+            return None
+        (axis,) = known
+        if axis >= min(var.aval.ndim for var in eqn.invars) - dims:
+            return None
+        return Rows((axis,) * len(axes), (axis,) * len(eqn.outvars), dict(eqn.params))
+
+    return rule
 
 
 def _random_wrap(eqn, axis):
@@ -370,6 +398,8 @@ ROW_RULES: dict[str, Callable] = {
     "slice": _unary(_slice),
     "random_wrap": _unary(_random_wrap),
     "random_unwrap": _unary(lambda eqn, axis: (axis, {})),
+    "tile": _unary(_tile),
+    "bitcast_convert_type": _unary(_bitcast),
     "split": _unary(_along("axis")),
     "top_k": _unary(_top_k),
     "unstack": _unary(_unstack),
@@ -379,11 +409,14 @@ ROW_RULES: dict[str, Callable] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     **dict.fromkeys(
-        "scatter scatter-add scatter-mul scatter-min scatter-max".split(), _scatter
+        """scatter scatter-add scatter-sub scatter-mul scatter-min
+        scatter-max""".split(),
+        _scatter,
     ),
     "pad": _pad,
     "concatenate": _along_dimension,
     "dot_general": _dot_general,
+    **dict.fromkeys("cholesky eigh lu svd triangular_solve".split(), _batch_of(2)),
     **dict.fromkeys(
         "cumsum cumprod cummax cummin cumlogsumexp".split(), _unary(_along("axis"))
     ),
