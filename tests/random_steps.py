@@ -123,17 +123,22 @@ _add_table("by_row", "p1 p0", "p1", {k: lambda a, b, f=f: f(a, b[:, None])
 _add_table("globals", "g1 g0", "g1", BINARY)
 
 
-@step("p1", "p1", variants=26)
+def _squares(x):
+    """A positive definite matrix for each row."""
+    return jnp.einsum("ni,nj->nij", x, x) + 2 * jnp.eye(x.shape[1])[None]
+
+
+@step("p1", "p1", variants=35)
 def along_features(x, j):
     """Work along the features: nothing here touches the axis of the groups."""
     f = x.shape[1]
     works = (
         lambda: x[:, ::-1],
         lambda: bounded(jnp.cumsum(x, axis=1)),
-        lambda: bounded(jnp.cumprod(x, axis=1)),
-        lambda: lax.cumlogsumexp(x, axis=1),
-        lambda: lax.cummax(x + jnp.arange(f)[None] * 0.0137, axis=1),
-        lambda: lax.cummin(x - jnp.arange(f)[None] * 0.0137, axis=1, reverse=True),
+        lambda: x * bounded(jnp.cumprod(lax.stop_gradient(x), axis=1)),
+        lambda: x * lax.cumlogsumexp(lax.stop_gradient(x), axis=1),
+        lambda: x * lax.cummax(lax.stop_gradient(x), axis=1),
+        lambda: x * lax.cummin(lax.stop_gradient(x), axis=1, reverse=True),
         lambda: jnp.sin(x.T).T,
         lambda: jnp.cos(x.reshape(N, f, 1))[..., 0],
         lambda: jnp.pad(x, ((0, 0), (1, 2)), constant_values=0.5)[:, 1 : f + 1],
@@ -155,6 +160,13 @@ def along_features(x, j):
         lambda: x.at[:, 1].add(jnp.sin(x[:, 0])),
         lambda: jnp.sin(x).at[:, 0].max(0.2345 + x[:, 1]),
         lambda: jnp.sin(x).at[:, 0].min(0.2345 + x[:, 1]),
+        lambda: x.at[:, 0].subtract(jnp.cos(x[:, 1])),
+        lambda: lax.bitcast_convert_type(x, jnp.int64) % 3 * x,
+        lambda: x * lax.stop_gradient(jnp.linalg.cholesky(_squares(x))[:, 0]),
+        lambda: x * lax.stop_gradient(lax.linalg.svd(_squares(x))[1]),
+        lambda: x * lax.stop_gradient(lax.linalg.eigh(_squares(x))[1]),
+        lambda: x * lax.stop_gradient(lax.linalg.lu(_squares(x))[0][:, 0]),
+        lambda: x * lax.stop_gradient(jnp.linalg.inv(_squares(x))[:, 0]),
         lambda: lax.top_k(x + jnp.arange(f)[None] * 0.0137, 2)[0][:, :1] * jnp.cos(x),
     )
     return works[j % len(works)]()
@@ -189,7 +201,7 @@ def over_features(x, g, j):
         lambda: x.sum(1),
         lambda: x.mean(axis=1),
         lambda: (x + jnp.arange(x.shape[1])[None] * 0.0137).max(1),
-        lambda: jnp.prod(x, axis=1),
+        lambda: x[:, 0] * jnp.prod(lax.stop_gradient(x), axis=1),
         lambda: x[:, 1],
         lambda: jax.nn.logsumexp(x, axis=1),
         lambda: jnp.argmax(x + jnp.arange(x.shape[1])[None] * 0.0137, axis=1) * 0.1,
@@ -210,12 +222,27 @@ def over_features(x, g, j):
 
 @step("p1 g0", "g1", variants=3)
 def one_row(x, g, j):
+    x = drjax.map_fn(jnp.cos, x)  # which is partitioned, whoever else uses x
     works = (
         lambda: x[1],
         lambda: x[-1] * g,
         lambda: lax.dynamic_index_in_dim(x, jnp.int32(4 * g), 0, keepdims=False),
     )
     return works[j % len(works)]()
+
+
+@step("gn g0", "g1", variants=4)
+def square(x, g, j):
+    """Arrays of n by n: more than one axis could be that of the groups."""
+    x = bounded(jnp.einsum("ni,mi->nm", x, x))
+    v = jnp.sin(x[:, 0] * g)
+    works = (
+        lambda: drjax.reduce_mean(x * x.T),
+        lambda: drjax.reduce_mean(drjax.map_fn(jnp.square, x.T) + x),
+        lambda: drjax.reduce_mean(drjax.map_fn(jnp.square, x) + v),
+        lambda: drjax.reduce_sum(drjax.map_fn(jnp.square, x) * v[:, None] + v),
+    )
+    return works[j % len(works)]()[:3]
 
 
 @step("p0 g1", "p1", variants=5)

@@ -71,7 +71,7 @@ class Cutter:
         """What leaves the groups at the end of a level: `(variable, group axis)`."""
         found = [(e.invars[0], 0) for e in self.levels.reduces.get(level, ())]
         for eqn in self.levels.loops.get(level, ()):
-            needs = self.kinds.loops[eqn.outvars[0]].ins
+            needs = self.kinds.loops[eqn].ins
             found += [
                 (v, need.axis)
                 for v, need in zip(eqn.invars, needs, strict=True)
@@ -108,7 +108,7 @@ class Cutter:
             wanted |= {*broadcast, *(var for var, _ in scatter)}
         for eqns in self.levels.loops.values():
             for eqn in eqns:
-                needs = self.kinds.loops[eqn.outvars[0]].ins
+                needs = self.kinds.loops[eqn].ins
                 wanted |= {
                     v for v, need in zip(eqn.invars, needs, strict=True)
                     if not need.partitioned
@@ -285,7 +285,7 @@ class Cutter:
     # Loops
 
     def _loop(self, eqn) -> Loop:
-        op, loop = eqn.primitive.name, self.kinds.loops[eqn.outvars[0]]
+        op, loop = eqn.primitive.name, self.kinds.loops[eqn]
         ins, outs = loop.ins, loop.outs
         names = [self.at.names.of(v) for v in eqn.invars]
         inputs = [

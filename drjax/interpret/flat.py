@@ -68,12 +68,11 @@ class Flat:
 
     def bodies(self, eqn) -> tuple["Flat", ...]:
         """The flat jaxprs of a loop or branch: (body,), (condition, body), branches."""
-        key = eqn.outvars[0]
-        if key not in self.known_bodies:
+        if eqn not in self.known_bodies:
             found = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
             closed = found[0] if eqn.primitive.name == "cond" else found
-            self.known_bodies[key] = tuple(map(flatten, closed))
-        return self.known_bodies[key]
+            self.known_bodies[eqn] = tuple(map(flatten, closed))
+        return self.known_bodies[eqn]
 
 
 def flatten(closed) -> Flat:

@@ -89,11 +89,10 @@ def explicit(program: Flat, kinds: Any) -> Flat | None:
             continue
         eqns.append(eqn)
         if kinds.is_loop(eqn):
-            key = eqn.outvars[0]
-            found = [explicit(b.program, b) for b in kinds.loops[key].bodies]
+            found = [explicit(b.program, b) for b in kinds.loops[eqn].bodies]
             if any(new is not None for new in found):
                 pairs = zip(program.bodies(eqn), found, strict=True)
-                bodies[key] = tuple(old if new is None else new for old, new in pairs)
+                bodies[eqn] = tuple(old if new is None else new for old, new in pairs)
                 changed = True
     if not changed:
         return None

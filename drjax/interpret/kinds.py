@@ -92,7 +92,7 @@ class Kinds:
       wanted: For each result its kind, if it is known.
 
     Attributes:
-      loops: For the first result of each loop on partitioned values: how it loops.
+      loops: For each loop on partitioned values: how it loops.
     """
 
     def __init__(
@@ -104,17 +104,47 @@ class Kinds:
     ):
         self.program, self.partition = program, partition
         self._size = -1 if partition is None else partition.size
+        self._said = dict(zip(program.invars, given, strict=True))
+        whole: set[Any] = set()  # variables that no one axis fits
+        while (found := self._infer(whole, wanted)) - whole:
+            whole |= found
+
+    def _infer(self, whole: set, wanted: Sequence[Kind | None]) -> set:
+        """Infer everything; returns what is wanted in ways that contradict."""
         self.loops: dict[Any, LoopKinds] = {}
-        self._cells: dict[Any, Kind] = dict.fromkeys(program.consts, GLOBAL)
+        self._cells: dict[Any, Kind] = dict.fromkeys((*self.program.consts, *whole), GLOBAL)
         self._moved: list[Any] = []
-        for var, kind in zip(program.invars, given, strict=True):
-            if kind not in (None, FREE):
-                self._cells[var] = kind
+        self._raise_to(list(self._said), list(self._said.values()))
+        sure: set[Any] = set()  # partitioned, whoever uses it
         for demand in ("none", "global", "partitioned"):
-            for var, kind in zip(program.outvars, wanted, strict=False):
+            if demand != "none":
+                sure |= set(self._cells)
+            for var, kind in zip(self.program.outvars, wanted, strict=False):
                 if kind is not None and kind.name == demand:
                     self._raise_to([var], [kind])
             self._until_stable(demand)
+        return {v for e in self.program.eqns for v in self._contradicted(e)} - sure
+
+    def _contradicted(self, eqn) -> list:
+        """The variables of an equation that do not lie as it takes or gives them."""
+        if self.is_loop(eqn):
+            ins, outs = self.loops[eqn].ins, self.loops[eqn].outs
+        elif self.signature(eqn) is not None:
+            ins, outs = [PARTITIONED] * len(eqn.invars), []
+        elif self.meaning(eqn) is not None:
+            return []
+        else:
+            rows = self.rows(eqn)
+            if rows is None:
+                return [v for v in eqn.outvars if self.cell(v).partitioned]
+            ins = [GLOBAL if axis is None else along(axis) for axis in rows.ins]
+            outs = list(map(along, rows.outs))
+        atoms, kinds = [*eqn.invars, *eqn.outvars[: len(outs)]], [*ins, *outs]
+        return [
+            atom
+            for atom, kind in zip(atoms, kinds, strict=True)
+            if self.cell(atom).partitioned and self.cell(atom) != kind
+        ]
 
     def check(self) -> "Kinds":
         """Refuse what has no meaning: partitioned values in a global place."""
@@ -196,7 +226,7 @@ class Kinds:
         if signature is not None:
             kinds = [signature[1]] * len(eqn.outvars)
         elif self.is_loop(eqn):
-            loop = self.loops[eqn.outvars[0]] = LoopKinds(self, eqn)
+            loop = self.loops[eqn] = LoopKinds(self, eqn)
             kinds = loop.outs
         elif self.meaning(eqn) is not None:
             kinds = [GLOBAL]
@@ -234,7 +264,7 @@ class Kinds:
         outs = [self.cell(v) for v in eqn.outvars]
         if any(out.partitioned for out in outs):
             rows = self.rows(eqn)
-            axes = () if rows is None else rows.ins
+            axes = [None] * len(eqn.invars) if rows is None else rows.ins
             return [None if axis is None else along(axis) for axis in axes]
         possible = candidates(eqn, self._size)
         if possible and GLOBAL not in outs:
@@ -258,13 +288,14 @@ class Kinds:
     def _check(self, eqn) -> None:
         kinds = [self[v] for v in eqn.invars]
         if self.is_loop(eqn):
-            self.loops[eqn.outvars[0]].check()
+            self.loops[eqn].check()
             return
         if not any(kind.partitioned for kind in kinds):
             return
         signature = self.signature(eqn)
         if signature is None:
-            assert self.rows(eqn) or self.meaning(eqn)
+            if self._contradicted(eqn):
+                raise self.refusal(eqn, kinds, _MIXES_ROWS)
         elif signature[0] == GLOBAL:
             raise self.refusal(eqn, kinds, _ALREADY_PARTITIONED)
         elif any(kind.axis for kind in kinds):

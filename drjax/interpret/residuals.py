@@ -83,7 +83,7 @@ class _Pair:
 
     def __init__(self, program: Flat, kinds: Kinds, eqn):
         self.program, self.first = program, _Scan(program, eqn)
-        self.body_kinds = kinds.loops[eqn.outvars[0]].bodies[0]
+        self.body_kinds = kinds.loops[eqn].bodies[0]
         self.definition = {v: e for e in self.first.body.eqns for v in e.outvars}
         self.exact = exact(self.first.body)
         self.residuals: dict[Any, Any] = {}
@@ -264,7 +264,7 @@ def _with(program: Flat, replaced: dict[int, tuple]) -> Flat:
         new, body = replaced.get(id(eqn), (eqn, None))
         eqns.append(new)
         if body is not None:
-            bodies[new.outvars[0]] = (body,)
+            bodies[new] = (body,)
     known = {**program.known_bodies, **bodies}
     live = live_equations(eqns, program.outvars)
     return Flat(program.invars, live, program.outvars, program.consts, known)
