@@ -7,11 +7,13 @@ Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 * DCE rules receive the live inputs from 0.11 on.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import api_util, config, core, mesh, source_info_util, util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, mlir
@@ -140,6 +142,20 @@ def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
 
 def batch_jaxpr(jaxpr, axis_data, in_axes):
     return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
+
+
+@contextlib.contextmanager
+def without_mesh():
+    """A context with no mesh at all, neither set nor of a `with mesh:` block."""
+    resources, legacy = mesh.thread_resources, config.mesh_context_manager
+    env, entered = resources.env, legacy.swap_local(())
+    resources.env = env.with_mesh(mesh.Mesh(np.empty((), object), ()))
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            yield
+    finally:
+        resources.env = env
+        legacy.set_local(entered)
 
 
 # ---------------------------------------------------------------------------------

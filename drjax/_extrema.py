@@ -7,6 +7,7 @@ MapReduce program. With y = max_i x_i and ties shared equally, as in `jnp.max`:
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
@@ -22,7 +23,7 @@ reduce_min_p = _rules.new_primitive("reduce_min")
 def _executor(local, largest: bool):
     def execute(x, *, partition, mesh):
         where = layout(partition, mesh)
-        fill = _lowest(x.dtype) if largest else _highest(x.dtype)
+        fill = lowest(x.dtype) if largest else highest(x.dtype)
 
         def body(x, numbers=None):
             y = local(where.mask_padding(x, numbers, fill), axis=0)
@@ -54,16 +55,22 @@ def across_devices(x, axes, largest: bool):
     return lax.bitcast_convert_type(flip(order), x.dtype).astype(dtype)
 
 
-def _lowest(dtype):
-    if dtype == jnp.bool_:
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+def lowest(dtype):
+    return _limit(dtype, -jnp.inf, "min")
 
 
-def _highest(dtype):
+def highest(dtype):
+    return _limit(dtype, jnp.inf, "max")
+
+
+def _limit(dtype, infinity: float, side: str):
     if dtype == jnp.bool_:
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+        return side == "max"
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return getattr(jnp.iinfo(dtype), side)
+    if np.isinf(np.asarray(infinity, dtype)):
+        return infinity
+    return getattr(jnp.finfo(dtype), side)  # some 8-bit floats have no infinities
 
 
 def _is_extremum(x, y):

@@ -17,11 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from drjax import _compat
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax import _compat, _rules
+from drjax._errors import DrjaxValueError
 from drjax.backends import xla
 from drjax.interpret.make import outside_meshes, plan_of_jaxpr
 from drjax.interpret.names import argument_names, function_name
@@ -42,8 +41,7 @@ class Options:
         return replace(self, names=names)
 
 
-planned_p = Primitive("drjax_jit")
-planned_p.multiple_results = True
+planned_p = _rules.new_primitive("jit", multiple_results=True)
 
 
 @_compat.weakref_lru_cache
@@ -55,6 +53,7 @@ def _plan(jaxpr, options: Options):
 
 
 def _execute(*args, jaxpr, options: Options):
+    """The results; traced in the context of the mesh on which they are computed."""
     return xla.run_flat(_plan(jaxpr, options), list(args), options.groups_per_step)
 
 
@@ -84,11 +83,6 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
 # Rules
 
 
-def _jvp_jaxpr(jaxpr, nonzeros):
-    with outside_meshes():
-        return _compat.jvp_jaxpr(jaxpr, nonzeros)
-
-
 def _tangents_out(jaxpr, nonzeros_out, values):
     values = iter(values)
     return [
@@ -98,18 +92,18 @@ def _tangents_out(jaxpr, nonzeros_out, values):
 
 
 def _jvp(primals, tangents, *, jaxpr, options: Options):
+    """Values and tangents apart, so that a checkpoint may know the values alone."""
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
-    both, nonzeros_out = _jvp_jaxpr(jaxpr, nonzeros)
-    dense = [t for t, nz in zip(tangents, nonzeros, strict=True) if nz]
-    args = [*primals, *dense]
-    outs = planned_p.bind(*args, jaxpr=both, options=options.of(len(args)))
-    n = len(jaxpr.out_avals)
-    return outs[:n], _tangents_out(jaxpr, nonzeros_out, outs[n:])
+    outs, _, residuals, linear = _linearize(
+        False, nonzeros, *primals, jaxpr=jaxpr, options=options
+    )
+    return outs, linear(residuals, *tangents)
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options):
     outs = planned_p.bind(*primals, jaxpr=jaxpr, options=options)
-    both, nonzeros_out = _jvp_jaxpr(jaxpr, nonzeros)
+    with outside_meshes():
+        both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     wanted = [False] * len(outs) + [True] * (len(both.out_avals) - len(outs))
     tangent, used = _compat.dce_jaxpr(both, wanted)
     n = len(primals)
@@ -161,13 +155,8 @@ def _batch(axis_data, args, dims, *, jaxpr, options: Options):
     return planned_p.bind(*args, jaxpr=batched, options=options), out_axes
 
 
-planned_p.def_impl(
-    lambda *args, jaxpr, options: jax.jit(
-        functools.partial(_execute, jaxpr=jaxpr, options=options)
-    )(*args)
-)
 planned_p.def_effectful_abstract_eval(_abstract_eval)
-_compat.register_lowering(planned_p, _execute)
+_rules.register_execution(planned_p, _execute)
 ad.primitive_jvps[planned_p] = _jvp
 ad.primitive_transposes[planned_p] = _transpose
 _compat.register_linearization(planned_p, _linearize)
@@ -217,7 +206,11 @@ def jit(
 
     Source: Rush et al. 2024, sections 4 and 5.
     """
-    _check_options(groups_per_step, residuals)
+    groups_per_step = xla.checked_groups_per_step(groups_per_step)
+    if residuals not in ("recompute", "store"):
+        raise DrjaxValueError(
+            f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
+        )
 
     @functools.wraps(fn)
     def planned(*args, **kwargs):
@@ -243,8 +236,9 @@ def jit(
             [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
         )
         options = Options(name, given, groups_per_step, residuals == "recompute")
-        _plan(jaxpr, options)  # errors now, and not when it is lowered
-        outs = planned_p.bind(*consts, *arrays, jaxpr=jaxpr, options=options)
+        plan = _plan(jaxpr, options)  # errors now, and not when it is lowered
+        operands = xla.on_mesh(plan, [*consts, *arrays])
+        outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options)
         return out_tree.unflatten(outs)
 
     return jax.jit(planned, **jit_kwargs)
@@ -252,21 +246,3 @@ def jit(
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
-
-
-def _check_options(groups_per_step: Any, residuals: Any) -> None:
-    if groups_per_step is not None:
-        if isinstance(groups_per_step, bool) or not isinstance(groups_per_step, int):
-            raise DrjaxTypeError(
-                "drjax.jit needs groups_per_step as a positive int or None, got "
-                f"{groups_per_step!r}."
-            )
-        if groups_per_step < 1:
-            raise DrjaxValueError(
-                "drjax.jit needs at least one group per step, got groups_per_step="
-                f"{groups_per_step}. None works on all of a device's groups at once."
-            )
-    if residuals not in ("recompute", "store"):
-        raise DrjaxValueError(
-            f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
-        )

@@ -14,6 +14,8 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
     """A primitive whose printed name carries the prefix `drjax_`."""
     primitive = Primitive(f"drjax_{name}")
     primitive.multiple_results = multiple_results
+    # What its jaxprs hold is lowered when they are run, in that context.
+    setattr(primitive, "is_high", lambda *_, **__: False)  # noqa: B010
     return primitive
 
 

@@ -21,7 +21,8 @@ from hypothesis import strategies
 import drjax
 from drjax.interpret import rows
 from drjax.interpret.flat import CONTROL
-from drjax.interpret.kinds import SIGNATURES, Kinds
+from drjax.interpret.kind import SIGNATURES
+from drjax.interpret.kinds import Kinds
 from tests.meshes import in_mesh_of
 from tests.random_programs import arguments, covering, make, recipes
 from tests.test_row_rules import INTERNAL

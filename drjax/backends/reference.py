@@ -8,12 +8,12 @@ work of one group names the group and the stage, and keeps the group's inputs.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from drjax import _compat
 from drjax._errors import DrjaxError
+from drjax.interpret.arguments import flat_inputs
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
 
 
@@ -54,16 +54,13 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
     """
 
     def run(*args, **kwargs):
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        if tree != plan.in_tree:
-            raise TypeError(f"{plan.name} was planned for {plan.in_tree}, got {tree}.")
         inputs = [
-            jnp.moveaxis(jnp.asarray(x), v.axis, 0) if v.partitioned else jnp.asarray(x)
-            for v, x in zip(plan.inputs, leaves, strict=True)
+            jnp.moveaxis(x, v.axis, 0) if v.partitioned else x
+            for v, x in zip(plan.inputs, flat_inputs(plan, args, kwargs), strict=True)
         ]
         outs = _Run(plan, check_nans)(inputs)
         whole = [
-            jnp.moveaxis(x, 0, v.axis) if v.partitioned else x
+            jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x, v.dtype)
             for v, x in zip(plan.outputs, outs, strict=True)
         ]
         return plan.out_tree.unflatten(whole)

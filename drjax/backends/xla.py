@@ -11,6 +11,7 @@ they are planned (see `_planned.py`).
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
-from drjax._extrema import across_devices
-from drjax._sharding import Layout, find_mesh, layout, on_devices, vary
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._extrema import across_devices, highest, lowest
+from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices, vary
+from drjax.interpret.arguments import flat_inputs
 from drjax.plan import Loop, Plan, Reduce, Round, Value
 from drjax.primitives import gather_p
 
@@ -50,24 +53,50 @@ def compile(
       >>> print(jax.jit(run)(jnp.arange(4.0)))
       14.0
     """
+    groups_per_step = checked_groups_per_step(groups_per_step)
 
     def run(*args, **kwargs):
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        if tree != plan.in_tree:
-            raise TypeError(f"{plan.name} was planned for {plan.in_tree}, got {tree}.")
+        leaves = flat_inputs(plan, args, kwargs)
         return plan.out_tree.unflatten(run_flat(plan, leaves, groups_per_step, mesh))
 
     return run
+
+
+def checked_groups_per_step(found: Any) -> int | None:
+    """The option, if it is a positive integer or None."""
+    if found is None:
+        return None
+    if isinstance(found, bool) or not hasattr(found, "__index__"):
+        raise DrjaxTypeError(
+            f"drjax needs groups_per_step as a positive int or None, got {found!r}."
+        )
+    if found < 1:
+        raise DrjaxValueError(
+            "drjax needs at least one group per step, got groups_per_step="
+            f"{found}. None works on all of a device's groups at once."
+        )
+    return operator.index(found)
 
 
 def run_flat(
     plan: Plan, inputs: list, groups_per_step: int | None = None, mesh: Any = None
 ) -> list:
     """The results of a plan, flat."""
-    where = None
-    if plan.partition is not None:
-        where = layout(plan.partition, find_mesh(plan.partition, mesh))
-    return _Run(plan, where, groups_per_step)(inputs)
+    return _Run(plan, _place(plan, mesh), groups_per_step)(inputs)
+
+
+def on_mesh(plan: Plan, inputs: list) -> list:
+    """The inputs of a plan such that a surrounding jit sees a concrete mesh."""
+    where = _place(plan)
+    if where is None or not isinstance(where.mesh, jax.sharding.Mesh):
+        return inputs
+    return [as_operand(x, where, False) for x in inputs]
+
+
+def _place(plan: Plan, mesh: Any = None) -> Layout | None:
+    if plan.partition is None:
+        return None
+    return layout(plan.partition, find_mesh(plan.partition, mesh))
 
 
 class _Run:
@@ -268,12 +297,7 @@ def _identity(op: str, dtype):
     """What changes nothing in a sum, a maximum or a minimum."""
     if op in ("sum", "mean"):
         return 0
-    if dtype == jnp.bool_:
-        return op == "min"
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf if op == "max" else jnp.inf
-    limits = jnp.iinfo(dtype)
-    return limits.min if op == "max" else limits.max
+    return lowest(dtype) if op == "max" else highest(dtype)
 
 
 def _accumulator(dtype):

@@ -20,7 +20,8 @@ from jax.extend.core import Literal
 from drjax import _compat, primitives
 from drjax.interpret import number
 from drjax.interpret.flat import Flat
-from drjax.interpret.kinds import Kind, Kinds
+from drjax.interpret.kind import Kind
+from drjax.interpret.kinds import Kinds
 from drjax.interpret.levels import REDUCTIONS, Levels, exact
 from drjax.interpret.names import function_name
 from drjax.interpret.places import Places, spread

@@ -7,6 +7,7 @@ Loops and branches stay equations; `bodies` flattens what they hold.
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "drjax_jit": "jaxpr",
 }
 # Equations that run jaxprs in a loop or choose among them: their parameters.
 CONTROL = {
@@ -120,16 +123,16 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
-        param = CALLS.get(eqn.primitive.name)
-        if param is not None:
-            inner = eqn.params[param]
+        called = _called(eqn, ins)
+        if called is not None:
+            inner, operands = called
             inner_jaxpr = _compat.open_jaxpr(inner)
             for var, value in zip(
                 inner_jaxpr.constvars, _compat.jaxpr_consts(inner), strict=True
             ):
                 consts[var] = value
             outer = eqn if call is None else _compat.with_source(eqn, call)
-            outs = _inline(inner_jaxpr, ins, eqns, consts, outer)
+            outs = _inline(inner_jaxpr, operands, eqns, consts, outer)
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
         if _changes_nothing(eqn):
@@ -142,6 +145,20 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             names.update(zip(eqn.outvars, outs, strict=True))
         eqns += _spelled_out(eqn.replace(invars=ins, outvars=outs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
+    """The jaxpr that an equation only calls, and its operands; None for any other."""
+    name = eqn.primitive.name
+    if name in CALLS:
+        return eqn.params[CALLS[name]], list(ins)
+    if name == "custom_linear_solve":  # of four functions, only one is called
+        sizes = eqn.params["const_lengths"]
+        first = sizes.matvec + sizes.vecmat
+        consts = ins[first : first + sizes.solve]
+        right = ins[first + sizes.solve + sizes.transpose_solve :]
+        return eqn.params["jaxprs"].solve, [*consts, *right]
+    return None
 
 
 def _changes_nothing(eqn) -> bool:
@@ -194,8 +211,7 @@ def _fold_constants(eqns: list, consts: dict) -> list:
             v.val if isinstance(v, Literal) else consts.get(v) for v in eqn.invars
         ]
         foldable = (
-            eqn.primitive not in BLOCKS
-            and not eqn.effects
+            eqn.primitive.name in ELEMENTWISE
             and operands
             and all(x is not None and np.ndim(x) == 0 for x in operands)
             and all(v.aval.shape == () for v in eqn.outvars)
@@ -203,7 +219,6 @@ def _fold_constants(eqns: list, consts: dict) -> list:
                 jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
                 for v in eqn.outvars
             )
-            and not list(_compat.jaxprs_in(eqn.params))
         )
         if foldable:
             with jax.ensure_compile_time_eval():
@@ -230,12 +245,16 @@ def is_written_sum(eqn) -> bool:
 
     The transpose of an equation has the traceback of that equation.
     """
-    traceback = eqn.source_info.traceback
-    if traceback is None:
+    if eqn.source_info.traceback is None:
         return True
     files = ("reductions.py", "einsum.py", "tensor_contractions.py")
-    return any(
-        f.file_name.endswith(files)
-        or (f.file_name.endswith("lax.py") and "reduce" in f.function_name)
-        for f in traceback.frames
-    )
+    for frame in eqn.source_info.traceback.frames:  # from the innermost
+        if not frame.file_name.startswith(_JAX):
+            return False
+        name = Path(frame.file_name).name
+        if name in files or (name == "lax.py" and "reduce" in frame.function_name):
+            return True
+    return False
+
+
+_JAX = str(Path(jax.__file__).parent)

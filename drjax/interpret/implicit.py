@@ -41,6 +41,9 @@ def meaning(eqn, axes: Sequence[int | None]) -> Callable | None:
         sizes = [b - a for a, b in zip(starts, limits, strict=True)]
         one = _is_one_row(sizes, shape, axis)
         return _row(axis, lambda *_: starts[axis]) if one else None
+    if eqn.primitive is lax.squeeze_p:  # what is left of y[0] if there is one group
+        gone = eqn.params["dimensions"]
+        return _only_row(axis, gone) if axis in gone else None
     if eqn.primitive is lax.dynamic_slice_p:
         one = _is_one_row(eqn.params["slice_sizes"], shape, axis)
         return _row(axis, lambda *starts: starts[axis]) if one else None
@@ -62,6 +65,16 @@ def _sum(axis: int, axes: Sequence[int]) -> Callable:
         return reduce_sum(jnp.moveaxis(rows, left, 0), partition=partition)
 
     return total
+
+
+def _only_row(axis: int, gone: Sequence[int]) -> Callable:
+    others = tuple(d - (d > axis) for d in gone if d != axis)
+
+    def row(partition: Partition, x):
+        found = select(jnp.moveaxis(x, axis, 0), 0, partition=partition)
+        return lax.squeeze(found, others)
+
+    return row
 
 
 def _row(axis: int, number: Callable) -> Callable:

@@ -24,62 +24,26 @@ what goes round the loop comes back as it went in.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Literal
 
-from drjax import _compat, primitives
+from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret.flat import CONTROL, Flat, uses_blocks
 from drjax.interpret.implicit import meaning
-from drjax.interpret.rows import Rows, by_rows, candidates
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Free, global, or partitioned along an axis."""
-
-    name: str
-    axis: int | None = None
-
-    def __str__(self) -> str:
-        where = f" along axis {self.axis}" if self.axis else ""
-        return self.name + where
-
-    @property
-    def partitioned(self) -> bool:
-        return self.axis is not None
-
-
-FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
-
-
-def along(axis: int) -> Kind:
-    return Kind("partitioned", axis)
-
-
-def _moved(kind: Kind | None, by: int) -> Kind | None:
-    """The kind of one of the values that a loop stacks, or of the stack."""
-    if kind is None or kind.axis is None:
-        return kind
-    axis = kind.axis + by
-    return FREE if axis < 0 else along(axis)
-
-
-# The drjax primitives: the kind of their operands and of their results.
-SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
-    primitives.broadcast_p: (GLOBAL, PARTITIONED),
-    primitives.map_fn_p: (PARTITIONED, PARTITIONED),
-    primitives.reduce_sum_p: (PARTITIONED, GLOBAL),
-    primitives.reduce_mean_p: (PARTITIONED, GLOBAL),
-    primitives.reduce_max_p: (PARTITIONED, GLOBAL),
-    primitives.reduce_min_p: (PARTITIONED, GLOBAL),
-    primitives.gather_p: (PARTITIONED, GLOBAL),
-    primitives.scatter_p: (GLOBAL, PARTITIONED),
-    primitives.partition_index_p: (GLOBAL, PARTITIONED),
-}
+from drjax.interpret.kind import (
+    FREE,
+    GLOBAL,
+    PARTITIONED,
+    SIGNATURES,
+    Kind,
+    along,
+    moved,
+)  # fmt: skip
+from drjax.interpret.row import Rows
+from drjax.interpret.rows import by_rows, candidates
 
 
 class Kinds:
@@ -112,7 +76,9 @@ class Kinds:
     def _infer(self, whole: set, wanted: Sequence[Kind | None]) -> set:
         """Infer everything; returns what is wanted in ways that contradict."""
         self.loops: dict[Any, LoopKinds] = {}
-        self._cells: dict[Any, Kind] = dict.fromkeys((*self.program.consts, *whole), GLOBAL)
+        self._cells: dict[Any, Kind] = dict.fromkeys(
+            (*self.program.consts, *whole), GLOBAL
+        )
         self._moved: list[Any] = []
         self._raise_to(list(self._said), list(self._said.values()))
         sure: set[Any] = set()  # partitioned, whoever uses it
@@ -356,8 +322,8 @@ class LoopKinds:
     def _scan(self, cells, wanted):
         n_consts, n_carry = _compat.scan_sizes(self.eqn)
         n_init = n_consts + n_carry
-        xs = [_moved(c, -1) for c in cells[n_init:]]
-        ys = [_moved(c, -1) for c in wanted[n_carry:]]
+        xs = [moved(c, -1) for c in cells[n_init:]]
+        ys = [moved(c, -1) for c in wanted[n_carry:]]
         carry = _join(cells[n_consts:n_init], wanted[:n_carry])
         while True:
             given = [*cells[:n_consts], *_only_partitioned(carry), *xs]
@@ -367,8 +333,8 @@ class LoopKinds:
             if found == carry:
                 break
             carry = found
-        xs = [_moved(c, +1) for c in ins[n_init:]]
-        ys = [_moved(c, +1) for c in outs[n_carry:]]
+        xs = [moved(c, +1) for c in ins[n_init:]]
+        ys = [moved(c, +1) for c in outs[n_carry:]]
         return [*ins[:n_consts], *carry, *xs], [*carry, *ys], (body,)
 
     def _while(self, cells, wanted):

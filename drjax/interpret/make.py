@@ -14,9 +14,10 @@ from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret.cut import Cutter
-from drjax.interpret.flat import BLOCKS, CONTROL, Flat, flatten
+from drjax.interpret.flat import BLOCKS, CONTROL, Flat, flatten, uses_blocks
 from drjax.interpret.implicit import explicit
-from drjax.interpret.kinds import GLOBAL, PARTITIONED, Kind, Kinds
+from drjax.interpret.kind import GLOBAL, PARTITIONED, Kind
+from drjax.interpret.kinds import Kinds
 from drjax.interpret.names import argument_names, function_name, result_names
 from drjax.interpret.residuals import recompute as recompute_residuals
 from drjax.plan import Plan
@@ -140,7 +141,7 @@ def plan_of_jaxpr(
 
 def outside_meshes():
     """The context in which code is traced that no device shall appear in."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return _compat.without_mesh()
 
 
 def _equations(program: Flat) -> Iterator[Any]:
@@ -163,6 +164,13 @@ def find_partition(program: Flat) -> Partition | None:
                 f"{eqn.primitive.name} at {_compat.source_line(eqn)} is bound to a "
                 "mesh. A plan is free of devices: leave out mesh= of the program and "
                 "of its blocks, and plan it without shard_map and sharding constraints."
+            )
+        hidden = any(map(uses_blocks, _compat.jaxprs_in(eqn.params)))
+        if hidden and eqn.primitive not in BLOCKS and eqn.primitive.name not in CONTROL:
+            raise PlanError(
+                f"{eqn.primitive.name} at {_compat.source_line(eqn)} calls drjax "
+                "building blocks, and what it does with them has no plan. Call them "
+                "outside of it, or run the program with jax.jit."
             )
     if not found:
         return None
