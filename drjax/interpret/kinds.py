@@ -109,10 +109,11 @@ class Kinds:
             if kind not in (None, FREE):
                 self._cells[var] = kind
         for demand in ("none", "global", "partitioned"):
+            moved = demand == "none"
             for var, kind in zip(program.outvars, wanted, strict=False):
                 if kind is not None and kind.name == demand:
-                    self._raise_to(var, kind)
-            self._until_stable(demand)
+                    moved |= self._raise_to(var, kind)
+            self._until_stable(demand, moved)
 
     def check(self) -> "Kinds":
         """Refuse what has no meaning: partitioned values in a global place."""
@@ -174,15 +175,18 @@ class Kinds:
         self._cells[atom] = kind
         return True
 
-    def _until_stable(self, demand: str) -> None:
-        changed = True
-        while changed:
-            changed = False
-            for eqn in self.program.eqns:
-                changed |= self._forward(eqn)
-            if demand != "none":
-                for eqn in reversed(self.program.eqns):
-                    changed |= self._backward(eqn, demand)
+    def _until_stable(self, demand: str, moved: bool) -> None:
+        """Meet a demand; `moved`: whether cells have moved since the last pass."""
+        # Forward, only loops need another pass: their results depend on their results.
+        while True:
+            looped = False
+            for eqn in self.program.eqns if moved else ():
+                looped |= self._forward(eqn) and self.is_loop(eqn)
+            moved = looped
+            for eqn in reversed(self.program.eqns) if demand != "none" else ():
+                moved |= self._backward(eqn, demand)
+            if not moved:
+                return
 
     def _forward(self, eqn) -> bool:
         signature = self.signature(eqn)
@@ -205,10 +209,6 @@ class Kinds:
         else:
             kinds = [GLOBAL] * len(eqn.outvars)
         return any(list(map(self._raise_to, eqn.outvars, kinds)))
-
-    def _is_open(self, eqn) -> bool:
-        free = any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
-        return free and bool(candidates(eqn, self._size))
 
     def _backward(self, eqn, demand: str) -> bool:
         needed = [
