@@ -16,6 +16,7 @@ from benchmarks.implementations import AXIS
 
 _N = 8
 _ROWS = jax.ShapeDtypeStruct((_N,), jnp.float32)
+_SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 _Made = tuple[Callable[..., Any], tuple]
 
 
@@ -69,9 +70,23 @@ def _on_the_server(equations: int) -> _Made:
     return program, (_ROWS,)
 
 
+def _in_rounds(equations: int) -> _Made:
+    """Rounds of ten equations in the groups, written one after the other."""
+
+    @drjax.program(placements={AXIS: _N})
+    def program(x):
+        for _ in range(equations // 10):
+            rows = drjax.map_fn(lambda row: _chain(row, 10), drjax.broadcast(x))
+            x = drjax.reduce_mean(rows)
+        return x
+
+    return program, (_SCALAR,)
+
+
 LONG_PROGRAMS: dict[str, Callable[[int], _Made]] = {
     "in one map": _in_one_map,
     "in maps of ten": _many_maps,
+    "in rounds of ten": _in_rounds,
     "between maps": _between_maps,
     "on the server": _on_the_server,
 }

@@ -17,7 +17,7 @@ PLAIN, ALL_AT_ONCE = "drjax", "drjax.jit, all"
 CHUNKS = ("1", "8")
 _CROSSING = {"gradient through 5 rounds"}  # one round needs residuals of another
 
-_NAMES = {
+_NAMES: dict[str, str] = {
     PLAIN: "jax.jit of the program",
     HAND: "by hand, vmap",
     "google drjax": "google drjax",
@@ -163,7 +163,7 @@ def _memory_table(rows: list[Row]) -> str:
         kilobytes, base = f"{row['temp_bytes'] / 1e3:,.1f}", base_of(rows, row)
         if base is not None and base is not row:
             kilobytes += f" ({row['temp_bytes'] / base['temp_bytes']:.3f})"
-        name = _NAMES.get(row["implementation"], row["implementation"])
+        name = _named(row)
         key = row["task"], str(row["devices"]), name
         lines.setdefault(key, {})[row["n"]] = kilobytes
     body = [[*key, *(line.get(n, "") for n in sizes)] for key, line in lines.items()]
@@ -183,16 +183,18 @@ def _time_cells(row: Row, rows: list[Row]) -> list[str]:
     chunk = name.rpartition(", ")[2]
     by_hand = ""
     if name.startswith("drjax.jit"):
-        by_hand = ratio(row["run_s"], case[HAND]["run_s"])
-        if chunk in CHUNKS:
-            by_hand = _time_by_hand(case, chunk)
-        by_hand = f"{by_hand:.2f}"
+        against = (
+            _time_by_hand(case, chunk)
+            if chunk in CHUNKS
+            else ratio(row["run_s"], case[HAND]["run_s"])
+        )
+        by_hand = f"{against:.2f}"
     found = ", ".join(
         f"{count} {kind} ({size / 1e3:.1f} kB)"
         for kind, (count, size) in row["collectives"].items()
     )
     return [
-        row["task"], str(row["devices"]), _NAMES.get(name, name),
+        row["task"], str(row["devices"]), _named(row),
         _milliseconds(row["run_s"]), by_hand,
         f"{ratio(row['run_s'], case[PLAIN]['run_s']):.2f}", found or "none",
     ]  # fmt: skip
@@ -220,11 +222,16 @@ _MANY_HEADER = ["implementation", "data MB", "temp MB", "temp / data", "run ms"]
 
 def _many_cells(row: Row) -> list[str]:
     temp, data = row["temp_bytes"], row["data_bytes"]
-    name = _NAMES.get(row["implementation"], row["implementation"])
+    name = _named(row)
     return [
         name, f"{data / 1e6:.1f}", f"{temp / 1e6:.3f}", f"{temp / data:.3f}",
         _milliseconds(row["run_s"]),
     ]  # fmt: skip
+
+
+def _named(row: Row) -> str:
+    name: str = row["implementation"]
+    return _NAMES.get(name, name)
 
 
 def _milliseconds(taken: list[float]) -> str:

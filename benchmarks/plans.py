@@ -19,9 +19,11 @@ from benchmarks import plan_report as report
 from benchmarks import run
 from benchmarks.long_programs import LONG_PROGRAMS
 
-_PLANNED = ("drjax.jit, 1", "drjax.jit, 8")
-_BY_HAND = ("scan, 1", "slices, 1", "scan, 8", "slices, 8")
-_AGAIN = (report.HAND + report.AGAIN, "slices, 1" + report.AGAIN)
+TIMED = (
+    report.PLAIN, "drjax.jit, 1", "drjax.jit, 8", report.ALL_AT_ONCE, "scan, 1",
+    "slices, 1", "scan, 8", "slices, 8", report.HAND, report.HAND + report.AGAIN,
+    "slices, 1" + report.AGAIN,
+)  # fmt: skip
 _MANY = ("drjax.jit, 1000", "drjax.jit, all", "drjax")
 
 
@@ -36,6 +38,7 @@ class Settings(run.Settings):
       equations: The lengths of programs to plan.
       plans: How often each program is planned.
       many: The number of groups that stands for a million.
+      tasks: What is compiled and timed.
     """
 
     sizes: tuple[int, ...] = (8, 64, 512, 4096)
@@ -48,6 +51,8 @@ class Settings(run.Settings):
     equations: tuple[int, ...] = (100, 1000, 10_000)
     plans: int = 5
     many: int = 1_000_000
+    implementations: tuple[str, ...] = TIMED
+    tasks: tuple[str, ...] = report.TASKS
 
 
 QUICK = Settings(
@@ -71,7 +76,7 @@ def measure_memory(workers: dict, settings: Settings, case: dict) -> list[report
 def measure_planning(worker: run.Worker, settings: Settings) -> list[report.Row]:
     """CPU seconds of tracing, of lowering with and without a plan; caches are cold."""
     rows = []
-    for task, chunk in itertools.product(report.TASKS, (None, 1)):
+    for task, chunk in itertools.product(settings.tasks, (None, 1)):
         taken = [
             worker.ask("plan", task=task, n=settings.timed, chunk=chunk,
                        small=settings.small)
@@ -103,11 +108,13 @@ def measure(
     settings: Settings, peer_python: str | None, show_progress: bool = True
 ) -> dict[str, Any]:
     """All measurements of one run, as JSON; arguments as for `run.measure`."""
-    compiled = (report.PLAIN, *_PLANNED, *_BY_HAND, report.HAND)
-    timed = (*compiled, report.ALL_AT_ONCE, *_AGAIN)
-    every = tuple(dict.fromkeys((*timed, *_MANY)))
+    timed = settings.implementations
+    compiled = [
+        name for name in timed
+        if name != report.ALL_AT_ONCE and not name.endswith(report.AGAIN)
+    ]  # fmt: skip
     with (
-        run.started(every, peer_python) as workers,
+        run.started({*timed, *_MANY}, peer_python) as workers,
         tqdm(disable=not show_progress) as progress,
     ):
         ours = workers[report.PLAIN]
@@ -116,7 +123,7 @@ def measure(
             "planning": measure_planning(ours, settings), "memory": [], "rows": [],
         }  # fmt: skip
         of = lambda names: {k: w for k, w in workers.items() if k in names}
-        for devices, task in itertools.product(settings.devices, report.TASKS):
+        for devices, task in itertools.product(settings.devices, settings.tasks):
             case = {"task": task, "devices": devices, "arrival": "sharded"}
             progress.set_description(f"time, {task}, {devices} devices")
             results["rows"] += run.measure_case(
