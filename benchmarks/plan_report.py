@@ -31,6 +31,7 @@ def goals(results: dict[str, Any]) -> list[Goal]:
     timed = cases(results["rows"])
     chunked = [(case, k) for case in timed for k in CHUNKS if f"scan, {k}" in case]
     whole = [c for c in timed if c[PLAIN]["task"] not in _CROSSING]
+    whole += cases(results["many"])
     noise = round(max(1.0, *report.again(timed, "run_s")), 3)
     long = [row for row in results["planning"] if "program" in row]
     return [
@@ -139,7 +140,8 @@ def markdown(results: dict[str, Any]) -> str:
             report.goal_table(goals(results)),
             "Few groups are 8 on each device: one group on a device needs no loop and "
             "no running sums. All at once is compared where no round needs residuals "
-            "of another. Noise is by hand beside itself: "
+            f"of another, and for {many[0]['n']:,} groups. Noise is by hand beside "
+            "itself: "
             f"{min(noise):.2f} to {max(noise):.2f}.",
             "## Temporary memory on one device, kB",
             _memory_table(results["memory"]),
@@ -151,7 +153,7 @@ def markdown(results: dict[str, Any]) -> str:
             "CPU time with cold caches. The ratio is to `jax.make_jaxpr(f)` and "
             "`jax.jit(f).lower()` together; the last column to the shortest program.",
             f"## {many[0]['n']:,} groups on one device",
-            table(_MANY_HEADER, [_many_cells(row) for row in many]),
+            table(_MANY_HEADER, [_many_cells(row, many) for row in many]),
         ]
     )
 
@@ -217,15 +219,18 @@ def _plan_cells(row: Row, results: dict[str, Any]) -> list[str]:
     return [name, *times, f"{1e6 * per:.0f}", f"{per / first:.2f}"]
 
 
-_MANY_HEADER = ["implementation", "data MB", "temp MB", "temp / data", "run ms"]
+_MANY_HEADER = [
+    "implementation", "data MB", "temp MB", "temp / data", "run ms", "/ jax.jit"
+]  # fmt: skip
 
 
-def _many_cells(row: Row) -> list[str]:
+def _many_cells(row: Row, rows: list[Row]) -> list[str]:
     temp, data = row["temp_bytes"], row["data_bytes"]
+    [plain] = [r for r in rows if r["implementation"] == PLAIN]
     name = _named(row)
     return [
         name, f"{data / 1e6:.1f}", f"{temp / 1e6:.3f}", f"{temp / data:.3f}",
-        _milliseconds(row["run_s"]),
+        _milliseconds(row["run_s"]), f"{ratio(row['run_s'], plain['run_s']):.2f}",
     ]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Settings(run.Settings):
     seconds: float = 0.1
     timed: int = 64
     equations: tuple[int, ...] = (100, 1000, 10_000)
-    plans: int = 5
+    plans: int = 3
     many: int = 1_000_000
     implementations: tuple[str, ...] = TIMED
     tasks: tuple[str, ...] = report.TASKS
