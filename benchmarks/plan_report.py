@@ -17,13 +17,16 @@ PLAIN, ALL_AT_ONCE = "drjax", "drjax.jit, all"
 CHUNKS = ("1", "8")
 _CROSSING = {"gradient through 5 rounds"}  # one round needs residuals of another
 
-_NAMES: dict[str, str] = {
+# What implementations are called in the tables, in their order there.
+_NAMES = {
     PLAIN: "jax.jit of the program",
+    ALL_AT_ONCE: ALL_AT_ONCE,
+    **{f"drjax.jit, {k}": f"drjax.jit, {k}" for k in (*CHUNKS, "1000")},
+    **{f"{how}, {k}": f"by hand, {how}, {k}"
+       for k in CHUNKS for how in ("scan", "slices")},
     HAND: "by hand, vmap",
     "google drjax": "google drjax",
-    **{f"scan, {k}": f"by hand, scan, {k}" for k in CHUNKS},
-    **{f"slices, {k}": f"by hand, slices, {k}" for k in CHUNKS},
-}
+}  # fmt: skip
 
 
 def goals(results: dict[str, Any]) -> list[Goal]:
@@ -129,9 +132,9 @@ def _shortest(results: dict[str, Any], row: Row) -> Row:
 
 def markdown(results: dict[str, Any]) -> str:
     who = results["machine"]
-    rows = [r for r in results["rows"] if not r["implementation"].endswith(AGAIN)]
+    rows = _in_order(results["rows"])
     noise = report.again(cases(results["rows"]), "run_s")
-    many = results["many"]
+    many = _in_order(results["many"])
     return "\n\n".join(
         [
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
@@ -161,7 +164,7 @@ def markdown(results: dict[str, Any]) -> str:
 def _memory_table(rows: list[Row]) -> str:
     sizes = sorted({row["n"] for row in rows})
     lines: dict[tuple, dict[int, str]] = {}
-    for row in rows:
+    for row in _in_order(rows):
         kilobytes, base = f"{row['temp_bytes'] / 1e3:,.1f}", base_of(rows, row)
         if base is not None and base is not row:
             kilobytes += f" ({row['temp_bytes'] / base['temp_bytes']:.3f})"
@@ -234,9 +237,20 @@ def _many_cells(row: Row, rows: list[Row]) -> list[str]:
     ]  # fmt: skip
 
 
+def _in_order(rows: list[Row]) -> list[Row]:
+    names = list(_NAMES)
+    shown = [row for row in rows if not row["implementation"].endswith(AGAIN)]
+    return sorted(
+        shown,
+        key=lambda r: (
+            r["devices"], r["task"] != MANY and TASKS.index(r["task"]),
+            names.index(r["implementation"]),
+        ),
+    )  # fmt: skip
+
+
 def _named(row: Row) -> str:
-    name: str = row["implementation"]
-    return _NAMES.get(name, name)
+    return _NAMES[row["implementation"]]
 
 
 def _milliseconds(taken: list[float]) -> str:

@@ -75,33 +75,23 @@ def measure_memory(workers: dict, settings: Settings, case: dict) -> list[report
 
 def measure_planning(worker: run.Worker, settings: Settings) -> list[report.Row]:
     """CPU seconds of tracing, of lowering with and without a plan; caches are cold."""
-    rows = []
-    for task, chunk in itertools.product(settings.tasks, (None, 1)):
-        taken = [
-            worker.ask("plan", task=task, n=settings.timed, chunk=chunk,
-                       small=settings.small)
-            for _ in range(settings.plans)
-        ]  # fmt: skip
-        rows.append({"task": task, "chunk": chunk, **_columns(taken)})
-    for program in LONG_PROGRAMS:
-        asked = {"program": program, "equations": settings.equations[0]}
-        worker.ask("plan_long", **asked)  # imports, and the first use of primitives
-    for turn, program, size in itertools.product(
-        range(settings.plans), LONG_PROGRAMS, settings.equations
-    ):
-        asked = {"program": program, "equations": size}
-        taken = worker.ask("plan_long", **asked)
-        if turn == 0:
-            rows.append({**asked, **_columns([taken])})
-            continue
-        [row] = [r for r in rows if all(r.get(k) == v for k, v in asked.items())]
-        for key, seconds in taken.items():
-            row[key].append(seconds)
+    asked: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("plan", {"task": task, "chunk": chunk},
+         {"n": settings.timed, "small": settings.small})
+        for task, chunk in itertools.product(settings.tasks, (None, 1))
+    ]  # fmt: skip
+    asked += [
+        ("plan_long", {"program": program, "equations": size}, {})
+        for program, size in itertools.product(LONG_PROGRAMS, settings.equations)
+    ]
+    for program in LONG_PROGRAMS:  # imports, and the first use of primitives
+        worker.ask("plan_long", program=program, equations=settings.equations[0])
+    rows: list[report.Row] = [dict(about) for _, about, _ in asked]
+    for _ in range(settings.plans):
+        for row, (command, about, others) in zip(rows, asked, strict=True):
+            for key, seconds in worker.ask(command, **about, **others).items():
+                row.setdefault(key, []).append(seconds)
     return rows
-
-
-def _columns(taken: list[dict[str, float]]) -> dict[str, list[float]]:
-    return {key: [one[key] for one in taken] for key in taken[0]}
 
 
 def measure(
@@ -114,7 +104,7 @@ def measure(
         if name != report.ALL_AT_ONCE and not name.endswith(report.AGAIN)
     ]  # fmt: skip
     with (
-        run.started({*timed, *_MANY}, peer_python) as workers,
+        run.started(dict.fromkeys([*timed, *_MANY]), peer_python) as workers,
         tqdm(disable=not show_progress) as progress,
     ):
         ours = workers[report.PLAIN]
