@@ -1,4 +1,5 @@
 """Benchmarks: drjax beside hand-written code, plain JAX and Google's drjax.
 
-`python -m benchmarks.run` prints two tables and whether the goals are met.
+`python -m benchmarks.run` measures the building blocks and `python -m benchmarks.plans`
+`drjax.jit`; each prints tables and whether the goals are met.
 """

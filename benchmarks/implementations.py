@@ -1,10 +1,12 @@
 """How it is computed: the mean over the groups, written in several ways.
 
-Each function takes `(fn, n, gradient)` and returns `program(params, data)`, to be
-called under `jax.set_mesh` of a mesh with the axis "clients". `with_drjax` is the same
-source for this library and for Google's: which one runs depends on the environment.
+Each function takes `(task, n)` and returns the jitted program, to be called with
+`(params, data)` under `jax.set_mesh` of a mesh with the axis "clients". `with_drjax`
+is the same source for this library and for Google's: which one runs depends on the
+environment. A *chunk* is the number of a device's groups that work at once.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,20 +16,32 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from benchmarks.tasks import Program, Task
 
 AXIS = "clients"
-Program = Callable[[Any, Any], Any]
+CHUNKS = {"1": 1, "8": 8, "1000": 1000, "all": None}
 
 
-def with_drjax(fn: Callable, n: int, gradient: bool) -> Program:
+def drjax_program(task: Task, n: int) -> Program:
+    """The task in the library's building blocks, not jitted."""
+
     @drjax.program(placements={AXIS: n})
-    def program(params, data):
-        return drjax.reduce_mean(drjax.map_fn(fn, (drjax.broadcast(params), data)))
+    def mean(params, data):
+        rows = drjax.map_fn(task.fn, (drjax.broadcast(params), data))
+        return drjax.reduce_mean(rows)
 
-    return jax.grad(program) if gradient else program
+    return task.whole(task.derivative(mean))
 
 
-def with_shard_map(fn: Callable, n: int, gradient: bool) -> Program:
+def with_drjax(task: Task, n: int) -> Any:
+    return jax.jit(drjax_program(task, n))
+
+
+def with_plan(task: Task, n: int, chunk: int | None) -> Any:
+    return drjax.jit(drjax_program(task, n), groups_per_step=chunk)
+
+
+def with_shard_map(task: Task, n: int) -> Any:
     """Each device runs a vmap over its groups, then one psum of all results.
 
     The parameters are not batched: where a group does not change them, all groups of
@@ -35,45 +49,103 @@ def with_shard_map(fn: Callable, n: int, gradient: bool) -> Program:
     """
 
     @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
-    def program(params, data):
+    def mean(params, data):
         params = lax.pcast(params, AXIS, to="varying")
-        rows = jax.vmap(fn, (None, 0))(params, data)
+        rows = jax.vmap(task.fn, (None, 0))(params, data)
         total = lax.psum(jax.tree.map(lambda y: y.sum(0), rows), AXIS)
         return jax.tree.map(lambda y: y / n, total)
 
-    return jax.grad(program) if gradient else program
+    return jax.jit(task.whole(task.derivative(mean)))
 
 
-def with_local_scan(fn: Callable, n: int, gradient: bool) -> Program:
-    """Each device adds up its groups one by one, then one psum of all results."""
-    fn = jax.grad(fn) if gradient else fn
+def with_local_scan(task: Task, n: int, chunk: int = 1) -> Any:
+    """Each device adds up its groups chunk by chunk, then one psum of all results.
 
+    Derivatives are taken in each group. What a loop over rounds needs of the groups
+    to go backward is computed again.
+    """
+
+    def total(params, data):
+        sum_of = _sum_of_chunk(task, params)
+        rows = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), data)
+        return lax.scan(lambda y, x: (_add(y, sum_of(x)), None),
+                        _zeros(sum_of, _first(rows)), rows)[0]  # fmt: skip
+
+    return _by_hand(task, n, chunk, total)
+
+
+def with_local_slices(task: Task, n: int, chunk: int = 1) -> Any:
+    """As `with_local_scan`; the loop slices its chunk out of the device's data."""
+
+    def total(params, data):
+        sum_of = _sum_of_chunk(task, params)
+        take = lambda i: jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk), data
+        )
+        numbers = jnp.arange(len(jax.tree.leaves(data)[0]) // chunk)
+        return lax.scan(lambda y, i: (_add(y, sum_of(take(i))), None),
+                        _zeros(sum_of, take(0)), numbers)[0]  # fmt: skip
+
+    return _by_hand(task, n, chunk, total)
+
+
+def _by_hand(task: Task, n: int, chunk: int, total: Callable) -> Any:
     @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
-    def program(params, data):
+    def mean(params, data):
         params = lax.pcast(params, AXIS, to="varying")
-        add = lambda total, row: (jax.tree.map(jnp.add, total, fn(params, row)), None)
-        result = jax.eval_shape(fn, params, jax.tree.map(lambda x: x[0], data))
-        zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), result)
-        total, _ = lax.scan(add, lax.pcast(zeros, AXIS, to="varying"), data)
-        return jax.tree.map(lambda y: y / n, lax.psum(total, AXIS))
+        return jax.tree.map(lambda y: y / n, lax.psum(total(params, data), AXIS))
 
-    return program
+    return jax.jit(task.whole(mean))
 
 
-def with_vmap(fn: Callable, n: int, gradient: bool) -> Program:
+def _sum_of_chunk(task: Task, params: Any) -> Callable:
+    fn = task.derivative(task.fn)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def checkpointed(params, rows):
+        if len(jax.tree.leaves(rows)[0]) == 1:
+            return fn(params, _first(rows))
+        results = jax.vmap(fn, (None, 0))(params, rows)
+        return jax.tree.map(lambda y: y.sum(0), results)
+
+    return lambda rows: checkpointed(params, rows)
+
+
+def _add(x: Any, y: Any) -> Any:
+    return jax.tree.map(jnp.add, x, y)
+
+
+def _first(rows: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], rows)
+
+
+def _zeros(fn: Callable, rows: Any) -> Any:
+    zeros = lambda y: jnp.zeros(y.shape, y.dtype)
+    made = jax.tree.map(zeros, jax.eval_shape(fn, rows))
+    return lax.pcast(made, AXIS, to="varying")
+
+
+def with_vmap(task: Task, n: int) -> Any:
     """No word about devices: the compiler decides, from how the data arrives."""
 
-    def program(params, data):
-        rows = jax.vmap(fn, (None, 0))(params, data)
+    def mean(params, data):
+        rows = jax.vmap(task.fn, (None, 0))(params, data)
         return jax.tree.map(lambda y: y.sum(0) / n, rows)
 
-    return jax.grad(program) if gradient else program
+    return jax.jit(task.whole(task.derivative(mean)))
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Callable, int, bool], Program]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Task, int], Any]] = {
     "drjax": with_drjax,
     "shard_map, vmap": with_shard_map,
     "shard_map, scan": with_local_scan,
     "jit(vmap)": with_vmap,
     "google drjax": with_drjax,
 }
+for _name, _chunk in CHUNKS.items():
+    IMPLEMENTATIONS[f"drjax.jit, {_name}"] = functools.partial(with_plan, chunk=_chunk)
+for _name in ("1", "8"):
+    for _how, _fn in (("scan", with_local_scan), ("slices", with_local_slices)):
+        IMPLEMENTATIONS[f"{_how}, {_name}"] = functools.partial(
+            _fn, chunk=CHUNKS[_name]
+        )

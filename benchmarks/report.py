@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 OURS, HAND = "drjax", "shard_map, vmap"
-AGAIN = "shard_map, vmap (again)"  # the same program, to see how noisy times are
+AGAIN = " (again)"  # added to a name: the same program, to see how noisy times are
 
 Row = dict[str, Any]
+Goal = tuple[str, str, str, bool]  # what, its limit, what was measured, whether met
 
 
 def ratio(ours: Sequence[float], reference: Sequence[float]) -> float:
@@ -35,19 +36,19 @@ def cases(rows: list[Row]) -> list[dict[str, Row]]:
 # Goals
 
 
-def goals(results: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """`(goal, limit, measured, met)` for each goal of the project."""
+def goals(results: dict[str, Any]) -> list[Goal]:
+    """Whether each goal of the project is met."""
     grouped = cases(results["rows"])
     found = [
-        _everywhere(
+        everywhere(
             "collectives and their bytes", "as by hand", grouped,
             lambda case: case[OURS]["collectives"] == case[HAND]["collectives"],
         ),
-        _worst("temp bytes / by hand", 1.0, grouped, temp_ratio),
-        _worst("flops / by hand", 1.0, grouped, _flops_ratio),
-        _worst("run time / by hand", 1.1, grouped, _time_ratio("run_s")),
-        _worst("trace CPU time / by hand", 1.5, grouped, _time_ratio("trace_s")),
-        _worst(
+        worst("temp bytes / by hand", 1.0, grouped, temp_ratio),
+        worst("flops / by hand", 1.0, grouped, _flops_ratio),
+        worst("run time / by hand", 1.1, grouped, _time_ratio("run_s")),
+        worst("trace CPU time / by hand", 1.5, grouped, _time_ratio("trace_s")),
+        worst(
             "trace and lower CPU time / by hand", 1.5, grouped,
             _time_ratio("trace_s", "lower_s"),
         ),
@@ -90,14 +91,23 @@ def goals(results: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 
 def noise(results: dict[str, Any]) -> str:
     """How far the hand-written program is from itself, built and run twice."""
-    again = [case for case in cases(results["rows"]) if AGAIN in case]
-    if not again:
-        return ""
     parts = []
     for name, key in (("run", "run_s"), ("trace", "trace_s")):
-        values = [ratio(c[AGAIN][key], c[HAND][key]) for c in again]
-        parts.append(f"{name} {min(values):.2f} to {max(values):.2f}")
+        if values := again(cases(results["rows"]), key):
+            parts.append(f"{name} {min(values):.2f} to {max(values):.2f}")
+    if not parts:
+        return ""
     return "Hand-written beside itself, over all cases: " + ", ".join(parts) + "."
+
+
+def again(grouped: list[dict[str, Row]], key: str) -> list[float]:
+    """The ratio of each program that was measured twice to itself."""
+    return [
+        ratio(row[key], case[name.removesuffix(AGAIN)][key])
+        for case in grouped
+        for name, row in case.items()
+        if name.endswith(AGAIN)
+    ]
 
 
 def temp_ratio(case: dict[str, Row]) -> float:
@@ -117,12 +127,12 @@ def _time_ratio(*keys: str) -> Callable[[dict[str, Row]], float]:
     return lambda case: ratio(total(case[OURS]), total(case[HAND]))
 
 
-def _everywhere(title: str, limit: str, grouped: list, test: Callable):
+def everywhere(title: str, limit: str, grouped: list, test: Callable) -> Goal:
     good = sum(test(case) for case in grouped)
     return title, limit, f"{good} of {len(grouped)} cases", good == len(grouped)
 
 
-def _worst(title: str, limit: float, grouped: list, value: Callable):
+def worst(title: str, limit: float, grouped: Sequence, value: Callable) -> Goal:
     values = [value(case) for case in grouped]
     good = sum(v <= limit for v in values)
     text = (
@@ -142,7 +152,7 @@ def _leak(found: dict[str, int]) -> str:
 
 def markdown(results: dict[str, Any], everything: bool) -> str:
     """The tables; if not `everything`, only n = 64 (or the largest) on 8 devices."""
-    rows = [row for row in results["rows"] if row["implementation"] != AGAIN]
+    rows = [row for row in results["rows"] if not row["implementation"].endswith(AGAIN)]
     if not everything:
         sizes = {row["n"] for row in rows}
         n = 64 if 64 in sizes else max(sizes)
@@ -156,23 +166,25 @@ def markdown(results: dict[str, Any], everything: bool) -> str:
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
             f"{results['rounds']} interleaved rounds; times are medians.",
             "",
-            _table(_HEADER, [_cells(row, results["rows"]) for row in rows]),
+            table(_HEADER, [_cells(row, results["rows"]) for row in rows]),
             "",
-            _table(_PROBE_HEADER, _probe_cells(results)),
+            table(_PROBE_HEADER, _probe_cells(results)),
             "",
-            _table(_LEAK_HEADER, _leak_cells(results)),
+            table(_LEAK_HEADER, _leak_cells(results)),
             "",
-            _table(
-                ["goal", "limit", "measured", ""],
-                [[*g[:3], "met" if g[3] else "missed"] for g in goals(results)],
-            ),
+            goal_table(goals(results)),
             "",
             noise(results),
         ]
     )
 
 
-def _table(header: list[str], body: list[list[str]]) -> str:
+def goal_table(found: list[Goal]) -> str:
+    body = [[*goal[:3], "met" if goal[3] else "missed"] for goal in found]
+    return table(["goal", "limit", "measured", ""], body)
+
+
+def table(header: list[str], body: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -11,6 +11,7 @@ go through the implementations in turn.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from benchmarks import report
 PEER = "google drjax"
 PEER_VERSION = "0.2.1"
 LOCAL = (
-    report.OURS, report.HAND, report.AGAIN, "shard_map, scan", "jit(vmap)"
+    report.OURS, report.HAND, report.HAND + report.AGAIN, "shard_map, scan",
+    "jit(vmap)",
 )  # fmt: skip
 TASKS = ("local SGD", "MAML gradient", "large array")
 _DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
@@ -109,10 +111,11 @@ def measure_case(
     names = list(workers)
     rows: dict[str, report.Row] = {name: {**case, "run_s": []} for name in names}
     for turn in range(settings.builds):
-        for name in _shuffled(names, turn):
+        run = turn >= settings.builds - settings.compiles
+        for name in shuffled(names, turn):
             built = workers[name].ask(
                 "build", slot=name, implementation=_source(name), small=settings.small,
-                compile=turn >= settings.builds - settings.compiles, **case,
+                until="run" if run else "lower", **case,
             )  # fmt: skip
             for key, value in built.items():
                 if key in ("trace_s", "lower_s", "compile_s"):
@@ -125,7 +128,7 @@ def measure_case(
         once = min(workers[name].ask("run", slot=name, calls=1) for _ in range(3))
         calls[name] = max(1, min(500, round(settings.seconds / once)))
     for turn in range(settings.rounds):
-        for name in _shuffled(names, turn):
+        for name in shuffled(names, turn):
             taken = workers[name].ask("run", slot=name, calls=calls[name])
             rows[name]["run_s"].append(taken)
     for name in names:
@@ -153,7 +156,7 @@ def measure_probes(
         )
         calls[who, name, devices] = max(1, round(settings.seconds / ask(3)))
     for turn in range(settings.rounds):
-        for key in _shuffled(every, turn):
+        for key in shuffled(every, turn):
             who, name, devices = key
             taken = workers[who].ask(
                 "probe", name=name, devices=devices, calls=calls[key]
@@ -194,7 +197,7 @@ def measure_leaks(
     return found
 
 
-def _shuffled(names: Iterable, turn: int) -> list:
+def shuffled(names: Iterable, turn: int) -> list:
     """In another order at each turn: a program also pays for what ran before it."""
     names = list(names)
     random.Random(turn).shuffle(names)
@@ -202,17 +205,48 @@ def _shuffled(names: Iterable, turn: int) -> list:
 
 
 def _source(name: str) -> str:
-    return report.HAND if name == report.AGAIN else name
+    return name.removesuffix(report.AGAIN)
 
 
 def _check_same_result(rows: dict[str, report.Row]) -> None:
-    expected = rows[report.HAND]["checksum"]
-    for name, row in rows.items():
-        if abs(row["checksum"] - expected) > 1e-3 * abs(expected):
+    reference, *others = rows
+    expected = rows[reference]["checksum"]
+    for name in others:
+        found = rows[name]["checksum"]
+        if abs(found - expected) > 1e-3 * abs(expected):
             raise RuntimeError(
-                f"{name} computes something else than {report.HAND}: {row['checksum']} "
-                f"instead of {expected}."
+                f"{name} computes something else than {reference}: {found} instead of "
+                f"{expected}."
             )
+
+
+@contextlib.contextmanager
+def started(
+    names: Iterable[str], peer_python: str | None
+) -> Iterator[dict[str, Worker]]:
+    """A worker for each implementation: two processes at most.
+
+    Args:
+      names: The implementations that run in this environment.
+      peer_python: The Python of an environment with Google's drjax, or None.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        processes = [Worker(sys.executable, _ROOT)]
+        workers = dict.fromkeys(names, processes[0])
+        try:
+            if peer_python is not None:
+                processes.append(_start_peer(peer_python, Path(directory)))
+                workers[PEER] = processes[-1]
+            _check_workers(processes)
+            yield workers
+        finally:
+            for worker in processes:
+                worker.close()
+
+
+def machine(worker: Worker) -> dict[str, Any]:
+    """Where and with what all this is measured."""
+    return {**worker.about, "cores": os.cpu_count()}
 
 
 def measure(
@@ -232,31 +266,21 @@ def measure(
             TASKS, settings.sizes, shapes
         )
     ]
-    with tempfile.TemporaryDirectory() as directory:
-        started = [Worker(sys.executable, _ROOT)]
-        workers = dict.fromkeys(settings.implementations, started[0])
-        try:
-            if peer_python is not None:
-                started.append(_start_peer(peer_python, Path(directory)))
-                workers[PEER] = started[-1]
-            _check_workers(started)
-            total = len(every) + settings.rounds
-            with tqdm(total=total, disable=not show_progress) as progress:
-                # First the overheads: later, thousands of entries fill the caches.
-                probes = measure_probes(workers, settings, progress)
-                leaks = measure_leaks(workers, settings)
-                rows = []
-                for case in every:
-                    progress.set_description(f"{case['task']}, n = {case['n']}")
-                    rows += measure_case(workers, settings, case)
-                    progress.update()
-            about = started[0].about
-        finally:
-            for worker in started:
-                worker.close()
+    with started(settings.implementations, peer_python) as workers:
+        total = len(every) + settings.rounds
+        with tqdm(total=total, disable=not show_progress) as progress:
+            # First the overheads: later, thousands of entries fill the caches.
+            probes = measure_probes(workers, settings, progress)
+            leaks = measure_leaks(workers, settings)
+            rows = []
+            for case in every:
+                progress.set_description(f"{case['task']}, n = {case['n']}")
+                rows += measure_case(workers, settings, case)
+                progress.update()
+        about = machine(workers[report.OURS])
     return {
-        "machine": {**about, "cores": os.cpu_count()}, "rounds": settings.rounds,
-        "rows": rows, "probes": probes, "leaks": leaks,
+        "machine": about, "rounds": settings.rounds, "rows": rows, "probes": probes,
+        "leaks": leaks,
     }  # fmt: skip
 
 
@@ -285,8 +309,8 @@ def _start_peer(python: str, directory: Path) -> Worker:
     return Worker(python, directory, PYTHONPATH="")
 
 
-def _check_workers(started: list[Worker]) -> None:
-    ours, *peers = (worker.about for worker in started)
+def _check_workers(processes: list[Worker]) -> None:
+    ours, *peers = (worker.about for worker in processes)
     if ours["drjax"] != report.OURS:
         raise RuntimeError(f"This environment has {ours['drjax']} instead of drjax.")
     for peer in peers:
@@ -297,28 +321,44 @@ def _check_workers(started: list[Worker]) -> None:
             )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+@contextlib.contextmanager
+def peer_of(options: argparse.Namespace) -> Iterator[str | None]:
+    """The Python with Google's drjax that a command line asks for."""
+    if options.no_peer or options.peer_python:
+        yield None if options.no_peer else options.peer_python
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        print("Installing Google's drjax in a temporary environment ...")
+        yield make_peer(Path(directory))
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small cases only")
     parser.add_argument("--no-peer", action="store_true", help="no Google drjax")
     parser.add_argument("--peer-python", help="Python with Google's drjax 0.2.1")
-    parser.add_argument("--out", type=Path, help="a folder for results.json and .md")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        peer = options.peer_python
-        if peer is None and not options.no_peer:
-            print("Installing Google's drjax in a temporary environment ...")
-            peer = make_peer(Path(directory))
-        results = measure(
-            QUICK if options.quick else Settings(), None if options.no_peer else peer
-        )
-    print(report.markdown(results, everything=True))
+    parser.add_argument("--out", type=Path, help="a folder for the results")
+    return parser.parse_args()
+
+
+def write(out: Path, results: dict[str, Any], name: str, texts: dict[str, str]) -> None:
+    """Write the measurements as `name`.json, and the tables as Markdown."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(results))
+    for title, text in texts.items():
+        (out / f"{title}.md").write_text(text + "\n")
+
+
+def main() -> None:
+    options = parse(__doc__)
+    with peer_of(options) as peer:
+        results = measure(QUICK if options.quick else Settings(), peer)
+    tables = report.markdown(results, everything=True)
+    print(tables)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "results.json").write_text(json.dumps(results))
-        for name, everything in (("results.md", True), ("summary.md", False)):
-            text = report.markdown(results, everything)
-            (options.out / name).write_text(text + "\n")
+        summary = report.markdown(results, everything=False)
+        write(options.out, results, "results", {"results": tables, "summary": summary})
 
 
 if __name__ == "__main__":

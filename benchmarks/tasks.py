@@ -1,7 +1,7 @@
 """What is computed: for each task the work of one group, in plain JAX, and its data.
 
-Every task is the mean over the groups of `fn(params, data_i)`, or the gradient of
-that mean. `implementations.py` writes it in several ways.
+Every task is made of the mean over the groups of `fn(params, data_i)`: the mean, its
+derivative, or a loop over rounds. `implementations.py` writes it in several ways.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 Arrays = dict[str, Any]
+Program = Callable[[Any, Any], Any]
+
+
+def _as_it_is(program: Program) -> Program:
+    return program
 
 
 @dataclass(frozen=True)
@@ -22,14 +27,18 @@ class Task:
     Attributes:
       name: The name in the tables.
       fn: `(params, data of one group) -> tree of arrays`.
-      gradient: Whether the result is the gradient in `params` of the mean of `fn`.
       make: `(n, small) -> (params, data [n, ...])`, as numpy arrays.
+      derivative: What is wanted of the mean: itself, `jax.grad` or
+        `jax.value_and_grad`. Derivatives are linear: that of the mean is the mean of
+        those of `fn`.
+      whole: From the function of the mean to the program, if it is more than that.
     """
 
     name: str
-    fn: Callable[[Arrays, Arrays], Any]
-    gradient: bool
+    fn: Program
     make: Callable[[int, bool], tuple[Arrays, Arrays]]
+    derivative: Callable[..., Any] = _as_it_is
+    whole: Callable[[Program], Program] = _as_it_is
 
 
 def _mlp(params: Arrays, x: jax.Array) -> jax.Array:
@@ -98,11 +107,78 @@ def _make_large(n: int, small: bool):
     return {"x": _normal(rng, size)}, {"scale": _normal(rng, n)}
 
 
+# ---------------------------------------------------------------------------------
+# Tasks for plans: groups that need much more memory than their data
+
+
+def _square_loss(params: Arrays, data: Arrays) -> jax.Array:
+    return jnp.mean((jnp.tanh(data["x"] @ params["a"]) @ params["b"]) ** 2)
+
+
+def _wide_step(params: Arrays, data: Arrays, rate: Any) -> Arrays:
+    grads = jax.grad(_square_loss)(params, data)
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+
+def _wide_maml_loss(params: Arrays, data: Arrays) -> jax.Array:
+    """The loss after one step of the model, at a rate that is learned too."""
+    model = {"a": params["a"], "b": params["b"]}
+    return _square_loss(_wide_step(model, data, params["rate"]), data)
+
+
+def _wide_local_sgd(params: Arrays, data: Arrays) -> Arrays:
+    step = lambda params, batch: (_wide_step(params, {"x": batch}, 0.1), None)
+    return jax.lax.scan(step, params, data["x"])[0]
+
+
+def _gradient_through_rounds(mean: Program) -> Program:
+    """The gradient of what five rounds make of the parameters."""
+
+    def loss(params, data):
+        step = lambda params, _: (mean(params, data), None)
+        params, _ = jax.lax.scan(step, params, None, length=5)
+        return sum(jnp.sum(w * w) for w in jax.tree.leaves(params))
+
+    return jax.grad(loss)
+
+
+def _squared_error(params: Arrays, data: Arrays) -> jax.Array:
+    return (data["x"] @ params["w"] - data["y"]) ** 2
+
+
+def _wide_params(rng, small: bool) -> Arrays:
+    width = 16 if small else 128
+    return {name: _normal(rng, width, width) / width**0.5 for name in ("a", "b")}
+
+
+def _make_wide_maml(n: int, small: bool):
+    rng = np.random.default_rng(0)
+    params = {**_wide_params(rng, small), "rate": np.float32(0.1)}
+    return params, {"x": _normal(rng, n, 4 if small else 16, len(params["a"]))}
+
+
+def _make_wide_local_sgd(n: int, small: bool):
+    rng = np.random.default_rng(0)
+    params = _wide_params(rng, small)
+    return params, {"x": _normal(rng, n, 2, 4 if small else 16, len(params["a"]))}
+
+
+def _make_regression(n: int, small: bool):
+    rng = np.random.default_rng(0)
+    return {"w": _normal(rng, 8)}, {"x": _normal(rng, n, 8), "y": _normal(rng, n)}
+
+
 TASKS = {
     task.name: task
     for task in (
-        Task("local SGD", _local_sgd, False, _make_local_sgd),
-        Task("MAML gradient", _maml_loss, True, _make_maml),
-        Task("large array", _scaled_tanh, False, _make_large),
+        Task("local SGD", _local_sgd, _make_local_sgd),
+        Task("MAML gradient", _maml_loss, _make_maml, jax.grad),
+        Task("large array", _scaled_tanh, _make_large),
+        Task("MAML value and gradient", _wide_maml_loss, _make_wide_maml,
+             jax.value_and_grad),
+        Task("round of local SGD", _wide_local_sgd, _make_wide_local_sgd),
+        Task("gradient through 5 rounds", _wide_local_sgd, _make_wide_local_sgd,
+             whole=_gradient_through_rounds),
+        Task("regression", _squared_error, _make_regression, jax.value_and_grad),
     )
-}
+}  # fmt: skip

@@ -7,13 +7,14 @@ command is `{"do": name, ...arguments}`; each answer is one line, a result or
 number of devices in the environment.
 """
 
+import contextlib
 import gc
 import importlib.metadata
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 import drjax
 from benchmarks import hlo
-from benchmarks.implementations import AXIS, IMPLEMENTATIONS
+from benchmarks.implementations import AXIS, IMPLEMENTATIONS, drjax_program
+from benchmarks.long_programs import LONG_PROGRAMS
 from benchmarks.probes import PROBES, entered, leak_makers
-from benchmarks.tasks import TASKS
+from benchmarks.tasks import TASKS, Task
 
 _compiled: dict[str, Callable[[], Any]] = {}
 _events = {"traced": 0, "compiled": 0}
@@ -61,46 +63,106 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
 
 def build(
     slot: str, implementation: str, task: str, n: int, devices: int, arrival: str,
-    small: bool, compile: bool = True,
+    small: bool, until: str = "run",
 ) -> dict[str, Any]:  # fmt: skip
-    """Trace and lower one program with cold caches; perhaps compile it.
+    """Trace and lower one program with cold caches; perhaps compile and run it.
+
+    Args:
+      until: The last step: "lower", "compile", or "run", for which data is made.
 
     Returns:
-      CPU seconds of each step; if compiled, what the compiler says and a checksum of
-      the result. The compiled program is kept under `slot`.
+      CPU seconds of each step; if compiled, what the compiler says; if run, a checksum
+      of the result. A program to run is kept under `slot`.
     """
     problem, mesh = TASKS[task], mesh_of(devices)
-    params, data = problem.make(n, small)
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    spec = P(AXIS) if arrival == "sharded" else P()
-    data = jax.device_put(data, NamedSharding(mesh, spec))
-    program = IMPLEMENTATIONS[implementation](problem.fn, n, problem.gradient)
-    jax.clear_caches()
-    gc.collect()
-    gc.disable()
+    program = IMPLEMENTATIONS[implementation](problem, n)
+    types = _types(problem, n, mesh, arrival, small)
     with jax.set_mesh(mesh):
-        start = time.process_time()
-        traced = jax.jit(program).trace(params, data)
-        after_trace = time.process_time()
-        lowered = traced.lower()
-        after_lower = time.process_time()
-        compiled: Any = lowered.compile() if compile else None
-        after_compile = time.process_time()
-    gc.enable()
+        with _cold():
+            start = time.process_time()
+            traced = program.trace(*types)
+            after_trace = time.process_time()
+            lowered = traced.lower()
+            after_lower = time.process_time()
+            compiled: Any = lowered.compile() if until != "lower" else None
+            after_compile = time.process_time()
     answer: dict[str, Any] = {
         "trace_s": after_trace - start, "lower_s": after_lower - after_trace,
     }  # fmt: skip
     if compiled is None:
         return answer
     found = hlo.summary(hlo.collectives(compiled.as_text()))
-    _compiled[slot] = lambda: compiled(params, data)
-    leaves = jax.tree.leaves(_compiled[slot]())
-    return answer | {
+    answer |= {
         "compile_s": after_compile - after_lower,
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "data_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types)),
         "flops": compiled.cost_analysis()["flops"],
         "collectives": {kind: list(values) for kind, values in found.items()},
-        "checksum": float(sum(np.abs(np.asarray(x)).sum() for x in leaves)),
+    }
+    if until == "run":
+        args = jax.tree.map(
+            lambda x, t: jax.device_put(x, t.sharding), problem.make(n, small), types
+        )
+        _compiled[slot] = lambda: compiled(*args)
+        leaves = jax.tree.leaves(_compiled[slot]())
+        answer["checksum"] = float(sum(np.abs(np.asarray(x)).sum() for x in leaves))
+    return answer
+
+
+def _types(task: Task, n: int, mesh: Any, arrival: str, small: bool) -> tuple:
+    """What a task's program takes, without making data for n groups."""
+    params, data = task.make(1, small)
+    row_spec = P(AXIS) if arrival == "sharded" else P()
+
+    def typed(x, leading: tuple[int, ...], spec):
+        shape = leading + x.shape[len(leading) :]
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    return (
+        jax.tree.map(lambda x: typed(x, (), P()), params),
+        jax.tree.map(lambda x: typed(x, (n,), row_spec), data),
+    )
+
+
+@contextlib.contextmanager
+def _cold() -> Iterator[None]:
+    """Empty caches, and no garbage collection meanwhile."""
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def plan(task: str, n: int, chunk: int | None, small: bool) -> dict[str, float]:
+    """CPU seconds of making a task's program ready for 8 devices, with cold caches."""
+    problem, mesh = TASKS[task], mesh_of(8)
+    types = _types(problem, n, mesh, "sharded", small)
+    with jax.set_mesh(mesh):
+        return _planning(drjax_program(problem, n), types, chunk)
+
+
+def plan_long(program: str, equations: int) -> dict[str, float]:
+    """As `plan`, for one of `LONG_PROGRAMS`."""
+    fn, types = LONG_PROGRAMS[program](equations)
+    return _planning(fn, types, None)
+
+
+def _planning(fn: Any, types: tuple, chunk: int | None) -> dict[str, float]:
+    def taken(action: Callable[[], Any]) -> float:
+        with _cold():
+            start = time.process_time()
+            action()
+            return time.process_time() - start
+
+    planned = drjax.jit(fn, groups_per_step=chunk)
+    return {
+        "jaxpr_s": taken(lambda: jax.make_jaxpr(fn)(*types)),
+        "plain_s": taken(lambda: jax.jit(fn).trace(*types).lower()),
+        "planned_s": taken(lambda: planned.trace(*types).lower()),
     }
 
 
@@ -186,7 +248,8 @@ def _alive() -> tuple[int, int]:
 
 
 _COMMANDS = {
-    f.__name__: f for f in (hello, build, run, drop, probe, compiles, leaks)
+    f.__name__: f
+    for f in (hello, build, run, drop, plan, plan_long, probe, compiles, leaks)
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from drjax._primitives import (
     reduce_sum_p,
 )
 from drjax._sharding import layout, on_devices, partitioned_aval, vary
-from drjax._summing import RowSums
+from drjax._summing import row_sums
 
 Operand = tuple[Any, Any]  # a lowered value and its type
 
@@ -66,9 +66,6 @@ def _lower_reduce_sum(ctx, x, **where):
     return _compat.lower_function(ctx, execute_reduce_sum, [operand], False, **where)
 
 
-_row_sums = _compat.weakref_lru_cache(RowSums)
-
-
 class _LoweredMap:
     """What a lowered map was made of, and the sums of its results.
 
@@ -99,19 +96,19 @@ class _LoweredMap:
         where = self._layout
         if where.uneven or where.per_device == 1:
             return {}
-        row_sums = _row_sums(self._jaxpr)
-        if not row_sums.indices:
+        sums = row_sums(self._jaxpr)
+        if not sums.indices:
             return {}
-        used = [i for i, u in enumerate(row_sums.used) if u]
+        used = [i for i, u in enumerate(sums.used) if u]
         by_rows = [not self._shared[i] for i in used]
 
         def run(*args):
             def body(*operands):
                 over_rows = lambda fn: run_rows(where, fn, by_rows)
-                totals = row_sums(where.per_device, over_rows, operands)
+                totals = sums(where.per_device, over_rows, operands)
                 return [vary(y, where.axes)[None] for y in totals]
 
-            all_rows = [True] * len(row_sums.indices)
+            all_rows = [True] * len(sums.indices)
             vma = _compat.check_vma()
             return on_devices(where, body, args, by_rows, all_rows, vma)
 
@@ -119,10 +116,10 @@ class _LoweredMap:
         outs = _compat.lower_function(ctx, run, operands, True)
         avals = [
             partitioned_aval(self._jaxpr.out_avals[i], layout(**self.devices))
-            for i in row_sums.indices
+            for i in sums.indices
         ]
         operands = zip(outs, avals, strict=True)
-        return dict(zip(row_sums.indices, operands, strict=True))
+        return dict(zip(sums.indices, operands, strict=True))
 
 
 _compat.register_lowering_rule(broadcast_p, _lower_broadcast)

@@ -109,6 +109,9 @@ class RowSums:
         return [total(result) for result in self._results]
 
 
+row_sums = _compat.weakref_lru_cache(RowSums)
+
+
 def _is_plain(eqn) -> bool:
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))

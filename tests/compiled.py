@@ -16,6 +16,11 @@ def hlo_text(f, *args) -> str:
     return compiled(f, *args).as_text()
 
 
+def temp_bytes(f, *args) -> int:
+    """Memory of one device besides arguments and results."""
+    return compiled(f, *args).memory_analysis().temp_size_in_bytes
+
+
 def flops(f, *args) -> float:
     """Floating-point operations of one device."""
     return compiled(f, *args).cost_analysis()["flops"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import drjax
-from tests.compiled import compiled, count, hlo_text
+from tests.compiled import count, hlo_text, temp_bytes
 from tests.meshes import in_mesh, in_mesh_of, make_mesh
 
 N = 16
@@ -151,11 +151,6 @@ def test_check_shows_kinds_and_place():
 # Memory and collectives of what is compiled
 
 
-def temp_bytes(fn, *args, **keywords) -> int:
-    found = compiled(drjax.jit(fn, **keywords), *args)
-    return found.memory_analysis().temp_size_in_bytes
-
-
 def placed(data):
     return drjax.shard(data, partition={"clients": len(data)})
 
@@ -179,7 +174,7 @@ def test_memory_does_not_grow_with_the_groups(name, mesh):
     devices = 1 if mesh is None else 8
     with in_mesh_of(mesh):  # one group a device would need no accumulators
         few, many = (
-            temp_bytes(fn, *rest, placed(data), groups_per_step=1)
+            temp_bytes(drjax.jit(fn, groups_per_step=1), *rest, placed(data))
             for fn, (*rest, data) in map(PROGRAMS[name], (8 * devices, 64 * devices))
         )
         # Four bytes for the number of each group of the device.
@@ -188,7 +183,7 @@ def test_memory_does_not_grow_with_the_groups(name, mesh):
 
 def test_stored_residuals_do_grow():
     sizes = [
-        temp_bytes(fn, *args, groups_per_step=1, residuals="store")
+        temp_bytes(drjax.jit(fn, groups_per_step=1, residuals="store"), *args)
         for fn, args in map(PROGRAMS["rounds"], (8, 128))
     ]
     assert sizes[1] > 4 * sizes[0]

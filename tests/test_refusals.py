@@ -290,6 +290,7 @@ def test_partitioned_where_it_is_broadcast():
                    partitioned=(True, True))  # fmt: skip
     assert text.startswith("drjax_broadcast at ")
     assert "(float32[4] partitioned)" in text
+    assert "partitioned= says that m has a row for each group" in text
 
 
 def test_partitioned_without_partition():

@@ -23,6 +23,7 @@ from drjax import _compat
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._extrema import across_devices, highest, lowest
 from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices, vary
+from drjax._summing import row_sums
 from drjax.interpret.arguments import flat_inputs
 from drjax.plan import Loop, Plan, Reduce, Round, Value
 from drjax.primitives import gather_p
@@ -233,18 +234,35 @@ class _Local:
         args, others, shared = [numbers], iter(others), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(others) if value.partitioned else next(shared))
-        axes = [0, *(0 if v.partitioned else None for v in self.stage.inputs)]
+        count = numbers.shape[0]
+        by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: _call(self.stage, xs)
-        outs = jax.vmap(one, axes, axis_size=numbers.shape[0])(*args)
+        outs = _over_rows(one, count, by_rows)(*args)
         # Rows to compare with their extremum: the compiler must not compute them twice.
         for reduce, i in zip(self.sums, self._sources, strict=True):
             if reduce.op in ("max", "min") and i in self._kept:
                 outs[i] = lax.optimization_barrier(outs[i])
+        summed = self._summed(count, by_rows, args)
         totals = [
-            self._reduce(reduce, outs[i], numbers)
+            summed[i] if i in summed else self._reduce(reduce, outs[i], numbers)
             for reduce, i in zip(self.sums, self._sources, strict=True)
         ]
         return totals, [outs[i] for i in self._kept]
+
+    def _summed(self, count: int, by_rows: list[bool], args: list) -> dict[int, Any]:
+        """The sums that are better made within the map; see `_summing.py`."""
+        if count == 1 or self.where.uneven:
+            return {}
+        sums = row_sums(self.stage.jaxpr)
+        if not sums.indices:
+            return {}
+        used = [i for i, u in enumerate(sums.used) if u]
+        rows = [by_rows[i] for i in used]
+        over_rows = lambda fn: _over_rows(fn, count, rows)
+        totals = sums(count, over_rows, [args[i] for i in used])
+        ops = dict(zip(self._sources, (r.op for r in self.sums), strict=True))
+        found = zip(sums.indices, totals, strict=True)
+        return {i: total for i, total in found if ops.get(i) in ("sum", "mean")}
 
     def _reduce(self, reduce: Reduce, x, numbers):
         if self.where.uneven:
@@ -285,6 +303,18 @@ class _Local:
             if reduce.op == "mean" and reduce.source.dtype not in _LOW_PRECISION:
                 found[i] = found[i] / n
         return found
+
+
+def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:
+    """`fn` of one group, for `count` groups: of one without a batch dimension."""
+    if count > 1:
+        return jax.vmap(fn, [0 if p else None for p in by_rows], axis_size=count)
+
+    def only(*args):
+        outs = fn(*(x[0] if p else x for x, p in zip(args, by_rows, strict=True)))
+        return [y[None] for y in outs]
+
+    return only
 
 
 def _combine(reduce: Reduce, total, new):

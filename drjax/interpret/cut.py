@@ -62,6 +62,7 @@ class Cutter:
         self.partition, self.recompute = kinds.partition, recompute
         self.levels, self._exact = Levels(program, kinds), exact(program)
         self.at = Places(program, kinds, arguments, called)
+        self._order = {id(e): i for i, e in enumerate(program.eqns)}
 
     def is_work(self, eqn) -> bool:
         """Whether a partitioned equation is work, not a change of place."""
@@ -235,9 +236,12 @@ class Cutter:
         """Whether a row that a stage makes leaves it."""
         if any(v is var for v, axis in self.leaves(level) if self.at.is_row(v, axis)):
             return True
-        return self.levels.of(var) == level and any(
-            var in self._external(at) for at in range(level + 1, self._count)
-        )
+        return self.levels.of(var) == level < self._last_use.get(var, -1)
+
+    @functools.cached_property
+    def _last_use(self) -> dict[Any, int]:
+        """The last level that needs a row of an earlier one."""
+        return {v: at for at in range(self._count) for v in self._external(at)}
 
     @functools.cache  # noqa: B019  (the cutter lives as long as its plan is made)
     def _external(self, level: int) -> frozenset:
@@ -263,8 +267,7 @@ class Cutter:
                     if id(eqn) not in found:
                         found[id(eqn)] = eqn
                         todo.append(eqn)
-        order = {id(e): i for i, e in enumerate(self.program.eqns)}
-        return tuple(sorted(found.values(), key=lambda e: order[id(e)]))
+        return tuple(sorted(found.values(), key=lambda e: self._order[id(e)]))
 
     def _repeatable(self, var) -> bool:
         eqn = self.at.definition.get(var)

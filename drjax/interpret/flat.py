@@ -47,6 +47,7 @@ class Flat:
     """Straight-line code: `invars`, `eqns`, `outvars`, and values of constants.
 
     Attributes:
+      names: Names of its arguments, if it is a whole program.
       inferred: What is known of it as the body of a loop; see `LoopKinds`.
     """
 
@@ -54,6 +55,7 @@ class Flat:
         self.invars, self.eqns, self.outvars = invars, eqns, outvars
         self.consts: dict[Any, Any] = consts
         self.known_bodies: dict[Any, tuple[Flat, ...]] = known_bodies or {}
+        self.names: dict[Any, str] = {}
         self.inferred: dict[Any, Any] = {}
 
     @functools.cached_property

@@ -31,6 +31,7 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
+from drjax.interpret import refusals
 from drjax.interpret.flat import CONTROL, Flat, uses_blocks
 from drjax.interpret.implicit import meaning
 from drjax.interpret.kind import (
@@ -76,9 +77,7 @@ class Kinds:
     def _infer(self, whole: set, wanted: Sequence[Kind | None]) -> set:
         """Infer everything; returns what is wanted in ways that contradict."""
         self.loops: dict[Any, LoopKinds] = {}
-        self._cells: dict[Any, Kind] = dict.fromkeys(
-            (*self.program.consts, *whole), GLOBAL
-        )
+        self._cells = dict.fromkeys((*self.program.consts, *whole), GLOBAL)
         self._moved: list[Any] = []
         self._raise_to(list(self._said), list(self._said.values()))
         sure: set[Any] = set()  # partitioned, whoever uses it
@@ -199,7 +198,9 @@ class Kinds:
         elif any(self.cell(v).partitioned for v in eqn.invars):
             rows = self.rows(eqn)
             if rows is None:
-                raise self.refusal(eqn, [self[v] for v in eqn.invars], _MIXES_ROWS)
+                raise self.refusal(
+                    eqn, [self[v] for v in eqn.invars], refusals.MIXES_ROWS
+                )
             kinds = [along(axis) for axis in rows.outs]
         elif self._is_open(eqn):
             return  # its kind follows from how its results are used
@@ -212,11 +213,11 @@ class Kinds:
         return free and bool(candidates(eqn, self._size))
 
     def _backward(self, eqn, demand: str) -> None:
-        needed = [
-            kind if kind is not None and kind.name == demand else None
-            for kind in self._needs(eqn)
-        ]
-        self._raise_to(eqn.invars, needed)
+        needs = self._needs(eqn)
+        self._raise_to(
+            eqn.invars,
+            [k if k is not None and k.name == demand else None for k in needs],
+        )
 
     def _needs(self, eqn) -> Sequence[Kind | None]:
         """What an equation asks of each operand; None: nothing."""
@@ -261,35 +262,15 @@ class Kinds:
         signature = self.signature(eqn)
         if signature is None:
             if self._contradicted(eqn):
-                raise self.refusal(eqn, kinds, _MIXES_ROWS)
+                raise self.refusal(eqn, kinds, refusals.MIXES_ROWS)
         elif signature[0] == GLOBAL:
-            raise self.refusal(eqn, kinds, _ALREADY_PARTITIONED)
+            raise self.refusal(eqn, kinds, refusals.ALREADY_PARTITIONED)
         elif any(kind.axis for kind in kinds):
-            raise self.refusal(eqn, kinds, _ANOTHER_AXIS)
+            raise self.refusal(eqn, kinds, refusals.ANOTHER_AXIS)
 
     def refusal(self, eqn, kinds: Sequence[Kind], fix: str) -> PlanError:
-        pairs = zip(eqn.invars, kinds, strict=True)
-        operands = ", ".join(f"{v.aval.str_short()} {kind}" for v, kind in pairs)
-        return PlanError(
-            f"{eqn.primitive.name} at {_compat.source_line(eqn)} takes ({operands}) "
-            f"over partition {self.partition}. {fix}"
-        )
-
-
-_MIXES_ROWS = (
-    "It may mix the rows of different groups, which only a reduction can do. Do it "
-    "inside the function given to drjax.map_fn, where each group sees its own row, "
-    "combine the groups with drjax.reduce_sum, reduce_mean, reduce_max, reduce_min or "
-    "select, or collect the rows as a global value with drjax.gather."
-)
-_ALREADY_PARTITIONED = (
-    "It needs a global value. Use drjax.gather to collect all rows as a global value, "
-    "or leave out the broadcast: the value already has a row for each group."
-)
-_ANOTHER_AXIS = (
-    "It needs the groups along axis 0, as drjax.scatter gives them. Move the axis "
-    "before the value is scattered."
-)
+        said = [v for v, kind in self._said.items() if kind and kind.partitioned]
+        return refusals.refusal(eqn, kinds, self.partition, fix, self.program, said)
 
 
 class LoopKinds:
@@ -375,10 +356,10 @@ class LoopKinds:
         first = sum(_compat.scan_sizes(self.eqn)) if name == "scan" else 0
         scanned = cells[first:] if name == "scan" else cells[:1] * (name == "cond")
         if PARTITIONED in scanned:
-            raise self.outer.refusal(self.eqn, cells, _MIXES_ROWS)
+            raise self.outer.refusal(self.eqn, cells, refusals.MIXES_ROWS)
         for need, kind in zip(self.ins, cells, strict=True):
             if kind.partitioned and need != kind:
-                raise self.outer.refusal(self.eqn, cells, _ALREADY_PARTITIONED)
+                raise self.outer.refusal(self.eqn, cells, refusals.ALREADY_PARTITIONED)
         for body in self.bodies:
             body.check()
 

@@ -99,6 +99,7 @@ def infer(closed, names, given) -> tuple[Flat, Kinds]:
     """The flat program of a closed jaxpr and its checked kinds."""
     with outside_meshes():
         program = flatten(closed)
+    program.names = dict(zip(program.invars, names, strict=True))
     partition = find_partition(program)
     for var, kind, argument in zip(program.invars, given, names, strict=True):
         if kind != PARTITIONED:

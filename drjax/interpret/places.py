@@ -42,6 +42,7 @@ class Places:
             if var in self.definition:
                 self.names.rename(var, name)
         self._values: dict[Any, Value] = {}
+        self._sources: dict[Any, list[tuple[str, Any]]] = {}
 
     def value(self, var) -> Value:
         if var not in self._values:
@@ -106,6 +107,11 @@ class Places:
 
     def sources(self, eqn) -> list[tuple[str, Any]]:
         """Where the operands of a local equation come from."""
+        if eqn not in self._sources:
+            self._sources[eqn] = self._find_sources(eqn)
+        return self._sources[eqn]
+
+    def _find_sources(self, eqn) -> list[tuple[str, Any]]:
         if eqn.primitive is primitives.map_fn_p:
             return [self.source(atom, 0) for atom in eqn.invars]
         rows = self.kinds.rows(eqn)
