@@ -60,6 +60,11 @@ def legacy_mesh() -> jax.sharding.Mesh | None:
     return None if physical.empty else physical
 
 
+def concrete_mesh() -> jax.sharding.Mesh:
+    """The mesh that `jax.set_mesh` set, with its devices, also while tracing."""
+    return mesh.get_concrete_mesh()
+
+
 def group_aval(aval, shape, sharding, varying):
     """`aval` with another shape, sharding, and set of varying manual axes."""
     mat = aval.manual_axis_type.update(varying=frozenset(varying))

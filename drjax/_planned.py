@@ -21,7 +21,8 @@ from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
 from drjax._errors import DrjaxValueError
-from drjax.backends import xla
+from drjax.backends import chunks, xla
+from drjax.backends.chunks import GroupsPerStep
 from drjax.interpret.make import outside_meshes, plan_of_jaxpr
 from drjax.interpret.names import argument_names, function_name
 
@@ -32,7 +33,7 @@ class Options:
 
     name: str
     names: tuple[str, ...]
-    groups_per_step: int | None
+    groups_per_step: GroupsPerStep
     recompute: bool
 
     def of(self, count: int) -> "Options":
@@ -52,14 +53,23 @@ def _plan(jaxpr, options: Options):
     )
 
 
+@_compat.weakref_lru_cache
+def _traced(jaxpr, options: Options, avals: tuple):
+    """What runs the plan, in the mesh in context."""
+
+    def run(*args):
+        return xla.run_flat(_plan(jaxpr, options), list(args), options.groups_per_step)
+
+    return jax.make_jaxpr(run)(*avals)
+
+
 def _execute(*args, jaxpr, options: Options):
-    """The results; traced in the context of the mesh on which they are computed."""
-    return xla.run_flat(_plan(jaxpr, options), list(args), options.groups_per_step)
+    traced = _traced(jaxpr, options, tuple(map(_compat.typeof, args)))
+    return _compat.jaxpr_as_fun(traced)(*args)
 
 
 def _abstract_eval(*avals, jaxpr, options: Options):
-    run = functools.partial(_execute, jaxpr=jaxpr, options=options)
-    return list(jax.make_jaxpr(run)(*avals).out_avals), jaxpr.effects
+    return list(_traced(jaxpr, options, avals).out_avals), jaxpr.effects
 
 
 def _trace(fn: Callable, avals: Sequence[Any], name: str):
@@ -169,8 +179,9 @@ batching.fancy_primitive_batchers[planned_p] = _batch
 
 def jit(
     fn: Callable,
-    groups_per_step: int | None = None,
+    groups_per_step: int | str | None = None,
     residuals: str = "recompute",
+    memory_budget: int | None = None,
     **jit_kwargs: Any,
 ) -> Any:
     """`jax.jit` of a program in normal form, in memory that does not grow with n.
@@ -183,9 +194,13 @@ def jit(
     Args:
       fn: A program, or a function that calls programs over one partition, such as
         `jax.value_and_grad(program)` or a loop over rounds.
-      groups_per_step: How many of a device's groups work at once. Default: all.
+      groups_per_step: How many of a device's groups work at once. `"auto"`: as many as
+        fit in memory, found by compiling a few times; what was found is logged at INFO.
+        Default: all.
       residuals: What a round needs of an earlier round's work in the groups:
         `"recompute"` it, or `"store"` it for all groups. Work with effects is stored.
+      memory_budget: With `"auto"`, bytes of temporary memory for each device. Default:
+        what the devices have left.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
 
     Returns:
@@ -206,7 +221,7 @@ def jit(
 
     Source: Rush et al. 2024, sections 4 and 5.
     """
-    groups_per_step = xla.checked_groups_per_step(groups_per_step)
+    groups = chunks.checked(groups_per_step, memory_budget)
     if residuals not in ("recompute", "store"):
         raise DrjaxValueError(
             f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
@@ -235,7 +250,7 @@ def jit(
         given = tuple(
             [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
         )
-        options = Options(name, given, groups_per_step, residuals == "recompute")
+        options = Options(name, given, groups, residuals == "recompute")
         plan = _plan(jaxpr, options)  # errors now, and not when it is lowered
         operands = xla.on_mesh(plan, [*consts, *arrays])
         outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options)

@@ -229,8 +229,16 @@ def test_sizes_that_do_not_divide(n):
 @pytest.mark.parametrize(
     "options, error, text",
     [
-        ({"groups_per_step": 0}, drjax.DrjaxValueError, "at least one group per step"),
-        ({"groups_per_step": 1.5}, drjax.DrjaxTypeError, "a positive int or None"),
+        (
+            {"groups_per_step": 0},
+            drjax.DrjaxValueError,
+            "one in groups_per_step",
+        ),
+        (
+            {"groups_per_step": 1.5},
+            drjax.DrjaxTypeError,
+            "int, .auto. or None",
+        ),
         ({"residuals": "keep"}, drjax.DrjaxValueError, '"recompute" or "store"'),
     ],
 )

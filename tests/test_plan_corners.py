@@ -169,7 +169,7 @@ def test_backends_check_arguments(backend, args, error, text):
 
 def test_the_xla_backend_checks_its_options():
     plan = drjax.make_plan(four(drjax.reduce_sum))(V)
-    with pytest.raises(drjax.DrjaxValueError, match="at least one group per step"):
+    with pytest.raises(drjax.DrjaxValueError, match="at least one in groups_per_step"):
         drjax.backends.xla.compile(plan, groups_per_step=0)
     assert drjax.backends.xla.compile(plan, groups_per_step=np.int64(2))(V) == 10
 

@@ -11,19 +11,21 @@ they are planned (see `_planned.py`).
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxValueError
 from drjax._extrema import across_devices, highest, lowest
 from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices, vary
 from drjax._summing import row_sums
+from drjax.backends import chunks
 from drjax.interpret.arguments import flat_inputs
 from drjax.plan import Loop, Plan, Reduce, Round, Value
 from drjax.primitives import gather_p
@@ -32,13 +34,19 @@ _LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
 def compile(
-    plan: Plan, *, groups_per_step: int | None = None, mesh: Any = None
+    plan: Plan,
+    *,
+    groups_per_step: int | str | None = None,
+    memory_budget: int | None = None,
+    mesh: Any = None,
 ) -> Callable:
     """A JAX function that runs the plan; `jax.jit` it.
 
     Args:
       plan: The plan.
-      groups_per_step: How many of a device's groups work at once. Default: all.
+      groups_per_step: How many of a device's groups work at once, or `"auto"`; as for
+        `drjax.jit`. Default: all.
+      memory_budget: As for `drjax.jit`.
       mesh: The mesh. Default: the one in context.
 
     Returns:
@@ -54,36 +62,54 @@ def compile(
       >>> print(jax.jit(run)(jnp.arange(4.0)))
       14.0
     """
-    groups_per_step = checked_groups_per_step(groups_per_step)
+    step = chunks.checked(groups_per_step, memory_budget)
 
     def run(*args, **kwargs):
         leaves = flat_inputs(plan, args, kwargs)
-        return plan.out_tree.unflatten(run_flat(plan, leaves, groups_per_step, mesh))
+        return plan.out_tree.unflatten(run_flat(plan, leaves, step, mesh))
 
     return run
 
 
-def checked_groups_per_step(found: Any) -> int | None:
-    """The option, if it is a positive integer or None."""
-    if found is None:
-        return None
-    if isinstance(found, bool) or not hasattr(found, "__index__"):
-        raise DrjaxTypeError(
-            f"drjax needs groups_per_step as a positive int or None, got {found!r}."
-        )
-    if found < 1:
-        raise DrjaxValueError(
-            "drjax needs at least one group per step, got groups_per_step="
-            f"{found}. None works on all of a device's groups at once."
-        )
-    return operator.index(found)
-
-
 def run_flat(
-    plan: Plan, inputs: list, groups_per_step: int | None = None, mesh: Any = None
+    plan: Plan, inputs: list, step: chunks.GroupsPerStep = None, mesh: Any = None
 ) -> list:
     """The results of a plan, flat."""
-    return _Run(plan, _place(plan, mesh), groups_per_step)(inputs)
+    where = _place(plan, mesh)
+    if isinstance(step, chunks.Fit):
+        step = None if where is None else _largest_step(plan, where, step.budget)
+    return _Run(plan, where, step)(inputs)
+
+
+def _largest_step(plan: Plan, where: Layout, budget: int | None) -> int:
+    """The largest number of groups at once that fits in memory."""
+    mesh = where.mesh
+    if isinstance(mesh, AbstractMesh):
+        mesh = _compat.concrete_mesh()
+        if mesh.empty or where.manual:
+            raise DrjaxValueError(
+                'groups_per_step="auto" compiles for the devices in context and asks '
+                "how much memory they have. Under an AbstractMesh or inside "
+                "jax.shard_map there is nobody to ask: give a number."
+            )
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    if budget is None:
+        budget = chunks.free_bytes(devices)
+
+    def given(value: Value):
+        shape, spec = list(value.shape), [None] * len(value.shape)
+        if value.partitioned:
+            shape.insert(value.axis, plan.size)
+            spec.insert(value.axis, None if where.uneven else where.axes)
+        sharding = None if mesh is None else NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
+
+    def temp_bytes(step: int) -> int:
+        run = lambda *xs: _Run(plan, where, step)([*xs])
+        compiled = jax.jit(run).lower(*map(given, plan.inputs)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    return chunks.largest(where.per_device, temp_bytes, budget)
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:

@@ -1,0 +1,122 @@
+"""How many groups work at once: the option, and what fits in memory."""
+
+import logging
+import operator
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+
+_logger = logging.getLogger("drjax")
+_COMPILATIONS = 8
+
+
+@dataclass(frozen=True)
+class Fit:
+    """As many groups as fit.
+
+    Attributes:
+      budget: Bytes of temporary memory for each device; None: what the device has left.
+    """
+
+    budget: int | None
+
+
+GroupsPerStep = int | None | Fit
+
+
+def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
+    """The options `groups_per_step` and `memory_budget`, as one.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: They have no meaning.
+    """
+    if memory_budget is not None:
+        memory_budget = _positive("memory_budget", memory_budget, 'bytes with "auto"')
+        if not isinstance(groups_per_step, str):
+            raise DrjaxValueError(
+                'memory_budget= is for groups_per_step="auto", got groups_per_step='
+                f"{groups_per_step!r}."
+            )
+    if groups_per_step is None:
+        return None
+    if isinstance(groups_per_step, str):
+        if groups_per_step != "auto":
+            raise DrjaxValueError(
+                'drjax needs groups_per_step as a positive int, "auto" or None, got '
+                f"{groups_per_step!r}."
+            )
+        return Fit(memory_budget)
+    return _positive("groups_per_step", groups_per_step, '"auto" or None')
+
+
+def _positive(name: str, value: Any, otherwise: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise DrjaxTypeError(
+            f"drjax needs {name} as a positive int, {otherwise}, got {value!r}."
+        )
+    if value < 1:
+        raise DrjaxValueError(
+            f"drjax needs at least one in {name}, got {name}={value}. "
+            "groups_per_step=None works on all of a device's groups at once."
+        )
+    return operator.index(value)
+
+
+def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
+    """The largest number of groups at once, up to `count`, that fits in the budget.
+
+    The search assumes that memory grows with the number of groups, guesses that it
+    does so linearly, and compiles at most eight times; so of very many groups it may
+    miss the largest number by a little, but what it gives was seen to fit.
+
+    Args:
+      count: The number of groups of a device.
+      temp_bytes: Temporary memory of the program with so many groups at once.
+      budget: Bytes.
+
+    Raises:
+      DrjaxValueError: One group does not fit.
+    """
+    known = {count: temp_bytes(count)}
+    low, high = 1, count
+    if known[count] <= budget:
+        low = count
+    elif count > 1:
+        known[1] = temp_bytes(1)
+    if known[low] > budget:
+        raise DrjaxValueError(
+            f"Not even one group at a time fits: it needs {known[low]:,} bytes of "
+            f"temporary memory, and the budget is {budget:,}. Raise memory_budget=, or "
+            "make the work of a group smaller."
+        )
+    while high - low > 1 and len(known) < _COMPILATIONS:
+        share = (budget - known[low]) / (known[high] - known[low])
+        guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        known[guess] = temp_bytes(guess)
+        if known[guess] <= budget:
+            low = guess
+        else:
+            high = guess
+    _logger.info(
+        "groups_per_step=%d of %d: %s of %s bytes of temporary memory",
+        low, count, f"{known[low]:,}", f"{budget:,}",
+    )  # fmt: skip
+    return low
+
+
+def free_bytes(devices: Sequence[Any]) -> int:
+    """What the fullest of these devices has left; on CPUs, its share of the host's."""
+    found = []
+    for device in devices:
+        stats = device.memory_stats()
+        if stats and "bytes_limit" in stats:
+            found.append(stats["bytes_limit"] - stats["bytes_in_use"])
+        else:
+            pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            found.append(pages // jax.local_device_count())
+    return min(found)
