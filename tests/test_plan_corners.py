@@ -1,5 +1,7 @@
 """Plans of unusual programs: against `jax.jit`, and one group at a time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,7 +173,8 @@ def test_the_xla_backend_checks_its_options():
     plan = drjax.make_plan(four(drjax.reduce_sum))(V)
     with pytest.raises(drjax.DrjaxValueError, match="at least one in groups_per_step"):
         drjax.backends.xla.compile(plan, groups_per_step=0)
-    assert drjax.backends.xla.compile(plan, groups_per_step=np.int64(2))(V) == 10
+    count: Any = np.int64(2)
+    assert drjax.backends.xla.compile(plan, groups_per_step=count)(V) == 10
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "bool"])

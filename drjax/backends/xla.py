@@ -97,16 +97,18 @@ def _largest_step(plan: Plan, where: Layout, budget: int | None) -> int:
         budget = chunks.free_bytes(devices)
 
     def given(value: Value):
-        shape, spec = list(value.shape), [None] * len(value.shape)
+        shape, spec = value.shape, [None] * value.axis
         if value.partitioned:
-            shape.insert(value.axis, plan.size)
-            spec.insert(value.axis, None if where.uneven else where.axes)
-        sharding = None if mesh is None else NamedSharding(mesh, P(*spec))
-        return jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
+            shape = (*shape[: value.axis], plan.size, *shape[value.axis :])
+        axes = where.axes if value.partitioned and not where.uneven else None
+        sharding = None if mesh is None else NamedSharding(mesh, P(*spec, axes))
+        return jax.ShapeDtypeStruct(
+            shape, value.dtype, sharding=sharding if shape else None
+        )
 
     def temp_bytes(step: int) -> int:
         run = lambda *xs: _Run(plan, where, step)([*xs])
-        compiled = jax.jit(run).lower(*map(given, plan.inputs)).compile()
+        compiled: Any = jax.jit(run).lower(*map(given, plan.inputs)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     return chunks.largest(where.per_device, temp_bytes, budget)

@@ -46,6 +46,9 @@ class Levels:
             else:
                 self.server.setdefault(level, []).append(eqn)
             self._levels.update(dict.fromkeys(eqn.outvars, after))
+        place = {v: i for i, v in reversed(list(enumerate(program.outvars)))}
+        for eqns in self.reduces.values():  # results in their order, then all others
+            eqns.sort(key=lambda eqn: place.get(eqn.outvars[0], len(place)))
 
     def of(self, atom) -> int:
         return 0 if isinstance(atom, Literal) else self._levels.get(atom, 0)
