@@ -21,20 +21,30 @@ from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
 from drjax._errors import DrjaxValueError
+from drjax._planning import axes_to_plan, may_shard_models, planning
 from drjax.backends import chunks, xla
 from drjax.backends.chunks import GroupsPerStep
-from drjax.interpret.make import outside_meshes, plan_of_jaxpr
+from drjax.interpret.make import partition_of, plan_of_jaxpr
 from drjax.interpret.names import argument_names, function_name
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a plan runs; `names` are those of the arguments."""
+    """How a plan is made and runs.
+
+    Attributes:
+      name: That of the program.
+      names: Those of the arguments.
+      groups_per_step: How many of a device's groups work at once.
+      recompute: Whether to compute again what a round needs of an earlier one.
+      axes: The partition's mesh axes, if models are sharded over others.
+    """
 
     name: str
     names: tuple[str, ...]
     groups_per_step: GroupsPerStep
     recompute: bool
+    axes: tuple[str, ...] = ()
 
     def of(self, count: int) -> "Options":
         """The options of a derived program with so many arguments."""
@@ -48,9 +58,10 @@ planned_p = _rules.new_primitive("jit", multiple_results=True)
 @_compat.weakref_lru_cache
 def _plan(jaxpr, options: Options):
     given = [None] * len(jaxpr.in_avals)
-    return plan_of_jaxpr(
-        jaxpr, options.name, options.names, given, recompute=options.recompute
-    )
+    with planning(options.axes):
+        return plan_of_jaxpr(
+            jaxpr, options.name, options.names, given, recompute=options.recompute
+        )
 
 
 @_compat.weakref_lru_cache
@@ -58,7 +69,9 @@ def _traced(jaxpr, options: Options, avals: tuple):
     """What runs the plan, in the mesh in context."""
 
     def run(*args):
-        return xla.run_flat(_plan(jaxpr, options), list(args), options.groups_per_step)
+        plan, beside = _plan(jaxpr, options), bool(options.axes)
+        step = options.groups_per_step
+        return xla.run_flat(plan, list(args), step, beside=beside)
 
     return jax.make_jaxpr(run)(*avals)
 
@@ -72,8 +85,8 @@ def _abstract_eval(*avals, jaxpr, options: Options):
     return list(_traced(jaxpr, options, avals).out_avals), jaxpr.effects
 
 
-def _trace(fn: Callable, avals: Sequence[Any], name: str):
-    with outside_meshes():
+def _trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):
+    with planning(axes):
         return _compat.trace_to_jaxpr(fn, [_without_mesh(a) for a in avals], name)
 
 
@@ -84,7 +97,7 @@ def _without_mesh(aval):
 def _bind(fn: Callable, args: Sequence[Any], options: Options):
     """Bind the primitive for a flat function without closures."""
     avals = [_compat.typeof(x) for x in args]
-    jaxpr, consts = _trace(fn, avals, options.name)
+    jaxpr, consts = _trace(fn, avals, options.name, options.axes)
     operands = [*consts, *args]
     return planned_p.bind(*operands, jaxpr=jaxpr, options=options.of(len(operands)))
 
@@ -112,7 +125,7 @@ def _jvp(primals, tangents, *, jaxpr, options: Options):
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options):
     outs = planned_p.bind(*primals, jaxpr=jaxpr, options=options)
-    with outside_meshes():
+    with planning(options.axes):
         both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     wanted = [False] * len(outs) + [True] * (len(both.out_avals) - len(outs))
     tangent, used = _compat.dce_jaxpr(both, wanted)
@@ -160,7 +173,7 @@ def _transpose(cts, *args, jaxpr, options: Options):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, options: Options):
-    with outside_meshes():
+    with planning(options.axes):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
     return planned_p.bind(*args, jaxpr=batched, options=options), out_axes
 
@@ -245,12 +258,17 @@ def jit(
 
         arrays = [flat_args[i] for i in dynamic]
         name = function_name(getattr(fn, "__name__", "program"))
-        jaxpr, consts = _trace(flat, list(map(_compat.typeof, arrays)), name)
+        avals = list(map(_compat.typeof, arrays))
+        axes: tuple[str, ...] = ()
+        if may_shard_models():  # which axes are the partition's?
+            there, _ = _compat.trace_to_jaxpr(flat, avals, name)
+            axes = axes_to_plan(partition_of(there))
+        jaxpr, consts = _trace(flat, avals, name, axes)
         names = argument_names(fn, args, kwargs)
         given = tuple(
             [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
         )
-        options = Options(name, given, groups, residuals == "recompute")
+        options = Options(name, given, groups, residuals == "recompute", axes)
         plan = _plan(jaxpr, options)  # errors now, and not when it is lowered
         operands = xla.on_mesh(plan, [*consts, *arrays])
         outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options)

@@ -20,9 +20,9 @@ from jax import lax
 from jax.interpreters import ad
 
 from drjax import _compat, _rules
+from drjax._errors import MeshError
 from drjax._sharding import (
     Layout,
-    check_transposable,
     global_aval,
     layout,
     on_devices,
@@ -182,9 +182,23 @@ def _scatter_transpose(ct, x, **params):
 # All registrations
 
 
+def _check_transposable(where: Layout) -> None:
+    """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
+
+    There, each of m devices gets 1 / m of a replicated result's cotangent, but all of
+    any other, and nobody knows which one it has got.
+    """
+    if where.manual and not _compat.check_vma():
+        raise MeshError(
+            f"A reverse-mode derivative over partition {where.partition} inside a "
+            f"jax.shard_map(check_vma=False) over its axes {where.axes}, where JAX's "
+            "cotangents are ambiguous. Leave out check_vma=False."
+        )
+
+
 def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=True):
     def checked_transpose(ct, x, **params):
-        check_transposable(layout(**params))
+        _check_transposable(layout(**params))
         return transpose(ct, x, **params)
 
     _rules.register_execution(primitive, execute)

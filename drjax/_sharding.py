@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from drjax import _compat
 from drjax._errors import MeshError
 from drjax._partition import Partition
+from drjax._scope import planned_axes
 
 _logger = logging.getLogger("drjax")
 
@@ -44,6 +45,8 @@ _logger = logging.getLogger("drjax")
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
     """The mesh that carries the partition: argument, else context, else None."""
     context = jax.sharding.get_abstract_mesh()
+    if set(partition.mesh_axes) <= set(planned_axes.value):
+        return None
     if mesh is None:
         mesh = context if not context.empty else _compat.legacy_mesh()
         if mesh is None:
@@ -206,20 +209,6 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
             "leave the last ones out with where= or a weight of zero."
         )
     return result
-
-
-def check_transposable(where: Layout) -> None:
-    """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
-
-    There, each of m devices gets 1 / m of a replicated result's cotangent, but all of
-    any other, and nobody knows which one it has got.
-    """
-    if where.manual and not _compat.check_vma():
-        raise MeshError(
-            f"A reverse-mode derivative over partition {where.partition} inside a "
-            f"jax.shard_map(check_vma=False) over its axes {where.axes}, where JAX's "
-            "cotangents are ambiguous. Leave out check_vma=False."
-        )
 
 
 def _axis_types(mesh) -> dict[str, AxisType]:

@@ -72,16 +72,30 @@ def compile(
 
 
 def run_flat(
-    plan: Plan, inputs: list, step: chunks.GroupsPerStep = None, mesh: Any = None
+    plan: Plan,
+    inputs: list,
+    step: chunks.GroupsPerStep = None,
+    mesh: Any = None,
+    beside: bool = False,
 ) -> list:
-    """The results of a plan, flat."""
+    """The results of a plan, flat.
+
+    Args:
+      plan: The plan.
+      inputs: Its inputs.
+      step: How many of a device's groups work at once.
+      mesh: The mesh. Default: the one in context.
+      beside: Whether stages are traced with the partition's axes Manual, beside other
+        axes (see `_planning.py`).
+    """
     where = _place(plan, mesh)
     if isinstance(step, chunks.Fit):
-        step = None if where is None else _largest_step(plan, where, step.budget)
-    return _Run(plan, where, step)(inputs)
+        fit = step.budget
+        step = None if where is None else _largest_step(plan, where, fit, beside)
+    return _Run(plan, where, step, beside)(inputs)
 
 
-def _largest_step(plan: Plan, where: Layout, budget: int | None) -> int:
+def _largest_step(plan: Plan, where: Layout, budget: int | None, beside: bool) -> int:
     """The largest number of groups at once that fits in memory."""
     mesh = where.mesh
     if isinstance(mesh, AbstractMesh):
@@ -107,7 +121,7 @@ def _largest_step(plan: Plan, where: Layout, budget: int | None) -> int:
         )
 
     def temp_bytes(step: int) -> int:
-        run = lambda *xs: _Run(plan, where, step)([*xs])
+        run = lambda *xs: _Run(plan, where, step, beside)([*xs])
         compiled: Any = jax.jit(run).lower(*map(given, plan.inputs)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -131,8 +145,10 @@ def _place(plan: Plan, mesh: Any = None) -> Layout | None:
 class _Run:
     """Runs one plan; partitioned values are whole arrays, rows along `Value.axis`."""
 
-    def __init__(self, plan: Plan, where: Layout | None, step: int | None):
-        self.plan, self.where, self.step = plan, where, step
+    def __init__(
+        self, plan: Plan, where: Layout | None, step: int | None, beside: bool = False
+    ):
+        self.plan, self.where, self.step, self.beside = plan, where, step, beside
         self.kept = _kept(plan)
 
     def __call__(self, inputs: list) -> list:
@@ -150,8 +166,15 @@ class _Run:
         return [values[v.name] for v in plan.outputs]
 
     def _server(self, stage, values: dict[str, Any]) -> None:
-        outs = _call(stage, [values[v.name] for v in stage.inputs])
-        _store(values, stage.outputs, outs)
+        inputs = [values[v.name] for v in stage.inputs]
+        run = functools.partial(_call, stage)
+        if self.beside and self.where is not None and not stage.empty:
+            # Traced with the partition's axes Manual, it must run there.
+            one = [False] * len(inputs), [False] * len(stage.outputs)
+            run = lambda xs: on_devices(
+                self.where, lambda *xs: _call(stage, xs), xs, *one, _compat.check_vma()
+            )
+        _store(values, stage.outputs, run(inputs))
 
     # -----------------------------------------------------------------------------
     # The groups' work
@@ -195,7 +218,7 @@ class _Run:
     # Loops
 
     def _loop(self, loop: Loop, inputs: list) -> list:
-        runs = [_Run(body, self.where, self.step) for body in loop.bodies]
+        runs = [_Run(body, self.where, self.step, self.beside) for body in loop.bodies]
         if loop.op == "cond":
             return lax.switch(inputs[0], [lambda *x, r=r: r([*x]) for r in runs],
                               *inputs[1:])  # fmt: skip

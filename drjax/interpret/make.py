@@ -13,6 +13,8 @@ import jax
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
+from drjax._planning import outside_meshes, planning
+from drjax._scope import planned_axes
 from drjax.interpret.cut import Cutter
 from drjax.interpret.flat import BLOCKS, CONTROL, Flat, flatten, uses_blocks
 from drjax.interpret.implicit import explicit
@@ -85,8 +87,18 @@ class Traced:
 
 def prepare(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
     """Trace a function without any mesh."""
-    with outside_meshes():
-        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+    mesh = jax.sharding.get_abstract_mesh()
+    try:
+        with planning(()):
+            closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        if mesh.empty or "mesh" not in str(error):
+            raise
+        raise PlanError(
+            "The function needs the mesh in context, perhaps for a sharding constraint "
+            "or a shard_map in the work of a group. A plan is free of devices; "
+            f"drjax.jit plans the function with its mesh. ({error})"
+        ) from error
     return Traced(
         closed,
         jax.tree_util.tree_structure(out),
@@ -140,11 +152,6 @@ def plan_of_jaxpr(
         return cutter.plan(name, in_tree, out_tree)
 
 
-def outside_meshes():
-    """The context in which code is traced that no device shall appear in."""
-    return _compat.without_mesh()
-
-
 def _equations(program: Flat) -> Iterator[Any]:
     """All equations of a program that are not the work of one group."""
     for eqn in program.eqns:
@@ -160,7 +167,8 @@ def find_partition(program: Flat) -> Partition | None:
     for eqn in _equations(program):
         if eqn.primitive in BLOCKS:
             found.setdefault(eqn.params["partition"], eqn)
-        if eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND:
+        bound = eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND
+        if bound and not planned_axes.value:
             raise PlanError(
                 f"{eqn.primitive.name} at {_compat.source_line(eqn)} is bound to a "
                 "mesh. A plan is free of devices: leave out mesh= of the program and "
@@ -184,6 +192,18 @@ def find_partition(program: Flat) -> Partition | None:
             "them one at a time."
         )
     return next(iter(found))
+
+
+def partition_of(closed) -> Partition | None:
+    """The partition of the blocks of a closed jaxpr, on whatever mesh they are."""
+    return next(
+        (
+            eqn.params["partition"]
+            for eqn in _equations(flatten(closed))
+            if eqn.primitive in BLOCKS
+        ),
+        None,
+    )
 
 
 _MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")
