@@ -22,15 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._errors import DrjaxValueError
-from drjax._extrema import across_devices, highest, lowest
-from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices, vary
-from drjax._summing import row_sums
+from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices
 from drjax.backends import chunks
+from drjax.backends.local import LocalWork, call
 from drjax.interpret.arguments import flat_inputs
-from drjax.plan import Loop, Plan, Reduce, Round, Value
+from drjax.plan import Loop, Plan, Round, Value
 from drjax.primitives import gather_p
-
-_LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
 def compile(
@@ -167,12 +164,12 @@ class _Run:
 
     def _server(self, stage, values: dict[str, Any]) -> None:
         inputs = [values[v.name] for v in stage.inputs]
-        run = functools.partial(_call, stage)
+        run = functools.partial(call, stage)
         if self.beside and self.where is not None and not stage.empty:
             # Traced with the partition's axes Manual, it must run there.
             one = [False] * len(inputs), [False] * len(stage.outputs)
             run = lambda xs: on_devices(
-                self.where, lambda *xs: _call(stage, xs), xs, *one, _compat.check_vma()
+                self.where, lambda *xs: call(stage, xs), xs, *one, _compat.check_vma()
             )
         _store(values, stage.outputs, run(inputs))
 
@@ -195,7 +192,7 @@ class _Run:
 
         def body(*args):
             *args, numbers = args
-            local = _Local(where, stage, sums, kept, args[: len(shared)])
+            local = LocalWork(where, stage, sums, kept, args[: len(shared)])
             return local.run([numbers, *args[len(shared) :]], self.step)
 
         by_rows = [False] * len(shared) + [True] * len(rows)
@@ -240,153 +237,6 @@ class _Run:
         xs = inputs[first + loop.carry :]
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
         return [*carry, *ys]
-
-
-class _Local:
-    """A round's work on one device: its groups, chunk by chunk."""
-
-    def __init__(self, where: Layout, stage, sums: list[Reduce], kept, shared: list):
-        self.where, self.stage, self.sums, self.kept = where, stage, sums, kept
-        self.shared = shared
-        names = [v.name for v in stage.outputs]
-        self._sources = [names.index(r.source.name) for r in sums]
-        self._kept = [names.index(v.name) for v in kept]
-
-    def run(self, rows: list, step: int | None) -> list:
-        """The reduced values, then the rows to keep; `rows` starts with the numbers."""
-        count = self.where.per_device
-        step = count if step is None else max(1, min(step, count))
-        steps, rest = divmod(count, step)
-        if steps == 1 and not rest:
-            totals, kept = self._chunk(rows)
-            return [*self._finish(totals), *kept]
-
-        def advance(totals, rows):
-            new, kept = self._chunk(rows)
-            return list(map(_combine, self.sums, totals, new)), kept
-
-        # The rows are closed over and sliced: given as what the scan goes over, some
-        # versions of the compiler copy them first.
-        def at(totals, i):
-            take = functools.partial(lax.dynamic_slice_in_dim, slice_size=step)
-            return advance(totals, [take(x, i * step) for x in rows])
-
-        init = [vary(x, self.where.axes) for x in self._empty()]
-        totals, kept = lax.scan(at, init, jnp.arange(steps, dtype=jnp.int32))
-        kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
-        if rest:
-            totals, last = advance(totals, [x[steps * step :] for x in rows])
-            kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
-        return [*self._finish(totals), *kept]
-
-    def _chunk(self, rows: list) -> tuple[list, list]:
-        """The groups of a chunk: what they sum up to, and their rows to keep."""
-        numbers, *others = rows
-        args, others, shared = [numbers], iter(others), iter(self.shared)
-        for value in self.stage.inputs:
-            args.append(next(others) if value.partitioned else next(shared))
-        count = numbers.shape[0]
-        by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
-        one = lambda *xs: _call(self.stage, xs)
-        outs = _over_rows(one, count, by_rows)(*args)
-        # Rows to compare with their extremum: the compiler must not compute them twice.
-        for reduce, i in zip(self.sums, self._sources, strict=True):
-            if reduce.op in ("max", "min") and i in self._kept:
-                outs[i] = lax.optimization_barrier(outs[i])
-        summed = self._summed(count, by_rows, args)
-        totals = [
-            summed[i] if i in summed else self._reduce(reduce, outs[i], numbers)
-            for reduce, i in zip(self.sums, self._sources, strict=True)
-        ]
-        return totals, [outs[i] for i in self._kept]
-
-    def _summed(self, count: int, by_rows: list[bool], args: list) -> dict[int, Any]:
-        """The sums that are better made within the map; see `_summing.py`."""
-        if count == 1 or self.where.uneven:
-            return {}
-        sums = row_sums(self.stage.jaxpr)
-        if not sums.indices:
-            return {}
-        used = [i for i, u in enumerate(sums.used) if u]
-        rows = [by_rows[i] for i in used]
-        over_rows = lambda fn: _over_rows(fn, count, rows)
-        totals = sums(count, over_rows, [args[i] for i in used])
-        ops = dict(zip(self._sources, (r.op for r in self.sums), strict=True))
-        found = zip(sums.indices, totals, strict=True)
-        return {i: total for i, total in found if ops.get(i) in ("sum", "mean")}
-
-    def _reduce(self, reduce: Reduce, x, numbers):
-        if self.where.uneven:
-            fill = _identity(reduce.op, x.dtype)
-            x = self.where.mask_padding(x, numbers, fill)
-        if reduce.op in ("max", "min"):
-            return getattr(jnp, reduce.op)(x, axis=0)
-        return jnp.sum(x, axis=0, dtype=_accumulator(x.dtype))
-
-    def _empty(self) -> list:
-        found = []
-        for reduce in self.sums:
-            source = reduce.source
-            low = reduce.op in ("max", "min")
-            dtype = source.dtype if low else _accumulator(source.dtype)
-            fill = _identity(reduce.op, source.dtype)
-            found.append(jnp.full(source.shape, fill, dtype))
-        return found
-
-    def _finish(self, totals: list) -> list:
-        """From the sums of a device to those of all."""
-        n, found = self.where.partition.size, list(totals)
-        for i, reduce in enumerate(self.sums):
-            if reduce.op == "mean" and reduce.source.dtype in _LOW_PRECISION:
-                found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
-            found[i] = found[i].astype(reduce.source.dtype)
-        axes = self.where.axes
-        if axes:
-            for i, reduce in enumerate(self.sums):
-                if reduce.op in ("max", "min"):
-                    found[i] = across_devices(found[i], axes, reduce.op == "max")
-            at = [i for i, r in enumerate(self.sums) if r.op in ("sum", "mean")]
-            if at:  # one psum for all
-                summed = lax.psum([vary(found[i], axes) for i in at], axes)
-                for i, x in zip(at, summed, strict=True):
-                    found[i] = x
-        for i, reduce in enumerate(self.sums):
-            if reduce.op == "mean" and reduce.source.dtype not in _LOW_PRECISION:
-                found[i] = found[i] / n
-        return found
-
-
-def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:
-    """`fn` of one group, for `count` groups: of one without a batch dimension."""
-    if count > 1:
-        return jax.vmap(fn, [0 if p else None for p in by_rows], axis_size=count)
-
-    def only(*args):
-        outs = fn(*(x[0] if p else x for x, p in zip(args, by_rows, strict=True)))
-        return [y[None] for y in outs]
-
-    return only
-
-
-def _combine(reduce: Reduce, total, new):
-    if reduce.op in ("max", "min"):
-        return getattr(jnp, f"{reduce.op}imum")(total, new)
-    return total + new
-
-
-def _identity(op: str, dtype):
-    """What changes nothing in a sum, a maximum or a minimum."""
-    if op in ("sum", "mean"):
-        return 0
-    return lowest(dtype) if op == "max" else highest(dtype)
-
-
-def _accumulator(dtype):
-    return jnp.float32 if dtype in _LOW_PRECISION else dtype
-
-
-def _call(stage, args) -> list:
-    return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
 
 
 def _store(values: dict[str, Any], names: tuple[Value, ...], found) -> None:
