@@ -10,7 +10,6 @@ The `shard_map`s are not differentiated: derivatives are taken of programs, befo
 they are planned (see `_planned.py`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -163,15 +162,15 @@ class _Run:
         return [values[v.name] for v in plan.outputs]
 
     def _server(self, stage, values: dict[str, Any]) -> None:
-        inputs = [values[v.name] for v in stage.inputs]
-        run = functools.partial(call, stage)
-        if self.beside and self.where is not None and not stage.empty:
+        inputs, where = [values[v.name] for v in stage.inputs], self.where
+        if self.beside and where is not None and not stage.empty:
             # Traced with the partition's axes Manual, it must run there.
-            one = [False] * len(inputs), [False] * len(stage.outputs)
-            run = lambda xs: on_devices(
-                self.where, lambda *xs: call(stage, xs), xs, *one, _compat.check_vma()
-            )
-        _store(values, stage.outputs, run(inputs))
+            ins, outs = [False] * len(inputs), [False] * len(stage.outputs)
+            run = lambda *xs: call(stage, xs)
+            found = on_devices(where, run, inputs, ins, outs, _compat.check_vma())
+        else:
+            found = call(stage, inputs)
+        _store(values, stage.outputs, found)
 
     # -----------------------------------------------------------------------------
     # The groups' work
