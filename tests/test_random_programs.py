@@ -93,7 +93,7 @@ def random_run(count: int, seed: int) -> None:
             hypothesis.HealthCheck.data_too_large,
         ],
     )
-    @hypothesis.given(recipes, strategies.sampled_from((3, 4)),
+    @hypothesis.given(recipes, strategies.sampled_from((2, 3)),
                       strategies.integers(0, len(WAYS) - 1))  # fmt: skip
     def run(recipe, f, way):
         nonlocal done
@@ -166,7 +166,10 @@ def assert_all_rules(reached) -> None:
 def test_ways_agree_in_programs_that_reach_every_rule(reached):
     programs = covering()
     for i, recipe in enumerate(programs):
-        check(recipe, 3 + i % 2, i % len(WAYS))
+        # As many features as groups, but not where JAX lets residuals of branches share
+        # a slot because their shapes are the same: there, such programs are refused.
+        branches = recipe[0][0] in ("cond", "switch")
+        check(recipe, 3 if branches else 3 + i % 2, i % len(WAYS))
     print(f"\n{len(programs)} programs")
     report(reached)
     assert_all_rules(reached)

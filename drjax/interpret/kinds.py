@@ -231,8 +231,9 @@ class Kinds:
         outs = [self.cell(v) for v in eqn.outvars]
         if any(out.partitioned for out in outs):
             rows = self.rows(eqn)
-            axes = [None] * len(eqn.invars) if rows is None else rows.ins
-            return [None if axis is None else along(axis) for axis in axes]
+            if rows is None:
+                return [None] * len(eqn.invars)
+            return [GLOBAL if axis is None else along(axis) for axis in rows.ins]
         possible = candidates(eqn, self._size)
         if possible and GLOBAL not in outs:
             return [None] * len(eqn.invars)
