@@ -72,6 +72,7 @@ def expected_for(pods: int, clients: int):
     return jax.value_and_grad(lambda x: by_hand(pods, clients, x))(X)
 
 
+@pytest.mark.usefixtures("leaks_unchecked")
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("sizes", some([(2, 4), (4, 8)], (4, 8)), ids=str)
 def test_value_and_gradient(name, sizes):

@@ -30,7 +30,7 @@ from tests.test_row_rules import INTERNAL
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
-COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "200"))
+COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "100"))
 SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
 WAYS = [*itertools.product((1, 3, None), (None, None, 2, 3))]  # groups a step, devices
 
