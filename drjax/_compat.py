@@ -32,6 +32,7 @@ cache = util.cache  # an LRU cache whose key includes JAX's whole trace context
 weakref_lru_cache = util.weakref_lru_cache
 extend_axis_env = core.extend_axis_env_nd
 jaxpr_as_fun = core.jaxpr_as_fun
+frames_in_locations = config.traceback_in_locations_limit  # a context of so many
 moveaxis = batching.moveaxis
 typeof = core.typeof
 
@@ -376,10 +377,10 @@ def scan_sizes(eqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def evaluate(jaxpr, args, step: Callable) -> list:
+def evaluate(jaxpr, args, step: Callable, consts=None) -> list:
     """Evaluate a jaxpr; `step(eqn, operands)` may give an equation's results."""
-    raw = open_jaxpr(jaxpr)
-    values = dict(zip(raw.constvars, jaxpr_consts(jaxpr), strict=True))
+    raw, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr) if consts is None else consts
+    values = dict(zip(raw.constvars, consts, strict=True))
     values.update(zip(raw.invars, args, strict=True))
 
     def read(atom):

@@ -1,0 +1,1 @@
+"""The plan file: `save.py` writes it, `load.py` reads it, `manifest.py` describes it."""
