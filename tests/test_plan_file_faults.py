@@ -1,4 +1,4 @@
-"""Files that are no plan files, or no longer: one clear error each, and nothing more."""
+"""Files that are no plan files, or no longer: one clear error each, no more."""
 
 import hashlib
 import json
@@ -225,7 +225,7 @@ FAULTS = {
     a_list: "malformed manifest: list indices",
     without_a_plan: "malformed manifest: KeyError: 'plan'",
     another_ledger: "malformed manifest: ValueError: its ledger is not that",
-    an_unknown_value: "malformed manifest: KeyError: 'x'",
+    an_unknown_value: "malformed manifest: ValueError: ['x'] are used before",
     used_before_it_is_made: "['result'] are used before they are made",
     an_unknown_dtype: "no dtype is called object",
     a_negative_shape: "-3 is not a count",

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import zipfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import pytest
 import drjax
 from drjax.__main__ import main
 from drjax.backends import reference, xla
+from drjax.interpret.files.report import inspect
 from tests.cases import CASES, MESHES, N, on_mesh
 from tests.meshes import in_mesh_of
 from tests.raising import raises
@@ -43,7 +44,9 @@ def pairs():
         for j, name in enumerate(TRANSFORMS):
             ways = [w for w in MESHES if case.on_explicit or "explicit" not in w]
             mesh, step = ways[(3 * i + j) % len(ways)], (1, 3, None)[(i + j) % 3]
-            often = name == "value_and_grad" or (name == "grad of rounds" and i % 4 == 0)
+            often = name == "value_and_grad" or (
+                name == "grad of rounds" and i % 4 == 0
+            )
             yield pytest.param(
                 case, name, mesh, step, marks=() if often else SLOW,
                 id=f"{case.name}-{name}-{mesh}-{step}",
@@ -189,8 +192,8 @@ def test_a_plan_without_groups_and_one_without_work(tmp_path):
 
 
 class Point(NamedTuple):
-    x: jax.Array
-    y: jax.Array
+    x: Any
+    y: Any
 
 
 class Box:
@@ -240,7 +243,9 @@ def test_pytrees_come_back_without_their_classes(tmp_path):
     assert manifest["plan"]["out_tree"]["paths"] == [
         "[0].x", "[0].y[0]", "[1]['box'].low", "[1]['box'].high", "[1]['more'][3][0]",
     ]  # fmt: skip
-    text = "was planned for arguments (args, kwargs) of structure ((Point(x=*, y=*), Box"
+    text = (
+        "was planned for arguments (args, kwargs) of structure ((Point(x=*, y=*), Box"
+    )
     raises(drjax.DrjaxTypeError, text, run, args[0])
 
 
@@ -362,7 +367,7 @@ def test_64_bit_values_need_64_bits(tmp_path):
     raises(drjax.PlanFileError, "with jax.enable_x64(True)", drjax.load_plan, path)
     with jax.enable_x64(True):
         found = reference.compile(drjax.load_plan(path))(jnp.ones(N))
-    assert found == N and found.dtype == np.float64
+    assert float(found) == N and found.dtype == np.float64
 
 
 def test_a_mesh_in_context_does_not_bind_the_file(tmp_path):
@@ -371,3 +376,30 @@ def test_a_mesh_in_context_does_not_bind_the_file(tmp_path):
     args = jnp.ones(3), jnp.ones((N, 5, 3))
     found = jax.jit(xla.compile(loaded))(*args)
     np.testing.assert_allclose(found, reference.compile(loaded)(*args), rtol=1e-6)
+
+
+def filtered(x, key):
+    """A convolution whose filter is the group's own, and bits of two sorts of keys."""
+    rows = jax.lax.conv(x.reshape(1, 1, 3, 3), x[:2].reshape(1, 1, 1, 2), (1, 1), "SAME")
+    return rows.sum() + jax.random.normal(jax.random.fold_in(key, 1))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_what_cannot_be_batched_for_any_number_of_groups_goes_in_turn(impl, tmp_path):
+    @program
+    def f(x, key):
+        key = jax.random.fold_in(key, 5)
+        own = lambda x, key: filtered(x, jax.random.fold_in(key, x[0].astype(int)))
+        y = drjax.map_fn(own, (x, drjax.broadcast(key)))
+        return drjax.reduce_mean(y), y
+
+    x, key = jnp.linspace(0, 9, N * 9).reshape(N, 9), jax.random.key(2, impl=impl)
+    plan = drjax.make_plan(f)(x, key)
+    loaded = saved(plan, tmp_path / "plan.drjax")
+    assert loaded.rounds[0].local.forms.in_turn
+    assert "groups of a batch in turn" in inspect(tmp_path / "plan.drjax")[1]
+    wanted = reference.compile(plan)(x, key)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    for step in (1, 3, None):
+        run = jax.jit(xla.compile(loaded, groups_per_step=step))
+        jax.tree.map(close, run(x, key), wanted)

@@ -41,7 +41,8 @@ source, given, made = sys.argv[1:]
 drjax.make_plan = jax.make_jaxpr  # never called below
 plan = drjax.load_plan(source)
 arrays = np.load(given)
-args, kwargs = plan.in_tree.unflatten([arrays[f"arr_{i}"] for i in range(len(plan.inputs))])
+arrays = [arrays[f"arr_{i}"] for i in range(len(plan.inputs))]
+args, kwargs = plan.in_tree.unflatten(arrays)
 run = {
     "reference": drjax.backends.reference.compile(plan),
     "xla": jax.jit(drjax.backends.xla.compile(plan, groups_per_step=2)),

@@ -1,1 +1,1 @@
-"""The plan file: `save.py` writes it, `load.py` reads it, `manifest.py` describes it."""
+"""The plan file; docs/plan_files.md says what is in it."""

@@ -81,7 +81,7 @@ def _check_sizes(path: Path, infos: list[zipfile.ZipInfo], size: int) -> None:
     packed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
     if packed:
         raise _bad(
-            path, f"has compressed members ({packed[0]!r}), which plan.save never writes",
+            path, f"has compressed members ({packed[0]!r}), as plan.save never writes",
             "Do not pack it anew.",
         )  # fmt: skip
     total = sum(max(info.file_size, info.compress_size) for info in infos)
@@ -113,7 +113,7 @@ def _manifest(path: Path, data: bytes) -> dict[str, Any]:
     if version != VERSION:
         raise _bad(
             path, f"has version {str(version)[:60]} of the format",
-            f"This drjax reads version {VERSION}: load it with the drjax that saved it.",
+            f"This drjax reads version {VERSION}: load it by the drjax that saved it.",
         )  # fmt: skip
     return found
 

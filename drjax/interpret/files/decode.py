@@ -14,14 +14,8 @@ from drjax._errors import DrjaxError, PlanFileError
 from drjax._partition import Partition
 from drjax.interpret.files import trees
 from drjax.interpret.files.archive import malformed
-from drjax.interpret.files.forms import (
-    Form,
-    Forms,
-    from_raw,
-    key_dtype,
-    raw_type,
-    to_raw,
-)
+from drjax.interpret.files.forms import Form, Forms
+from drjax.interpret.files.keys import from_raw, key_dtype, raw_type, to_raw
 from drjax.interpret.files.manifest import ledger
 from drjax.interpret.places import new_value
 from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
@@ -159,6 +153,7 @@ class _Reader:
         return Forms(
             form(""),
             form(".batch") if numbered else None,
+            numbered and told["in_turn"] is True,
             self.members[f"{member}.jaxpr.txt"].decode(),
             tuple(map(self._constant, told["consts"])),
             tuple(map(_text, told["custom_calls"])),

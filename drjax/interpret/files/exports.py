@@ -1,7 +1,7 @@
-"""From a stage to its exported forms, and what of a stage cannot be exported."""
+"""From a stage to its exported forms; `forms.py` says what they take and give."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +12,14 @@ from jax import export, lax
 from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax._partials import identity, partial
-from drjax.interpret.files.forms import (
-    PLATFORMS,
-    Form,
-    Forms,
-    from_raw,
-    is_key,
-    key_impl,
-    raw_type,
-    to_raw,
-)
+from drjax.interpret.files.contents import contents
+from drjax.interpret.files.forms import PLATFORMS, Form, Forms
+from drjax.interpret.files.keys import from_raw, is_key, raw_type, to_raw
 from drjax.plan import Reduce, Stage, Value
 
 _HOISTED = 1024  # constants of so many bytes are members of the file
 _GROUP = jax.ShapeDtypeStruct((), np.int32)
+_MASK = jax.ShapeDtypeStruct((), np.bool_)
 
 
 class Exporter:
@@ -34,72 +28,81 @@ class Exporter:
     Args:
       stage: The stage.
       where: Where it is in the plan, for errors.
+      origin: Where and how it is exported, for the manifest.
     """
 
-    def __init__(self, stage: Stage, where: str):
-        self.stage, self.where = stage, where
+    def __init__(self, stage: Stage, where: str, origin: dict[str, Any]):
+        self.stage, self.where, self.origin = stage, where, origin
         self._values = list(_compat.jaxpr_consts(stage.jaxpr))
         self._hoisted = [
             i for i, x in enumerate(self._values)
             if is_key(x.dtype) or x.nbytes >= _HOISTED
         ]  # fmt: skip
-        self.consts = [np.asarray(to_raw(self._values[i])) for i in self._hoisted]
+        self._consts = [np.asarray(to_raw(self._values[i])) for i in self._hoisted]
+        self._types = [raw_type(v) for v in stage.inputs]
 
-    def server(self, origin: dict[str, Any]) -> Forms:
+    def server(self) -> Forms:
         """The form of a stage of the server."""
-        one, calls = self._export("one", self._one, self._types())
-        return self._forms(one, None, calls, origin)
+        return self._forms(*self._export("one", self._one, self._types))
 
-    def local(
-        self, reduces: Sequence[Reduce], rows: Sequence[Value], origin: dict[str, Any]
-    ) -> Forms:
+    def local(self, reduces: Sequence[Reduce], rows: Sequence[Value]) -> Forms:
         """The forms of a stage of the groups.
 
         Args:
           reduces: What of its outputs is reduced in a batch.
           rows: The outputs that a batch gives as rows.
-          origin: Where and how it is exported.
         """
-        one, calls = self._export("one", self._one, [_GROUP, *self._types()])
+        one, calls = self._export("one", self._one, [_GROUP, *self._types])
         (b,) = export.symbolic_shape("b")
         many = lambda t: jax.ShapeDtypeStruct((b, *t.shape), t.dtype)
-        mask = jax.ShapeDtypeStruct((), np.bool_)
-        types = [
+        types = [many(_MASK), many(_GROUP)] + [
             many(t) if value.partitioned else t
-            for value, t in zip(self.stage.inputs, self._types(), strict=True)
+            for value, t in zip(self.stage.inputs, self._types, strict=True)
         ]
-        batch = self._batch(reduces, rows)
-        form, more = self._export("batch", batch, [many(mask), many(_GROUP), *types])
-        return self._forms(one, form, sorted({*calls, *more}), origin)
 
-    def _forms(self, one, batch, calls, origin) -> Forms:
+        def batch(over_groups: Callable):
+            fn = self._batch(reduces, rows, over_groups)
+            return self._export("batch", fn, types)
+
+        in_turn = contents(self.stage.jaxpr, self.where).in_turn
+        if not in_turn:
+            try:
+                found, more = batch(jax.vmap)
+            except PlanFileError:  # what JAX cannot batch for an unknown b
+                in_turn = True
+        if in_turn:
+            found, more = batch(_in_turn)
+        return self._forms(one, calls | more, found, in_turn)
+
+    def _forms(
+        self, one: Form, calls: set[str], batch: Form | None = None, in_turn=False
+    ) -> Forms:
         text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
-        return Forms(one, batch, text, tuple(self.consts), tuple(calls), origin)
-
-    def _types(self) -> list:
-        return [raw_type(v) for v in self.stage.inputs]
+        consts, calls_ = tuple(self._consts), tuple(sorted(calls))
+        return Forms(one, batch, in_turn, text, consts, calls_, self.origin)
 
     def _one(self, *args):
-        count = len(self._hoisted)
-        values, args = list(self._values), list(args)
+        count, values = len(self._hoisted), list(self._values)
         for i, x in zip(self._hoisted, args[:count], strict=True):
             values[i] = from_raw(x, values[i].dtype)
-        inputs, first = args[count:], len(args) - count - len(self.stage.inputs)
+        inputs = list(args[count:])  # the group's number first, if it takes that
+        first = len(inputs) - len(self.stage.inputs)
         for i, value in enumerate(self.stage.inputs, first):
             inputs[i] = from_raw(inputs[i], value.dtype)
         outs = _compat.evaluate(self.stage.jaxpr, inputs, lambda *_: None, values)
         return list(map(to_raw, outs))
 
-    def _batch(self, reduces: Sequence[Reduce], rows: Sequence[Value]) -> Callable:
+    def _batch(self, reduces, rows, over_groups: Callable) -> Callable:
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
         kept = [names.index(v.name) for v in rows]
         count = len(self._hoisted)
-        axes = [0 if v.partitioned else None for v in self.stage.inputs]
+        axes = [None] * count + [0]
+        axes += [0 if v.partitioned else None for v in self.stage.inputs]
 
         def batch(*args):
             mask, others = args[count], [*args[:count], *args[count + 1 :]]
-            outs = jax.vmap(self._one, [*[None] * count, 0, *axes])(*others)
+            outs = over_groups(self._one, axes)(*others)
             partials = []
             for reduce, i in zip(reduces, sources, strict=True):
                 if reduce.op in ("max", "min") and i in kept:
@@ -110,12 +113,14 @@ class Exporter:
 
         return batch
 
-    def _export(self, name: str, fn: Callable, types: list) -> tuple[Form, list[str]]:
+    def _export(self, name: str, fn: Callable, types: list) -> tuple[Form, set[str]]:
+        """`(fn for all platforms, the custom calls in it)`."""
+
         def run(*args):
             return fn(*args)
 
         run.__name__ = name
-        consts = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.consts]
+        consts = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._consts]
         try:
             jitted = jax.jit(run, keep_unused=True)
             with _compat.frames_in_locations(0):  # of nobody's file system
@@ -129,6 +134,23 @@ class Exporter:
         return Form(*data, self.where), _custom_calls(found.mlir_module())
 
 
+def _in_turn(fn: Callable, axes: list) -> Callable:
+    """As `jax.vmap`, but one row after another."""
+
+    def run(*args):
+        def one(rows):
+            rows = iter(rows)
+            return fn(
+                *(x if axis is None else next(rows)
+                  for x, axis in zip(args, axes, strict=True))
+            )  # fmt: skip
+
+        rows = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
+        return lax.map(one, rows)
+
+    return run
+
+
 def _masked(op: str, x, mask):
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
     return jnp.where(chosen, x, jnp.asarray(identity(op, x.dtype), x.dtype))
@@ -138,44 +160,6 @@ _CUSTOM_CALL = re.compile(r'custom_call @(?:"([^"]+)"|([\w.$]+))')
 _OF_JAX = {"shape_assertion"}  # checked when shapes become known
 
 
-def _custom_calls(text: str) -> list[str]:
+def _custom_calls(text: str) -> set[str]:
     found = {quoted or plain for quoted, plain in _CUSTOM_CALL.findall(text)}
-    return sorted(found - _OF_JAX)
-
-
-# ---------------------------------------------------------------------------------
-# What is in a stage
-
-_WIDE = {np.dtype(t) for t in ("int64", "uint64", "float64", "complex128")}
-
-
-def survey(stages: Sequence[tuple[str, Stage]]) -> tuple[bool, list[str]]:
-    """`(whether there are 64-bit values, the implementations of random keys)`.
-
-    Raises:
-      PlanFileError: A stage calls back into Python.
-    """
-    wide, keys = False, set()
-    for where, stage in stages:
-        for var in _variables(stage.jaxpr, where):
-            dtype = getattr(var.aval, "dtype", None)
-            wide = wide or dtype in _WIDE
-            if dtype is not None and is_key(dtype):
-                keys.add(key_impl(dtype))
-    return wide, sorted(keys)
-
-
-def _variables(jaxpr: Any, where: str) -> Iterator[Any]:
-    raw = _compat.open_jaxpr(jaxpr)
-    yield from (*raw.constvars, *raw.invars)
-    for eqn in raw.eqns:
-        name = eqn.primitive.name
-        if "callback" in name or name == "debug_print":
-            raise PlanFileError(
-                f"{where} calls back into Python: {name} at "
-                f"{_compat.source_line(eqn)}. A plan file runs without its source: "
-                "take the call out, or return what it needs as a result."
-            )
-        yield from eqn.outvars
-        for inner in _compat.jaxprs_in(eqn.params):
-            yield from _variables(inner, where)
+    return found - _OF_JAX

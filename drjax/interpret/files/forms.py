@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 
 from drjax._errors import PlanFileError
+from drjax.interpret.files.keys import from_raw, to_raw
 from drjax.plan import Stage, Value
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -68,6 +68,7 @@ class Forms:
     Attributes:
       one: The work of the server, or of one group.
       batch: Of a local stage, the work of many groups.
+      in_turn: Whether the groups of a batch work one after another.
       text: The jaxpr of `one`, for people.
       consts: Large arrays that the stage takes besides its inputs; raw data of keys.
       custom_calls: Names of the code outside StableHLO that it calls.
@@ -76,6 +77,7 @@ class Forms:
 
     one: Form
     batch: Form | None
+    in_turn: bool
     text: str
     consts: tuple[np.ndarray, ...]
     custom_calls: tuple[str, ...]
@@ -97,39 +99,3 @@ def run_batch(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
     count = len(outs) - len(rows)
     found = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
     return outs[:count], found
-
-
-# ---------------------------------------------------------------------------------
-# Keys
-
-
-def is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-@functools.lru_cache(maxsize=64)
-def key_impl(dtype: Any) -> str:
-    """The name of the implementation of keys of this dtype."""
-    found: list[str] = []
-    note = lambda key: found.append(str(jax.random.key_impl(key)))
-    jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
-    return found[0]
-
-
-def key_dtype(impl: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-
-
-def to_raw(x: Any) -> Any:
-    return jax.random.key_data(x) if is_key(x.dtype) else x
-
-
-def from_raw(x: Any, dtype: Any) -> Any:
-    if is_key(dtype):
-        return jax.random.wrap_key_data(x, impl=key_impl(dtype))
-    return x
-
-
-def raw_type(value: Value) -> jax.ShapeDtypeStruct:
-    """The type under which a value passes into and out of a form."""
-    return jax.eval_shape(to_raw, jax.ShapeDtypeStruct(value.shape, value.dtype))

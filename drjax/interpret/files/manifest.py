@@ -10,8 +10,10 @@ import jax
 import numpy as np
 from jax import export
 
-from drjax.interpret.files.exports import Exporter, survey
-from drjax.interpret.files.forms import PLATFORMS, Forms, is_key, key_impl
+from drjax.interpret.files.contents import Contents, contents, together
+from drjax.interpret.files.exports import Exporter
+from drjax.interpret.files.forms import PLATFORMS, Forms
+from drjax.interpret.files.keys import is_key, key_impl
 from drjax.interpret.files.trees import Tree, describe
 from drjax.plan import Ledger, Loop, Plan, Round, Stage, Value
 
@@ -24,22 +26,24 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
     """
     stages = [*plan.stages()]
     loaded = [s.forms for _, s in stages if s.forms is not None]
-    wide, keys = (False, []) if loaded else survey(stages)
-    origin = loaded[0].origin if loaded else _origin(wide, keys)
+    if loaded:
+        origin = loaded[0].origin
+    else:
+        origin = _origin(together(contents(s.jaxpr, where) for where, s in stages))
     writer = _Writer(origin)
     with jax.enable_x64(origin["x64"]):
         written = writer.plan(plan, "", "")
     return {**origin, "plan": written, "ledger": ledger(plan)}, writer.members
 
 
-def _origin(wide: bool, keys: list[str]) -> dict[str, Any]:
+def _origin(found: Contents) -> dict[str, Any]:
     names = ("drjax", "jax", "jaxlib")
     producer = {name: version(name) for name in names}
     producer["python"] = platform.python_version()
     convention = export.maximum_supported_calling_convention_version
     return {
         "producer": producer, "calling_convention": convention,
-        "platforms": list(PLATFORMS), "x64": wide, "prng": keys,
+        "platforms": list(PLATFORMS), "x64": found.wide, "prng": sorted(found.keys),
     }  # fmt: skip
 
 
@@ -110,13 +114,13 @@ class _Writer:
         }  # fmt: skip
 
     def _server(self, stage: Stage, member: str, where: str, names) -> dict[str, Any]:
-        export = lambda: Exporter(stage, where).server(self.origin)
+        export = lambda: Exporter(stage, where, self.origin).server()
         return self._stage(stage, member, export, names)
 
     def _local(self, a_round: Round, kept, member: str, where: str, names):
         stage = a_round.local
         reduces, rows = a_round.partials, [v for v in stage.outputs if v.name in kept]
-        export = lambda: Exporter(stage, where).local(reduces, rows, self.origin)
+        export = lambda: Exporter(stage, where, self.origin).local(reduces, rows)
         found = self._stage(stage, member, export, names)
         partials = [{"op": r.op, "value": r.source.name} for r in reduces]
         return {**found, "partials": partials, "rows": [v.name for v in rows]}
@@ -137,7 +141,8 @@ class _Writer:
         self.members[f"{member}.jaxpr.txt"] = forms.text.encode()
         consts = [self._constant(x) for x in forms.consts]
         calls = list(forms.custom_calls)
-        return {**told, "member": member, "consts": consts, "custom_calls": calls}
+        told |= {"member": member, "consts": consts, "custom_calls": calls}
+        return told if forms.batch is None else {**told, "in_turn": forms.in_turn}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
         file, data = io.BytesIO(), np.ascontiguousarray(x).reshape(x.shape)

@@ -50,4 +50,5 @@ def _stages(plan: Plan) -> Iterator[str]:
             parts = [f for f in (forms.one, forms.batch) if f is not None]
             nbytes = size(sum(len(form.exported) for form in parts))
             calls = ", ".join(forms.custom_calls) or "none"
-            yield f"  {where}: {stage.name}, {nbytes}; custom calls: {calls}"
+            turn = "; groups of a batch in turn" * forms.in_turn
+            yield f"  {where}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"
