@@ -11,8 +11,8 @@ import pytest
 
 import drjax
 from drjax.interpret.files.report import inspect
+from tests.plan_files import sgd_plan
 from tests.raising import raises
-from tests.test_plan_files import sgd_plan
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -187,6 +187,10 @@ def an_unknown_reduction(path):
     with_manifest(path, lambda m: m["plan"]["rounds"][0]["reduces"][0].update(op="or"))
 
 
+def other_results(path):
+    with_manifest(path, lambda m: m["plan"]["rounds"][0]["groups"].update(rows=["x"]))
+
+
 def another_member(path):
     name = "stages/../../x"
     with_manifest(path, lambda m: m["plan"]["rounds"][0]["groups"].update(member=name))
@@ -233,6 +237,7 @@ FAULTS = {
     another_tree: "a pytree of 0 leaves holds 1",
     code_for_a_tree: "malformed manifest",
     an_unknown_reduction: "or is none of sum, mean",
+    other_results: "a batch gives other results than the round needs",
     another_member: "malformed manifest: KeyError: 'stages/../../x.jexp'",
     unreadable: "cannot read stages/1.groups of the plan file",
 }

@@ -16,7 +16,7 @@ from drjax.interpret.files import trees
 from drjax.interpret.files.archive import malformed
 from drjax.interpret.files.forms import Form, Forms
 from drjax.interpret.files.keys import from_raw, key_dtype, raw_type, to_raw
-from drjax.interpret.files.manifest import ledger
+from drjax.interpret.files.manifest import batch_results, ledger
 from drjax.interpret.places import new_value
 from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
 
@@ -101,10 +101,16 @@ class _Reader:
         inputs, outputs = values(told["inputs"]), values(told["outputs"])
         in_tree = _tree(told["in_tree"], inputs)
         out_tree = _tree(told["out_tree"], outputs)
-        return Plan(
+        plan = Plan(
             _text(told["name"]), partition, tuple(rounds), server, inputs, outputs,
             in_tree, out_tree,
         )  # fmt: skip
+        kept = plan.kept()
+        for about, a_round in zip(told["rounds"], rounds, strict=True):
+            results = batch_results(a_round, kept)
+            if results != {key: about["groups"][key] for key in results}:
+                raise ValueError("a batch gives other results than the round needs")
+        return plan
 
     def _round(self, told: dict[str, Any], values) -> Round:
         reduces = []

@@ -131,7 +131,8 @@ class Exporter:
                 f"{self.where} ({self.stage.name}) has no form for "
                 f"{', '.join(PLATFORMS)} that other versions of JAX can read: {error}"
             ) from error
-        return Form(*data, self.where), _custom_calls(found.mlir_module())
+        calls = _custom_calls(found) if b"custom_call" in data[1] else set()
+        return Form(*data, self.where), calls
 
 
 def _in_turn(fn: Callable, axes: list) -> Callable:
@@ -160,6 +161,6 @@ _CUSTOM_CALL = re.compile(r'custom_call @(?:"([^"]+)"|([\w.$]+))')
 _OF_JAX = {"shape_assertion"}  # checked when shapes become known
 
 
-def _custom_calls(text: str) -> set[str]:
-    found = {quoted or plain for quoted, plain in _CUSTOM_CALL.findall(text)}
-    return found - _OF_JAX
+def _custom_calls(exported: export.Exported) -> set[str]:
+    names = _CUSTOM_CALL.findall(exported.mlir_module())
+    return {quoted or plain for quoted, plain in names} - _OF_JAX

@@ -38,4 +38,5 @@ def from_raw(x: Any, dtype: Any) -> Any:
 
 def raw_type(value: Value) -> jax.ShapeDtypeStruct:
     """The type under which a value passes."""
-    return jax.eval_shape(to_raw, jax.ShapeDtypeStruct(value.shape, value.dtype))
+    typed = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.eval_shape(to_raw, typed) if is_key(value.dtype) else typed

@@ -1,5 +1,6 @@
 """From a plan to the manifest and the members of its file."""
 
+import functools
 import hashlib
 import io
 import platform
@@ -36,13 +37,17 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
     return {**origin, "plan": written, "ledger": ledger(plan)}, writer.members
 
 
-def _origin(found: Contents) -> dict[str, Any]:
+@functools.cache
+def _producer() -> dict[str, str]:
     names = ("drjax", "jax", "jaxlib")
-    producer = {name: version(name) for name in names}
-    producer["python"] = platform.python_version()
+    found = {name: version(name) for name in names}
+    return {**found, "python": platform.python_version()}
+
+
+def _origin(found: Contents) -> dict[str, Any]:
     convention = export.maximum_supported_calling_convention_version
     return {
-        "producer": producer, "calling_convention": convention,
+        "producer": _producer(), "calling_convention": convention,
         "platforms": list(PLATFORMS), "x64": found.wide, "prng": sorted(found.keys),
     }  # fmt: skip
 
@@ -57,6 +62,13 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
         }
         for m in found.messages
     ]  # fmt: skip
+
+
+def batch_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
+    """What the batch form of a round's groups gives, in order; see `forms.py`."""
+    rows = [v.name for v in a_round.local.outputs if v.name in kept]
+    partials = [{"op": r.op, "value": r.source.name} for r in a_round.partials]
+    return {"partials": partials, "rows": rows}
 
 
 class _Writer:
@@ -122,8 +134,7 @@ class _Writer:
         reduces, rows = a_round.partials, [v for v in stage.outputs if v.name in kept]
         export = lambda: Exporter(stage, where, self.origin).local(reduces, rows)
         found = self._stage(stage, member, export, names)
-        partials = [{"op": r.op, "value": r.source.name} for r in reduces]
-        return {**found, "partials": partials, "rows": [v.name for v in rows]}
+        return {**found, **batch_results(a_round, kept)}
 
     def _stage(self, stage: Stage, member: str, export, names) -> dict[str, Any]:
         told = {
