@@ -12,6 +12,7 @@ from flax import nnx
 
 import drjax
 from drjax.backends import reference
+from drjax.interpret.arguments import flat_inputs
 from examples import local_sgd, maml
 from examples.common.sinusoid import init, sample_task
 from examples.common.transformer import Transformer, TransformerConfig
@@ -80,6 +81,7 @@ def test_a_process_without_the_source(make, tmp_path):
         program, args = make()
         plan = drjax.make_plan(program)(*args)
         plan.save(tmp_path / "plan.drjax")
+    flat_inputs(drjax.load_plan(tmp_path / "plan.drjax"), args, {})  # users' classes
     np.savez(tmp_path / "given.npz", *jax.tree.leaves(args))
     wanted = [np.asarray(x) for x in jax.tree.leaves(reference.compile(plan)(*args))]
     empty = tmp_path / "empty"

@@ -148,7 +148,11 @@ class _Reader:
         if (member is None) != (not outputs):
             raise ValueError(f"stage {name} has results and no member, or the reverse")
         forms = None if member is None else self._forms(told, member, numbered)
-        jaxpr = self._jaxpr(inputs, outputs, forms, numbered) if self.run else None
+        if not self.run:
+            return Stage(name, inputs, outputs, None, forms)
+        if forms is not None and forms.batch is not None:
+            _ = forms.batch.function  # of a version that can be read
+        jaxpr = self._jaxpr(inputs, outputs, forms, numbered)
         return Stage(name, inputs, outputs, jaxpr, forms)
 
     def _forms(self, told: dict[str, Any], member: str, numbered: bool) -> Forms:
