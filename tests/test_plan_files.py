@@ -18,6 +18,7 @@ from drjax.interpret.files.report import inspect
 from tests.cases import CASES, MESHES, N, on_mesh
 from tests.meshes import in_mesh_of
 from tests.plan_files import program, read_manifest, saved, sgd_plan
+from tests.raising import raises
 from tests.test_planned import SLOW, TRANSFORMS, assert_same, expected
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -154,6 +155,16 @@ def test_a_group_that_pads_the_last_device_never_counts(tmp_path):
     with in_mesh_of({"clients": 4}):
         found = jax.jit(xla.compile(loaded))(x)
     np.testing.assert_allclose(found, jax.jit(f)(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [reference, xla])
+def test_derivatives_are_taken_before_a_plan_is_saved(backend, tmp_path):
+    loaded, data = saved(sgd_plan(), tmp_path / "plan.drjax"), jnp.ones((N, 5, 3))
+    run = backend.compile(loaded)
+    text = "can be run, but neither differentiated nor vmapped. Plan jax.grad(f)"
+    loss = lambda model: jnp.sum(run(model, data))
+    raises(drjax.DrjaxError, text, jax.grad(loss), jnp.ones(3))
+    raises(drjax.DrjaxError, text, jax.vmap(loss), jnp.ones((2, 3)))
 
 
 def test_nested_programs(tmp_path):

@@ -187,7 +187,7 @@ class _Reader:
             if forms is None:
                 return []
             raw = map(to_raw, args)
-            outs = forms.one.function.call(*map(jnp.asarray, forms.consts), *raw)
+            outs = forms.one.call(*map(jnp.asarray, forms.consts), *raw)
             return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
 
         types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]

@@ -12,7 +12,7 @@ needed later. 16-bit floats are added up in float32. PRNG keys pass as raw data.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,16 @@ class Form:
     source: str
 
     @functools.cached_property
+    def call(self) -> Callable[..., list]:
+        """The function; JAX can neither differentiate nor batch what was exported."""
+        refuse = _refusal(self.source)
+        call = jax.custom_batching.custom_vmap(self.function.call)
+        call.def_vmap(refuse)
+        call = jax.custom_jvp(call)
+        call.defjvp(refuse)
+        return call
+
+    @functools.cached_property
     def function(self) -> Any:
         """The `jax.export.Exported`.
 
@@ -59,6 +69,17 @@ class Form:
                 "version near this one."
             ) from error
         return found
+
+
+def _refusal(source: str) -> Callable:
+    def refuse(*_):
+        raise PlanFileError(
+            f"{source} is compiled: it can be run, but neither differentiated nor "
+            "vmapped. Plan jax.grad(f) or jax.vmap(f) where the program f is, and save "
+            "that."
+        )
+
+    return refuse
 
 
 @dataclass(frozen=True)
@@ -95,7 +116,7 @@ def run_batch(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
     """
     forms = stage.forms
     raw = map(to_raw, inputs)
-    outs = forms.batch.function.call(*forms.consts, mask, groups, *raw)
+    outs = forms.batch.call(*forms.consts, mask, groups, *raw)
     count = len(outs) - len(rows)
     found = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
     return outs[:count], found

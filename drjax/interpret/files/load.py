@@ -33,6 +33,8 @@ def load_plan(path: str | Path) -> Plan:
         read it.
       OSError: The file cannot be opened.
 
+    Source: Rush et al. 2024, section 5.
+
     Example:
       >>> import drjax, jax.numpy as jnp
       >>> total = drjax.program(clients=4)(drjax.reduce_sum)
