@@ -14,6 +14,7 @@ from drjax._api import shard as shard
 from drjax._errors import DrjaxError as DrjaxError
 from drjax._errors import DrjaxTypeError as DrjaxTypeError
 from drjax._errors import DrjaxValueError as DrjaxValueError
+from drjax._errors import EngineError as EngineError
 from drjax._errors import MeshError as MeshError
 from drjax._errors import PlanError as PlanError
 from drjax._errors import PlanFileError as PlanFileError

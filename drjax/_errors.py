@@ -32,3 +32,23 @@ class PlanError(DrjaxError, ValueError):
 
 class PlanFileError(PlanError):
     """A plan that cannot be saved, or a file that holds no plan that can be loaded."""
+
+
+class EngineError(DrjaxError, RuntimeError):
+    """A plan that did not come to its end on an engine.
+
+    Attributes:
+      round: The round: `2`, or in the first body of a loop `2.scan.0.1`.
+      stage: The name of the groups' stage.
+      group: The number of the group that failed; None if it was not one group.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        round: str | None = None,
+        stage: str | None = None,
+        group: int | None = None,
+    ):
+        super().__init__(message)
+        self.round, self.stage, self.group = round, stage, group

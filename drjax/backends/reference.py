@@ -13,6 +13,7 @@ import numpy as np
 
 from drjax import _compat
 from drjax._errors import DrjaxError
+from drjax.backends import loops
 from drjax.interpret.arguments import flat_inputs
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
 
@@ -119,39 +120,7 @@ class _Run:
 
     def _loop(self, loop: Loop, inputs: list) -> list:
         bodies = [_Run(body, self.check_nans) for body in loop.bodies]
-        if loop.op == "cond":
-            index = int(np.clip(int(inputs[0]), 0, len(bodies) - 1))
-            return bodies[index](inputs[1:])
-        if loop.op == "while":
-            first, second = loop.consts[0], sum(loop.consts)
-            carry = inputs[second:]
-            while bool(bodies[0]([*inputs[:first], *carry])[0]):
-                carry = bodies[1]([*inputs[first:second], *carry])
-            return carry
-        return self._scan(loop, bodies[0], inputs)
-
-    def _scan(self, loop: Loop, body: "_Run", inputs: list) -> list:
-        first = sum(loop.consts)
-        consts, carry = inputs[:first], inputs[first : first + loop.carry]
-        stacks, length = inputs[first + loop.carry :], loop.length or 0
-        values = loop.inputs[first + loop.carry :]
-        steps: list = [None] * length
-        for t in reversed(range(length)) if loop.reverse else range(length):
-            xs = [
-                x[:, t] if v.partitioned else x[t]
-                for v, x in zip(values, stacks, strict=True)
-            ]
-            outs = body([*consts, *carry, *xs])
-            carry, steps[t] = outs[: loop.carry], outs[loop.carry :]
-        ys = []
-        for i, value in enumerate(loop.outputs[loop.carry :]):
-            if length:
-                column = [step[i] for step in steps]
-                ys.append(jnp.stack(column, axis=int(value.partitioned)))
-            else:
-                rows = (self.plan.size,) * value.partitioned
-                ys.append(jnp.zeros((*rows, *value.shape), value.dtype))
-        return [*carry, *ys]
+        return loops.run(loop, bodies, inputs, self.plan.size, jnp)
 
 
 def _store(values: dict[str, Any], names: tuple[Value, ...], found: list) -> None:

@@ -1,5 +1,8 @@
 """The arguments of a planned program: checked against what was planned."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +10,16 @@ from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax.plan import Plan
 
 
-def flat_inputs(plan: Plan, args: tuple, kwargs: dict) -> list[jax.Array]:
+def flat_inputs(
+    plan: Plan, args: tuple, kwargs: dict, as_array: Callable = jnp.asarray
+) -> list[Any]:
     """The leaves of the arguments, as arrays.
+
+    Args:
+      plan: The plan.
+      args: Arguments given by position.
+      kwargs: Arguments given by name.
+      as_array: Makes an array of a leaf.
 
     Raises:
       DrjaxTypeError: Their structure is another than that of `plan.in_tree`, or a leaf
@@ -23,7 +34,7 @@ def flat_inputs(plan: Plan, args: tuple, kwargs: dict) -> list[jax.Array]:
         )
     found = []
     for value, leaf in zip(plan.inputs, leaves, strict=True):
-        array = jnp.asarray(leaf)
+        array = as_array(leaf)
         shape = value.shape
         if value.partitioned:
             shape = (*shape[: value.axis], plan.size, *shape[value.axis :])

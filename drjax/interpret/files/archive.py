@@ -5,6 +5,7 @@ every member has its size and hash in the manifest. Reading writes nothing to di
 """
 
 import hashlib
+import io
 import json
 import re
 import zipfile
@@ -18,32 +19,39 @@ _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 
 
-def write(path: Path, manifest: dict[str, Any], members: dict[str, bytes]) -> None:
-    """Write a plan file; equal contents make equal files."""
+def pack(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
+    """A plan file as bytes; equal contents make equal files."""
     table = {name: _seal(data) for name, data in sorted(members.items())}
     head = {"format": FORMAT, "version": VERSION, **manifest, "members": table}
     text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, data in ((_MANIFEST, text.encode()), *sorted(members.items())):
             info = zipfile.ZipInfo(name)  # the time is always that of 1980
             info.external_attr = 0o644 << 16
             info.create_system = 3
             archive.writestr(info, data)
+    return file.getvalue()
 
 
 def _seal(data: bytes) -> dict[str, Any]:
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+def read(
+    path: Path, data: bytes | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest and all members of a plan file, checked.
+
+    Args:
+      path: The file.
+      data: What is in it. Default: it is opened.
 
     Raises:
       OSError: The file cannot be opened.
       PlanFileError: It is not a whole plan file of a known version.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb") if data is None else io.BytesIO(data) as file:
         size = file.seek(0, 2)
         try:
             archive = zipfile.ZipFile(file)

@@ -43,8 +43,12 @@ def load_plan(path: str | Path) -> Plan:
       >>> print(drjax.backends.xla.compile(plan)(jnp.arange(4.0)))
       6.0
     """
-    path = Path(path)
-    manifest, members = archive.read(path)
+    return unpacked(Path(path))
+
+
+def unpacked(path: Path, data: bytes | None = None) -> Plan:
+    """As `load_plan`, of a file or of what is in one."""
+    manifest, members = archive.read(path, data)
     if manifest.get("x64") and not jax.config.read("jax_enable_x64"):
         raise PlanFileError(
             f"The plan file {path} holds 64-bit values, which JAX makes only with "

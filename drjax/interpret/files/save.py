@@ -13,7 +13,14 @@ from drjax.plan import Plan
 
 def save(plan: Plan, path: str | Path) -> None:
     """Write a plan file; see `Plan.save`."""
+    data, path = packed(plan), Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def packed(plan: Plan) -> bytes:
+    """What a plan file holds."""
     nowhere = jax.sharding.Mesh(np.empty((), object), ())
     with jax.set_mesh(nowhere), planning(()):  # of no number of devices
         manifest, members = encode(plan)
-    archive.write(Path(path), manifest, members)
+    return archive.pack(manifest, members)

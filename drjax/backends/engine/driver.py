@@ -1,0 +1,264 @@
+"""The driver: server stages and loops in this process, the groups' in workers.
+
+Partitioned values are stacks of rows along axis 0, or `Lazy`; all values are numpy
+arrays, random keys as raw data. `Runner` is what every engine's `compile` returns.
+"""
+
+import hashlib
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from drjax._errors import EngineError
+from drjax.backends import loops
+from drjax.backends.engine import checkpoint
+from drjax.backends.engine.blocks import blocks
+from drjax.backends.engine.combine import Total
+from drjax.backends.engine.extras import needed
+from drjax.backends.engine.flights import Flights
+from drjax.backends.engine.groups import Lazy, empty_rows, inputs
+from drjax.backends.engine.options import Options
+from drjax.backends.engine.pool import Pool
+from drjax.backends.engine.report import Report, StageReport
+from drjax.backends.engine.work import File, rounds_of, rows_of
+from drjax.interpret.files.keys import from_raw
+from drjax.interpret.files.load import unpacked
+from drjax.interpret.files.save import packed
+from drjax.plan import Loop, Plan, Round, Stage
+
+
+class Runner:
+    """A plan on an engine: call it as the planned function.
+
+    Its results are numpy-backed JAX arrays of the shapes and dtypes of the planned
+    function's. An argument whose values are all partitioned may be a `Groups` instead
+    of arrays. Workers start with the first call and stay until `close`, or until the
+    end of a `with` block.
+
+    Attributes:
+      plan: The plan.
+      pool: The workers.
+      options: How it runs.
+      report: A `Report` on the latest call; None before the first.
+    """
+
+    def __init__(self, plan: Plan, pool: Pool, options: Options, owner: bool = True):
+        self.plan, self.pool, self.options, self._owner = plan, pool, options, owner
+        data = packed(plan)
+        with jax.enable_x64(True):  # if the file needs it
+            self._loaded = unpacked(Path(f"{plan.name}.drjax"), data)
+        forms = [s.forms for _, s in self._loaded.stages() if s.forms is not None]
+        x64 = any(f.origin["x64"] for f in forms)
+        self.file = File(data, hashlib.sha256(data).hexdigest(), x64)
+        self._servers: dict[int, Any] = {}
+        self._places = {id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))}
+        self.report: Report | None = None
+        self.sent: Any = None  # the file, as the pool gave it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self.plan
+        with jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64"))):
+            given = inputs(plan, args, kwargs)
+            self.report = Report()
+            notes = checkpoint.Notes()
+            if self.options.checkpoint is not None:
+                key = checkpoint.key_of(self.file.key, given)
+                notes = checkpoint.Saved(self.options.checkpoint, key)
+            self.report.resumed = notes.resumed
+            self.pool.open()
+            if self.sent is None:
+                self.sent = self.pool.share(self.file)
+            try:
+                outs = _Run(self, notes).plan(self._loaded, given, "")
+                notes.clear()
+            finally:
+                notes.close()
+                self.report.finish()
+            found = []
+            for value, x in zip(plan.outputs, outs, strict=True):
+                x = x.whole() if isinstance(x, Lazy) else x
+                x = np.moveaxis(x, 0, value.axis) if value.partitioned else x
+                found.append(from_raw(jax.numpy.asarray(x), value.dtype))
+            return plan.out_tree.unflatten(found)
+
+    def server(self, stage: Stage, args: list) -> list[np.ndarray]:
+        """The results of a server stage, raw."""
+        if stage.forms is None:
+            return []
+        if id(stage) not in self._servers:
+            self._servers[id(stage)] = jax.jit(stage.forms.one.function.call)
+        args = [x.whole() if isinstance(x, Lazy) else x for x in args]
+        outs = self._servers[id(stage)](*stage.forms.consts, *args)
+        return list(map(np.asarray, outs))
+
+    def place(self, a_round: Round) -> int:
+        """Where a round is in the file, for workers."""
+        return self._places[id(a_round)]
+
+    def close(self) -> None:
+        """End the workers, unless they were given to `compile`."""
+        self.sent = None
+        if self._owner:
+            self.pool.close()
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+class _Run:
+    """One call."""
+
+    def __init__(self, runner: Runner, notes: checkpoint.Notes):
+        self.runner, self.notes, self.options = runner, notes, runner.options
+        assert runner.report is not None
+        self.report: Report = runner.report
+        self.alive = np.ones(runner.plan.size, bool)
+        lost = notes.get("dropped")
+        if lost is not None:
+            for group in lost[0]:
+                self.alive[group] = False
+                self.report.dropped[int(group)] = "before the call was resumed"
+
+    def plan(self, plan: Plan, given: list, at: str) -> list:
+        """The results of a plan; `at`: where it is, as in names of members."""
+        values: dict[str, Any] = {}
+
+        def store(names, found) -> None:
+            values.update(zip([v.name for v in names], found, strict=True))
+
+        take = lambda names: [values[v.name] for v in names]
+        store(plan.inputs, given)
+        for number, a_round in enumerate(plan.rounds, 1):
+            here, stage = f"{at}{number}", a_round.server
+            store(stage.outputs, self.runner.server(stage, take(stage.inputs)))
+            for whole, rows in a_round.scatter:
+                values[rows.name] = np.moveaxis(values[whole.name], rows.axis, 0)
+            if a_round.local.forms is not None:
+                rows = rows_of(plan, a_round)
+                found = self._groups(a_round, rows, take(a_round.local.inputs), here)
+                store([*(r.result for r in a_round.partials), *rows], found)
+            for reduce in a_round.reduces:
+                if reduce.op == "gather":
+                    x = values[reduce.source.name]
+                    values[reduce.result.name] = x.whole() if isinstance(x, Lazy) else x
+            for loop in a_round.loops:
+                found = self._loop(loop, take(loop.inputs), plan, here)
+                store(loop.outputs, found)
+        last = plan.server
+        store(last.outputs, self.runner.server(last, take(last.inputs)))
+        return take(plan.outputs)
+
+    def _loop(self, loop: Loop, given: list, plan: Plan, here: str) -> list:
+        at = f"{here}.{loop.name}"  # then the number of the body, as in the file
+        bodies = [
+            lambda xs, body=body, i=i: self.plan(body, xs, f"{at}.{i}.")
+            for i, body in enumerate(loop.bodies)
+        ]
+        steps = _NotedSteps(self.notes, at)
+        return loops.run(loop, bodies, given, plan.size, np, steps)
+
+    # -----------------------------------------------------------------------------
+    # The groups' work
+
+    def _groups(self, a_round: Round, rows: list, given: list, here: str) -> list:
+        """The results of the round's reductions but gathers, then its rows."""
+        key, noted = f"{here}.groups", self.notes.get(f"{here}.groups")
+        if noted is not None:
+            return noted
+        stage, runner, options = a_round.local, self.runner, self.options
+        told = StageReport(here, stage.name)
+        self.report.stages.append(told)
+        start, n = time.perf_counter(), runner.plan.size
+        pairs = [*zip(stage.inputs, given, strict=True)]
+        shared = [x for v, x in pairs if not v.partitioned]
+        stacks = [x for v, x in pairs if v.partitioned]
+        size = options.groups_per_block(n, runner.pool.workers)
+        totals = [Total(reduce) for reduce in a_round.partials]
+        made = [empty_rows(value, n) for value in rows]
+        flights = Flights(
+            runner.pool, options, runner.place(a_round), size,
+            (runner.sent, runner.pool.share(shared)), self.report.lost.append,
+        )  # fmt: skip
+        dropped = len(self.report.dropped)
+        try:
+            with self._bar(n, f"round {here}") as bar:
+                for block, done in flights.run(blocks(stacks, n, size, self.alive)):
+                    for group, why in done.failed.items():
+                        self._fail(group, why, here, stage)
+                    if done.pid:
+                        told.blocks += 1
+                        self.report.workers[done.pid] += 1
+                    good = block.groups[block.valid & self.alive[block.groups]]
+                    told.groups += len(good)
+                    if len(good):
+                        for total, partial in zip(totals, done.partials, strict=True):
+                            total.add(partial)
+                        at = self.alive[block.groups] & block.valid
+                        for into, part in zip(made, done.rows, strict=True):
+                            into[good] = part[at]
+                    if bar is not None:
+                        bar.update(int(block.valid.sum()))
+        except EngineError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise self._error(why, here, stage) from error
+        told.seconds = time.perf_counter() - start
+        if told.groups < options.min_groups:
+            raise self._error(
+                f"{told.groups} of {n} groups survive, but min_groups="
+                f"{options.min_groups}", here, stage,
+            )  # fmt: skip
+        found = [*(total.result(told.groups) for total in totals), *made]
+        if len(self.report.dropped) > dropped:
+            self.notes.put("dropped", [np.array(sorted(self.report.dropped))])
+        self.notes.put(key, found)
+        return found
+
+    def _fail(self, group: int, why: str, here: str, stage: Stage) -> None:
+        if self.options.on_error == "raise":
+            raise self._error(why, here, stage, group)
+        self.alive[group] = False
+        self.report.dropped[group] = f"round {here}, {stage.name}: {why}"
+
+    def _error(self, why: str, here: str, stage: Stage, group: int | None = None):
+        who = "The groups' work" if group is None else f"Group {group}"
+        return EngineError(
+            f"{who} failed in round {here} of {self.runner.plan.name}, in "
+            f"{stage.name}: {why}.", here, stage.name, group,
+        )  # fmt: skip
+
+    def _bar(self, n: int, text: str) -> Any:
+        if not self.options.progress:
+            return nullcontext()
+        tqdm = needed("tqdm", "examples", "progress=True").tqdm
+        return tqdm(total=n, desc=text, unit="group", leave=False)
+
+
+class _NotedSteps(loops.Steps):
+    """How far a loop is, as a note."""
+
+    def __init__(self, notes: checkpoint.Notes, at: str):
+        self.notes, self.at = notes, at
+
+    def load(self):
+        note = self.notes.get(self.at)
+        if note is None:
+            return None
+        (done, carried, each), arrays = map(int, note[0]), note[1:]
+        carry, rest = arrays[:carried], arrays[carried:]
+        outs = [rest[i * each : (i + 1) * each] for i in range(done)] if each else []
+        return done, carry, outs or [[] for _ in range(done)]
+
+    def save(self, done: int, carry: list, outs: list) -> None:
+        each = len(outs[0]) if outs else 0
+        sizes = np.array([done, len(carry), each])
+        flat = [x for out in outs for x in out]
+        self.notes.put(self.at, [sizes, *carry, *flat], over=f"{self.at}.")

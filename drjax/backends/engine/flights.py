@@ -1,0 +1,144 @@
+"""One run of a stage of the groups: its blocks go to the workers and come back.
+
+Blocks are made, sent and combined in order, a bounded number at a time: a block that
+is late holds up the making of others, never the results that are there already.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from drjax.backends.engine.blocks import Cut
+from drjax.backends.engine.options import Options
+from drjax.backends.engine.pool import Lost, Pool
+from drjax.backends.engine.work import Block, Done, Work
+
+
+@dataclass
+class _Task:
+    """A block on its way; `place` orders what comes back."""
+
+    place: tuple[int, ...]
+    block: Block
+    failed: dict[int, str]  # groups that could not even be sent
+    left: int  # how often it may still be lost
+    deadline: float = float("inf")
+
+    def halves(self) -> list["_Task"]:
+        """For a block that ends its workers: to find the group that does."""
+        first, second = self.block.halves()
+        return [
+            _Task((*self.place, 0), first, self.failed, 0),
+            _Task((*self.place, 1), second, {}, 0),
+        ]
+
+
+class Flights:
+    """The blocks of a stage.
+
+    Args:
+      pool: The workers.
+      options: How.
+      stage: The stage, for workers.
+      size: How many groups the stage works on at once.
+      given: The file and the global inputs of the stage, as the pool gave them.
+      lost: Called with a reason for each block that is given to another worker.
+    """
+
+    def __init__(
+        self, pool: Pool, options: Options, stage: int, size: int, given: tuple,
+        lost: Callable[[str], None],
+    ):  # fmt: skip
+        self.pool, self.options, self.stage, self.size = pool, options, stage, size
+        self.given, self.lost = given, lost
+        # With a time limit a worker has one block, which begins when it is sent.
+        depth = 2 if options.timeout is None else 1
+        self._most = depth * pool.workers
+        self._flying: dict[Any, _Task] = {}
+        self._waiting: list[_Task] = []
+
+    def run(self, blocks: Iterable[Cut]) -> Iterator[tuple[Block, Done]]:
+        """Each block with what became of it, in order.
+
+        Raises:
+          Exception: What a stage raised, and no group alone.
+        """
+        made, ready = enumerate(blocks), {}
+        order: list[tuple[int, ...]] = []  # of blocks that were made and not given on
+        more = True
+        while more or order:
+            # As far ahead of the oldest as there are workers, twice.
+            while more and len(order) < 2 * self._most and self._free():
+                found = next(made, None)
+                if found is None:
+                    more = False
+                    break
+                number, (block, failed) = found
+                order.append((number,))
+                if block.valid.any():
+                    self._send(_Task((number,), block, failed, self.options.retries))
+                else:
+                    ready[(number,)] = block, _only(failed)
+            for task, done in self._landed() if self._flying else ():
+                if done is None:
+                    parts = task.halves()
+                    at = order.index(task.place)
+                    order[at : at + 1] = [part.place for part in parts]
+                    self._waiting += parts
+                else:
+                    done = replace(done, failed=done.failed | task.failed)
+                    ready[task.place] = task.block, done
+            while self._waiting and self._free():
+                self._send(self._waiting.pop(0))
+            while order and order[0] in ready:
+                yield ready.pop(order.pop(0))
+
+    def _free(self) -> bool:
+        return len(self._flying) < self._most
+
+    def _send(self, task: _Task) -> None:
+        options = self.options
+        work = Work(
+            self.stage, task.block, self.size, options.check_nans,
+            options.on_error == "drop",
+        )  # fmt: skip
+        if options.timeout is not None:
+            task.deadline = time.monotonic() + options.timeout
+        self._flying[self.pool.submit(work, *self.given)] = task
+
+    def _landed(self) -> Iterator[tuple[_Task, Done | None]]:
+        """Tasks that are over; None: lost, and not to be tried again."""
+        first = min(task.deadline for task in self._flying.values())
+        timeout = None
+        if self.options.timeout is not None:
+            timeout = max(0.0, first - time.monotonic())
+        for flight in self.pool.wait([*self._flying], timeout):
+            task = self._flying.pop(flight)
+            try:
+                yield task, self.pool.result(flight)
+            except Lost as error:
+                yield from self._again(task, str(error))
+        now = time.monotonic()
+        for flight, task in [*self._flying.items()]:
+            if task.deadline <= now:
+                del self._flying[flight]
+                self.pool.abandon(flight)
+                why = f"a block took longer than {self.options.timeout} s"
+                yield from self._again(task, why)
+
+    def _again(self, task: _Task, why: str) -> Iterator[tuple[_Task, Done | None]]:
+        groups = task.block.groups[task.block.valid]
+        self.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
+        if task.left:
+            task.left -= 1
+            self._waiting.append(task)
+        elif len(groups) == 1:
+            yield task, _only({int(groups[0]): why})
+        else:
+            yield task, None
+
+
+def _only(failed: dict[int, str]) -> Done:
+    """What becomes of groups that all failed."""
+    return Done([], [], failed, 0, 0.0)

@@ -1,0 +1,211 @@
+"""Where the groups' data is: in arrays, in an iterable, or in Parquet files."""
+
+import glob
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
+from drjax.backends.engine.extras import needed
+from drjax.interpret.arguments import flat_inputs
+from drjax.interpret.files import trees
+from drjax.interpret.files.keys import is_key, raw_type, to_raw
+from drjax.plan import Plan, Value
+
+
+class Groups:
+    """An argument of a planned program, group by group: give it in place of the arrays.
+
+    Args:
+      items: One pytree for each group, in order: the group's row of the argument. An
+        iterable that can be gone through anew, once for each round that needs the
+        data; or a function that makes one.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp, numpy as np
+      >>> from drjax.backends.engine.groups import Groups
+      >>> from drjax.backends.engine.local import compile
+      >>> plan = drjax.make_plan(drjax.program(clients=3)(drjax.reduce_sum))(
+      ...     jnp.zeros(3))
+      >>> print(compile(plan)(Groups([np.float32(i) for i in range(3)])))
+      3.0
+    """
+
+    def __init__(self, items: Iterable[Any] | Callable[[], Iterable[Any]]):
+        if not callable(items) and iter(items) is items:
+            raise DrjaxTypeError(
+                "Groups needs what it can go through once for each round, got an "
+                f"iterator, {type(items).__name__}. Give a list, or a function that "
+                "makes the iterator."
+            )
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items() if callable(self.items) else self.items)
+
+
+def parquet(pattern: str | Path, columns: Callable[[dict], Any] | None = None):
+    """Groups from Parquet files: one row of a table for each group.
+
+    Files are read in the order of their names and by batches of rows, so that memory
+    does not grow with the number of groups. Needs pyarrow.
+
+    Args:
+      pattern: A pattern of file names, as for `glob.glob`.
+      columns: Makes the group's pytree of a dict of its columns: numpy arrays, or
+        scalars. Columns of lists, nested to any depth, are arrays. Default: the dict,
+        or its only column.
+
+    Returns:
+      A `Groups`.
+
+    Raises:
+      EngineError: pyarrow is not installed.
+      DrjaxValueError: There is no such file.
+    """
+    reader = needed("pyarrow.parquet", "ray", "Reading Parquet files")
+    if not glob.glob(str(pattern)):
+        raise DrjaxValueError(f"There is no file {pattern}: give a pattern of names.")
+
+    def rows() -> Iterator[Any]:
+        for path in sorted(glob.glob(str(pattern))):
+            with reader.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=1024):
+                    names = batch.schema.names
+                    for row in zip(*map(_array, batch.columns), strict=True):
+                        found = dict(zip(names, row, strict=True))
+                        if columns is not None:
+                            yield columns(found)
+                        else:
+                            yield found if len(names) > 1 else row[0]
+
+    return Groups(rows)
+
+
+def _array(column: Any) -> np.ndarray:
+    """A column as an array, without a Python object for each number."""
+    shape, count = [], len(column)
+    while hasattr(column.type, "value_type"):  # lists, of one length
+        column = column.flatten()
+        shape.append(len(column) // max(1, count))
+        count = len(column)
+    found = column.to_numpy(zero_copy_only=False)
+    total = int(np.prod(shape)) or 1
+    return found.reshape(len(found) // total, *shape)
+
+
+class Lazy:
+    """A partitioned value that is made group by group: one leaf of a `Groups`.
+
+    `shape` and `dtype` are those of the whole array.
+    """
+
+    def __init__(self, source: "Source", leaf: int, value: Value, n: int, steps=()):
+        self.source, self.leaf, self.value, self.n = source, leaf, value, n
+        self.steps, self.dtype = steps, value.dtype
+        self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
+
+    def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
+        """Rows of one step of a loop: `x[:, t]`."""
+        return Lazy(self.source, self.leaf, self.value, self.n, (*self.steps, index[1]))
+
+    def row(self, leaves: list[np.ndarray]) -> np.ndarray:
+        return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
+
+    def whole(self) -> np.ndarray:
+        """All rows, for what needs them at once."""
+        return np.stack([self.row(leaves) for _, leaves in self.source])
+
+
+class Source:
+    """The checked rows of a `Groups`: pairs (group, its leaves)."""
+
+    def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
+        self.groups, self.values, self.n = groups, values, n
+        self._node, self._tree = trees.describe(tree), tree
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Leaves are raw arrays; an error where a group's do not fit."""
+        count = 0
+        for group, item in enumerate(self.groups):
+            if group == self.n:
+                raise DrjaxValueError(f"The plan is for {self.n} groups, got more.")
+            try:
+                yield group, self._leaves(item)
+            except DrjaxError as error:
+                yield group, error
+            count += 1
+        if count < self.n:
+            raise DrjaxValueError(f"The plan is for {self.n} groups, got {count}.")
+
+    def _leaves(self, item: Any) -> list[np.ndarray]:
+        leaves, tree = jax.tree_util.tree_flatten(item)
+        if tree != self._tree:
+            if trees.describe(tree) != self._node:
+                raise DrjaxTypeError(
+                    f"its data has the structure {tree}, not {trees.Tree(self._node)}"
+                )
+            self._tree = tree  # of the user's classes
+        found = []
+        for value, leaf in zip(self.values, leaves, strict=True):
+            array = as_array(leaf)
+            if array.shape != value.shape or array.dtype != value.dtype:
+                raise DrjaxValueError(
+                    f"its {value.name} is {array.dtype}{[*array.shape]}, but the plan "
+                    f"is for {value.dtype}{[*value.shape]}"
+                )
+            found.append(np.asarray(to_raw(array)))
+        return found
+
+
+def as_array(x: Any) -> Any:
+    """A leaf as an array, in the dtype that JAX would give it; numpy's stay numpy's."""
+    if isinstance(x, Lazy):
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+    return jax.numpy.asarray(x)
+
+
+def inputs(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
+    """The inputs of a plan as raw numpy arrays, rows along axis 0, or `Lazy`."""
+    numbers = plan.in_tree.unflatten(range(len(plan.inputs)))
+    args = tuple(
+        _lazy(plan, a, numbers[0][i] if i < len(numbers[0]) else None)
+        for i, a in enumerate(args)
+    )
+    kwargs = {k: _lazy(plan, a, numbers[1].get(k)) for k, a in kwargs.items()}
+    found = []
+    for value, x in zip(
+        plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
+    ):
+        if not isinstance(x, Lazy):
+            x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
+            x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
+        found.append(x)
+    return found
+
+
+def _lazy(plan: Plan, x: Any, numbers: Any) -> Any:
+    if not isinstance(x, Groups) or numbers is None:
+        return x
+    indices, tree = jax.tree_util.tree_flatten(numbers)
+    values = [plan.inputs[i] for i in indices]
+    for value in values:
+        if not value.partitioned:
+            raise DrjaxTypeError(
+                f"{plan.name} takes {value.name} as a global value, got Groups for it."
+            )
+    source = Source(x, tree, values, plan.size)
+    leaves = [Lazy(source, i, v, plan.size) for i, v in enumerate(values)]
+    return tree.unflatten(leaves)
+
+
+def empty_rows(value: Value, n: int) -> np.ndarray:
+    """Rows that no group has given: NaN, or zero for what is no float."""
+    raw = raw_type(value)
+    inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
+    return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)

@@ -1,0 +1,83 @@
+"""How an engine runs a plan: the options that all engines take."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine runs a plan. Give these to its `compile`, by name.
+
+    Attributes:
+      block_size: How many groups a worker works on at once. Default: such that each
+        worker gets four blocks, but at most 64. Sums within a block are made in the
+        dtype of the program; blocks are added up in float64.
+      on_error: What a group that fails does: `"raise"` an `EngineError`, or `"drop"`
+        out for the rest of the call. Sums are then over the survivors, means are
+        divided by their number, and what is returned for each group is NaN, or zero
+        if it is no float, for a group that was dropped.
+      min_groups: With fewer survivors in a round the call fails all the same.
+      check_nans: Whether a group that yields a NaN has failed.
+      timeout: Seconds for one block; then its worker is replaced, and the block tried
+        again. A worker compiles a stage within its first block. Default: no limit.
+      retries: How often a block is tried again whose worker was lost, before its
+        groups are tried by halves to find the one that fails.
+      checkpoint: A folder for what has been computed, written after each round: the
+        same call, made again after a crash, goes on from there. It is emptied at the
+        end. Needs orbax-checkpoint.
+      progress: Whether to show a bar of the groups done; needs tqdm.
+
+    Example:
+      >>> from drjax.backends.engine.options import Options
+      >>> Options.checked(on_error="drop", min_groups=2).retries
+      2
+    """
+
+    block_size: int | None = None
+    on_error: str = "raise"
+    min_groups: int = 1
+    check_nans: bool = False
+    timeout: float | None = None
+    retries: int = 2
+    checkpoint: str | Path | None = None
+    progress: bool = False
+
+    @staticmethod
+    def checked(**given: Any) -> "Options":
+        """Options from keywords.
+
+        Raises:
+          DrjaxTypeError: There is no such option.
+          DrjaxValueError: It cannot have that value.
+        """
+        known = [field.name for field in dataclasses.fields(Options)]
+        if unknown := sorted(set(given) - set(known)):
+            raise DrjaxTypeError(
+                f"Engines take the options {', '.join(known)}, got {unknown[0]!r}."
+            )
+        options = Options(**given)
+        if options.on_error not in ("raise", "drop"):
+            raise DrjaxValueError(
+                f'on_error must be "raise" or "drop", got {options.on_error!r}.'
+            )
+        lowest = {"block_size": 1, "min_groups": 0, "retries": 0}
+        for name, low in lowest.items():
+            found = getattr(options, name)
+            if found is not None and (type(found) is not int or found < low):
+                raise DrjaxValueError(
+                    f"{name} must be an integer from {low}, got {found!r}."
+                )
+        if options.timeout is not None and not options.timeout > 0:
+            raise DrjaxValueError(
+                f"timeout must be a positive number of seconds, got {options.timeout}."
+            )
+        return options
+
+    def groups_per_block(self, n: int, workers: int) -> int:
+        """The size of blocks of n groups."""
+        size = self.block_size or min(64, -(-n // (4 * workers)))
+        return max(1, min(size, n))

@@ -1,0 +1,72 @@
+"""What an engine did in a call."""
+
+import dataclasses
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StageReport:
+    """One run of a stage of the groups.
+
+    Attributes:
+      round: The round: `2`, or in a loop `2.scan.0.1`, as members of plan files.
+      stage: The name of the stage.
+      groups: How many groups took part to the end.
+      blocks: How many blocks were done.
+      seconds: How long it took.
+    """
+
+    round: str
+    stage: str
+    groups: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """What ran. Print it to read it.
+
+    Attributes:
+      stages: Each run of a stage of the groups, in order.
+      workers: How many blocks each process did, by its id.
+      lost: Why blocks were given to another worker, in order.
+      dropped: Why groups were dropped, by number.
+      resumed: How many stages and steps came from a checkpoint.
+      seconds: How long the call took.
+    """
+
+    stages: list[StageReport] = field(default_factory=list)
+    workers: Counter[int] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    resumed: int = 0
+    seconds: float = 0.0
+    _began: float = field(default_factory=time.perf_counter, repr=False)
+
+    def finish(self) -> None:
+        self.seconds = time.perf_counter() - self._began
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("round", "stage", "groups", "blocks", "seconds")
+        ]
+        for stage in self.stages:
+            *told, seconds = dataclasses.astuple(stage)
+            rows.append((*map(str, told), f"{seconds:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        text = [
+            "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        blocks = ", ".join(f"{pid}: {n}" for pid, n in sorted(self.workers.items()))
+        text.append(
+            f"{self.seconds:.3f} s; blocks by process: {blocks or 'none'}; "
+            f"{len(self.lost)} lost and tried again"
+        )
+        if self.resumed:
+            text.append(f"{self.resumed} stages and steps from a checkpoint")
+        text += [f"dropped group {g}: {why}" for g, why in sorted(self.dropped.items())]
+        return "\n".join(text)

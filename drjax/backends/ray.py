@@ -1,0 +1,164 @@
+"""The Ray backend: blocks of groups run in actors, which stay warm between rounds.
+
+Each actor is a process that loads the plan's file once and compiles each stage once.
+An actor that dies is replaced, and its blocks go to others.
+"""
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from drjax.backends.engine import work
+from drjax.backends.engine.driver import Runner
+from drjax.backends.engine.extras import needed
+from drjax.backends.engine.options import Options
+from drjax.backends.engine.pool import Lost
+from drjax.backends.engine.work import Done, File, State, Work
+from drjax.plan import Plan
+
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
+
+
+def compile(
+    plan: Plan,
+    *,
+    workers: "int | Actors" = 2,
+    address: str | None = None,
+    ray_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Runner:
+    """A function that runs the plan on Ray.
+
+    Ray is started on this machine, unless the process is connected already or an
+    address is given.
+
+    Args:
+      plan: The plan.
+      workers: How many actors; or `Actors`, which several plans may share: they stay
+        until they are closed themselves.
+      address: That of a Ray cluster, as for `ray.init`.
+      ray_options: For the actors, as for `.options()` of one: `num_gpus`, `resources`,
+        `runtime_env`, ... Default: one CPU each.
+      **options: See `drjax.backends.engine.options.Options`: `block_size`, `on_error`,
+        `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
+
+    Returns:
+      A `drjax.backends.engine.driver.Runner` with the signature of the planned
+      function. Close it, or use it in a `with` block.
+
+    Raises:
+      EngineError: Ray is not installed; (when called) a group failed, or too few
+        survive.
+      DrjaxTypeError, DrjaxValueError: A wrong option.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> import drjax.backends.ray
+      >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+      >>> plan = drjax.make_plan(mean)(jnp.arange(4.0))
+      >>> with drjax.backends.ray.compile(plan, workers=2) as run:
+      ...     print(run(jnp.arange(4.0)))
+      1.5
+    """
+    checked = Options.checked(**options)
+    if isinstance(workers, Actors):
+        return Runner(plan, workers, checked, owner=False)
+    return Runner(plan, Actors(workers, address, ray_options), checked)
+
+
+class Actors:
+    """Workers as actors; a `drjax.backends.engine.pool.Pool`. Arguments: see `compile`."""
+
+    def __init__(
+        self, workers: int, address: str | None = None,
+        ray_options: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        self.workers, self._address = workers, address
+        self._options = ray_options or {}
+        self._ray = needed("ray", "ray", "drjax.backends.ray")
+        self._actors: list[Any] = []
+        self._at: dict[Any, Any] = {}  # the actor of each block that is not fetched
+        self._ours = False  # whether Ray was started here
+
+    def open(self) -> None:
+        if self._actors:
+            return
+        ray = self._ray
+        if not ray.is_initialized():
+            self._ours = self._address is None
+            settings = {"address": self._address}
+            if self._ours:  # a machine may have fewer cores than workers
+                cores = max(self.workers, os.cpu_count() or 1)
+                settings = {"num_cpus": cores, "include_dashboard": False}
+            with warnings.catch_warnings():  # Ray forks, but only to start programs
+                warnings.filterwarnings("ignore", "os.fork")
+                ray.init(log_to_driver=False, **settings)
+        self._actors = [self._start() for _ in range(self.workers)]
+
+    def _start(self) -> Any:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
+        environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
+        options = {"num_cpus": 1, "runtime_env": environment, **self._options}
+        kind = self._ray.remote(concurrency_groups={"asked": 1})(_Worker)
+        return kind.options(max_restarts=0, **options).remote()
+
+    def share(self, x: Any) -> Any:
+        return self._ray.put(x)
+
+    def submit(self, work: Work, file: Any, shared: Any) -> Any:
+        load = {id(actor): 0 for actor in self._actors}
+        for actor in self._at.values():
+            load[id(actor)] = load.get(id(actor), 0) + 1
+        actor = min(self._actors, key=lambda actor: load[id(actor)])
+        flight = actor.run.remote(file, work, shared)
+        self._at[flight] = actor
+        return flight
+
+    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+        done, _ = self._ray.wait([*flights], num_returns=1, timeout=timeout)
+        return done
+
+    def result(self, flight: Any) -> Done:
+        actor = self._at.pop(flight)
+        try:
+            return self._ray.get(flight)
+        except self._ray.exceptions.RayActorError as error:
+            self._replace(actor)
+            first = str(error).strip().splitlines()[0]
+            raise Lost(f"a worker died: {first}") from error
+
+    def abandon(self, flight: Any) -> None:
+        actor = self._at.pop(flight)
+        self._ray.kill(actor)
+        self._replace(actor)
+
+    def _replace(self, actor: Any) -> None:
+        if actor in self._actors:  # and not replaced already
+            self._actors[self._actors.index(actor)] = self._start()
+
+    def states(self) -> list[State]:
+        return self._ray.get([actor.state.remote() for actor in self._actors])
+
+    def close(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors, self._at = [], {}
+        if self._ours:
+            self._ray.shutdown()
+            self._ours = False
+
+
+class _Worker:
+    """What an actor is."""
+
+    def run(self, file: File, task: Work, shared: list[np.ndarray]) -> Done:
+        return work.run(file, task, shared)
+
+    def state(self) -> State:
+        return work.state()
+
+
+_Worker.state.__ray_concurrency_group__ = "asked"  # answers while a block runs
