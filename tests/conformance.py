@@ -63,10 +63,10 @@ def survivors(out, good: np.ndarray) -> None:
 
 
 def slow_work(model, x):
-    """Takes about a second on one core."""
+    """Takes about a second on one core, and changes nothing."""
 
     def step(i, y):
-        return y + 1e-9 * jnp.sin(y) * i
+        return jnp.where(jnp.sin(y + i) > 2, 0.0, y)
 
     return model * jax.lax.fori_loop(0, 20_000_000, step, jnp.sqrt(x))
 
@@ -189,7 +189,7 @@ class Conformance:
                 with pytest.raises(drjax.EngineError, match="it yields NaN as ") as e:
                     run(*args)
                 assert (e.value.round, e.value.group) == ("1", 3)
-                assert e.value.stage in str(e.value)
+                assert f"in {e.value.stage}: " in str(e.value)
             else:
                 survivors(run(*args), ~bad)
                 assert [*run.report.dropped] == [3, 6, 7]

@@ -1,11 +1,19 @@
 """The Ray backend on two workers: the conformance test, and what is its own."""
 
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import drjax
 from drjax.backends import ray
-from tests.conformance import Conformance
+from drjax.backends.engine.groups import parquet
+from tests.conformance import Conformance, rows_for, survivors, weighted_plan
+from tests.raising import raises
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("leaks_unchecked")]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +31,67 @@ class TestRay(Conformance):
     def _on(self, actors):
         def compile(plan, workers=2, **options):
             warm = actors if workers == actors.workers else workers
-            return ray.compile(plan, workers=warm, **options)
+            cores = {"num_cpus": 0}  # the warm workers have them all
+            return ray.compile(plan, workers=warm, ray_options=cores, **options)
 
         self.compile = compile
+
+    def test_several_plan_files_on_the_same_workers(self, actors, tmp_path):
+        for n in (5, 7):
+            path = tmp_path / f"{n}.drjax"
+            weighted_plan(n).save(path)
+            with ray.compile(drjax.load_plan(path), workers=actors) as run:
+                survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+
+    def test_a_block_that_takes_too_long(self):
+        n = 4
+        options = {"timeout": 8.0, "retries": 0, "on_error": "drop"}
+        with self.compile(stuck_plan(n), block_size=2, **options) as run:
+            total = run(np.arange(n, dtype=np.float32))
+            assert total == 4  # without 2, for which the work never ends
+            assert [*run.report.dropped] == [2]
+            assert "took longer than 8.0 s" in run.report.dropped[2]
+
+    def test_groups_in_parquet_files(self, tmp_path):
+        pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+        n, (x, w) = 20, rows_for(20)
+        wide = np.arange(6, dtype=np.float32).reshape(2, 3) * x[:, None, None]
+        for part in range(4):
+            at = slice(5 * part, 5 * part + 5)
+            inner = pa.FixedSizeListArray.from_arrays(wide[at].ravel(), 3)
+            rows = pa.FixedSizeListArray.from_arrays(inner, 2)
+            table = pa.table({"x": rows, "w": w[at]})
+            pq.write_table(table, tmp_path / f"groups-{part}.parquet")
+
+        @drjax.program(clients=n)
+        def total(data):
+            return drjax.reduce_weighted_mean(data["x"], data["w"]), data["w"]
+
+        plan = drjax.make_plan(total)({"x": wide, "w": w})
+        with self.compile(plan, block_size=3) as run:
+            mean, found = run(parquet(tmp_path / "groups-*.parquet"))
+        np.testing.assert_allclose(mean, np.average(wide, 0, w), rtol=1e-6)
+        np.testing.assert_array_equal(found, w)
+
+    def test_files_that_are_not_there(self, tmp_path):
+        text = "There is no file "
+        raises(drjax.DrjaxValueError, text, parquet, tmp_path / "*.parquet")
+
+
+def stuck_plan(n):
+    """Sums numbers; for 2 it never comes to an end."""
+
+    @drjax.program(clients=n)
+    def total(x):
+        work = lambda x: jax.lax.while_loop(lambda y: x == 2, lambda y: y + 1, x)
+        return drjax.reduce_sum(drjax.map_fn(work, x))
+
+    return drjax.make_plan(total)(jax.ShapeDtypeStruct((n,), jnp.float32))
+
+
+def test_more_workers_than_ray_has_room_for(monkeypatch, actors):
+    actors.open()
+    monkeypatch.setattr(ray, "_START", 2)
+    run = ray.compile(weighted_plan(3), workers=50)
+    text = "50 workers did not start on Ray within 2 s. Its resources are"
+    raises(drjax.EngineError, text, run, np.float32(2), rows_for(3))

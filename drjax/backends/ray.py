@@ -7,10 +7,12 @@ An actor that dies is replaced, and its blocks go to others.
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from drjax._errors import EngineError
 from drjax.backends.engine import work
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
@@ -19,6 +21,7 @@ from drjax.backends.engine.pool import Lost
 from drjax.backends.engine.work import Done, File, State, Work
 from drjax.plan import Plan
 
+_START = 120  # seconds for all workers to start
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
 
 
@@ -70,7 +73,10 @@ def compile(
 
 
 class Actors:
-    """Workers as actors; a `drjax.backends.engine.pool.Pool`. Arguments: see `compile`."""
+    """Workers as actors: a `drjax.backends.engine.pool.Pool`.
+
+    The arguments are those of `compile`.
+    """
 
     def __init__(
         self, workers: int, address: str | None = None,
@@ -97,6 +103,15 @@ class Actors:
                 warnings.filterwarnings("ignore", "os.fork")
                 ray.init(log_to_driver=False, **settings)
         self._actors = [self._start() for _ in range(self.workers)]
+        try:
+            ray.get([actor.state.remote() for actor in self._actors], timeout=_START)
+        except ray.exceptions.GetTimeoutError as error:
+            self.close()
+            raise EngineError(
+                f"{self.workers} workers did not start on Ray within {_START} s. Its "
+                f"resources are {ray.cluster_resources()}, of which others have some: "
+                'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
+            ) from error
 
     def _start(self) -> Any:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
@@ -140,7 +155,11 @@ class Actors:
             self._actors[self._actors.index(actor)] = self._start()
 
     def states(self) -> list[State]:
-        return self._ray.get([actor.state.remote() for actor in self._actors])
+        found = []
+        for answer in [actor.state.remote() for actor in self._actors]:
+            with suppress(self._ray.exceptions.RayActorError):  # it is being replaced
+                found.append(self._ray.get(answer))
+        return found
 
     def close(self) -> None:
         for actor in self._actors:

@@ -27,7 +27,10 @@ class Notes:
         """The note of a place."""
 
     def put(self, key: str, note: Note, over: str | None = None) -> None:
-        """Write a note, and forget those of places that begin with `over`."""
+        """Make a note, and forget those of places that begin with `over`."""
+
+    def write(self) -> None:
+        """Called before the groups work: write what is new."""
 
     def close(self) -> None:
         """The call has come to its end, or to an error."""
@@ -37,7 +40,7 @@ class Notes:
 
 
 class Saved(Notes):
-    """Notes in a folder, written by orbax-checkpoint after each change.
+    """Notes in a folder, written by orbax-checkpoint, in the background.
 
     Args:
       folder: The folder.
@@ -49,7 +52,7 @@ class Saved(Notes):
         self._folder = Path(folder).resolve()
         options = self._ocp.CheckpointManagerOptions(max_to_keep=2)
         self._manager = self._ocp.CheckpointManager(self._folder, options=options)
-        self._key, self._notes = key, {}
+        self._key, self._notes, self._new = key, {}, False
         self._step = self._manager.latest_step() or 0
         if self._step:
             self._restore()
@@ -85,7 +88,12 @@ class Saved(Notes):
             gone = [k for k in self._notes if k.startswith(over)]
             for k in gone:
                 del self._notes[k]
-        self._notes[key] = note
+        self._notes[key], self._new = note, True
+
+    def write(self) -> None:
+        if not self._new:
+            return
+        self._new = False
         self._step += 1
         arrays, about = {}, {}
         for name, parts in self._notes.items():
@@ -104,10 +112,12 @@ class Saved(Notes):
         )
 
     def close(self) -> None:
+        self.write()
         self._manager.wait_until_finished()
         self._manager.close()
 
     def clear(self) -> None:
+        self._new = False
         self._manager.wait_until_finished()
         for step in self._manager.all_steps():
             self._manager.delete(step)

@@ -172,6 +172,7 @@ class _Run:
         key, noted = f"{here}.groups", self.notes.get(f"{here}.groups")
         if noted is not None:
             return noted
+        self.notes.write()
         stage, runner, options = a_round.local, self.runner, self.options
         told = StageReport(here, stage.name)
         self.report.stages.append(told)
