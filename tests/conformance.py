@@ -226,7 +226,7 @@ class Killer:
     def _watch(self) -> None:
         while self.state is None:
             time.sleep(0.1)
-            if self.run.report is None:
+            if not self.run.report.stages:
                 continue
             for state in self.run.pool.states():
                 if state.groups is not None and time.time() - state.since > 0.3:

@@ -52,7 +52,7 @@ class Unreliable(InProcess):
     def wait(self, flights, timeout):
         done = [f for f in flights if f not in self._late]
         if not done:
-            time.sleep(timeout)
+            time.sleep(timeout or 0)
         return done
 
     def abandon(self, flight):

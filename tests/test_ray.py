@@ -1,6 +1,10 @@
 """The Ray backend on two workers: the conformance test, and what is its own."""
 
 import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from drjax.backends.engine.groups import parquet
 from tests.conformance import Conformance, rows_for, survivors, weighted_plan
 from tests.raising import raises
 
+ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("leaks_unchecked")]
 
 
@@ -95,3 +100,27 @@ def test_more_workers_than_ray_has_room_for(monkeypatch, actors):
     run = ray.compile(weighted_plan(3), workers=50)
     text = "50 workers did not start on Ray within 2 s. Its resources are"
     raises(drjax.EngineError, text, run, np.float32(2), rows_for(3))
+
+
+def test_code_in_docs_runs(actors):
+    actors.open()  # so that Ray runs already
+    page = ROOT / "docs" / "engines.md"
+    blocks = re.findall(r"```python ray\n(.*?)```", page.read_text(), re.S)
+    assert blocks
+    free = "workers=2, ray_options={'num_cpus': 0}"
+    with jax.numpy_rank_promotion("allow"):
+        for block in blocks:
+            exec(compile(block.replace("workers=2", free), page.name, "exec"), {})
+
+
+def test_the_example(tmp_path):
+    flags = ("--engines", "reference", "ray", "--rounds", "2", "--output", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.engines", *map(str, flags)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(
+        r"(local_sgd|maml_gradients) +│ +ray .* ([\d.e+-]+) +│", done.stdout
+    )
+    assert len(rows) == 2 and all(float(far) < 1e-5 for _, far in rows)

@@ -104,7 +104,7 @@ class Actors:
                 ray.init(log_to_driver=False, **settings)
         self._actors = [self._start() for _ in range(self.workers)]
         try:
-            ray.get([actor.state.remote() for actor in self._actors], timeout=_START)
+            self._started(self._actors)
         except ray.exceptions.GetTimeoutError as error:
             self.close()
             raise EngineError(
@@ -119,6 +119,9 @@ class Actors:
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
         kind = self._ray.remote(concurrency_groups={"asked": 1})(_Worker)
         return kind.options(max_restarts=0, **options).remote()
+
+    def _started(self, actors: list[Any]) -> None:
+        self._ray.get([actor.state.remote() for actor in actors], timeout=_START)
 
     def share(self, x: Any) -> Any:
         return self._ray.put(x)
@@ -150,9 +153,14 @@ class Actors:
         self._ray.kill(actor)
         self._replace(actor)
 
+    def forget(self, flight: Any) -> None:
+        self._at.pop(flight)
+        self._ray.cancel(flight)  # if it has not begun
+
     def _replace(self, actor: Any) -> None:
         if actor in self._actors:  # and not replaced already
-            self._actors[self._actors.index(actor)] = self._start()
+            new = self._actors[self._actors.index(actor)] = self._start()
+            self._started([new])  # its start is no part of a block's time
 
     def states(self) -> list[State]:
         found = []

@@ -6,7 +6,7 @@ arrays, random keys as raw data. `Runner` is what every engine's `compile` retur
 
 import hashlib
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from drjax.backends.engine.groups import Lazy, empty_rows, inputs
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Pool
 from drjax.backends.engine.report import Report, StageReport
-from drjax.backends.engine.work import File, rounds_of, rows_of
+from drjax.backends.engine.work import Block, Done, File, rounds_of, rows_of
 from drjax.interpret.files.keys import from_raw
 from drjax.interpret.files.load import unpacked
 from drjax.interpret.files.save import packed
@@ -43,7 +43,7 @@ class Runner:
       plan: The plan.
       pool: The workers.
       options: How it runs.
-      report: A `Report` on the latest call; None before the first.
+      report: A `Report` on the latest call.
     """
 
     def __init__(self, plan: Plan, pool: Pool, options: Options, owner: bool = True):
@@ -56,7 +56,7 @@ class Runner:
         self.file = File(data, hashlib.sha256(data).hexdigest(), x64)
         self._servers: dict[int, Any] = {}
         self._places = {id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))}
-        self.report: Report | None = None
+        self.report = Report()
         self.sent: Any = None  # the file, as the pool gave it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,8 +117,7 @@ class _Run:
 
     def __init__(self, runner: Runner, notes: checkpoint.Notes):
         self.runner, self.notes, self.options = runner, notes, runner.options
-        assert runner.report is not None
-        self.report: Report = runner.report
+        self.report = runner.report
         self.alive = np.ones(runner.plan.size, bool)
         lost = notes.get("dropped")
         if lost is not None:
@@ -188,22 +187,16 @@ class _Run:
             (runner.sent, runner.pool.share(shared)), self.report.lost.append,
         )  # fmt: skip
         dropped = len(self.report.dropped)
+        cut = blocks(stacks, n, size, self.alive)
         try:
-            with self._bar(n, f"round {here}") as bar:
-                for block, done in flights.run(blocks(stacks, n, size, self.alive)):
+            with (
+                self._bar(n, f"round {here}") as bar,
+                closing(flights.run(cut)) as all_,
+            ):
+                for block, done in all_:
                     for group, why in done.failed.items():
                         self._fail(group, why, here, stage)
-                    if done.pid:
-                        told.blocks += 1
-                        self.report.workers[done.pid] += 1
-                    good = block.groups[block.valid & self.alive[block.groups]]
-                    told.groups += len(good)
-                    if len(good):
-                        for total, partial in zip(totals, done.partials, strict=True):
-                            total.add(partial)
-                        at = self.alive[block.groups] & block.valid
-                        for into, part in zip(made, done.rows, strict=True):
-                            into[good] = part[at]
+                    self._take(block, done, told, totals, made)
                     if bar is not None:
                         bar.update(int(block.valid.sum()))
         except EngineError:
@@ -222,6 +215,19 @@ class _Run:
             self.notes.put("dropped", [np.array(sorted(self.report.dropped))])
         self.notes.put(key, found)
         return found
+
+    def _take(self, block: Block, done: Done, told, totals: list[Total], made) -> None:
+        """Add up what a block gives, and keep its rows."""
+        good = block.valid & self.alive[block.groups]
+        if done.pid:
+            told.blocks += 1
+            self.report.workers[done.pid] += 1
+        if good.any():
+            told.groups += int(good.sum())
+            for total, partial in zip(totals, done.partials, strict=True):
+                total.add(partial)
+            for into, part in zip(made, done.rows, strict=True):
+                into[block.groups[good]] = part[good]
 
     def _fail(self, group: int, why: str, here: str, stage: Stage) -> None:
         if self.options.on_error == "raise":

@@ -5,7 +5,7 @@ is late holds up the making of others, never the results that are there already.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,12 +58,19 @@ class Flights:
         self._flying: dict[Any, _Task] = {}
         self._waiting: list[_Task] = []
 
-    def run(self, blocks: Iterable[Cut]) -> Iterator[tuple[Block, Done]]:
+    def run(self, blocks: Iterable[Cut]) -> Generator[tuple[Block, Done], None, None]:
         """Each block with what became of it, in order.
 
         Raises:
           Exception: What a stage raised, and no group alone.
         """
+        try:
+            yield from self._run(blocks)
+        finally:
+            for flight in self._flying:
+                self.pool.forget(flight)
+
+    def _run(self, blocks: Iterable[Cut]) -> Iterator[tuple[Block, Done]]:
         made, ready = enumerate(blocks), {}
         order: list[tuple[int, ...]] = []  # of blocks that were made and not given on
         more = True
@@ -121,7 +128,7 @@ class Flights:
                 yield from self._again(task, str(error))
         now = time.monotonic()
         for flight, task in [*self._flying.items()]:
-            if task.deadline <= now:
+            if task.deadline <= now and flight not in self.pool.wait([flight], 0):
                 del self._flying[flight]
                 self.pool.abandon(flight)
                 why = f"a block took longer than {self.options.timeout} s"

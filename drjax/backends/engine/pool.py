@@ -55,6 +55,10 @@ class Pool(Protocol):
         """End the worker that has this block, and start another."""
         ...
 
+    def forget(self, flight: Any) -> None:
+        """Nobody will ask for the result of this block any more."""
+        ...
+
     def states(self) -> list[State]:
         """What each worker is doing."""
         ...
@@ -88,6 +92,9 @@ class InProcess:
         return flight.done
 
     def abandon(self, flight: Any) -> None:
+        pass
+
+    def forget(self, flight: Any) -> None:
         pass
 
     def states(self) -> list[State]:
