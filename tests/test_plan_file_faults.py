@@ -255,11 +255,7 @@ OF_STAGES = (another_shape, other_custom_calls, unreadable)
 def test_faults(fault, path, monkeypatch):
     fault(path)
     before = path.read_bytes()
-    if fault not in (
-        another_shape,
-        other_custom_calls,
-        unreadable,
-    ):  # seen before any stage is read
+    if fault not in OF_STAGES:  # the others are seen before any stage is read
         monkeypatch.setattr(jax.export, "deserialize", None)
     text = raises(drjax.PlanFileError, FAULTS[fault], drjax.load_plan, path)
     assert str(path) in text and len(text) < 1000
