@@ -173,6 +173,11 @@ def another_shape(path):
     with_manifest(path, change)
 
 
+def other_custom_calls(path):
+    groups = lambda m: m["plan"]["rounds"][0]["groups"]
+    with_manifest(path, lambda m: groups(m).update(custom_calls=["harmless"]))
+
+
 def another_tree(path):
     with_manifest(path, lambda m: m["plan"]["out_tree"].update(node={"tuple": []}))
 
@@ -233,6 +238,7 @@ FAULTS = {
     an_unknown_dtype: "no dtype is called object",
     a_negative_shape: "-3 is not a count",
     another_shape: "a stage gives other types than it is said to",
+    other_custom_calls: "stage work calls other code than it is said to",
     another_tree: "a pytree of 0 leaves holds 1",
     code_for_a_tree: "malformed manifest",
     an_unknown_reduction: "or is none of sum, mean",
@@ -242,11 +248,14 @@ FAULTS = {
 }
 
 
+OF_STAGES = (another_shape, other_custom_calls, unreadable)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_faults(fault, path, monkeypatch):
     fault(path)
     before = path.read_bytes()
-    if fault not in (another_shape, unreadable):  # seen before any stage is read
+    if fault not in OF_STAGES:  # the others are seen before any stage is read
         monkeypatch.setattr(jax.export, "deserialize", None)
     text = raises(drjax.PlanFileError, FAULTS[fault], drjax.load_plan, path)
     assert str(path) in text and len(text) < 1000

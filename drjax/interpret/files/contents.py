@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy, stablehlo
 
 from drjax import _compat
 from drjax._errors import PlanFileError
@@ -68,6 +70,26 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
         yield from eqn.outvars
         for inner in _compat.jaxprs_in(eqn.params):
             yield from _inside(inner)
+
+
+_OF_JAX = {"shape_assertion"}  # checked when shapes become known
+
+
+def custom_calls(stablehlo_code: bytes) -> set[str]:
+    """The names of the code outside StableHLO that a portable artifact calls."""
+    found = set()
+
+    def look(op) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call":
+            found.add(ir.StringAttr(op.attributes["call_target_name"]).value)
+        return ir.WalkResult.ADVANCE
+
+    with ir.Context() as context:
+        for dialect in (sdy, stablehlo):
+            dialect.register_dialect(context)
+        module = stablehlo.deserialize_portable_artifact(context, stablehlo_code)
+        module.operation.walk(look)
+    return found - _OF_JAX
 
 
 def _check(eqn: Any, where: str) -> None:

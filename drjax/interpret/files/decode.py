@@ -150,8 +150,10 @@ class _Reader:
         forms = None if member is None else self._forms(told, member, numbered)
         if not self.run:
             return Stage(name, inputs, outputs, None, forms)
-        if forms is not None and forms.batch is not None:
-            _ = forms.batch.function  # of a version that can be read
+        if forms is not None:
+            found = [form.custom_calls for form in (forms.one, forms.batch) if form]
+            if set(forms.custom_calls) != set().union(*found):
+                raise ValueError(f"stage {name} calls other code than it is said to")
         jaxpr = self._jaxpr(inputs, outputs, forms, numbered)
         return Stage(name, inputs, outputs, jaxpr, forms)
 

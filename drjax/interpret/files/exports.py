@@ -12,7 +12,7 @@ from jax import export, lax
 from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax._partials import identity, partial
-from drjax.interpret.files.contents import contents
+from drjax.interpret.files.contents import contents, custom_calls
 from drjax.interpret.files.forms import PLATFORMS, Form, Forms
 from drjax.interpret.files.keys import from_raw, is_key, raw_type, to_raw
 from drjax.plan import Reduce, Stage, Value
@@ -131,8 +131,7 @@ class Exporter:
                 f"{self.where} ({self.stage.name}) has no form for "
                 f"{', '.join(PLATFORMS)} that other versions of JAX can read: {error}"
             ) from error
-        calls = _custom_calls(found) if b"custom_call" in data[1] else set()
-        return Form(*data, self.where), calls
+        return Form(*data, self.where), custom_calls(data[1])
 
 
 def _in_turn(fn: Callable, axes: list) -> Callable:
@@ -155,12 +154,3 @@ def _in_turn(fn: Callable, axes: list) -> Callable:
 def _masked(op: str, x, mask):
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
     return jnp.where(chosen, x, jnp.asarray(identity(op, x.dtype), x.dtype))
-
-
-_CUSTOM_CALL = re.compile(r'custom_call @(?:"([^"]+)"|([\w.$]+))')
-_OF_JAX = {"shape_assertion"}  # checked when shapes become known
-
-
-def _custom_calls(exported: export.Exported) -> set[str]:
-    names = _CUSTOM_CALL.findall(exported.mlir_module())
-    return {quoted or plain for quoted, plain in names} - _OF_JAX

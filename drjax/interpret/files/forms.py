@@ -21,6 +21,7 @@ import numpy as np
 from jax import export
 
 from drjax._errors import PlanFileError
+from drjax.interpret.files.contents import custom_calls
 from drjax.interpret.files.keys import from_raw, to_raw
 from drjax.plan import Stage, Value
 
@@ -51,16 +52,24 @@ class Form:
         call.defjvp(refuse)
         return call
 
+    @property
+    def function(self) -> export.Exported:
+        return self._read[0]
+
+    @property
+    def custom_calls(self) -> set[str]:
+        return self._read[1]
+
     @functools.cached_property
-    def function(self) -> Any:
-        """The `jax.export.Exported`.
+    def _read(self) -> tuple[export.Exported, set[str]]:
+        """The function and its custom calls.
 
         Raises:
           PlanFileError: This version of JAX cannot read it.
         """
         try:
             found = export.deserialize(bytearray(self.exported))
-            found.mlir_module()  # of a version of StableHLO that is understood
+            return found, custom_calls(found.mlir_module_serialized)
         except Exception as error:
             raise PlanFileError(
                 f"This JAX, {jax.__version__}, cannot read {self.source}: "
@@ -68,7 +77,6 @@ class Form:
                 "older wrote, and newer ones by some weeks: save the plan anew with a "
                 "version near this one."
             ) from error
-        return found
 
 
 def _refusal(source: str) -> Callable:
