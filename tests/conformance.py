@@ -7,6 +7,7 @@
 processes set `processes = True` and are tested by ending some.
 """
 
+import doctest
 import os
 import signal
 import threading
@@ -60,6 +61,13 @@ def survivors(out, good: np.ndarray) -> None:
     np.testing.assert_allclose(out[2], np.abs(y - mean)[good].max(), rtol=1e-5)
     np.testing.assert_allclose(out[3], np.where(good, y, np.nan), rtol=1e-6)
     np.testing.assert_array_equal(out[4], np.where(good, w, 0))
+
+
+def runs(public) -> bool:
+    """Whether the example in a docstring runs, and prints what it says."""
+    examples = doctest.DocTestFinder(recurse=False).find(public, "name", globs={})
+    (example,) = examples
+    return bool(example.examples) and not doctest.DocTestRunner().run(example).failed
 
 
 def slow_work(model, x):

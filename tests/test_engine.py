@@ -16,7 +16,7 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.groups import Groups
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import InProcess, Lost
-from tests.conformance import Conformance, rows_for, survivors, weighted_plan
+from tests.conformance import Conformance, rows_for, runs, survivors, weighted_plan
 from tests.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -313,3 +313,8 @@ def test_drjax_does_not_import_engines():
     code = "import sys, drjax; assert not {'ray', 'pyarrow'} & {*sys.modules}"
     code += "; import drjax.backends.ray; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("public", [Options, Groups, local.compile])
+def test_docstring_example_runs(public):
+    assert runs(public)

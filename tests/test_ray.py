@@ -14,7 +14,7 @@ import pytest
 import drjax
 from drjax.backends import ray
 from drjax.backends.engine.groups import parquet
-from tests.conformance import Conformance, rows_for, survivors, weighted_plan
+from tests.conformance import Conformance, rows_for, runs, survivors, weighted_plan
 from tests.raising import raises
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("leaks_unchecked")]
 @pytest.fixture(scope="module")
 def actors():
     """Two warm workers for all plans of the tests."""
-    found = ray.Actors(2)
+    found = ray.Actors(2, ray_options={"num_cpus": 0})  # there is room for others
     yield found
     found.close()
 
@@ -36,7 +36,7 @@ class TestRay(Conformance):
     def _on(self, actors):
         def compile(plan, workers=2, **options):
             warm = actors if workers == actors.workers else workers
-            cores = {"num_cpus": 0}  # the warm workers have them all
+            cores = {"num_cpus": 0.5}
             return ray.compile(plan, workers=warm, ray_options=cores, **options)
 
         self.compile = compile
@@ -107,10 +107,14 @@ def test_code_in_docs_runs(actors):
     page = ROOT / "docs" / "engines.md"
     blocks = re.findall(r"```python ray\n(.*?)```", page.read_text(), re.S)
     assert blocks
-    free = "workers=2, ray_options={'num_cpus': 0}"
     with jax.numpy_rank_promotion("allow"):
         for block in blocks:
-            exec(compile(block.replace("workers=2", free), page.name, "exec"), {})
+            exec(compile(block, page.name, "exec"), {})
+
+
+def test_docstring_example_runs(actors):
+    actors.open()
+    assert runs(ray.compile)
 
 
 def test_the_example(tmp_path):

@@ -39,9 +39,9 @@ LAYERS = (
 # A plan knows how to draw and save itself, when asked to.
 ASKED_FOR = {"interpret.draw", "interpret.files.save"}
 BACKENDS = {
-    f"backends.{name}"
-    for name, module in vars(drjax.backends).items()
-    if hasattr(module, "compile")
+    f"backends.{path.stem}"
+    for path in (PACKAGE / "backends").glob("*.py")
+    if "\ndef compile(" in path.read_text()
 }
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from drjax import _compat
 from drjax._errors import DrjaxError
 from drjax.backends import loops
 from drjax.interpret.arguments import flat_inputs
+from drjax.interpret.files.keys import from_raw, to_raw
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
 
 
@@ -116,11 +118,19 @@ class _Run:
                 _check_nans(outs, group, stage, inputs, where)
             rows.append(outs)
         for value, column in zip(stage.outputs, zip(*rows, strict=True), strict=True):
-            values[value.name] = jnp.stack(column)
+            values[value.name] = _stack(column)
 
     def _loop(self, loop: Loop, inputs: list) -> list:
         bodies = [_Run(body, self.check_nans) for body in loop.bodies]
         return loops.run(loop, bodies, inputs, self.plan.size, jnp)
+
+
+def _stack(column: tuple) -> Any:
+    if any(isinstance(x, Tracer) for x in column):
+        return jnp.stack(column)
+    # By numpy: XLA would take minutes to compile a stack of many thousand arrays.
+    rows = jnp.asarray(np.stack([np.asarray(to_raw(x)) for x in column]))
+    return from_raw(rows, column[0].dtype)
 
 
 def _store(values: dict[str, Any], names: tuple[Value, ...], found: list) -> None:

@@ -14,7 +14,7 @@ class Options:
 
     Attributes:
       block_size: How many groups a worker works on at once. Default: such that each
-        worker gets four blocks, but at most 64. Sums within a block are made in the
+        worker gets four blocks, but at most 256. Sums within a block are made in the
         dtype of the program; blocks are added up in float64.
       on_error: What a group that fails does: `"raise"` an `EngineError`, or `"drop"`
         out for the rest of the call. Sums are then over the survivors, means are
@@ -79,5 +79,5 @@ class Options:
 
     def groups_per_block(self, n: int, workers: int) -> int:
         """The size of blocks of n groups."""
-        size = self.block_size or min(64, -(-n // (4 * workers)))
+        size = self.block_size or min(256, -(-n // (4 * workers)))
         return max(1, min(size, n))
