@@ -276,6 +276,28 @@ def register_lowering(primitive, fn: Callable) -> None:
     mlir.register_lowering(primitive, rule)
 
 
+def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
+    """Lower `primitive` as the closed jaxpr `jaxpr_of(*avals, **params)`."""
+
+    def rule(ctx, *args, **params):
+        closed = jaxpr_of(*ctx.avals_in, **params)
+        raw = open_jaxpr(closed)
+        if raw.is_high or raw.effects:  # needs more than its equations lowered
+            return mlir.lower_fun(jaxpr_as_fun(closed))(ctx, *args)
+        module = ctx.module_context
+        if ctx.platforms is not None:
+            module = module.replace(platforms=ctx.platforms)
+        consts = mlir.ir_consts(jaxpr_consts(closed), [v.aval for v in raw.constvars])
+        outs, _ = mlir.jaxpr_subcomp(
+            module, raw, ctx.name_stack, ctx.tokens_in, consts, *args,
+            dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering,
+            outer_traceback=None,
+        )  # fmt: skip
+        return outs
+
+    mlir.register_lowering(primitive, rule)
+
+
 def register_lowering_rule(primitive, rule: Callable) -> None:
     """Lower `primitive` by `rule(ctx, *values, **params)`, called for each equation."""
     mlir.register_lowering(primitive, rule, cacheable=False)
@@ -374,26 +396,3 @@ def scan_sizes(eqn) -> tuple[int, int]:
     groups = eqn.params["ft_in"].update([0] * len(eqn.invars)).unpack()
     consts, carry, _ = map(list, groups)
     return len(consts), len(carry)
-
-
-def evaluate(jaxpr, args, step: Callable) -> list:
-    """Evaluate a jaxpr; `step(eqn, operands)` may give an equation's results."""
-    raw = open_jaxpr(jaxpr)
-    values = dict(zip(raw.constvars, jaxpr_consts(jaxpr), strict=True))
-    values.update(zip(raw.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for eqn in raw.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        outs = step(eqn, operands)
-        if outs is None:
-            outs = bind_equation(eqn, operands)
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in raw.outvars]
-
-
-def check_jaxpr(jaxpr) -> None:
-    """Type-check a jaxpr."""
-    core.check_jaxpr(open_jaxpr(jaxpr))

@@ -180,6 +180,9 @@ def _batch(axis_data, args, dims, *, jaxpr, options: Options):
 
 planned_p.def_effectful_abstract_eval(_abstract_eval)
 _rules.register_execution(planned_p, _execute)
+_compat.register_jaxpr_lowering(
+    planned_p, lambda *avals, jaxpr, options: _traced(jaxpr, options, avals)
+)
 ad.primitive_jvps[planned_p] = _jvp
 ad.primitive_transposes[planned_p] = _transpose
 _compat.register_linearization(planned_p, _linearize)

@@ -56,9 +56,7 @@ def line_of(fn) -> str:
 
 
 def fails(fn, x, **options) -> GroupError:
-    program = drjax.program(clients=N)(
-        lambda x: drjax.reduce_sum(drjax.map_fn(fn, x))
-    )
+    program = drjax.program(clients=N)(lambda x: drjax.reduce_sum(drjax.map_fn(fn, x)))
     run = drjax.backends.reference.compile(drjax.make_plan(program)(x), **options)
     with pytest.raises(GroupError) as caught:
         run(x)

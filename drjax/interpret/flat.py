@@ -49,6 +49,7 @@ class Flat:
     Attributes:
       names: Names of its arguments, if it is a whole program.
       inferred: What is known of it as the body of a loop; see `LoopKinds`.
+      forms: The row-by-row forms of its equations; see `Kinds.rows`.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
@@ -57,6 +58,7 @@ class Flat:
         self.known_bodies: dict[Any, tuple[Flat, ...]] = known_bodies or {}
         self.names: dict[Any, str] = {}
         self.inferred: dict[Any, Any] = {}
+        self.forms: dict[Any, Any] = {}
 
     @functools.cached_property
     def around(self) -> dict[Any, list[int]]:
@@ -145,7 +147,9 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             eqn = _compat.with_source(eqn, call)
             outs = [_compat.new_var(var.aval) for var in outs]
             names.update(zip(eqn.outvars, outs, strict=True))
-        eqns += _spelled_out(eqn.replace(invars=ins, outvars=outs))
+        if call is not None or ins != eqn.invars:
+            eqn = eqn.replace(invars=ins, outvars=outs)
+        eqns += _spelled_out(eqn)
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -183,7 +187,7 @@ def _spelled_out(eqn) -> list:
         if len(small) == len(shape) and small != shape:
             equations, ins[i] = _spread(var, shape, eqn.source_info)
             found += equations
-    return [*found, eqn.replace(invars=ins)]
+    return [*found, eqn.replace(invars=ins)] if found else [eqn]
 
 
 def _spread(var, shape, source_info) -> tuple[list, Any]:

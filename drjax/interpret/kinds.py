@@ -88,7 +88,8 @@ class Kinds:
                 if kind is not None and kind.name == demand:
                     self._raise_to([var], [kind])
             self._until_stable(demand)
-        return {v for e in self.program.eqns for v in self._contradicted(e)} - sure
+        self._bad = {e: vs for e in self.program.eqns if (vs := self._contradicted(e))}
+        return {v for found in self._bad.values() for v in found} - sure
 
     def _contradicted(self, eqn) -> list:
         """The variables of an equation that do not lie as it takes or gives them."""
@@ -130,12 +131,14 @@ class Kinds:
 
     def rows(self, eqn) -> Rows | None:
         """How an equation works row by row, also if only its results are so."""
-        rows = by_rows(eqn, [self.cell(v).axis for v in eqn.invars])
-        if rows is None and not any(self.cell(v).partitioned for v in eqn.invars):
-            outs = [self.cell(v) for v in eqn.outvars]
-            if any(out.partitioned for out in outs):
-                return self._rows_for(eqn, outs)
-        return rows
+        axes = tuple([self.cell(v).axis for v in eqn.invars])
+        if any(axis is not None for axis in axes):
+            forms = self.program.forms
+            if (eqn, axes) not in forms:
+                forms[eqn, axes] = by_rows(eqn, axes)
+            return forms[eqn, axes]
+        outs = [self.cell(v) for v in eqn.outvars]
+        return self._rows_for(eqn, outs) if any(o.partitioned for o in outs) else None
 
     def signature(self, eqn) -> tuple[Kind, Kind] | None:
         if self.partition is None or eqn.params.get("partition") != self.partition:
@@ -180,11 +183,18 @@ class Kinds:
             at, _ = waiting.popitem(last=False)
             eqn = eqns[at]
             self._moved.clear()
-            self._forward(eqn)
-            if demand != "none":
+            loop = self.is_loop(eqn)
+            if loop or any(self.cell(v) == FREE for v in eqn.outvars):
+                self._forward(eqn)
+            if demand != "none" and (loop or self._has_free(eqn)):
                 self._backward(eqn, demand)
             for atom in self._moved:
                 waiting |= dict.fromkeys(self.program.around[atom])
+            if not loop:
+                waiting.pop(at, None)
+
+    def _has_free(self, eqn) -> bool:
+        return any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
 
     def _forward(self, eqn) -> None:
         signature = self.signature(eqn)
@@ -209,8 +219,7 @@ class Kinds:
         self._raise_to(eqn.outvars, kinds)
 
     def _is_open(self, eqn) -> bool:
-        free = any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
-        return free and bool(candidates(eqn, self._size))
+        return self._has_free(eqn) and bool(candidates(eqn, self._size))
 
     def _backward(self, eqn, demand: str) -> None:
         needs = self._needs(eqn)
@@ -262,7 +271,8 @@ class Kinds:
             return
         signature = self.signature(eqn)
         if signature is None:
-            if self._contradicted(eqn):
+            mixes = self.rows(eqn) is None and self.meaning(eqn) is None
+            if mixes or eqn in self._bad:
                 raise self.refusal(eqn, kinds, refusals.MIXES_ROWS)
         elif signature[0] == GLOBAL:
             raise self.refusal(eqn, kinds, refusals.ALREADY_PARTITIONED)
