@@ -127,6 +127,11 @@ def infer(closed, names, given) -> tuple[Flat, Kinds]:
                 f"which needs a leading axis of {partition.size}, but its shape is "
                 f"{var.aval.shape}."
             )
+    return _checked(program, partition, given)
+
+
+def _checked(program: Flat, partition: Partition | None, given) -> tuple[Flat, Kinds]:
+    """The program with every reduction written as a building block, and its kinds."""
     kinds = Kinds(program, partition, given).check()
     while partition and (written := _explicit(program, kinds)) is not None:
         program, kinds = written, Kinds(written, partition, given).check()
@@ -144,7 +149,7 @@ def plan_of_jaxpr(
     """The plan of a closed jaxpr; see `make_plan` and `Cutter`."""
     program, kinds = infer(closed, names, given)
     while recompute and (rewritten := recompute_residuals(program, kinds)) is not None:
-        program, kinds = rewritten, Kinds(rewritten, kinds.partition, given).check()
+        program, kinds = _checked(rewritten, kinds.partition, given)
     results = [kinds[v] for v in program.outvars]
     called = [] if out_tree is None else result_names(out_tree)
     cutter = Cutter(program, kinds, results, names, recompute, called)
