@@ -137,6 +137,14 @@ def _cold() -> Iterator[None]:
         gc.enable()
 
 
+def taken(action: Callable[[], Any]) -> float:
+    """CPU seconds of an action, with cold caches."""
+    with _cold():
+        start = time.process_time()
+        action()
+        return time.process_time() - start
+
+
 def plan(task: str, n: int, chunk: int | None, small: bool) -> dict[str, float]:
     """CPU seconds of making a task's program ready for 8 devices, with cold caches."""
     problem, mesh = TASKS[task], mesh_of(8)
@@ -152,12 +160,6 @@ def plan_long(program: str, equations: int) -> dict[str, float]:
 
 
 def _planning(fn: Any, types: tuple, chunk: int | None) -> dict[str, float]:
-    def taken(action: Callable[[], Any]) -> float:
-        with _cold():
-            start = time.process_time()
-            action()
-            return time.process_time() - start
-
     planned = drjax.jit(fn, groups_per_step=chunk)
     return {
         "jaxpr_s": taken(lambda: jax.make_jaxpr(fn)(*types)),

@@ -16,6 +16,7 @@ from drjax._errors import DrjaxTypeError as DrjaxTypeError
 from drjax._errors import DrjaxValueError as DrjaxValueError
 from drjax._errors import MeshError as MeshError
 from drjax._errors import PlanError as PlanError
+from drjax._errors import PlanFileError as PlanFileError
 from drjax._errors import ScopeError as ScopeError
 from drjax._partition import Partition as Partition
 from drjax._planned import jit as jit
@@ -27,6 +28,7 @@ from drjax._reductions import reduce_sum as reduce_sum
 from drjax._reductions import reduce_weighted_mean as reduce_weighted_mean
 from drjax._reductions import select as select
 from drjax.interpret.check import check as check
+from drjax.interpret.files.load import load_plan as load_plan
 from drjax.interpret.make import make_plan as make_plan
 
 __version__ = _version("drjax")

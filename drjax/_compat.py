@@ -32,6 +32,7 @@ cache = util.cache  # an LRU cache whose key includes JAX's whole trace context
 weakref_lru_cache = util.weakref_lru_cache
 extend_axis_env = core.extend_axis_env_nd
 jaxpr_as_fun = core.jaxpr_as_fun
+frames_in_locations = config.traceback_in_locations_limit  # a context of so many
 moveaxis = batching.moveaxis
 typeof = core.typeof
 

@@ -28,3 +28,7 @@ class MeshError(DrjaxError, ValueError):
 
 class PlanError(DrjaxError, ValueError):
     """A program, or a use of one, that has no plan."""
+
+
+class PlanFileError(PlanError):
+    """A plan that cannot be saved, or a file that holds no plan that can be loaded."""

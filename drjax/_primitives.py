@@ -30,7 +30,7 @@ from drjax._sharding import (
     vary,
 )
 
-_LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
 # ---------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ reduce_sum_p = _rules.new_primitive("reduce_sum")
 def _local_sum(where: Layout, x, numbers, scale=None):
     """Sum of this device's rows, accumulated in float32 for 16-bit floats."""
     x = where.mask_padding(x, numbers, 0)
-    dtype = jnp.float32 if x.dtype in _LOW_PRECISION else x.dtype
+    dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
     total = jnp.sum(x, axis=0, dtype=dtype)
     return (total if scale is None else total * scale).astype(x.dtype)
 
@@ -105,7 +105,7 @@ def _reduce_mean(x, *, partition, mesh):
     where, n = layout(partition, mesh), partition.size
 
     def body(x, numbers=None):
-        if x.dtype in _LOW_PRECISION:  # divide first: a 16-bit sum may overflow
+        if x.dtype in LOW_PRECISION:  # divide first: a 16-bit sum may overflow
             return [psum(where, _local_sum(where, x, numbers, 1 / n))]
         return [psum(where, _local_sum(where, x, numbers)) / n]
 

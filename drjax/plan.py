@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drjax._listing import lines
 from drjax._partition import Partition
 
 
@@ -54,12 +55,15 @@ class Stage:
       outputs: What it gives: global values on the server, rows in a group.
       jaxpr: A `jax.extend.core.ClosedJaxpr` from inputs to outputs. That of a local
         stage takes the number of the group, int32 `[]`, as its first argument.
+      forms: Of a stage read from a file, what the file holds of it: a
+        `drjax.interpret.files.forms.Forms`.
     """
 
     name: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     jaxpr: Any
+    forms: Any = None
 
     @property
     def empty(self) -> bool:
@@ -131,6 +135,11 @@ class Round:
     reduces: tuple[Reduce, ...]
     loops: tuple[Loop, ...] = ()
 
+    @property
+    def partials(self) -> list[Reduce]:
+        """The reductions that can be made of partial results: all but gathers."""
+        return [r for r in self.reduces if r.op != "gather"]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -174,6 +183,15 @@ class Plan:
                         yield f"round {number}, {loop.name}, {where}", stage
         yield "server", self.server
 
+    def kept(self) -> frozenset[str]:
+        """Names of the partitioned values that are needed after they are made."""
+        kept = {v.name for v in self.outputs}
+        for a_round in self.rounds:
+            kept |= {v.name for v in a_round.local.inputs}
+            kept |= {r.source.name for r in a_round.reduces if r.op == "gather"}
+            kept |= {v.name for loop in a_round.loops for v in loop.inputs}
+        return frozenset(kept)
+
     def communication(self, devices: int = 1) -> "Ledger":
         """What travels between the server and the groups, and between devices.
 
@@ -208,17 +226,30 @@ class Plan:
 
         draw(self, path)
 
+    def save(self, path: str | Path) -> None:
+        """Write a file that runs without this program's source; see docs/plan_files.md.
+
+        Args:
+          path: The file, by custom `.drjax`. Its folder is made if need be.
+
+        Raises:
+          PlanFileError: A stage calls back into Python, or has no compiled form for
+            one of cpu, cuda and tpu, or a pytree cannot be told without its class.
+
+        Example:
+          >>> import drjax, jax.numpy as jnp
+          >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+          >>> drjax.make_plan(mean)(jnp.arange(4.0)).save("runs/plans/mean.drjax")
+          >>> plan = drjax.load_plan("runs/plans/mean.drjax")
+          >>> print(drjax.backends.reference.compile(plan)(jnp.arange(4.0)))
+          1.5
+        """
+        from drjax.interpret.files.save import save
+
+        save(self, path)
+
     def __str__(self) -> str:
-        over = "calls no building block"
-        if self.partition is not None:
-            rounds = _count(len(self.rounds), "round")
-            over = f"a plan over partition {self.partition} in {rounds}"
-        lines = [
-            f"{self.name}: {over}",
-            f"  takes    {_signature(self.inputs)}",
-            f"  returns  {_signature(self.outputs)}",
-        ]
-        return "\n".join([*lines, *_rounds(self)])
+        return "\n".join(lines(self))
 
 
 @dataclass(frozen=True)
@@ -327,74 +358,3 @@ def _messages(plan: Plan, where: str, times: tuple[int | str, ...]) -> Iterator:
                 steps = (loop.name if loop.length is None else loop.length,)
             for body in loop.bodies:
                 yield from _messages(body, f"{here}.{loop.name}.", times + steps)
-
-
-_REDUCES = {
-    "sum": "sum over groups",
-    "mean": "mean over groups",
-    "max": "maximum over groups",
-    "min": "minimum over groups",
-    "gather": "all groups' rows",
-}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: `812 B`, `12.3 kB`."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = 0 if nbytes < 10_000 else min(4, (len(str(nbytes)) - 2) // 3)
-    return f"{nbytes / 1000**power:.4g} {units[power]}"
-
-
-def _signature(values: tuple[Value, ...]) -> str:
-    shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
-    return ", ".join(shown) or "nothing"
-
-
-def _rounds(plan: Plan) -> Iterator[str]:
-    """The lines that show the rounds of a plan."""
-    for number, a_round in enumerate(plan.rounds, 1):
-        yield from ("", f"round {number}", *_server_lines(a_round.server))
-        for value in a_round.broadcast:
-            yield f"  to every group       {value}   {size(value.nbytes)}"
-        for whole, rows in a_round.scatter:
-            source = f"{size(rows.nbytes)}, of {whole.name}"
-            yield f"  row i to group i     {rows}   {source}"
-        if not a_round.local.empty:
-            yield f"  each group computes  {a_round.local.name}"
-            yield from (f"    keeps  {value}" for value in _kept(a_round))
-        for reduce in a_round.reduces:
-            source = reduce.source
-            yield (
-                f"  {_REDUCES[reduce.op]:<19}  {source}   {size(source.nbytes)} a group"
-                f" -> {reduce.result.name}"
-            )
-        for loop in a_round.loops:
-            yield from _loop_lines(loop)
-    if not plan.server.empty:
-        yield from ("", "at the end", *_server_lines(plan.server))
-
-
-def _loop_lines(loop: Loop) -> Iterator[str]:
-    steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
-    backwards = ", backwards" if loop.reverse else ""
-    yield f"  {loop.name}{steps}{backwards}"
-    titles = {"while": ("while", "do")}.get(loop.op, ("each step",))
-    if loop.op == "cond":
-        titles = tuple(f"branch {i}" for i in range(len(loop.bodies)))
-    for title, body in zip(titles, loop.bodies, strict=True):
-        yield f"    {title}: {_signature(body.outputs)}"
-        yield from (f"    {line}".rstrip() for line in _rounds(body))
-
-
-def _server_lines(stage: Stage) -> list[str]:
-    line = "  server computes      " + ", ".join(map(str, stage.outputs))
-    return [] if stage.empty else [line]
-
-
-def _kept(a_round: Round) -> list[Value]:
-    sent = {reduce.source.name for reduce in a_round.reduces}
-    return [v for v in a_round.local.outputs if v.name not in sent]

@@ -10,12 +10,13 @@ from jax import lax
 from jax.sharding import AxisType
 
 from drjax import _compat
-from drjax._extrema import across_devices, highest, lowest
+from drjax._extrema import across_devices
+from drjax._partials import accumulator, identity, partial
+from drjax._primitives import LOW_PRECISION
 from drjax._sharding import Layout, vary
 from drjax._summing import row_sums
+from drjax.interpret.files.forms import run_batch
 from drjax.plan import Reduce
-
-_LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
 class LocalWork:
@@ -64,6 +65,11 @@ class LocalWork:
         args, others, shared = [numbers], iter(others), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(others) if value.partitioned else next(shared))
+        if self.stage.forms is not None:
+            mask = jnp.ones(numbers.shape, bool)
+            if self.where.uneven:
+                mask = self.where.mask_padding(mask, numbers, False)
+            return run_batch(self.stage, self.kept, mask, numbers, args[1:])
         count = numbers.shape[0]
         by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: call(self.stage, xs)
@@ -97,11 +103,9 @@ class LocalWork:
 
     def _reduce(self, reduce: Reduce, x, numbers):
         if self.where.uneven:
-            fill = _identity(reduce.op, x.dtype)
+            fill = identity(reduce.op, x.dtype)
             x = self.where.mask_padding(x, numbers, fill)
-        if reduce.op in ("max", "min"):
-            return getattr(jnp, reduce.op)(x, axis=0)
-        return jnp.sum(x, axis=0, dtype=_accumulator(x.dtype))
+        return partial(reduce.op, x)
 
     def _empty(self, chunk: Callable[[int], list]) -> list:
         """What the accumulators start from; `chunk(i)`: the rows of chunk i."""
@@ -113,8 +117,8 @@ class LocalWork:
         for reduce, sharding in zip(self.sums, shardings, strict=True):
             source = reduce.source
             low = reduce.op in ("max", "min")
-            dtype = source.dtype if low else _accumulator(source.dtype)
-            fill = _identity(reduce.op, source.dtype)
+            dtype = source.dtype if low else accumulator(source.dtype)
+            fill = identity(reduce.op, source.dtype)
             found.append(lax.full(source.shape, fill, dtype, sharding=sharding))
         return found
 
@@ -122,7 +126,7 @@ class LocalWork:
         """From the sums of a device to those of all."""
         n, found = self.where.partition.size, list(totals)
         for i, reduce in enumerate(self.sums):
-            if reduce.op == "mean" and reduce.source.dtype in _LOW_PRECISION:
+            if reduce.op == "mean" and reduce.source.dtype in LOW_PRECISION:
                 found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
             found[i] = found[i].astype(reduce.source.dtype)
         axes = self.where.axes
@@ -136,7 +140,7 @@ class LocalWork:
                 for i, x in zip(at, summed, strict=True):
                     found[i] = x
         for i, reduce in enumerate(self.sums):
-            if reduce.op == "mean" and reduce.source.dtype not in _LOW_PRECISION:
+            if reduce.op == "mean" and reduce.source.dtype not in LOW_PRECISION:
                 found[i] = found[i] / n
         return found
 
@@ -157,17 +161,6 @@ def _combine(reduce: Reduce, total, new):
     if reduce.op in ("max", "min"):
         return getattr(jnp, f"{reduce.op}imum")(total, new)
     return total + new
-
-
-def _identity(op: str, dtype):
-    """What changes nothing in a sum, a maximum or a minimum."""
-    if op in ("sum", "mean"):
-        return 0
-    return lowest(dtype) if op == "max" else highest(dtype)
-
-
-def _accumulator(dtype):
-    return jnp.float32 if dtype in _LOW_PRECISION else dtype
 
 
 def call(stage, args) -> list:

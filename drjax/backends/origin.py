@@ -20,7 +20,9 @@ class _Found(Exception):
 
 
 def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
-    """The line of the equation that raises; None: this time none does."""
+    """The line of the equation that raises; None: none does, or it is not known."""
+    if stage.forms is not None:
+        return None
     try:
         _run(flatten(stage.jaxpr), inputs)
     except _Found as found:
@@ -30,6 +32,8 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
 
 def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     """What makes the NaN in the results: an equation of numbers, or an input."""
+    if stage.forms is not None:
+        return "a plan file does not hold the lines of its source"
     program = flatten(stage.jaxpr)
     try:
         _run(program, inputs, find_nan=True)

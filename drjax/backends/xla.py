@@ -145,7 +145,7 @@ class _Run:
         self, plan: Plan, where: Layout | None, step: int | None, beside: bool = False
     ):
         self.plan, self.where, self.step, self.beside = plan, where, step, beside
-        self.kept = _kept(plan)
+        self.kept = plan.kept()
 
     def __call__(self, inputs: list) -> list:
         plan, values = self.plan, {}
@@ -180,7 +180,7 @@ class _Run:
         if stage.empty and not stage.jaxpr.effects:
             return
         assert where is not None
-        sums = [r for r in a_round.reduces if r.op != "gather"]
+        sums = a_round.partials
         kept = [v for v in stage.outputs if v.name in self.kept]
         shared = [values[v.name] for v in stage.inputs if not v.partitioned]
         rows = [
@@ -240,13 +240,3 @@ class _Run:
 
 def _store(values: dict[str, Any], names: tuple[Value, ...], found) -> None:
     values.update(zip([v.name for v in names], found, strict=True))
-
-
-def _kept(plan: Plan) -> set[str]:
-    """The partitioned values that are needed after the stage that makes them."""
-    kept = {v.name for v in plan.outputs}
-    for a_round in plan.rounds:
-        kept |= {v.name for v in a_round.local.inputs}
-        kept |= {r.source.name for r in a_round.reduces if r.op == "gather"}
-        kept |= {v.name for loop in a_round.loops for v in loop.inputs}
-    return kept

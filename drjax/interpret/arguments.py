@@ -16,7 +16,7 @@ def flat_inputs(plan: Plan, args: tuple, kwargs: dict) -> list[jax.Array]:
       DrjaxValueError: A leaf has another shape.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-    if tree != plan.in_tree:
+    if plan.in_tree != tree:
         raise DrjaxTypeError(
             f"{plan.name} was planned for arguments (args, kwargs) of structure "
             f"{plan.in_tree}, got {tree}. Plan it anew."

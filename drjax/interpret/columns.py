@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from drjax.plan import Loop, Plan, Value, size
+from drjax._listing import size
+from drjax.plan import Loop, Plan, Value
 
 SHOWN = 4  # of more values than one more than this, the largest
 LONGEST = 34  # letters in one line

@@ -6,14 +6,12 @@ jaxpr with the number given: where a loop, branch or call contains the equation,
 rebuilt by JAX's public control flow around a closure over the number.
 """
 
-from collections.abc import Callable
-
 import jax
-from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
+from drjax.interpret import evaluation
 from drjax.interpret.flat import CALLS
 from drjax.primitives import partition_index_p
 
@@ -42,25 +40,7 @@ def evaluate(jaxpr, number, partition: Partition | None, *args) -> list:
             )
         return rule(eqn, operands, run)
 
-    return _evaluate(jaxpr, args, step)
-
-
-def _evaluate(jaxpr, args, step: Callable) -> list:
-    """The results of a jaxpr; `step(eqn, operands)` may give those of an equation."""
-    raw = _compat.open_jaxpr(jaxpr)
-    values = dict(zip(raw.constvars, _compat.jaxpr_consts(jaxpr), strict=True))
-    values.update(zip(raw.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in raw.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        outs = step(eqn, operands)
-        if outs is None:
-            outs = _compat.bind_equation(eqn, operands)
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in raw.outvars]
+    return evaluation.evaluate(jaxpr, args, step)
 
 
 def _is_number(eqn, partition: Partition | None) -> bool:

@@ -1,0 +1,158 @@
+"""Measure plan files: saving and loading beside tracing and lowering; their size.
+
+    python -m benchmarks.plan_files            # the examples, about a minute
+    python -m benchmarks.plan_files --quick    # the small one of them, once
+
+What a process does without the file: it plans the program and lowers the plan. With it:
+it loads the plan and lowers what it loaded. All is CPU time with cold caches. With
+`--out` the tables go to `plan_files-jax-VERSION.md`.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+import drjax
+from benchmarks import report, run
+from benchmarks.report import Goal, Row
+from benchmarks.worker import hello, taken
+from examples import local_sgd, plans
+from examples.common.sinusoid import init
+from examples.common.transformer import Transformer
+
+BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure.
+
+    Attributes:
+      programs: Names of programs.
+      rounds: How often each is measured.
+    """
+
+    programs: tuple[str, ...]
+    rounds: int = 7
+
+
+def sinusoid() -> tuple[Callable, tuple]:
+    """The round of `examples/plans.py`."""
+    model = jax.eval_shape(init, jax.random.key(0))
+    shape = (plans.CLIENTS, plans.LOCAL_STEPS, 10)
+    points = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return plans.local_sgd, (model, (points, points))
+
+
+def transformer() -> tuple[Callable, tuple]:
+    """The round of `examples/local_sgd.py`."""
+    config = local_sgd.Config()
+    graphdef, params = nnx.split(Transformer(config.model, nnx.Rngs(0)))
+    outer, train_round, _ = local_sgd.make_programs(graphdef, config, held_out=1)
+    state = local_sgd.State(params, outer.init(params))
+    shape = (config.groups, config.steps, config.batch)
+    windows = np.zeros((*shape, config.length + 1), np.uint8), np.zeros(shape, np.int32)
+    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return train_round, jax.tree.map(typed, (state, jnp.asarray(1), windows))
+
+
+PROGRAMS = {"local SGD, perceptron": sinusoid, "local SGD, transformer": transformer}
+QUICK = Settings(tuple(PROGRAMS)[:1], 1)
+
+
+def measure(settings: Settings, show_progress: bool = True) -> dict[str, Any]:
+    """All measurements of one run, as JSON."""
+    made = {name: PROGRAMS[name]() for name in settings.programs}
+    rows: dict[str, Row] = {name: {"program": name} for name in made}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.drjax"
+        turns = [name for _ in range(settings.rounds) for name in made]
+        for name in tqdm(turns, disable=not show_progress):
+            for key, seconds in _once(*made[name], path).items():
+                rows[name].setdefault(key, []).append(seconds)
+            rows[name]["bytes"] = path.stat().st_size
+    machine = {**hello(), "cores": os.cpu_count()}
+    return {"machine": machine, "rounds": settings.rounds, "rows": [*rows.values()]}
+
+
+def _once(program: Callable, args: tuple, path: Path) -> dict[str, float]:
+    planned = drjax.make_plan(program)(*args)
+    lower = lambda plan: jax.jit(drjax.backends.xla.compile(plan)).lower(*args)
+    found = {
+        "plan_s": taken(lambda: drjax.make_plan(program)(*args)),
+        "lower_s": taken(lambda: lower(planned)),
+        "save_s": taken(lambda: planned.save(path)),
+        "load_s": taken(lambda: drjax.load_plan(path)),
+    }
+    loaded = drjax.load_plan(path)
+    return {**found, "lower_loaded_s": taken(lambda: lower(loaded))}
+
+
+# ---------------------------------------------------------------------------------
+# Tables
+
+
+def goals(results: dict[str, Any]) -> list[Goal]:
+    """Whether each goal of plan files is met."""
+    rows = results["rows"]
+    without = ("plan_s", "lower_s")
+    return [
+        report.worst("save and load / plan and lower", 1.0, rows,
+                     lambda row: _ratio(row, ("save_s", "load_s"), without)),
+        report.worst("load, and lower what is loaded / plan and lower", 1.0, rows,
+                     lambda row: _ratio(row, ("load_s", "lower_loaded_s"), without)),
+        report.worst("bytes of the file", BYTES, rows, lambda row: row["bytes"]),
+    ]  # fmt: skip
+
+
+def _ratio(row: Row, ours: tuple[str, ...], reference: tuple[str, ...]) -> float:
+    total = lambda keys: [sum(t) for t in zip(*(row[k] for k in keys), strict=True)]
+    return report.ratio(total(ours), total(reference))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    who = results["machine"]
+    keys = ("plan_s", "lower_s", "save_s", "load_s", "lower_loaded_s")
+    body = [
+        [row["program"], *(f"{1e3 * statistics.median(row[key]):.1f}" for key in keys),
+         f"{row['bytes'] / 1e3:,.1f}"]
+        for row in results["rows"]
+    ]  # fmt: skip
+    header = ["program", "plan ms", "lower ms", "save ms", "load ms",
+              "lower loaded ms", "file kB"]  # fmt: skip
+    return "\n\n".join(
+        [
+            f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
+            f"{results['rounds']} rounds; CPU times with cold caches, medians.",
+            "## Goals",
+            report.goal_table(goals(results)),
+            "## Times and sizes",
+            report.table(header, body),
+            "A file holds each stage of the groups twice, for one group and for a "
+            "batch of any number, both for cpu, cuda and tpu; it holds no parameters.",
+        ]
+    )
+
+
+def main() -> None:
+    options = run.parse(__doc__)
+    results = measure(QUICK if options.quick else Settings(tuple(PROGRAMS)))
+    tables = markdown(results)
+    print(tables)
+    if options.out:
+        name = f"plan_files-jax-{results['machine']['jax']}"
+        run.write(options.out, results, name, {name: tables})
+
+
+if __name__ == "__main__":
+    main()

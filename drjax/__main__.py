@@ -1,0 +1,32 @@
+"""Look into a plan file: `python -m drjax inspect round.drjax [--draw round.svg]`."""
+
+import argparse
+import sys
+
+from drjax._errors import DrjaxError
+from drjax.interpret.files.report import inspect
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m drjax", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "inspect", help="print the plan of a file, its ledger, versions, custom calls"
+    )
+    command.add_argument("path", help="a file that plan.save wrote")
+    command.add_argument("--draw", metavar="PICTURE", help="draw it: .svg or .png")
+    options = parser.parse_args(arguments)
+    try:
+        plan, report = inspect(options.path)
+        if options.draw:
+            plan.draw(options.draw)
+    except (DrjaxError, OSError) as error:
+        print(f"drjax: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""How a plan prints: its signature, and its rounds line by line."""
+
+from collections.abc import Iterator
+from typing import Any
+
+_REDUCES = {
+    "sum": "sum over groups",
+    "mean": "mean over groups",
+    "max": "maximum over groups",
+    "min": "minimum over groups",
+    "gather": "all groups' rows",
+}
+
+
+def lines(plan: Any) -> Iterator[str]:
+    """The lines that show a `drjax.plan.Plan`."""
+    over = "calls no building block"
+    if plan.partition is not None:
+        rounds = _count(len(plan.rounds), "round")
+        over = f"a plan over partition {plan.partition} in {rounds}"
+    yield f"{plan.name}: {over}"
+    yield f"  takes    {_signature(plan.inputs)}"
+    yield f"  returns  {_signature(plan.outputs)}"
+    yield from _rounds(plan)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: `812 B`, `12.3 kB`."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0 if nbytes < 10_000 else min(4, (len(str(nbytes)) - 2) // 3)
+    return f"{nbytes / 1000**power:.4g} {units[power]}"
+
+
+def _signature(values: tuple) -> str:
+    shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
+    return ", ".join(shown) or "nothing"
+
+
+def _rounds(plan: Any) -> Iterator[str]:
+    """The lines that show the rounds of a plan."""
+    for number, a_round in enumerate(plan.rounds, 1):
+        yield from ("", f"round {number}", *_server_lines(a_round.server))
+        for value in a_round.broadcast:
+            yield f"  to every group       {value}   {size(value.nbytes)}"
+        for whole, rows in a_round.scatter:
+            source = f"{size(rows.nbytes)}, of {whole.name}"
+            yield f"  row i to group i     {rows}   {source}"
+        if not a_round.local.empty:
+            yield f"  each group computes  {a_round.local.name}"
+            yield from (f"    keeps  {value}" for value in _kept(a_round))
+        for reduce in a_round.reduces:
+            source = reduce.source
+            yield (
+                f"  {_REDUCES[reduce.op]:<19}  {source}   {size(source.nbytes)} a group"
+                f" -> {reduce.result.name}"
+            )
+        for loop in a_round.loops:
+            yield from _loop_lines(loop)
+    if not plan.server.empty:
+        yield from ("", "at the end", *_server_lines(plan.server))
+
+
+def _loop_lines(loop: Any) -> Iterator[str]:
+    steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
+    backwards = ", backwards" if loop.reverse else ""
+    yield f"  {loop.name}{steps}{backwards}"
+    titles = {"while": ("while", "do")}.get(loop.op, ("each step",))
+    if loop.op == "cond":
+        titles = tuple(f"branch {i}" for i in range(len(loop.bodies)))
+    for title, body in zip(titles, loop.bodies, strict=True):
+        yield f"    {title}: {_signature(body.outputs)}"
+        yield from (f"    {line}".rstrip() for line in _rounds(body))
+
+
+def _server_lines(stage: Any) -> list[str]:
+    line = "  server computes      " + ", ".join(map(str, stage.outputs))
+    return [] if stage.empty else [line]
+
+
+def _kept(a_round: Any) -> list:
+    sent = {reduce.source.name for reduce in a_round.reduces}
+    return [v for v in a_round.local.outputs if v.name not in sent]

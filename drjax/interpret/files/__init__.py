@@ -1,0 +1,1 @@
+"""The plan file; docs/plan_files.md says what is in it."""

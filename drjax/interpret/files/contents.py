@@ -1,0 +1,102 @@
+"""What is in a stage: callbacks, which no file can hold, wide values, random keys."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy, stablehlo
+
+from drjax import _compat
+from drjax._errors import PlanFileError
+from drjax.interpret.files.keys import is_key, key_impl
+
+_WIDE = {np.dtype(t) for t in ("int64", "uint64", "float64", "complex128")}
+_SAME_IN_BATCHES = {"threefry2x32"}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in a stage, or in several.
+
+    Attributes:
+      wide: Whether there are 64-bit values.
+      keys: The implementations of random keys.
+      in_turn: Whether random bits are drawn that would be others in a batch of groups.
+    """
+
+    wide: bool
+    keys: frozenset[str]
+    in_turn: bool
+
+
+def contents(jaxpr: Any, where: str) -> Contents:
+    """What is in a stage.
+
+    Args:
+      jaxpr: That of the stage.
+      where: Where the stage is, for errors.
+
+    Raises:
+      PlanFileError: The stage calls back into Python.
+    """
+    dtypes, names = set(), set()
+    for x in _inside(jaxpr):
+        if hasattr(x, "primitive"):
+            _check(x, where)
+            names.add(x.primitive.name)
+        else:
+            dtypes.add(getattr(x.aval, "dtype", None))
+    dtypes.discard(None)
+    keys = frozenset(key_impl(dtype) for dtype in dtypes if is_key(dtype))
+    in_turn = bool(keys - _SAME_IN_BATCHES) or "rng_bit_generator" in names
+    return Contents(bool(dtypes & _WIDE), keys, in_turn)
+
+
+def together(found: Iterable[Contents]) -> Contents:
+    """What is in several stages."""
+    found = list(found)
+    keys = frozenset(key for one in found for key in one.keys)
+    return Contents(any(c.wide for c in found), keys, any(c.in_turn for c in found))
+
+
+def _inside(jaxpr: Any) -> Iterator[Any]:
+    """All equations and variables, however deep."""
+    raw = _compat.open_jaxpr(jaxpr)
+    yield from (*raw.constvars, *raw.invars)
+    for eqn in raw.eqns:
+        yield eqn
+        yield from eqn.outvars
+        for inner in _compat.jaxprs_in(eqn.params):
+            yield from _inside(inner)
+
+
+_OF_JAX = {"shape_assertion"}  # checked when shapes become known
+
+
+def custom_calls(stablehlo_code: bytes) -> set[str]:
+    """The names of the code outside StableHLO that a portable artifact calls."""
+    found = set()
+
+    def look(op) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call":
+            found.add(ir.StringAttr(op.attributes["call_target_name"]).value)
+        return ir.WalkResult.ADVANCE
+
+    with ir.Context() as context:
+        for dialect in (sdy, stablehlo):
+            dialect.register_dialect(context)
+        module = stablehlo.deserialize_portable_artifact(context, stablehlo_code)
+        module.operation.walk(look)
+    return found - _OF_JAX
+
+
+def _check(eqn: Any, where: str) -> None:
+    name = eqn.primitive.name
+    if "callback" in name or name == "debug_print":
+        raise PlanFileError(
+            f"{where} calls back into Python: {name} at {_compat.source_line(eqn)}. A "
+            "plan file runs without its source: take the call out, or return what it "
+            "needs as a result."
+        )

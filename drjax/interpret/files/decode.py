@@ -1,0 +1,253 @@
+"""From a manifest and members to a plan; nothing in them is believed unchecked."""
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drjax._errors import DrjaxError, PlanFileError
+from drjax._partition import Partition
+from drjax.interpret.files import trees
+from drjax.interpret.files.archive import malformed
+from drjax.interpret.files.forms import Form, Forms
+from drjax.interpret.files.keys import from_raw, key_dtype, raw_type, to_raw
+from drjax.interpret.files.manifest import batch_results, ledger
+from drjax.interpret.places import new_value
+from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
+
+_ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
+_REDUCES, _LOOPS = ("sum", "mean", "max", "min", "gather"), ("scan", "while", "cond")
+
+
+def decode(
+    path: Path, manifest: dict[str, Any], members: dict[str, bytes], run: bool = True
+) -> Plan:
+    """The plan of a file.
+
+    Args:
+      path: The file, for errors.
+      manifest: Its manifest.
+      members: Its members by name.
+      run: Whether the stages are to be run; else their bytes are not looked at.
+
+    Raises:
+      PlanFileError: The manifest is malformed, or this JAX cannot read a stage.
+    """
+    try:
+        origin = {key: manifest[key] for key in _ORIGIN}
+        plan = _Reader(path, members, origin, False).plan(manifest["plan"])
+        if ledger(plan) != manifest["ledger"]:
+            raise ValueError("its ledger is not that of its plan")
+        if run:  # only now is any stage looked at
+            plan = _Reader(path, members, origin, True).plan(manifest["plan"])
+    except PlanFileError:
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, DrjaxError, LookupError,
+        RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise malformed(path, f"{type(error).__name__}: {error}") from error
+    return plan
+
+
+class _Reader:
+    """Reads plans that are written as data."""
+
+    def __init__(self, path: Path, members: dict, origin: dict[str, Any], run: bool):
+        self.path, self.members, self.origin, self.run = path, members, origin, run
+        self._consts: dict[str, np.ndarray] = {}
+
+    def plan(self, told: dict[str, Any]) -> Plan:
+        partition = told["partition"]
+        if partition is not None:
+            axes = tuple(partition["mesh_axes"])
+            partition = Partition(partition["name"], partition["size"], axes)
+        size = 0 if partition is None else partition.size
+        table = {
+            name: _value(_text(name), about, size)
+            for name, about in told["values"].items()
+        }
+        values = lambda names: tuple(table[name] for name in names)
+        known = set(told["inputs"])
+
+        def use(names: Iterable[str]) -> None:
+            if unknown := set(names) - known:
+                raise ValueError(f"{sorted(unknown)} are used before they are made")
+
+        rounds = []
+        for about in told["rounds"]:
+            a_round = self._round(about, values)
+            use(v.name for v in a_round.server.inputs)
+            known |= {v.name for v in a_round.server.outputs}
+            use(v.name for v in (*a_round.broadcast, *(w for w, _ in a_round.scatter)))
+            known |= {rows.name for _, rows in a_round.scatter}
+            use(v.name for v in a_round.local.inputs)
+            known |= {v.name for v in a_round.local.outputs}
+            use(r.source.name for r in a_round.reduces)
+            known |= {r.result.name for r in a_round.reduces}
+            for loop in a_round.loops:
+                use(v.name for v in loop.inputs)
+                known |= {v.name for v in loop.outputs}
+            rounds.append(a_round)
+        server = self._stage(told["server"], values, numbered=False)
+        use(v.name for v in server.inputs)
+        known |= {v.name for v in server.outputs}
+        use(told["outputs"])
+        inputs, outputs = values(told["inputs"]), values(told["outputs"])
+        in_tree = _tree(told["in_tree"], inputs)
+        out_tree = _tree(told["out_tree"], outputs)
+        plan = Plan(
+            _text(told["name"]), partition, tuple(rounds), server, inputs, outputs,
+            in_tree, out_tree,
+        )  # fmt: skip
+        kept = plan.kept()
+        for about, a_round in zip(told["rounds"], rounds, strict=True):
+            results = batch_results(a_round, kept)
+            if results != {key: about["groups"][key] for key in results}:
+                raise ValueError("a batch gives other results than the round needs")
+        return plan
+
+    def _round(self, told: dict[str, Any], values) -> Round:
+        reduces = []
+        for about in told["reduces"]:
+            source, result = values(about["values"])
+            reduces.append(Reduce(_one_of(_REDUCES, about["op"]), source, result))
+        scatter = []
+        for pair in told["scatter"]:
+            whole, rows = values(pair)
+            scatter.append((whole, rows))
+        return Round(
+            self._stage(told["server"], values, numbered=False),
+            values(told["broadcast"]),
+            tuple(scatter),
+            self._stage(told["groups"], values, numbered=True),
+            tuple(reduces),
+            tuple(self._loop(about, values) for about in told["loops"]),
+        )
+
+    def _loop(self, told: dict[str, Any], values) -> Loop:
+        bodies = tuple(map(self.plan, told["bodies"]))
+        consts, carry, length = told["consts"], told["carry"], told["length"]
+        return Loop(
+            _one_of(_LOOPS, told["op"]), _text(told["name"]), values(told["inputs"]),
+            values(told["outputs"]), bodies, tuple(map(_count, consts)), _count(carry),
+            None if length is None else _count(length), told["reverse"] is True,
+        )  # fmt: skip
+
+    # -----------------------------------------------------------------------------
+    # Stages
+
+    def _stage(self, told: dict[str, Any], values, numbered: bool) -> Stage:
+        inputs, outputs = values(told["inputs"]), values(told["outputs"])
+        name, member = _text(told["name"]), told["member"]
+        if (member is None) != (not outputs):
+            raise ValueError(f"stage {name} has results and no member, or the reverse")
+        forms = None if member is None else self._forms(told, member, numbered)
+        if not self.run:
+            return Stage(name, inputs, outputs, None, forms)
+        if forms is not None:
+            found = [form.custom_calls for form in (forms.one, forms.batch) if form]
+            if set(forms.custom_calls) != set().union(*found):
+                raise ValueError(f"stage {name} calls other code than it is said to")
+        jaxpr = self._jaxpr(inputs, outputs, forms, numbered)
+        return Stage(name, inputs, outputs, jaxpr, forms)
+
+    def _forms(self, told: dict[str, Any], member: str, numbered: bool) -> Forms:
+        form = lambda end: Form(
+            self.members[f"{member}{end}.jexp"], self.members[f"{member}{end}.mlirbc"],
+            f"{member}{end} of the plan file {self.path}",
+        )  # fmt: skip
+        return Forms(
+            form(""),
+            form(".batch") if numbered else None,
+            numbered and told["in_turn"] is True,
+            self.members[f"{member}.jaxpr.txt"].decode(),
+            tuple(map(self._constant, told["consts"])),
+            tuple(map(_text, told["custom_calls"])),
+            self.origin,
+        )
+
+    def _constant(self, told: dict[str, Any]) -> np.ndarray:
+        name = told["member"]
+        if name not in self._consts:
+            data = np.load(io.BytesIO(self.members[name]), allow_pickle=False)
+            self._consts[name] = data.view(_dtype(told["dtype"]))
+        return self._consts[name]
+
+    def _jaxpr(
+        self, inputs: Sequence[Value], outputs: Sequence[Value], forms: Forms | None,
+        numbered: bool,
+    ) -> Any:  # fmt: skip
+        """A jaxpr that calls what was exported."""
+
+        def run(*args):
+            if forms is None:
+                return []
+            raw = map(to_raw, args)
+            outs = forms.one.call(*map(jnp.asarray, forms.consts), *raw)
+            return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
+
+        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
+        if numbered:
+            types = [jax.ShapeDtypeStruct((), np.int32), *types]
+        if forms is not None:
+            found = [(x.shape, x.dtype) for x in forms.one.function.out_avals]
+            if found != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
+                raise ValueError("a stage gives other types than it is said to")
+        return jax.make_jaxpr(run)(*types)
+
+
+# ---------------------------------------------------------------------------------
+# Values
+
+
+def _value(name: str, told: dict[str, Any], size: int) -> Value:
+    shape, axis = tuple(map(_count, told["shape"])), told["group_axis"]
+    dtype = _dtype(told["dtype"])
+    if axis is not None:
+        if _count(axis) > len(shape) or not size:
+            raise ValueError(f"{name} has no group axis {axis}")
+        shape = (*shape[:axis], size, *shape[axis:])
+    return new_value(name, jax.ShapeDtypeStruct(shape, dtype), axis)
+
+
+def _dtype(name: str) -> Any:
+    if found := re.fullmatch(r"key:(\w+)", _text(name)):
+        return key_dtype(found[1])
+    dtype = np.dtype(name)
+    number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
+    if str(dtype) != name or not number:
+        raise ValueError(f"no dtype is called {name}")
+    return dtype
+
+
+def _tree(told: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
+    if told is None:
+        return None
+    tree = trees.Tree(trees.check(told["node"]))
+    if tree.num_leaves != len(values):
+        raise ValueError(f"a pytree of {tree.num_leaves} leaves holds {len(values)}")
+    return tree
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise ValueError(f"{str(x)[:60]} is not a text")
+    return x
+
+
+def _count(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{str(x)[:60]} is not a count")
+    return x
+
+
+def _one_of(known: tuple[str, ...], x: Any) -> str:
+    if x not in known:
+        raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
+    return x

@@ -1,0 +1,42 @@
+"""Random keys pass into and out of stages as their raw data, uint32."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from drjax.plan import Value
+
+
+def is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@functools.lru_cache(maxsize=64)
+def key_impl(dtype: Any) -> str:
+    """The name of the implementation of keys of this dtype."""
+    found: list[str] = []
+    note = lambda key: found.append(str(jax.random.key_impl(key)))
+    jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+def key_dtype(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def to_raw(x: Any) -> Any:
+    return jax.random.key_data(x) if is_key(x.dtype) else x
+
+
+def from_raw(x: Any, dtype: Any) -> Any:
+    if is_key(dtype):
+        return jax.random.wrap_key_data(x, impl=key_impl(dtype))
+    return x
+
+
+def raw_type(value: Value) -> jax.ShapeDtypeStruct:
+    """The type under which a value passes."""
+    typed = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.eval_shape(to_raw, typed) if is_key(value.dtype) else typed

@@ -1,0 +1,37 @@
+"""Plans that go through files."""
+
+import json
+import zipfile
+
+import jax
+import jax.numpy as jnp
+
+import drjax
+from tests.cases import N
+
+program = drjax.program(clients=N)
+
+
+def saved(plan, path):
+    """A plan that went through a file."""
+    plan.save(path)
+    loaded = drjax.load_plan(path)
+    assert str(loaded) == str(plan)
+    assert str(loaded.communication(4)) == str(plan.communication(4))
+    return loaded
+
+
+def sgd_plan():
+    @program
+    def step(model, data):
+        def work(model, x):
+            return model - 0.1 * jax.grad(lambda m: jnp.mean((x @ m) ** 2))(model)
+
+        return drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(model), data)))
+
+    return drjax.make_plan(step)(jnp.ones(3), jnp.ones((N, 5, 3)))
+
+
+def read_manifest(path):
+    with zipfile.ZipFile(path) as archive:
+        return json.loads(archive.read("manifest.json"))
