@@ -211,8 +211,9 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
-def has_effects(eqn) -> bool:
-    return bool(eqn.effects)
+def effects_of(jaxpr) -> frozenset:
+    """What a jaxpr does to others, which mutable arrays of its own are not."""
+    return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
 
 
 def new_eqn(eqn, invars, outvars, params, effects):

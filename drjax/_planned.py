@@ -82,7 +82,7 @@ def _execute(*args, jaxpr, options: Options):
 
 
 def _abstract_eval(*avals, jaxpr, options: Options):
-    return list(_traced(jaxpr, options, avals).out_avals), jaxpr.effects
+    return list(_traced(jaxpr, options, avals).out_avals), _compat.effects_of(jaxpr)
 
 
 def _trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):

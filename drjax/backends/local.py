@@ -74,10 +74,6 @@ class LocalWork:
         by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: call(self.stage, xs)
         outs = _over_rows(one, count, by_rows)(*args)
-        # Rows to compare with their extremum: the compiler must not compute them twice.
-        for reduce, i in zip(self.sums, self._sources, strict=True):
-            if reduce.op in ("max", "min") and i in self._kept:
-                outs[i] = lax.optimization_barrier(outs[i])
         # In a loop the summands of one chunk take little memory: there it is slower.
         summed = self._summed(count, by_rows, args) if alone else {}
         totals = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
@@ -149,7 +150,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             names.update(zip(eqn.outvars, outs, strict=True))
         if call is not None or ins != eqn.invars:
             eqn = eqn.replace(invars=ins, outvars=outs)
-        eqns += _spelled_out(eqn)
+        eqns += _spelled_out(_with_one_condition(eqn))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -172,6 +173,42 @@ def _changes_nothing(eqn) -> bool:
     if eqn.primitive.name == "device_put":
         return all(device is None for device in eqn.params["devices"])
     return eqn.primitive.name == "optimization_barrier"
+
+
+def _with_one_condition(eqn):
+    """For a `while` with a condition for each element of a batch, one with a scalar.
+
+    It goes on as long as any does, and changes only those that do.
+    """
+    if eqn.primitive.name != "while":
+        return eqn
+    params = eqn.params
+    condition, body = (params[f"{name}_jaxpr"] for name in ("cond", "body"))
+    if condition.out_avals[0].shape == ():
+        return eqn
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    n = n_cond + n_body
+    goes_on, step = map(_compat.jaxpr_as_fun, (condition, body))
+
+    def any_goes_on(*args):
+        return [jnp.any(goes_on(*args)[0])]
+
+    def step_of_some(*args):
+        some = goes_on(*args[:n_cond], *args[n:])[0]
+        dims = range(some.ndim)
+        return [
+            lax.select(lax.broadcast_in_dim(some, new.shape, dims), new, old)
+            for old, new in zip(args[n:], step(*args[n_cond:]), strict=True)
+        ]
+
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    changed = {
+        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*types[:n_cond], *types[n:]),
+        "body_jaxpr": jax.make_jaxpr(step_of_some)(*types),
+        "body_nconsts": n,
+    }
+    ins = [*eqn.invars[:n_cond], *eqn.invars]
+    return eqn.replace(invars=ins, params={**params, **changed})
 
 
 def _spelled_out(eqn) -> list:

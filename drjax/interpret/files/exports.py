@@ -106,9 +106,6 @@ class Exporter:
             outs = over_groups(self._one, axes)(*others)
             partials = []
             for reduce, i in zip(reduces, sources, strict=True):
-                if reduce.op in ("max", "min") and i in kept:
-                    # To be compared with their extremum: computed once.
-                    outs[i] = lax.optimization_barrier(outs[i])
                 partials.append(partial(reduce.op, _masked(reduce.op, outs[i], mask)))
             return [*partials, *(outs[i] for i in kept)]
 
