@@ -55,7 +55,19 @@ class Options:
 planned_p = _rules.new_primitive("jit", multiple_results=True)
 
 
-@_compat.weakref_lru_cache
+def _cached(fn: Callable) -> Callable:
+    """Cached by what is in context, in which no mesh has two forms."""
+    cached = _compat.weakref_lru_cache(fn)
+
+    @functools.wraps(fn)
+    def call(*args):
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            return cached(*args)
+
+    return call
+
+
+@_cached
 def _plan(jaxpr, options: Options):
     given = [None] * len(jaxpr.in_avals)
     with planning(options.axes):
@@ -64,7 +76,7 @@ def _plan(jaxpr, options: Options):
         )
 
 
-@_compat.weakref_lru_cache
+@_cached
 def _traced(jaxpr, options: Options, avals: tuple):
     """What runs the plan, in the mesh in context."""
 

@@ -33,7 +33,7 @@ class LoopKinds:
         make = {"scan": self._scan, "while": self._while, "cond": self._cond}
         self.ins, self.outs, self.bodies = make[eqn.primitive.name](cells, wanted)
 
-    def _body(self, index: int, given: Sequence[Kind], wanted: Sequence[Kind]) -> Any:
+    def _body(self, index: int, given: Sequence, wanted: Sequence) -> Any:
         flat = self.outer.program.bodies(self.eqn)[index]
         return self.outer.body(flat, given, wanted)
 
