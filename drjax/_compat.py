@@ -211,8 +211,9 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
-def has_effects(eqn) -> bool:
-    return bool(eqn.effects)
+def effects_of(jaxpr) -> frozenset:
+    """What a jaxpr does to others, which mutable arrays of its own are not."""
+    return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
 
 
 def new_eqn(eqn, invars, outvars, params, effects):
@@ -274,6 +275,28 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 def register_lowering(primitive, fn: Callable) -> None:
     """Lower `primitive` as the traceable function `fn(*args, **params)`."""
     rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, rule)
+
+
+def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
+    """Lower `primitive` as the closed jaxpr `jaxpr_of(*avals, **params)`."""
+
+    def rule(ctx, *args, **params):
+        closed = jaxpr_of(*ctx.avals_in, **params)
+        raw = open_jaxpr(closed)
+        if raw.is_high or raw.effects:  # needs more than its equations lowered
+            return mlir.lower_fun(jaxpr_as_fun(closed))(ctx, *args)
+        module = ctx.module_context
+        if ctx.platforms is not None:
+            module = module.replace(platforms=ctx.platforms)
+        consts = mlir.ir_consts(jaxpr_consts(closed), [v.aval for v in raw.constvars])
+        outs, _ = mlir.jaxpr_subcomp(
+            module, raw, ctx.name_stack, ctx.tokens_in, consts, *args,
+            dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering,
+            outer_traceback=None,
+        )  # fmt: skip
+        return outs
+
     mlir.register_lowering(primitive, rule)
 
 
@@ -375,26 +398,3 @@ def scan_sizes(eqn) -> tuple[int, int]:
     groups = eqn.params["ft_in"].update([0] * len(eqn.invars)).unpack()
     consts, carry, _ = map(list, groups)
     return len(consts), len(carry)
-
-
-def evaluate(jaxpr, args, step: Callable, consts=None) -> list:
-    """Evaluate a jaxpr; `step(eqn, operands)` may give an equation's results."""
-    raw, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr) if consts is None else consts
-    values = dict(zip(raw.constvars, consts, strict=True))
-    values.update(zip(raw.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for eqn in raw.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        outs = step(eqn, operands)
-        if outs is None:
-            outs = bind_equation(eqn, operands)
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in raw.outvars]
-
-
-def check_jaxpr(jaxpr) -> None:
-    """Type-check a jaxpr."""
-    core.check_jaxpr(open_jaxpr(jaxpr))

@@ -91,7 +91,8 @@ def _name(fn) -> str:
 
 def _abstract_eval(*avals, jaxpr, partition, mesh, name):
     where = layout(partition, mesh)
-    return [partitioned_aval(aval, where) for aval in jaxpr.out_avals], jaxpr.effects
+    outs = [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
+    return outs, _compat.effects_of(jaxpr)
 
 
 def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
@@ -240,13 +241,15 @@ def _residual_aval(params, aval):
 
 
 def _dce(used_outputs, eqn):
-    if not any(used_outputs) and not _compat.has_effects(eqn):
+    if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
     jaxpr, used_inputs = _compat.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
     invars = [v for v, used in zip(eqn.invars, used_inputs, strict=True) if used]
     outvars = [v for v, used in zip(eqn.outvars, used_outputs, strict=True) if used]
     params = {**eqn.params, "jaxpr": jaxpr}
-    return used_inputs, _compat.new_eqn(eqn, invars, outvars, params, jaxpr.effects)
+    return used_inputs, _compat.new_eqn(
+        eqn, invars, outvars, params, _compat.effects_of(jaxpr)
+    )
 
 
 def _batch(axis_data, args, dims, *, jaxpr, **params):

@@ -55,7 +55,19 @@ class Options:
 planned_p = _rules.new_primitive("jit", multiple_results=True)
 
 
-@_compat.weakref_lru_cache
+def _cached(fn: Callable) -> Callable:
+    """Cached by what is in context, in which no mesh has two forms."""
+    cached = _compat.weakref_lru_cache(fn)
+
+    @functools.wraps(fn)
+    def call(*args):
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            return cached(*args)
+
+    return call
+
+
+@_cached
 def _plan(jaxpr, options: Options):
     given = [None] * len(jaxpr.in_avals)
     with planning(options.axes):
@@ -64,7 +76,7 @@ def _plan(jaxpr, options: Options):
         )
 
 
-@_compat.weakref_lru_cache
+@_cached
 def _traced(jaxpr, options: Options, avals: tuple):
     """What runs the plan, in the mesh in context."""
 
@@ -82,7 +94,7 @@ def _execute(*args, jaxpr, options: Options):
 
 
 def _abstract_eval(*avals, jaxpr, options: Options):
-    return list(_traced(jaxpr, options, avals).out_avals), jaxpr.effects
+    return list(_traced(jaxpr, options, avals).out_avals), _compat.effects_of(jaxpr)
 
 
 def _trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):
@@ -180,6 +192,9 @@ def _batch(axis_data, args, dims, *, jaxpr, options: Options):
 
 planned_p.def_effectful_abstract_eval(_abstract_eval)
 _rules.register_execution(planned_p, _execute)
+_compat.register_jaxpr_lowering(
+    planned_p, lambda *avals, jaxpr, options: _traced(jaxpr, options, avals)
+)
 ad.primitive_jvps[planned_p] = _jvp
 ad.primitive_transposes[planned_p] = _transpose
 _compat.register_linearization(planned_p, _linearize)

@@ -70,7 +70,14 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grad",
+        pytest.param("hessian", marks=pytest.mark.slow),
+        pytest.param("value_and_grad", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_they_are_reductions(fn, name):
     fn = TRANSFORMS[name](fn)

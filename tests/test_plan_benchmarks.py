@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import plan_report, plans
 
+pytestmark = pytest.mark.slow
+
 CROSSING = "gradient through 5 rounds"
 IMPLEMENTATIONS = (
     plan_report.PLAIN, "drjax.jit, 1", plan_report.ALL_AT_ONCE, "scan, 1", "slices, 1",

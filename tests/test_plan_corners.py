@@ -197,3 +197,63 @@ def test_sums_are_made_within_the_map():
     args = jnp.ones((128, 128)), jnp.ones((64, 16, 128))
     fn = jax.value_and_grad(loss)
     assert temp_bytes(drjax.jit(fn), *args) <= 1.01 * temp_bytes(jax.jit(fn), *args)
+
+
+def agree(fn, *args):
+    """One group at a time and in chunks, as by `jax.jit`."""
+    wanted = jax.jit(fn)(*args)
+    run = drjax.backends.reference.compile(drjax.make_plan(fn)(*args))
+    for found in (drjax.jit(fn, groups_per_step=1)(*args), run(*args)):
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
+        jax.tree.map(close, found, wanted)
+
+
+def test_loops_of_which_each_ends_in_its_own_time():
+    """A `while` under `vmap` goes on as long as any does."""
+
+    @four
+    def halve(t, x):
+        return lax.while_loop(
+            lambda c: c > 1, lambda c: c * drjax.reduce_mean(x) * 0.1, t
+        )
+
+    @four
+    def rows_too(t, x):
+        def step(carry):
+            rows, i, s = carry
+            rows = drjax.map_fn(lambda r, s: 0.7 * r + s, (rows, drjax.broadcast(s)))
+            return rows, i + 1, 0.1 * drjax.reduce_mean(rows)
+
+        return lax.while_loop(lambda c: c[1] < t, step, (squares(x), 0, 0.1 * t))
+
+    times = jnp.arange(3.0) + 1
+    for fn in (halve, rows_too):
+        each = jax.vmap(fn, (0, None))
+        agree(each, times, V)
+        agree(jax.vmap(each, (0, None)), jnp.stack([times, 2 * times]), V)
+        found = jax.vmap(drjax.jit(fn), (0, None))(times, V)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+            found, jax.jit(each)(times, V),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_the_number_of_a_row_in_a_small_type(dtype):
+    row = drjax.program(clients=300)(lambda x, i: squares(x)[i])
+    agree(row, jnp.arange(300.0), jnp.array(100, dtype))
+
+
+def test_reductions_of_constants():
+    weights = np.array([1.0, 0.0, 2.0, 3.0], np.float32)
+    agree(four(lambda x: drjax.reduce_weighted_mean(x, jnp.asarray(weights))), V)
+    agree(four(lambda x: x.sum() + drjax.reduce_sum(weights)), V)
+
+
+def test_mutable_arrays_in_a_group():
+    def add_one(x):
+        ref = jax.new_ref(x)
+        ref[...] += 1.0
+        return ref[...]
+
+    agree(four(lambda x: drjax.reduce_sum(drjax.map_fn(add_one, x))), V)

@@ -30,7 +30,7 @@ from tests.test_row_rules import INTERNAL
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
-COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "100"))
+COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "50"))
 SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
 WAYS = [*itertools.product((1, 3, None), (None, None, 2, 3))]  # groups a step, devices
 
@@ -173,6 +173,23 @@ def test_ways_agree_in_programs_that_reach_every_rule(reached):
     print(f"\n{len(programs)} programs")
     report(reached)
     assert_all_rules(reached)
+
+
+# What long runs have found, made small: (recipe, features, way).
+FOUND = [
+    ((("scan", 7, 4, (("global_rows_add", 11, 19, ()),)),), 3, 0),
+    ((("switch", 19, 14, (("along_features", 26, 23, ()),)),), 2, 8),
+    (
+        (("scan", 27, 23, (("scan_rows", 27, 26, (("by_global_div", 26, 30, ()),)),)),),
+        3,
+        9,
+    ),
+]
+
+
+@pytest.mark.parametrize("recipe, f, way", FOUND)
+def test_what_was_found(recipe, f, way):
+    check(recipe, f, way)
 
 
 @pytest.mark.parametrize("seed", range(5))

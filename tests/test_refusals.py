@@ -233,6 +233,34 @@ def test_two_partitions_side_by_side():
     assert "inside a function given to drjax.map_fn" in text
 
 
+def test_one_partition_on_two_axes():
+    on_data = drjax.program(clients=N, mesh_axes="data")(drjax.reduce_mean)
+    text = refused(lambda x: mean_square(x).sum() + on_data(x).sum(), X)
+    assert "mesh_axes=('clients',) and clients:4 with mesh_axes=('data',)" in text
+
+
+def test_prints_of_all_rows():
+    @four
+    def prints(x):
+        jax.debug.print("{x}", x=squares(x))
+        return drjax.reduce_mean(x)
+
+    text = refused(prints, X)
+    assert "Python the rows of all groups at once" in text
+    assert IN_MAP in text and GATHER in text
+
+
+def test_mutable_arrays_of_the_server():
+    def update(m, x):
+        ref = jax.new_ref(m)
+        ref[...] += mean_square(x)
+        return ref[...]
+
+    text = refused(update, X[0], X)
+    assert "works on a mutable array (jax.new_ref)" in text
+    assert "test_refusals.py" in text
+
+
 def test_mesh_of_a_program():
     mesh = make_mesh({"clients": 2}, AUTO)
     text = refused(drjax.program(clients=N, mesh=mesh)(squares), X)

@@ -35,7 +35,7 @@ class LocalWork:
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
         if steps == 1 and not rest:
-            totals, kept = self._chunk(rows)
+            totals, kept = self._chunk(rows, alone=True)
             return [*self._finish(totals), *kept]
 
         def advance(totals, rows):
@@ -59,7 +59,7 @@ class LocalWork:
             kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
         return [*self._finish(totals), *kept]
 
-    def _chunk(self, rows: list) -> tuple[list, list]:
+    def _chunk(self, rows: list, alone: bool = False) -> tuple[list, list]:
         """The groups of a chunk: what they sum up to, and their rows to keep."""
         numbers, *others = rows
         args, others, shared = [numbers], iter(others), iter(self.shared)
@@ -74,11 +74,8 @@ class LocalWork:
         by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: call(self.stage, xs)
         outs = _over_rows(one, count, by_rows)(*args)
-        # Rows to compare with their extremum: the compiler must not compute them twice.
-        for reduce, i in zip(self.sums, self._sources, strict=True):
-            if reduce.op in ("max", "min") and i in self._kept:
-                outs[i] = lax.optimization_barrier(outs[i])
-        summed = self._summed(count, by_rows, args)
+        # In a loop the summands of one chunk take little memory: there it is slower.
+        summed = self._summed(count, by_rows, args) if alone else {}
         totals = [
             summed[i] if i in summed else self._reduce(reduce, outs[i], numbers)
             for reduce, i in zip(self.sums, self._sources, strict=True)

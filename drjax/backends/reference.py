@@ -2,7 +2,8 @@
 
 It shares nothing between groups, calls neither vmap nor any lowering of drjax, and
 adds up in float64. It is the oracle of the tests, and a debugger: an error in the
-work of one group names the group and the stage, and keeps the group's inputs.
+work of one group names the group, the stage and the user's line, and keeps the group's
+inputs.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jax.core import Tracer
 
 from drjax import _compat
 from drjax._errors import DrjaxError
-from drjax.backends import loops
+from drjax.backends import loops, origin
 from drjax.interpret.arguments import flat_inputs
 from drjax.interpret.files.keys import from_raw, to_raw
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
@@ -109,8 +110,10 @@ class _Run:
             try:
                 outs = _run(stage, inputs)
             except Exception as error:
+                line = origin.of_error(stage, inputs)
                 raise GroupError(
-                    f"Group {group} failed in {where}, in {stage.name}: "
+                    f"Group {group} failed in {where}, in {stage.name}"
+                    f"{'' if line is None else f', at {line}'}: "
                     f"{type(error).__name__}: {error}",
                     group, stage, inputs,
                 ) from error  # fmt: skip
@@ -143,10 +146,10 @@ def _run(stage: Stage, args: list) -> list:
 
 def _check_nans(outs, group: int, stage: Stage, inputs: list, where: str) -> None:
     for value, out in zip(stage.outputs, outs, strict=True):
-        if jnp.issubdtype(out.dtype, jnp.inexact) and bool(jnp.isnan(out).any()):
+        if origin.has_nan(out):
             raise GroupError(
                 f"Group {group} yields NaN as {value.name} in {where}, "
-                f"in {stage.name}.",
+                f"in {stage.name}: {origin.of_nan(stage, inputs)}.",
                 group, stage, inputs,
             )  # fmt: skip
 

@@ -22,9 +22,10 @@ from drjax.interpret import number
 from drjax.interpret.flat import Flat
 from drjax.interpret.kind import Kind
 from drjax.interpret.kinds import Kinds
-from drjax.interpret.levels import REDUCTIONS, Levels, exact
+from drjax.interpret.levels import REDUCTIONS, Levels
 from drjax.interpret.names import function_name
 from drjax.interpret.places import Places, spread
+from drjax.interpret.published import exact
 from drjax.plan import Loop, Plan, Reduce, Round, Stage
 
 _TO_PARTITIONED = (
@@ -174,15 +175,15 @@ class Cutter:
 
     def _local(self, level: int):
         """`(stage, broadcast vars, scattered (var, axis), reduces)` of a level."""
-        eqns = self._work(level)
-        made = {v for e in eqns for v in e.outvars}
+        eqns, made = self._work(level), self._made(level)
         sent = [x for x in self.leaves(level) if not self.at.is_row(*x)]
         passed = _unique(
             e.invars[0]
             for e in self.levels.reduces.get(level, ())
             if self.at.is_row(e.invars[0], 0) and e.invars[0] not in made
         )
-        kept = [v for e in eqns for v in e.outvars if self._is_kept(v, level)]
+        kept = [v for v in made if self._is_kept(v, level)]
+        once = self._exact.intersection(kept)
         needs = [s for e in eqns for s in self.at.sources(e)]
         needs += [self.at.source(*x) for x in sent] + [("row", v) for v in passed]
         needs += [
@@ -209,7 +210,9 @@ class Cutter:
             for eqn in eqns:
                 operands = list(map(read, self.at.sources(eqn)))
                 outs = self._run_row(eqn, group, operands)
-                known.update(zip(eqn.outvars, outs, strict=True))
+                for var, out in zip(eqn.outvars, outs, strict=True):
+                    if var in made:
+                        known[var] = _once(out) if var in once else out
             sent_on = [read(self.at.source(*x)) for x in sent]
             return [*(known[v] for v in kept), *sent_on, *(known[v] for v in passed)]
 
@@ -249,7 +252,7 @@ class Cutter:
         eqns = self._work(level)
         needed = {w for e in eqns for how, w in self.at.sources(e) if how == "row"}
         needed |= {v for v, axis in self.leaves(level) if self.at.is_row(v, axis)}
-        return frozenset(needed - {v for e in eqns for v in e.outvars})
+        return frozenset(needed - self._made(level).keys())
 
     @functools.cache  # noqa: B019
     def _work(self, level: int) -> tuple:
@@ -268,6 +271,13 @@ class Cutter:
                         found[id(eqn)] = eqn
                         todo.append(eqn)
         return tuple(sorted(found.values(), key=lambda e: self._order[id(e)]))
+
+    def _made(self, level: int) -> dict[Any, None]:
+        """What the stage of a level makes, in order: not what it must not repeat."""
+        made = (v for eqn in self._work(level) for v in eqn.outvars)
+        return dict.fromkeys(
+            v for v in made if v not in self._exact or self.levels.of(v) == level
+        )
 
     def _repeatable(self, var) -> bool:
         eqn = self.at.definition.get(var)
@@ -329,6 +339,13 @@ class Cutter:
         return Loop(op, name, tuple(inputs), outputs, bodies, **parts)
 
 
+def _once(row):
+    """A row that the compiler must not compute twice, in two ways."""
+    if jax.dtypes.issubdtype(row.dtype, jax.dtypes.extended):
+        return row
+    return jax.lax.optimization_barrier(row)
+
+
 def _step(kind: Kind) -> Kind:
     """The kind of one step of what a scan stacks."""
     return kind if kind.axis is None else Kind(kind.name, kind.axis - 1)
@@ -343,12 +360,11 @@ def _work_names(eqns) -> list[str]:
 
 
 def _stage(name: str, inputs, outputs, run, numbered: bool) -> Stage:
-    """Trace `run` as a stage and check its types."""
+    """Trace `run` as a stage, which gives each equation its types, and check them."""
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if numbered:
         avals = [jax.ShapeDtypeStruct((), np.int32), *avals]
     jaxpr = _compat.without_dead_code(jax.make_jaxpr(run)(*avals))
-    _compat.check_jaxpr(jaxpr)
     avals_out: list[Any] = jaxpr.out_avals
     for aval, value in zip(avals_out, outputs, strict=True):
         assert (aval.shape, aval.dtype) == (value.shape, value.dtype), (aval, value)

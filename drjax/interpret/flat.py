@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
@@ -49,6 +50,7 @@ class Flat:
     Attributes:
       names: Names of its arguments, if it is a whole program.
       inferred: What is known of it as the body of a loop; see `LoopKinds`.
+      forms: The row-by-row forms of its equations; see `Kinds.rows`.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
@@ -57,6 +59,7 @@ class Flat:
         self.known_bodies: dict[Any, tuple[Flat, ...]] = known_bodies or {}
         self.names: dict[Any, str] = {}
         self.inferred: dict[Any, Any] = {}
+        self.forms: dict[Any, Any] = {}
 
     @functools.cached_property
     def around(self) -> dict[Any, list[int]]:
@@ -145,7 +148,9 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             eqn = _compat.with_source(eqn, call)
             outs = [_compat.new_var(var.aval) for var in outs]
             names.update(zip(eqn.outvars, outs, strict=True))
-        eqns += _spelled_out(eqn.replace(invars=ins, outvars=outs))
+        if call is not None or ins != eqn.invars:
+            eqn = eqn.replace(invars=ins, outvars=outs)
+        eqns += _spelled_out(_with_one_condition(eqn))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -170,6 +175,42 @@ def _changes_nothing(eqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
 
 
+def _with_one_condition(eqn):
+    """For a `while` with a condition for each element of a batch, one with a scalar.
+
+    It goes on as long as any does, and changes only those that do.
+    """
+    if eqn.primitive.name != "while":
+        return eqn
+    params = eqn.params
+    condition, body = (params[f"{name}_jaxpr"] for name in ("cond", "body"))
+    if condition.out_avals[0].shape == ():
+        return eqn
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    n = n_cond + n_body
+    goes_on, step = map(_compat.jaxpr_as_fun, (condition, body))
+
+    def any_goes_on(*args):
+        return [jnp.any(goes_on(*args)[0])]
+
+    def step_of_some(*args):
+        some = goes_on(*args[:n_cond], *args[n:])[0]
+        dims = range(some.ndim)
+        return [
+            lax.select(lax.broadcast_in_dim(some, new.shape, dims), new, old)
+            for old, new in zip(args[n:], step(*args[n_cond:]), strict=True)
+        ]
+
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    changed = {
+        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*types[:n_cond], *types[n:]),
+        "body_jaxpr": jax.make_jaxpr(step_of_some)(*types),
+        "body_nconsts": n,
+    }
+    ins = [*eqn.invars[:n_cond], *eqn.invars]
+    return eqn.replace(invars=ins, params={**params, **changed})
+
+
 def _spelled_out(eqn) -> list:
     """A pointwise equation whose operands all have the shape of the result.
 
@@ -183,7 +224,7 @@ def _spelled_out(eqn) -> list:
         if len(small) == len(shape) and small != shape:
             equations, ins[i] = _spread(var, shape, eqn.source_info)
             found += equations
-    return [*found, eqn.replace(invars=ins)]
+    return [*found, eqn.replace(invars=ins)] if found else [eqn]
 
 
 def _spread(var, shape, source_info) -> tuple[list, Any]:

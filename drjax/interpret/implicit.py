@@ -79,7 +79,10 @@ def _only_row(axis: int, gone: Sequence[int]) -> Callable:
 
 def _row(axis: int, number: Callable) -> Callable:
     def row(partition: Partition, x, *starts):
-        i = jnp.clip(number(*starts), 0, partition.size - 1).astype(jnp.int32)
+        i = jnp.asarray(number(*starts))
+        if i.dtype.itemsize < 4:  # n may not fit in it
+            i = i.astype(jnp.int32)
+        i = jnp.clip(i, 0, partition.size - 1).astype(jnp.int32)
         found = select(jnp.moveaxis(x, axis, 0), i, partition=partition)
         return jnp.expand_dims(found, axis)
 

@@ -18,8 +18,7 @@ What is free in the end is global. A partitioned value where a global one is nee
 has no meaning and is refused; a global `[n, ...]` value where a partitioned one is
 needed is a scatter.
 
-A loop is inferred by an engine of its own, given what is known of its operands, until
-what goes round the loop comes back as it went in.
+Loops are in `loops.py`.
 """
 
 from collections import OrderedDict
@@ -41,10 +40,12 @@ from drjax.interpret.kind import (
     SIGNATURES,
     Kind,
     along,
-    moved,
 )  # fmt: skip
+from drjax.interpret.loops import LoopKinds
 from drjax.interpret.row import Rows
 from drjax.interpret.rows import by_rows, candidates
+
+PASSES = ("forward", "global", "partitioned")
 
 
 class Kinds:
@@ -55,9 +56,11 @@ class Kinds:
       partition: Its partition.
       given: For each argument its kind, if it is known.
       wanted: For each result its kind, if it is known.
+      last: The last pass to make.
 
     Attributes:
       loops: For each loop on partitioned values: how it loops.
+      demand: The pass that it has begun.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class Kinds:
         partition: Partition | None,
         given: Sequence[Kind | None],
         wanted: Sequence[Kind | None] = (),
+        last: str = PASSES[-1],
     ):
-        self.program, self.partition = program, partition
+        self.program, self.partition, self._last = program, partition, last
         self._size = -1 if partition is None else partition.size
         self._said = dict(zip(program.invars, given, strict=True))
         whole: set[Any] = set()  # variables that no one axis fits
@@ -81,14 +85,19 @@ class Kinds:
         self._moved: list[Any] = []
         self._raise_to(list(self._said), list(self._said.values()))
         sure: set[Any] = set()  # partitioned, whoever uses it
-        for demand in ("none", "global", "partitioned"):
-            if demand != "none":
+        for demand in PASSES[: PASSES.index(self._last) + 1]:
+            self.demand = demand
+            if demand != "forward":
                 sure |= set(self._cells)
             for var, kind in zip(self.program.outvars, wanted, strict=False):
                 if kind is not None and kind.name == demand:
                     self._raise_to([var], [kind])
             self._until_stable(demand)
-        return {v for e in self.program.eqns for v in self._contradicted(e)} - sure
+        self._bad = {}
+        if self._last != PASSES[-1]:
+            return set()
+        self._bad = {e: vs for e in self.program.eqns if (vs := self._contradicted(e))}
+        return {v for found in self._bad.values() for v in found} - sure
 
     def _contradicted(self, eqn) -> list:
         """The variables of an equation that do not lie as it takes or gives them."""
@@ -130,12 +139,14 @@ class Kinds:
 
     def rows(self, eqn) -> Rows | None:
         """How an equation works row by row, also if only its results are so."""
-        rows = by_rows(eqn, [self.cell(v).axis for v in eqn.invars])
-        if rows is None and not any(self.cell(v).partitioned for v in eqn.invars):
-            outs = [self.cell(v) for v in eqn.outvars]
-            if any(out.partitioned for out in outs):
-                return self._rows_for(eqn, outs)
-        return rows
+        axes = tuple([self.cell(v).axis for v in eqn.invars])
+        if any(axis is not None for axis in axes):
+            forms = self.program.forms
+            if (eqn, axes) not in forms:
+                forms[eqn, axes] = by_rows(eqn, axes)
+            return forms[eqn, axes]
+        outs = [self.cell(v) for v in eqn.outvars]
+        return self._rows_for(eqn, outs) if any(o.partitioned for o in outs) else None
 
     def signature(self, eqn) -> tuple[Kind, Kind] | None:
         if self.partition is None or eqn.params.get("partition") != self.partition:
@@ -159,6 +170,16 @@ class Kinds:
             for jaxpr in _compat.jaxprs_in(eqn.params)
         )
 
+    def body(
+        self, flat: Flat, given: Sequence[Kind], wanted: Sequence[Kind]
+    ) -> "Kinds":
+        """The engine of the body of a loop, as far as this one has come."""
+        key = (self.partition, *given, "->", *wanted, self.demand)
+        if key not in flat.inferred:
+            engine = Kinds(flat, self.partition, given, wanted, self.demand)
+            flat.inferred[key] = engine
+        return flat.inferred[key]
+
     # -----------------------------------------------------------------------------
     # The worklist
 
@@ -174,17 +195,26 @@ class Kinds:
     def _until_stable(self, demand: str) -> None:
         """Visit every equation, and again those around each cell that moves."""
         eqns = self.program.eqns
-        order = range(len(eqns)) if demand == "none" else reversed(range(len(eqns)))
+        order = range(len(eqns))
+        if demand != "forward":
+            order = reversed(order)
         waiting = OrderedDict.fromkeys(order)  # as a set
         while waiting:
             at, _ = waiting.popitem(last=False)
             eqn = eqns[at]
             self._moved.clear()
-            self._forward(eqn)
-            if demand != "none":
+            loop = self.is_loop(eqn)
+            if loop or any(self.cell(v) == FREE for v in eqn.outvars):
+                self._forward(eqn)
+            if demand != "forward" and (loop or self._has_free(eqn)):
                 self._backward(eqn, demand)
             for atom in self._moved:
                 waiting |= dict.fromkeys(self.program.around[atom])
+            if not loop:
+                waiting.pop(at, None)
+
+    def _has_free(self, eqn) -> bool:
+        return any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
 
     def _forward(self, eqn) -> None:
         signature = self.signature(eqn)
@@ -209,8 +239,7 @@ class Kinds:
         self._raise_to(eqn.outvars, kinds)
 
     def _is_open(self, eqn) -> bool:
-        free = any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
-        return free and bool(candidates(eqn, self._size))
+        return self._has_free(eqn) and bool(candidates(eqn, self._size))
 
     def _backward(self, eqn, demand: str) -> None:
         needs = self._needs(eqn)
@@ -262,7 +291,8 @@ class Kinds:
             return
         signature = self.signature(eqn)
         if signature is None:
-            if self._contradicted(eqn):
+            mixes = self.rows(eqn) is None and self.meaning(eqn) is None
+            if mixes or eqn in self._bad:
                 raise self.refusal(eqn, kinds, refusals.MIXES_ROWS)
         elif signature[0] == GLOBAL:
             raise self.refusal(eqn, kinds, refusals.ALREADY_PARTITIONED)
@@ -272,114 +302,3 @@ class Kinds:
     def refusal(self, eqn, kinds: Sequence[Kind], fix: str) -> PlanError:
         said = [v for v, kind in self._said.items() if kind and kind.partitioned]
         return refusals.refusal(eqn, kinds, self.partition, fix, self.program, said)
-
-
-class LoopKinds:
-    """What is known of a `scan`, `while` or `cond`.
-
-    Args:
-      outer: The engine of the program in which it stands.
-      eqn: Its equation.
-
-    Attributes:
-      bodies: The engines of its jaxprs, as `Flat.bodies` gives them.
-      ins: For each operand the kind that it needs.
-      outs: For each result its kind.
-    """
-
-    def __init__(self, outer: Kinds, eqn):
-        self.outer, self.eqn = outer, eqn
-        cells = [outer.cell(v) for v in eqn.invars]
-        wanted = [outer.cell(v) for v in eqn.outvars]
-        make = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        self.ins, self.outs, self.bodies = make[eqn.primitive.name](cells, wanted)
-
-    def _infer(self, index: int, given, wanted=()) -> Kinds:
-        flat = self.outer.program.bodies(self.eqn)[index]
-        key = (self.outer.partition, *given, "->", *wanted)
-        if key not in flat.inferred:
-            flat.inferred[key] = Kinds(flat, self.outer.partition, given, wanted)
-        return flat.inferred[key]
-
-    def _scan(self, cells, wanted):
-        n_consts, n_carry = _compat.scan_sizes(self.eqn)
-        n_init = n_consts + n_carry
-        xs = [moved(c, -1) for c in cells[n_init:]]
-        ys = [moved(c, -1) for c in wanted[n_carry:]]
-        carry = _join(cells[n_consts:n_init], wanted[:n_carry])
-        while True:
-            given = [*cells[:n_consts], *_only_partitioned(carry), *xs]
-            body = self._infer(0, given, [*_only_partitioned(carry), *ys])
-            ins, outs = _ends(body)
-            found = _join(carry, ins[n_consts:n_init], outs[:n_carry])
-            if found == carry:
-                break
-            carry = found
-        xs = [moved(c, +1) for c in ins[n_init:]]
-        ys = [moved(c, +1) for c in outs[n_carry:]]
-        return [*ins[:n_consts], *carry, *xs], [*carry, *ys], (body,)
-
-    def _while(self, cells, wanted):
-        n_cond, n_body = (self.eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
-        n = n_cond + n_body
-        carry = _join(cells[n:], wanted)
-        while True:
-            given = _only_partitioned(carry)
-            cond = self._infer(0, [*cells[:n_cond], *given], [GLOBAL])
-            body = self._infer(1, [*cells[n_cond:n], *given], given)
-            cond_ins, _ = _ends(cond)
-            ins, outs = _ends(body)
-            found = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
-            if found == carry:
-                break
-            carry = found
-        needs = [*cond_ins[:n_cond], *ins[:n_body], *carry]
-        return needs, carry, (cond, body)
-
-    def _cond(self, cells, wanted):
-        outs, ins = list(wanted), cells[1:]
-        while True:
-            branches = tuple(
-                self._infer(i, ins, _only_partitioned(outs))
-                for i in range(len(self.outer.program.bodies(self.eqn)))
-            )
-            ends = [_ends(branch) for branch in branches]
-            found = _join(outs, *(out for _, out in ends))
-            if found == outs:
-                break
-            outs = found
-        needs = _join(ins, *(needs for needs, _ in ends))
-        return [GLOBAL, *needs], outs, branches
-
-    def check(self) -> None:
-        """Refuse loops over the groups, and whatever the bodies refuse."""
-        name, cells = self.eqn.primitive.name, [self.outer[v] for v in self.eqn.invars]
-        first = sum(_compat.scan_sizes(self.eqn)) if name == "scan" else 0
-        scanned = cells[first:] if name == "scan" else cells[:1] * (name == "cond")
-        if PARTITIONED in scanned:
-            raise self.outer.refusal(self.eqn, cells, refusals.MIXES_ROWS)
-        for need, kind in zip(self.ins, cells, strict=True):
-            if kind.partitioned and need != kind:
-                raise self.outer.refusal(self.eqn, cells, refusals.ALREADY_PARTITIONED)
-        for body in self.bodies:
-            body.check()
-
-
-def _ends(body: Kinds) -> tuple[list[Kind], list[Kind]]:
-    """The cells of a body's arguments and results."""
-    p = body.program
-    return [body.cell(v) for v in p.invars], [body.cell(v) for v in p.outvars]
-
-
-def _only_partitioned(kinds: Sequence[Kind]) -> list[Kind | None]:
-    """What may be assumed on both sides: a global start may become partitioned."""
-    return [kind if kind.partitioned else None for kind in kinds]
-
-
-def _join(*columns: Sequence[Kind]) -> list[Kind]:
-    """For each variable the highest of its kinds; partitioned above global."""
-    joined = []
-    for kinds in zip(*columns, strict=True):
-        rows = [k for k in kinds if k.partitioned] or [k for k in kinds if k == GLOBAL]
-        joined.append(rows[0] if rows else FREE)
-    return joined

@@ -56,13 +56,3 @@ class Levels:
 
 def is_reduction(eqn, kinds: Kinds) -> bool:
     return eqn.primitive in REDUCTIONS and eqn.params["partition"] == kinds.partition
-
-
-def exact(program: Flat) -> frozenset:
-    """Variables that must not be computed a second time.
-
-    The derivative of an extremum compares it with the rows of which it is one. Another
-    stage may round them otherwise, and no row would be found equal.
-    """
-    extrema = (primitives.reduce_max_p, primitives.reduce_min_p)
-    return frozenset(e.invars[0] for e in program.eqns if e.primitive in extrema)

@@ -127,6 +127,11 @@ def infer(closed, names, given) -> tuple[Flat, Kinds]:
                 f"which needs a leading axis of {partition.size}, but its shape is "
                 f"{var.aval.shape}."
             )
+    return _checked(program, partition, given)
+
+
+def _checked(program: Flat, partition: Partition | None, given) -> tuple[Flat, Kinds]:
+    """The program with every reduction written as a building block, and its kinds."""
     kinds = Kinds(program, partition, given).check()
     while partition and (written := _explicit(program, kinds)) is not None:
         program, kinds = written, Kinds(written, partition, given).check()
@@ -144,7 +149,7 @@ def plan_of_jaxpr(
     """The plan of a closed jaxpr; see `make_plan` and `Cutter`."""
     program, kinds = infer(closed, names, given)
     while recompute and (rewritten := recompute_residuals(program, kinds)) is not None:
-        program, kinds = rewritten, Kinds(rewritten, kinds.partition, given).check()
+        program, kinds = _checked(rewritten, kinds.partition, given)
     results = [kinds[v] for v in program.outvars]
     called = [] if out_tree is None else result_names(out_tree)
     cutter = Cutter(program, kinds, results, names, recompute, called)
@@ -167,6 +172,13 @@ def find_partition(program: Flat) -> Partition | None:
     for eqn in _equations(program):
         if eqn.primitive in BLOCKS:
             found.setdefault(eqn.params["partition"], eqn)
+        if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
+            raise PlanError(
+                f"{eqn.primitive.name} at {_compat.source_line(eqn)} works on a "
+                "mutable array (jax.new_ref), which cannot pass from stage to stage of "
+                "a plan. Use it inside a function given to drjax.map_fn, or update "
+                "values with x.at[...] instead."
+            )
         bound = eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND
         if bound and not planned_axes.value:
             raise PlanError(
@@ -185,8 +197,11 @@ def find_partition(program: Flat) -> Partition | None:
         return None
     if len(found) > 1:
         (first, _), (second, eqn) = list(found.items())[:2]
+        names = [str(first), str(second)]
+        if names[0] == names[1]:
+            names = [f"{p} with mesh_axes={p.mesh_axes}" for p in (first, second)]
         raise PlanError(
-            f"The function uses two partitions side by side, {first} and {second} "
+            f"The function uses two partitions side by side, {' and '.join(names)} "
             f"({eqn.primitive.name} at {_compat.source_line(eqn)}). A plan has one: "
             "call the second program inside a function given to drjax.map_fn, or plan "
             "them one at a time."

@@ -11,6 +11,7 @@ import jax
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
+from drjax.interpret import evaluation
 from drjax.interpret.flat import CALLS
 from drjax.primitives import partition_index_p
 
@@ -39,7 +40,7 @@ def evaluate(jaxpr, number, partition: Partition | None, *args) -> list:
             )
         return rule(eqn, operands, run)
 
-    return _compat.evaluate(jaxpr, args, step)
+    return evaluation.evaluate(jaxpr, args, step)
 
 
 def _is_number(eqn, partition: Partition | None) -> bool:

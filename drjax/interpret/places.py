@@ -34,10 +34,10 @@ class Places:
         self.program, self.kinds = program, kinds
         self.names = Names(program.invars, list(arguments))
         self.definition = {v: e for e in program.eqns for v in e.outvars}
-        for eqn in program.eqns:
-            self.names.add(eqn)
         for i, var in enumerate(program.consts):
             self.names.constant(var, i)
+        for eqn in program.eqns:
+            self.names.add(eqn)
         for var, name in zip(program.outvars, results, strict=False):
             if var in self.definition:
                 self.names.rename(var, name)

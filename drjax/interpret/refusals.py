@@ -27,6 +27,10 @@ ANOTHER_AXIS = (
     "It needs the groups along axis 0, as drjax.scatter gives them. Move the axis "
     "before the value is scattered."
 )
+_CALLS_BACK = (
+    "It gives Python the rows of all groups at once. Call it inside the function given "
+    "to drjax.map_fn, for each row, or with drjax.gather of the rows."
+)
 _UNKNOWN = "drjax knows no row-by-row form of it. "
 
 
@@ -50,7 +54,10 @@ def refusal(
     """
     pairs = zip(eqn.invars, kinds, strict=True)
     operands = ", ".join(f"{v.aval.str_short()} {kind}" for v, kind in pairs)
-    if fix is MIXES_ROWS and eqn.primitive.name not in ROW_RULES:
+    name = eqn.primitive.name
+    if fix is MIXES_ROWS and ("callback" in name or name == "debug_print"):
+        fix = _CALLS_BACK
+    elif fix is MIXES_ROWS and name not in ROW_RULES:
         fix = _UNKNOWN + fix
     blamed = _arguments_of(eqn, program).intersection(said)
     if blamed:
@@ -60,7 +67,7 @@ def refusal(
             "drjax finds out."
         )
     return PlanError(
-        f"{eqn.primitive.name} at {_compat.source_line(eqn)} takes ({operands}) "
+        f"{name} at {_compat.source_line(eqn)} takes ({operands}) "
         f"over partition {partition}. {fix}"
     )
 

@@ -21,7 +21,8 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax.interpret.flat import Flat, live_equations
 from drjax.interpret.kinds import Kinds
-from drjax.interpret.levels import exact, is_reduction
+from drjax.interpret.levels import is_reduction
+from drjax.interpret.published import exact
 from drjax.interpret.rows import ROW_RULES
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 

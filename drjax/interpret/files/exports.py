@@ -12,6 +12,7 @@ from jax import export, lax
 from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax._partials import identity, partial
+from drjax.interpret.evaluation import evaluate
 from drjax.interpret.files.contents import contents, custom_calls
 from drjax.interpret.files.forms import PLATFORMS, Form, Forms
 from drjax.interpret.files.keys import from_raw, is_key, raw_type, to_raw
@@ -89,7 +90,7 @@ class Exporter:
         first = len(inputs) - len(self.stage.inputs)
         for i, value in enumerate(self.stage.inputs, first):
             inputs[i] = from_raw(inputs[i], value.dtype)
-        outs = _compat.evaluate(self.stage.jaxpr, inputs, lambda *_: None, values)
+        outs = evaluate(self.stage.jaxpr, inputs, consts=values)
         return list(map(to_raw, outs))
 
     def _batch(self, reduces, rows, over_groups: Callable) -> Callable:
@@ -105,9 +106,6 @@ class Exporter:
             outs = over_groups(self._one, axes)(*others)
             partials = []
             for reduce, i in zip(reduces, sources, strict=True):
-                if reduce.op in ("max", "min") and i in kept:
-                    # To be compared with their extremum: computed once.
-                    outs[i] = lax.optimization_barrier(outs[i])
                 partials.append(partial(reduce.op, _masked(reduce.op, outs[i], mask)))
             return [*partials, *(outs[i] for i in kept)]
 
