@@ -271,7 +271,7 @@ def grid(shift: int = 0):
         if mesh.startswith("explicit") and not case.on_explicit:
             continue
         default = (i + shift) % len(MESHES) == j
-        marks = () if default else (pytest.mark.slow,)
+        marks = () if default else (pytest.mark.slow, pytest.mark.grid)
         params.append(pytest.param(case, mesh, marks=marks, id=f"{case.name}-{mesh}"))
     return pytest.mark.parametrize(("case", "mesh_name"), params)
 

@@ -119,11 +119,13 @@ def cases(results):
     return report.cases(results["rows"])
 
 
+@pytest.mark.slow
 def test_every_case_is_there(cases):
     assert len(cases) == len(run.TASKS) * 2 * 3
     assert all(set(case) == set(IMPLEMENTATIONS) for case in cases)
 
 
+@pytest.mark.slow
 def test_collectives_and_their_bytes_are_those_of_code_by_hand(cases):
     for case in cases:
         ours = case[report.OURS]["collectives"]
@@ -131,28 +133,33 @@ def test_collectives_and_their_bytes_are_those_of_code_by_hand(cases):
         assert [kind for kind, _ in ours.items()] == ["all-reduce"]
 
 
+@pytest.mark.slow
 def test_temporary_memory_is_at_most_that_of_code_by_hand(cases):
     for case in cases:
         assert report.temp_ratio(case) <= 1.0
 
 
+@pytest.mark.slow
 def test_flops_are_at_most_those_of_code_by_hand(cases):
     for case in cases:
         assert case[report.OURS]["flops"] <= case[report.HAND]["flops"]
 
 
+@pytest.mark.slow
 def test_warm_calls_compile_nothing(results):
     for probe in results["probes"]:
         if probe["name"] != "eager shard_map":
             assert probe["compiled"] == 0, probe["name"]
 
 
+@pytest.mark.slow
 def test_programs_leave_nothing_behind(results):
     for name in ("program", "program, traced"):
         found = results["leaks"][report.OURS][name]
         assert (found["objects"], found["entries"]) == (0, 0), name
 
 
+@pytest.mark.slow
 def test_the_report_names_each_goal_and_its_measure(results):
     text = report.markdown(results, everything=False)
     for goal, limit, measured, met in report.goals(results):

@@ -40,7 +40,9 @@ def test_not_even_one_fits():
         chunks.largest(64, LINEAR, 500)
 
 
-@pytest.mark.parametrize("mesh", [None, {"clients": 4}])
+@pytest.mark.parametrize(
+    "mesh", [{"clients": 4}, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_drjax_jit_stays_within_the_budget(mesh, caplog):
     n = 32
     fn, args = jax.value_and_grad(make_parallel_maml_loss(n)), maml_args(n, 32)

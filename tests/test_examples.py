@@ -42,6 +42,7 @@ def test_quickstart_prints_value_gradient_and_primitives():
         assert name in out
 
 
+@pytest.mark.slow
 def test_maml_beats_pretraining(tmp_path):
     flags = ("--output", tmp_path, "--steps", "10000", "--test-tasks", "200")
     out = run("-m", "examples.maml", *flags).stdout
@@ -86,6 +87,7 @@ local_sgd.train(tyro.cli(local_sgd.Config))
 """
 
 
+@pytest.mark.slow
 def test_local_sgd_resumes_bit_exactly_after_a_kill(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("-m", "examples.local_sgd", "--output", whole, *SMALL)

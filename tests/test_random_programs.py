@@ -192,9 +192,9 @@ def test_what_was_found(recipe, f, way):
     check(recipe, f, way)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_ways_agree(seed, reached):
-    random_run(14, seed)
+    random_run(16, seed)
     report(reached)
 
 
