@@ -91,7 +91,9 @@ def test_partitioned_results_of_a_shard_map_over_the_partition(check_vma):
     assert (np.asarray(back) == data_for(N)[::-1]).all()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_inside_a_shard_map_over_another_axis(kind, check_vma):
     mesh = make_mesh({"data": 2, "clients": 4}, (AUTO, kind))

@@ -242,7 +242,9 @@ NUMBERED = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, {"clients": 3}])
+@pytest.mark.parametrize(
+    "mesh", [{"clients": 3}, pytest.param(None, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("where", NUMBERED)
 def test_the_groups_number_anywhere_in_a_mapped_function(where, mesh):
     x = np.array([-1.5, 0.5, 2.0, 3.5], np.float32)

@@ -90,7 +90,7 @@ def test_sizes_that_do_not_divide(sizes):
     assert_close(found, expected_for(*sizes), 5e-5)
 
 
-@pytest.mark.parametrize("name", some(MESHES, "none", "both", "explicit"))
+@pytest.mark.parametrize("name", some(MESHES, "both"))
 def test_eager(name):
     f = make_nested(4, 4)
     with in_mesh_named(name):

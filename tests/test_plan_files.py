@@ -123,7 +123,10 @@ def test_dtypes(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 3, None])
-@pytest.mark.parametrize("mesh", [None, {"clients": 4}, {"clients": 3}])
+@pytest.mark.parametrize(
+    "mesh",
+    [{"clients": 3}, *(pytest.param(m, marks=SLOW) for m in (None, {"clients": 4}))],
+)
 def test_loops_of_every_sort_on_meshes(mesh, step, tmp_path):
     @program
     def f(x, data):
