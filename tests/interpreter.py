@@ -15,6 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
+# Before, it takes wrong branches of some nested programs.
+TRUSTED = jax.__version_info__ >= (0, 12)
 LEGALIZE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 
 
@@ -25,7 +27,7 @@ def _register():
 
 def interpreted(fn):
     """`jax.jit(fn)` on one device, run by the interpreter: for one set of shapes."""
-    known = None
+    known, compiled = None, jax.jit(fn)
 
     def run(*args):
         nonlocal known
@@ -33,7 +35,7 @@ def interpreted(fn):
             known = _module(fn, args)
         module, out = known
         if module is None:
-            return jax.jit(fn)(*args)
+            return compiled(*args)
         with module.context:
             flat = [np.asarray(x) for x in jax.tree.leaves(args)]
             found = stablehlo.eval_module(
@@ -57,7 +59,9 @@ def interpreted(fn):
 
 
 def _module(fn, args):
-    """The module of a function, or None where it calls a kernel of XLA's."""
+    """The module of a function; None where XLA must run it, for a kernel of its own."""
+    if not TRUSTED:
+        return None, None
     leaves, tree = jax.tree.flatten(args)
     kinds = [np.asarray(x).dtype for x in leaves]
     out = None

@@ -196,7 +196,13 @@ FOUND = [
         3,
         9,
     ),
-]
+    (
+        (("while", 0, 0, (("square", 0, 0, ()),)), ("global_rows_atan2", 0, 0, ()),
+         ("times_matrix", 0, 5, ())),
+        3,
+        4,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe, f, way", FOUND)

@@ -48,6 +48,13 @@ from drjax.interpret.rows import by_rows, candidates
 PASSES = ("forward", "global", "partitioned")
 
 
+class _Refused(Exception):
+    """An equation cannot take variables by rows, which others demand; they may."""
+
+    def __init__(self, loose: set[Any]):
+        self.loose = loose
+
+
 class Kinds:
     """The kinds of all variables of a flat program.
 
@@ -84,7 +91,7 @@ class Kinds:
         self._cells = dict.fromkeys((*self.program.consts, *whole), GLOBAL)
         self._moved: list[Any] = []
         self._raise_to(list(self._said), list(self._said.values()))
-        sure: set[Any] = set()  # partitioned, whoever uses it
+        self._sure = sure = set()  # partitioned, whoever uses it
         for demand in PASSES[: PASSES.index(self._last) + 1]:
             self.demand = demand
             if demand != "forward":
@@ -92,7 +99,10 @@ class Kinds:
             for var, kind in zip(self.program.outvars, wanted, strict=False):
                 if kind is not None and kind.name == demand:
                     self._raise_to([var], [kind])
-            self._until_stable(demand)
+            try:
+                self._until_stable(demand)
+            except _Refused as found:
+                return found.loose
         self._bad = {}
         if self._last != PASSES[-1]:
             return set()
@@ -204,14 +214,22 @@ class Kinds:
             eqn = eqns[at]
             self._moved.clear()
             loop = self.is_loop(eqn)
-            if loop or any(self.cell(v) == FREE for v in eqn.outvars):
-                self._forward(eqn)
-            if demand != "forward" and (loop or self._has_free(eqn)):
-                self._backward(eqn, demand)
+            try:
+                if loop or any(self.cell(v) == FREE for v in eqn.outvars):
+                    self._forward(eqn)
+                if demand != "forward" and (loop or self._has_free(eqn)):
+                    self._backward(eqn, demand)
+            except PlanError as error:
+                raise self._or_loose(eqn, demand, error) from error
             for atom in self._moved:
                 waiting |= dict.fromkeys(self.program.around[atom])
             if not loop:
                 waiting.pop(at, None)
+
+    def _or_loose(self, eqn, demand: str, error: PlanError) -> Exception:
+        """What a refusal is, if operands are partitioned by others' demands alone."""
+        loose = {v for v in eqn.invars if self.cell(v).partitioned} - self._sure
+        return _Refused(loose) if loose and demand == PASSES[-1] else error
 
     def _has_free(self, eqn) -> bool:
         return any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
