@@ -1,10 +1,10 @@
 """Saved plans on engines: local SGD and the gradient of MAML, from their files alone.
 
-    python -m examples.engines --engines reference xla ray
+    python -m examples.engines --engines reference xla ray beam
 
 Each plan is saved, then every engine loads the file, runs it a few times on the same
-arguments, and is compared with the reference backend. Ray is started on this machine,
-with two workers; `pip install '.[ray]'` installs it.
+arguments, and is compared with the reference backend. Ray and Beam are started on this
+machine, with two workers; `pip install '.[ray]'` or `'.[beam]'` installs them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Config:
     """Run two saved plans on several engines."""
 
     engines: tuple[str, ...] = ("reference", "xla")
-    """Which: reference, xla, ray."""
+    """Which: reference, xla, ray, beam."""
     output: Path = Path("runs/engines")
     """Folder of the plan files."""
     rounds: int = 5
@@ -61,6 +61,10 @@ def start(engine: str, plan: Plan) -> Any:
         from drjax.backends import ray
 
         return closing(ray.compile(plan, workers=2))
+    if engine == "beam":
+        from drjax.backends import beam
+
+        return closing(beam.compile(plan, workers=2))
     compiled: dict[str, Callable] = {
         "reference": drjax.backends.reference.compile,
         "xla": lambda plan: jax.jit(drjax.backends.xla.compile(plan)),

@@ -14,8 +14,9 @@ from drjax.backends import reference
 from drjax.backends.engine import local
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.groups import Groups
+from drjax.backends.engine.local import InProcess
 from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import InProcess, Lost
+from drjax.backends.engine.pool import Lost
 from tests.conformance import Conformance, rows_for, runs, survivors, weighted_plan
 from tests.raising import raises
 

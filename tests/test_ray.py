@@ -13,7 +13,7 @@ import pytest
 
 import drjax
 from drjax.backends import ray
-from drjax.backends.engine.groups import parquet
+from drjax.backends.engine.groups import Parquet
 from tests.conformance import Conformance, rows_for, runs, survivors, weighted_plan
 from tests.raising import raises
 
@@ -74,13 +74,13 @@ class TestRay(Conformance):
 
         plan = drjax.make_plan(total)({"x": wide, "w": w})
         with self.compile(plan, block_size=3) as run:
-            mean, found = run(parquet(tmp_path / "groups-*.parquet"))
+            mean, found = run(Parquet(tmp_path / "groups-*.parquet"))
         np.testing.assert_allclose(mean, np.average(wide, 0, w), rtol=1e-6)
         np.testing.assert_array_equal(found, w)
 
     def test_files_that_are_not_there(self, tmp_path):
         text = "There is no file "
-        raises(drjax.DrjaxValueError, text, parquet, tmp_path / "*.parquet")
+        raises(drjax.DrjaxValueError, text, Parquet, tmp_path / "*.parquet")
 
 
 def stuck_plan(n):

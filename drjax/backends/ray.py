@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import EngineError
-from drjax.backends.engine import work
+from drjax.backends.engine import flights, work
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Lost
+from drjax.backends.engine.pool import Call, Lost, Results
 from drjax.backends.engine.work import Done, File, State, Work
 from drjax.plan import Plan
 
@@ -122,6 +122,9 @@ class Actors:
 
     def _started(self, actors: list[Any]) -> None:
         self._ray.get([actor.state.remote() for actor in actors], timeout=_START)
+
+    def results(self, call: Call) -> Results:
+        return flights.results(self, call)
 
     def share(self, x: Any) -> Any:
         return self._ray.put(x)

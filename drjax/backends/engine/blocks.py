@@ -1,49 +1,67 @@
 """Groups cut into blocks, each made when a worker can take it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from drjax._errors import DrjaxError
 from drjax.backends.engine.groups import Lazy
 from drjax.backends.engine.work import Block
 
 Cut = tuple[Block, dict[int, str]]
 
 
-def blocks(rows: list[Any], n: int, size: int, alive: np.ndarray) -> Iterator[Cut]:
+def blocks(
+    rows: list[Any], alive: np.ndarray, size: int, start: int = 0
+) -> Iterator[Cut]:
     """Blocks of consecutive groups, and why groups in them cannot take part.
 
     Args:
-      rows: The partitioned inputs of a stage, arrays or `Lazy`.
-      n: The number of groups.
+      rows: The partitioned inputs of a stage: `Lazy`, or stacks of the rows of as many
+        groups as `alive` tells of.
+      alive: Which groups take part, bool `[c]`.
       size: The number of groups of a block.
-      alive: Which groups still take part, bool `[n]`.
+      start: The number of the first group.
     """
     sources = list(
         {id(x.source): x.source for x in rows if isinstance(x, Lazy)}.values()
     )
-    items = [iter(source) for source in sources]
-    for start in range(0, n, size):
-        stop = min(start + size, n)
-        read = [list(itertools.islice(item, stop - start)) for item in items]
+    items = [source.between(start, start + len(alive)) for source in sources]
+    for low in range(0, len(alive), size):
+        valid = alive[low : low + size]
+        read = [list(itertools.islice(item, len(valid))) for item in items]
         failed = {
             g: str(e) for part in read for g, e in part if isinstance(e, Exception)
         }
-        groups = np.arange(start, stop, dtype=np.int32)
-        valid = alive[start:stop] & ~np.isin(groups, list(failed))
+        groups = np.arange(len(valid), dtype=np.int32) + np.int32(start + low)
+        known = {g: why for g, why in failed.items() if valid[g - start - low]}
+        valid = valid & ~np.isin(groups, list(failed))
         made = []
         for x in rows:
             if isinstance(x, Lazy):
                 leaves = read[sources.index(x.source)]
                 made.append(_stack(x, leaves, valid))
             else:
-                made.append(x[start:stop])
-        failed = {g: why for g, why in failed.items() if alive[g]}
-        yield Block(groups, valid, made), failed
+                made.append(x[low : low + size])
+        yield Block(groups, valid, made), known
     for item in items:
         next(item, None)  # too many groups are an error
+
+
+def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> Cut:
+    """A block of pairs of a group's number and its row of one argument."""
+    leaves = []
+    for group, item in rows:
+        try:
+            leaves.append((group, lazy[0].source.leaves(item)))
+        except DrjaxError as error:
+            leaves.append((group, error))
+    failed = {g: str(e) for g, e in leaves if isinstance(e, Exception)}
+    groups = np.array([g for g, _ in rows], np.int32)
+    valid = ~np.isin(groups, list(failed))
+    return Block(groups, valid, [_stack(x, leaves, valid) for x in lazy]), failed
 
 
 def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:

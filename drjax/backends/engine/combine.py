@@ -5,6 +5,7 @@ the sum depends neither on the number of workers nor on which of them is faster.
 without groups gives nothing: no identity of max or min ever mixes in.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,37 +13,34 @@ import numpy as np
 
 from drjax.plan import Reduce
 
+Totals = list[np.ndarray | None]  # None: of no groups
 
-class Total:
-    """One reduction of a round, so far."""
 
-    def __init__(self, reduce: Reduce):
-        self.reduce = reduce
-        self._sum: Any = None
+def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
+    """Totals and what a block gives, or other totals, combined."""
+    return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
-    def add(self, partial: np.ndarray) -> None:
-        """Add what a block gives."""
-        if self.reduce.op not in ("max", "min"):
-            partial = np.asarray(partial).astype(_wide(partial.dtype))
-        if self._sum is None:
-            self._sum = np.array(partial)
-        elif self.reduce.op == "max":
-            self._sum = np.maximum(self._sum, partial)
-        elif self.reduce.op == "min":
-            self._sum = np.minimum(self._sum, partial)
-        else:
-            np.add(self._sum, partial, out=self._sum)
 
-    def result(self, groups: int) -> np.ndarray:
-        """The reduced value, of so many groups."""
-        found, dtype = self._sum, self.reduce.source.dtype
-        if found is None:  # of no group
-            fill = 0 if self.reduce.op in ("max", "min") else np.nan
-            fill = 0 if self.reduce.op == "sum" else fill
-            return np.full(self.reduce.source.shape, fill, dtype)
-        if self.reduce.op == "mean":
-            found = found / groups
-        return np.asarray(found).astype(dtype)
+def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
+    if partial is None:
+        return total
+    partial = np.asarray(partial)
+    if op not in ("max", "min"):
+        partial = partial.astype(_wide(partial.dtype))
+    if total is None:
+        return partial
+    return {"max": np.maximum, "min": np.minimum}.get(op, np.add)(total, partial)
+
+
+def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
+    """The reduced value, of so many groups."""
+    source = reduce.source
+    if total is None:  # of no group
+        fill = np.nan if reduce.op == "mean" else 0
+        return np.full(source.shape, fill, source.dtype)
+    if reduce.op == "mean":
+        total = total / groups
+    return np.asarray(total).astype(source.dtype)
 
 
 def _wide(dtype: Any) -> Any:

@@ -16,13 +16,11 @@ import numpy as np
 from drjax._errors import EngineError
 from drjax.backends import loops
 from drjax.backends.engine import checkpoint
-from drjax.backends.engine.blocks import blocks
-from drjax.backends.engine.combine import Total
+from drjax.backends.engine.combine import Totals, add, result
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.flights import Flights
 from drjax.backends.engine.groups import Lazy, empty_rows, inputs
 from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Pool
+from drjax.backends.engine.pool import Call, Engine
 from drjax.backends.engine.report import Report, StageReport
 from drjax.backends.engine.work import Block, Done, File, rounds_of, rows_of
 from drjax.interpret.files.keys import from_raw
@@ -41,13 +39,16 @@ class Runner:
 
     Attributes:
       plan: The plan.
-      pool: The workers.
+      engine: What runs the groups.
       options: How it runs.
       report: A `Report` on the latest call.
     """
 
-    def __init__(self, plan: Plan, pool: Pool, options: Options, owner: bool = True):
-        self.plan, self.pool, self.options, self._owner = plan, pool, options, owner
+    def __init__(
+        self, plan: Plan, engine: Engine, options: Options, owner: bool = True
+    ):
+        self.plan, self.engine, self.options = plan, engine, options
+        self._owner = owner
         data = packed(plan)
         with jax.enable_x64(True):  # if the file needs it
             self._loaded = unpacked(Path(f"{plan.name}.drjax"), data)
@@ -57,21 +58,26 @@ class Runner:
         self._servers: dict[int, Any] = {}
         self._places = {id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))}
         self.report = Report()
-        self.sent: Any = None  # the file, as the pool gave it
+        self.known: dict[str, Any] = {}  # to the engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision():
+            return self.flat(inputs(self.plan, args, kwargs))
+
+    def _precision(self) -> Any:
+        return jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64")))
+
+    def flat(self, given: list) -> Any:
+        """The results, of what `drjax.backends.engine.groups.inputs` gives."""
         plan = self.plan
-        with jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64"))):
-            given = inputs(plan, args, kwargs)
+        with self._precision():
             self.report = Report()
             notes = checkpoint.Notes()
             if self.options.checkpoint is not None:
                 key = checkpoint.key_of(self.file.key, given)
                 notes = checkpoint.Saved(self.options.checkpoint, key)
             self.report.resumed = notes.resumed
-            self.pool.open()
-            if self.sent is None:
-                self.sent = self.pool.share(self.file)
+            self.engine.open()
             try:
                 outs = _Run(self, notes).plan(self._loaded, given, "")
                 notes.clear()
@@ -101,9 +107,9 @@ class Runner:
 
     def close(self) -> None:
         """End the workers, unless they were given to `compile`."""
-        self.sent = None
+        self.known.clear()
         if self._owner:
-            self.pool.close()
+            self.engine.close()
 
     def __enter__(self) -> "Runner":
         return self
@@ -177,26 +183,26 @@ class _Run:
         self.report.stages.append(told)
         start, n = time.perf_counter(), runner.plan.size
         pairs = [*zip(stage.inputs, given, strict=True)]
-        shared = [x for v, x in pairs if not v.partitioned]
-        stacks = [x for v, x in pairs if v.partitioned]
-        size = options.groups_per_block(n, runner.pool.workers)
-        totals = [Total(reduce) for reduce in a_round.partials]
+        ops = tuple(reduce.op for reduce in a_round.partials)
+        totals: Totals = [None] * len(ops)
         made = [empty_rows(value, n) for value in rows]
-        flights = Flights(
-            runner.pool, options, runner.place(a_round), size,
-            (runner.sent, runner.pool.share(shared)), self.report.lost.append,
-        )  # fmt: skip
         dropped = len(self.report.dropped)
-        cut = blocks(stacks, n, size, self.alive)
+        call = Call(
+            runner.file, runner.place(a_round), f"round {here}, {stage.name}", ops,
+            [x for v, x in pairs if not v.partitioned],
+            [x for v, x in pairs if v.partitioned],
+            self.alive.copy(), options.groups_per_block(n, runner.engine.workers),
+            options, self.report.lost.append, runner.known,
+        )  # fmt: skip
         try:
             with (
                 self._bar(n, f"round {here}") as bar,
-                closing(flights.run(cut)) as all_,
+                closing(runner.engine.results(call)) as all_,
             ):
                 for block, done in all_:
                     for group, why in done.failed.items():
                         self._fail(group, why, here, stage)
-                    self._take(block, done, told, totals, made)
+                    totals = self._take(block, done, told, ops, totals, made)
                     if bar is not None:
                         bar.update(int(block.valid.sum()))
         except EngineError:
@@ -210,24 +216,24 @@ class _Run:
                 f"{told.groups} of {n} groups survive, but min_groups="
                 f"{options.min_groups}", here, stage,
             )  # fmt: skip
-        found = [*(total.result(told.groups) for total in totals), *made]
+        pairs = zip(a_round.partials, totals, strict=True)
+        found = [*(result(r, total, told.groups) for r, total in pairs), *made]
         if len(self.report.dropped) > dropped:
             self.notes.put("dropped", [np.array(sorted(self.report.dropped))])
         self.notes.put(key, found)
         return found
 
-    def _take(self, block: Block, done: Done, told, totals: list[Total], made) -> None:
-        """Add up what a block gives, and keep its rows."""
+    def _take(self, block: Block, done: Done, told, ops, totals, made) -> Totals:
+        """Keep the rows that a block gives; the totals with its partial results."""
         good = block.valid & self.alive[block.groups]
         if done.pid:
             told.blocks += 1
             self.report.workers[done.pid] += 1
         if good.any():
             told.groups += int(good.sum())
-            for total, partial in zip(totals, done.partials, strict=True):
-                total.add(partial)
             for into, part in zip(made, done.rows, strict=True):
                 into[block.groups[good]] = part[good]
+        return add(ops, totals, done.partials) if done.partials else totals
 
     def _fail(self, group: int, why: str, here: str, stage: Stage) -> None:
         if self.options.on_error == "raise":

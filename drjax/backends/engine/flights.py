@@ -5,13 +5,12 @@ is late holds up the making of others, never the results that are there already.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drjax.backends.engine.blocks import Cut
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Lost, Pool
+from drjax.backends.engine.blocks import Cut, blocks
+from drjax.backends.engine.pool import Call, Lost, Pool, Results
 from drjax.backends.engine.work import Block, Done, Work
 
 
@@ -34,44 +33,36 @@ class _Task:
         ]
 
 
-class Flights:
-    """The blocks of a stage.
+def results(pool: Pool, call: Call) -> Results:
+    """`Engine.results` of an engine that is a pool: each block, in order."""
+    key = call.file.key
+    if key not in call.known:
+        call.known[key] = pool.share(call.file)
+    yield from _Flights(pool, call, (call.known[key], pool.share(call.shared))).run()
 
-    Args:
-      pool: The workers.
-      options: How.
-      stage: The stage, for workers.
-      size: How many groups the stage works on at once.
-      given: The file and the global inputs of the stage, as the pool gave them.
-      lost: Called with a reason for each block that is given to another worker.
-    """
 
-    def __init__(
-        self, pool: Pool, options: Options, stage: int, size: int, given: tuple,
-        lost: Callable[[str], None],
-    ):  # fmt: skip
-        self.pool, self.options, self.stage, self.size = pool, options, stage, size
-        self.given, self.lost = given, lost
+class _Flights:
+    """The blocks of a stage; `given`: the file and the global inputs, as shared."""
+
+    def __init__(self, pool: Pool, call: Call, given: tuple):
+        self.pool, self.call, self.given = pool, call, given
+        self.options, self.lost = call.options, call.lost
         # With a time limit a worker has one block, which begins when it is sent.
-        depth = 2 if options.timeout is None else 1
+        depth = 2 if self.options.timeout is None else 1
         self._most = depth * pool.workers
         self._flying: dict[Any, _Task] = {}
         self._waiting: list[_Task] = []
 
-    def run(self, blocks: Iterable[Cut]) -> Generator[tuple[Block, Done], None, None]:
-        """Each block with what became of it, in order.
-
-        Raises:
-          Exception: What a stage raised, and no group alone.
-        """
+    def run(self) -> Results:
+        call = self.call
         try:
-            yield from self._run(blocks)
+            yield from self._run(blocks(call.rows, call.alive, call.size))
         finally:
             for flight in self._flying:
                 self.pool.forget(flight)
 
-    def _run(self, blocks: Iterable[Cut]) -> Iterator[tuple[Block, Done]]:
-        made, ready = enumerate(blocks), {}
+    def _run(self, cut: Iterable[Cut]) -> Iterator[tuple[Block, Done]]:
+        made, ready = enumerate(cut), {}
         order: list[tuple[int, ...]] = []  # of blocks that were made and not given on
         more = True
         while more or order:
@@ -107,7 +98,7 @@ class Flights:
     def _send(self, task: _Task) -> None:
         options = self.options
         work = Work(
-            self.stage, task.block, self.size, options.check_nans,
+            self.call.stage, task.block, self.call.size, options.check_nans,
             options.on_error == "drop",
         )  # fmt: skip
         if options.timeout is not None:

@@ -1,6 +1,8 @@
 """Where the groups' data is: in arrays, in an iterable, or in Parquet files."""
 
+import bisect
 import glob
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,15 +45,21 @@ class Groups:
             )
         self.items = items
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items() if callable(self.items) else self.items)
+    def starting(self, group: int) -> Iterator[Any]:
+        """The rows from that of this group on."""
+        items = iter(self.items() if callable(self.items) else self.items)
+        return itertools.islice(items, group, None)
+
+    def bounds(self) -> list[int] | None:
+        """Numbers of groups between which workers can read themselves, 0 first."""
 
 
-def parquet(pattern: str | Path, columns: Callable[[dict], Any] | None = None):
+class Parquet(Groups):
     """Groups from Parquet files: one row of a table for each group.
 
     Files are read in the order of their names and by batches of rows, so that memory
-    does not grow with the number of groups. Needs pyarrow.
+    does not grow with the number of groups. Where workers read them (on Beam), a
+    *row group* of a file is what one of them reads. Needs pyarrow.
 
     Args:
       pattern: A pattern of file names, as for `glob.glob`.
@@ -59,30 +67,59 @@ def parquet(pattern: str | Path, columns: Callable[[dict], Any] | None = None):
         scalars. Columns of lists, nested to any depth, are arrays. Default: the dict,
         or its only column.
 
-    Returns:
-      A `Groups`.
-
     Raises:
       EngineError: pyarrow is not installed.
       DrjaxValueError: There is no such file.
     """
-    reader = needed("pyarrow.parquet", "ray", "Reading Parquet files")
-    if not glob.glob(str(pattern)):
-        raise DrjaxValueError(f"There is no file {pattern}: give a pattern of names.")
 
-    def rows() -> Iterator[Any]:
-        for path in sorted(glob.glob(str(pattern))):
-            with reader.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=1024):
-                    names = batch.schema.names
-                    for row in zip(*map(_array, batch.columns), strict=True):
-                        found = dict(zip(names, row, strict=True))
-                        if columns is not None:
-                            yield columns(found)
-                        else:
-                            yield found if len(names) > 1 else row[0]
+    def __init__(
+        self, pattern: str | Path, columns: Callable[[dict], Any] | None = None
+    ):
+        self._reader = _parquet()
+        self.columns = columns
+        paths = sorted(glob.glob(str(pattern)))
+        if not paths:
+            raise DrjaxValueError(
+                f"There is no file {pattern}: give a pattern of names."
+            )
+        self._parts: list[tuple[str, int, int]] = []  # path, row group, first row
+        self._bounds = [0]
+        for path in paths:
+            told = self._reader.read_metadata(path)
+            for part in range(told.num_row_groups):
+                self._parts.append((path, part, self._bounds[-1]))
+                rows = told.row_group(part).num_rows
+                self._bounds.append(self._bounds[-1] + rows)
 
-    return Groups(rows)
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_reader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _reader=_parquet())
+
+    def bounds(self) -> list[int]:
+        return self._bounds
+
+    def starting(self, group: int) -> Iterator[Any]:
+        at = bisect.bisect_right(self._bounds, group) - 1
+        for path, part, first in self._parts[at:]:
+            with self._reader.ParquetFile(path) as file:
+                rows = self._rows(file.iter_batches(1024, row_groups=[part]))
+                yield from itertools.islice(rows, max(0, group - first), None)
+
+    def _rows(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            names = batch.schema.names
+            for row in zip(*map(_array, batch.columns), strict=True):
+                found = dict(zip(names, row, strict=True))
+                if self.columns is not None:
+                    yield self.columns(found)
+                else:
+                    yield found if len(names) > 1 else row[0]
+
+
+def _parquet() -> Any:
+    return needed("pyarrow.parquet", "ray", "Reading Parquet files")
 
 
 def _array(column: Any) -> np.ndarray:
@@ -117,7 +154,8 @@ class Lazy:
 
     def whole(self) -> np.ndarray:
         """All rows, for what needs them at once."""
-        return np.stack([self.row(leaves) for _, leaves in self.source])
+        rows = self.source.between(0, self.n)
+        return np.stack([self.row(leaves) for _, leaves in rows])
 
 
 class Source:
@@ -125,25 +163,33 @@ class Source:
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
         self.groups, self.values, self.n = groups, values, n
+        if (bounds := groups.bounds()) is not None and bounds[-1] != n:
+            raise DrjaxValueError(f"The plan is for {n} groups, got {bounds[-1]}.")
         self._node, self._tree = trees.describe(tree), tree
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tree": None}  # of classes that others may lack
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
         """Leaves are raw arrays; an error where a group's do not fit."""
-        count = 0
-        for group, item in enumerate(self.groups):
-            if group == self.n:
-                raise DrjaxValueError(f"The plan is for {self.n} groups, got more.")
+        group, text = start, f"The plan is for {self.n} groups, got"
+        for item in self.groups.starting(start):
+            if group == stop:
+                if stop == self.n:
+                    raise DrjaxValueError(f"{text} more.")
+                return
             try:
-                yield group, self._leaves(item)
+                yield group, self.leaves(item)
             except DrjaxError as error:
                 yield group, error
-            count += 1
-        if count < self.n:
-            raise DrjaxValueError(f"The plan is for {self.n} groups, got {count}.")
+            group += 1
+        if group < stop:
+            raise DrjaxValueError(f"{text} {group}.")
 
-    def _leaves(self, item: Any) -> list[np.ndarray]:
+    def leaves(self, item: Any) -> list[np.ndarray]:
+        """A group's row as raw arrays; an error if it does not fit."""
         leaves, tree = jax.tree_util.tree_flatten(item)
-        if tree != self._tree:
+        if self._tree is None or tree != self._tree:
             if trees.describe(tree) != self._node:
                 raise DrjaxTypeError(
                     f"its data has the structure {tree}, not {trees.Tree(self._node)}"

@@ -3,11 +3,14 @@
 For tests of the core, and for groups that come from an iterable or from files.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from drjax.backends.engine import flights, work
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import InProcess
+from drjax.backends.engine.pool import Call, Results
+from drjax.backends.engine.work import Done, File, State, Work
 from drjax.plan import Plan
 
 
@@ -35,3 +38,52 @@ def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
       1.5
     """
     return Runner(plan, InProcess(workers), Options.checked(**options))
+
+
+class InProcess:
+    """A pool without processes, which runs each block when it is submitted."""
+
+    def __init__(self, workers: int = 1):
+        self.workers = workers
+
+    def open(self) -> None:
+        pass
+
+    def results(self, call: Call) -> Results:
+        return flights.results(self, call)
+
+    def share(self, x: Any) -> Any:
+        return x
+
+    def submit(self, work: Work, file: File, shared: Any) -> Any:
+        return _Flight(file, work, shared)
+
+    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+        return flights
+
+    def result(self, flight: Any) -> Done:
+        if flight.error is not None:
+            raise flight.error
+        return flight.done
+
+    def abandon(self, flight: Any) -> None:
+        pass
+
+    def forget(self, flight: Any) -> None:
+        pass
+
+    def states(self) -> list[State]:
+        return [work.state()]
+
+    def close(self) -> None:
+        pass
+
+
+class _Flight:
+    def __init__(self, file: File, task: Work, shared: Any):
+        self.done: Any = None
+        self.error: Exception | None = None
+        try:
+            self.done = work.run(file, task, shared)
+        except Exception as error:
+            self.error = error

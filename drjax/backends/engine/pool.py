@@ -1,10 +1,80 @@
-"""What an engine must do for the core: run blocks in workers. And the simplest one."""
+"""What an engine must do for the core, and the simplest one.
 
-from collections.abc import Sequence
+An `Engine` runs all groups of a stage. Most engines are a `Pool`, which runs blocks in
+workers; `drjax.backends.engine.flights` makes an engine of it.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from drjax.backends.engine import work
-from drjax.backends.engine.work import Done, File, State, Work
+import numpy as np
+
+from drjax.backends.engine.options import Options
+from drjax.backends.engine.work import Block, Done, File, State, Work
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a stage of the groups.
+
+    Attributes:
+      file: The plan file.
+      stage: The stage, by its place in `rounds_of`.
+      where: What it is called in errors.
+      ops: The operation of each of its partial reductions: sum, mean, max or min.
+      shared: Its global inputs.
+      rows: Its partitioned inputs: stacks of rows along axis 0, or `Lazy`.
+      alive: Which groups take part, bool `[n]`.
+      size: How many groups a worker works on at once.
+      options: How.
+      lost: To be called with a reason for whatever has to be done again.
+      known: What the engine keeps between calls of the same `Runner`.
+    """
+
+    file: File
+    stage: int
+    where: str
+    ops: tuple[str, ...]
+    shared: list[np.ndarray]
+    rows: list[Any]
+    alive: np.ndarray
+    size: int
+    options: Options
+    lost: Callable[[str], None]
+    known: dict[str, Any]
+
+
+Results = Generator[tuple[Block, Done], None, None]
+
+
+class Engine(Protocol):
+    """What runs the groups' work.
+
+    Attributes:
+      workers: How many workers there are.
+    """
+
+    workers: int
+
+    def open(self) -> None:
+        """Start the workers, unless they run."""
+        ...
+
+    def results(self, call: Call) -> Results:
+        """Blocks with what became of them, until each group was in one.
+
+        Where the engine combines the blocks' partial results itself, it gives these in
+        the end, with a block of no groups.
+
+        Raises:
+          Exception: What a stage raised, and no group alone.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the workers."""
+        ...
 
 
 class Lost(Exception):
@@ -19,10 +89,6 @@ class Pool(Protocol):
     """
 
     workers: int
-
-    def open(self) -> None:
-        """Start the workers, unless they run."""
-        ...
 
     def share(self, x: Any) -> Any:
         """Make an object known to all workers; what stands for it."""
@@ -62,53 +128,3 @@ class Pool(Protocol):
     def states(self) -> list[State]:
         """What each worker is doing."""
         ...
-
-    def close(self) -> None:
-        """End the workers."""
-        ...
-
-
-class InProcess:
-    """A pool without processes, which runs each block when it is submitted."""
-
-    def __init__(self, workers: int = 1):
-        self.workers = workers
-
-    def open(self) -> None:
-        pass
-
-    def share(self, x: Any) -> Any:
-        return x
-
-    def submit(self, work: Work, file: File, shared: Any) -> Any:
-        return _Flight(file, work, shared)
-
-    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        return flights
-
-    def result(self, flight: Any) -> Done:
-        if flight.error is not None:
-            raise flight.error
-        return flight.done
-
-    def abandon(self, flight: Any) -> None:
-        pass
-
-    def forget(self, flight: Any) -> None:
-        pass
-
-    def states(self) -> list[State]:
-        return [work.state()]
-
-    def close(self) -> None:
-        pass
-
-
-class _Flight:
-    def __init__(self, file: File, task: Work, shared: Any):
-        self.done: Any = None
-        self.error: Exception | None = None
-        try:
-            self.done = work.run(file, task, shared)
-        except Exception as error:
-            self.error = error

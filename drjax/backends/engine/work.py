@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ class Done:
     """What became of a block.
 
     Attributes:
-      partials: For each reduction but gathers, what the groups give to it.
+      partials: For each reduction but gathers, what the groups give to it; None if
+        none of them does.
       rows: What is needed later of each group, `[c, ...]`.
       failed: Why groups failed, by number. Unless they are dropped, nothing else is
         there.
@@ -108,7 +109,7 @@ class Done:
       seconds: How long it took.
     """
 
-    partials: list[np.ndarray]
+    partials: Sequence[np.ndarray | None]
     rows: list[np.ndarray]
     failed: dict[int, str]
     pid: int

@@ -1,0 +1,38 @@
+"""Files that the driver and all workers see, by Beam's file systems."""
+
+import importlib
+from typing import Any
+
+
+def _systems() -> Any:
+    return importlib.import_module("apache_beam.io.filesystems").FileSystems
+
+
+def make(folder: str) -> None:
+    _systems().mkdirs(folder)
+
+
+def read(path: str) -> bytes:
+    with _systems().open(path) as file:
+        return file.read()
+
+
+def write(path: str, data: bytes) -> None:
+    """Write a file whole or not at all; it may be there already."""
+    systems, part = _systems(), f"{path}.part"
+    with systems.create(part) as file:
+        file.write(data)
+    if systems.exists(path):
+        systems.delete([path])
+    systems.rename([part], [path])
+
+
+def listed(prefix: str) -> list[str]:
+    """The files whose names begin so."""
+    (found,) = _systems().match([f"{prefix}*"])
+    paths = [x.path for x in found.metadata_list]
+    return [path for path in paths if not path.endswith(".part")]
+
+
+def remove(folder: str) -> None:
+    _systems().delete([folder])

@@ -1,0 +1,108 @@
+"""A plan of one round, apart: what the groups do, and what the server does with it.
+
+For engines in which the caller, not drjax, has the groups' rows.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax.backends.engine.combine import Totals
+from drjax.backends.engine.driver import Runner
+from drjax.backends.engine.groups import Groups, Lazy, inputs
+from drjax.backends.engine.options import Options
+from drjax.backends.engine.pool import Call, Results
+from drjax.backends.engine.work import Block, Done
+from drjax.interpret.files.load import unpacked
+from drjax.plan import Plan
+
+
+def split(plan: Plan, args: Sequence[Any], options: Options) -> "tuple[Call, Finish]":
+    """What the groups are to do, and what makes results of their partial results.
+
+    Args:
+      plan: A plan of one round, without loops and without partitioned results.
+      args: Its arguments; `...` for the one that the groups have.
+      options: How it runs.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: Other plans and arguments.
+    """
+    if sum(x is ... for x in args) != 1:
+        raise DrjaxTypeError(
+            f"One argument of {plan.name} must be ...: that whose rows the groups have."
+        )
+    whole = len(plan.rounds) == 1 and not plan.rounds[0].loops
+    if not whole or any(v.partitioned for v in plan.outputs):
+        raise DrjaxValueError(
+            f"Only plans of one round, without loops and with reduced results alone, "
+            f"can be split; {plan.name} is another. Use the engine's compile."
+        )
+    given = tuple([Groups([]) if x is ... else x for x in args])
+    engine = _Asked()
+    runner = Runner(plan, engine, options)
+    try:
+        runner(*given)
+    except _Stop:
+        pass
+    if not all(isinstance(x, Lazy) for x in engine.call.rows):
+        raise DrjaxTypeError(
+            f"All partitioned values of {plan.name} must be in the argument ...: put "
+            "them into one tuple."
+        )
+    return engine.call, Finish(runner.file.data, inputs(plan, given, {}), options)
+
+
+class Finish:
+    """Makes the planned function's results of partial ones; can be sent anywhere."""
+
+    def __init__(self, data: bytes, given: list, options: Options):
+        self.data, self.given, self.options = data, given, options
+
+    def __call__(self, totals: Totals) -> Any:
+        """`totals`: the stage's partial results, and the number of groups."""
+        *partials, count = totals
+        n = 0 if count is None else int(count)
+        plan = unpacked(Path("plan.drjax"), self.data)
+        runner = Runner(plan, _Known(partials, n), self.options)
+        return runner.flat(self.given)
+
+
+class _Stop(BaseException):
+    pass
+
+
+class _Engine:
+    workers = 1
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Asked(_Engine):
+    """Takes down what it is asked to do, and ends the call."""
+
+    call: Call
+
+    def results(self, call: Call) -> Results:
+        self.call = call
+        raise _Stop
+        yield
+
+
+class _Known(_Engine):
+    """Gives results that are known."""
+
+    def __init__(self, partials: Totals, count: int):
+        self.partials, self.count = partials, count
+
+    def results(self, call: Call) -> Results:
+        groups = np.arange(self.count, dtype=np.int32)
+        block = Block(groups, np.ones(self.count, bool), [])
+        yield block, Done([*self.partials], [], {}, 0, 0.0)
