@@ -36,10 +36,15 @@ pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "50"))
 SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
 # Groups a step, devices, and what runs it: compiling takes most of the time.
-WAYS = [
-    (step, *where)
+WAYS: list[tuple[int | None, int | None, Callable]] = [
+    way
     for step in (1, 3, None)
-    for where in ((None, interpreted), (None, jax.jit), (2, jax.jit), (3, jax.jit))
+    for way in (
+        (step, None, interpreted),
+        (step, None, jax.jit),
+        (step, 2, jax.jit),
+        (step, 3, jax.jit),
+    )
 ]
 CHEAP = [i for i, way in enumerate(WAYS) if way[-1] is interpreted]
 
@@ -127,7 +132,7 @@ def random_run(count: int, seed: int) -> None:
         ],
     )
     @hypothesis.given(recipes, strategies.sampled_from((2, 3)),
-                      strategies.sampled_from([*range(len(WAYS)), *3 * CHEAP])
+                      strategies.sampled_from([*range(len(WAYS)), *12 * CHEAP])
     )  # fmt: skip
     def run(recipe, f, way):
         nonlocal done, refused
