@@ -5,6 +5,7 @@ the time that compiling it takes.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.extend
@@ -78,7 +79,7 @@ def _module(fn, args):
 
     flat = _as_bytes([np.asarray(x) for x in leaves])
     lowered = jax.jit(with_bytes, keep_unused=True).lower(*flat)
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     if "custom_call" in str(module):
         return None, None
     with module.context:
