@@ -69,7 +69,16 @@ def _(size, batched, x):
     return 2 * x, True
 
 
+@four
+def gathered(x):
+    """Its gradient scatters what is made of rows."""
+    y = drjax.gather(squares(x))
+    return drjax.reduce_sum(drjax.map_fn(jnp.sin, x) * y).sum() + (y * y).sum()
+
+
 PROGRAMS = {
+    "scattered rows": (four(lambda x: drjax.scatter(squares(x))), (X,)),
+    "gathered and used by rows": (jax.grad(gathered), (X,)),
     # One argument that no one axis fits is taken whole.
     "along two axes": (four(lambda x: drjax.reduce_sum(x * x.T)), (X,)),
     "mapped along the other axis": (

@@ -66,10 +66,6 @@ def broadcast_rows(x):
     return drjax.broadcast(squares(x))
 
 
-def scatter_rows(x):
-    return drjax.scatter(squares(x))
-
-
 def scan_over_groups(x):
     return lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), squares(x))
 
@@ -155,7 +151,6 @@ REFUSED = {
     broadcast_rows: (
         "drjax_broadcast", "(float32[4,3] partitioned)", "leave out the broadcast",
     ),
-    scatter_rows: ("drjax_scatter", "(float32[4,3] partitioned)", GATHER),
     scan_over_groups: ("scan", "float32[4,3] partitioned)", IN_MAP),
     dot_over_groups: (
         "dot_general",

@@ -98,7 +98,7 @@ def explicit(program: Flat, kinds: Any) -> Flat | None:
     eqns, bodies, changed = [], dict(program.known_bodies), False
     consts = dict(program.consts)
     for eqn in program.eqns:
-        fn = kinds.meaning(eqn)
+        fn = _itself if kinds.scatters_rows(eqn) else kinds.meaning(eqn)
         if fn is not None:
             eqns += _written_out(eqn, fn, kinds.partition, consts)
             changed = True
@@ -114,6 +114,10 @@ def explicit(program: Flat, kinds: Any) -> Flat | None:
         return None
     live = live_equations(eqns, program.outvars)
     return Flat(program.invars, live, program.outvars, consts, bodies)
+
+
+def _itself(partition: Partition, x):
+    return jnp.copy(x)
 
 
 def _written_out(eqn, fn: Callable, partition: Partition, consts: dict) -> list:

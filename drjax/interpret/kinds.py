@@ -44,6 +44,7 @@ from drjax.interpret.kind import (
 from drjax.interpret.loops import LoopKinds
 from drjax.interpret.row import Rows
 from drjax.interpret.rows import by_rows, candidates
+from drjax.primitives import scatter_p
 
 PASSES = ("forward", "global", "partitioned")
 
@@ -168,6 +169,16 @@ class Kinds:
         if self.partition is None or self.signature(eqn) is not None:
             return None
         return meaning(eqn, [self.cell(v).axis for v in eqn.invars])
+
+    def scatters_rows(self, eqn) -> bool:
+        """Whether it scatters what is partitioned already, as derivatives may.
+
+        The transpose of a gather scatters the cotangent of its result, which is made of
+        rows where the result was used row by row.
+        """
+        if self.signature(eqn) is None or eqn.primitive is not scatter_p:
+            return False
+        return self.cell(eqn.invars[0]) == PARTITIONED
 
     def is_loop(self, eqn) -> bool:
         """Whether a loop or branch needs a plan of its own."""
@@ -313,7 +324,8 @@ class Kinds:
             if mixes or eqn in self._bad:
                 raise self.refusal(eqn, kinds, refusals.MIXES_ROWS)
         elif signature[0] == GLOBAL:
-            raise self.refusal(eqn, kinds, refusals.ALREADY_PARTITIONED)
+            if not self.scatters_rows(eqn):
+                raise self.refusal(eqn, kinds, refusals.ALREADY_PARTITIONED)
         elif any(kind.axis for kind in kinds):
             raise self.refusal(eqn, kinds, refusals.ANOTHER_AXIS)
 
