@@ -7,7 +7,7 @@ Workers of any runner import this module; they get files and numpy arrays only.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
@@ -65,7 +65,7 @@ class RunBlocks(beam.DoFn):
         done = job.run(block, failed)
         if self.folder is not None:
             name = f"{self.folder}/block-{block.groups[0]:012}"
-            write(name, spool.packed_done(block, done))
+            write(name, spool.packed_done(block, replace(done, partials=[])))
         for group, why in done.failed.items():
             if not job.drop:
                 raise RuntimeError(f"Group {group} failed in {job.where}: {why}.")

@@ -54,6 +54,13 @@ class Groups:
         """Numbers of groups between which workers can read themselves, 0 first."""
 
 
+class Remote(Groups):
+    """The data of groups where it is and stays: with the workers."""
+
+    def __init__(self):
+        super().__init__([])
+
+
 class Parquet(Groups):
     """Groups from Parquet files: one row of a table for each group.
 
@@ -150,10 +157,17 @@ class Lazy:
         return Lazy(self.source, self.leaf, self.value, self.n, (*self.steps, index[1]))
 
     def row(self, leaves: list[np.ndarray]) -> np.ndarray:
+        if isinstance(self.source.groups, Remote):
+            return np.zeros(0)
         return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
 
     def whole(self) -> np.ndarray:
         """All rows, for what needs them at once."""
+        if isinstance(self.source.groups, Remote):
+            raise DrjaxTypeError(
+                f"{self.value.name} stays with the groups, but the plan returns it, or "
+                "needs the rows of all groups in one place."
+            )
         rows = self.source.between(0, self.n)
         return np.stack([self.row(leaves) for _, leaves in rows])
 
@@ -172,6 +186,9 @@ class Source:
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
         """Leaves are raw arrays; an error where a group's do not fit."""
+        if isinstance(self.groups, Remote):
+            yield from ((group, []) for group in range(start, stop))
+            return
         group, text = start, f"The plan is for {self.n} groups, got"
         for item in self.groups.starting(start):
             if group == stop:

@@ -39,18 +39,20 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def packed_done(block: Block, done: Done) -> bytes:
-    """What became of a block, but its partial results."""
+    """What became of a block."""
     failed = {str(group): why for group, why in done.failed.items()}
+    partials = [x for x in done.partials if x is not None]
     about = {"failed": failed, "pid": done.pid, "seconds": done.seconds}
-    return packed(about, [block.groups, block.valid, *done.rows])
+    about["partials"] = len(partials)
+    return packed(about, [block.groups, block.valid, *partials, *done.rows])
 
 
 def unpacked_done(data: bytes) -> tuple[Block, Done]:
-    about, (groups, valid, *rows) = unpacked(data)
+    about, (groups, valid, *arrays) = unpacked(data)
     failed = {int(group): why for group, why in about["failed"].items()}
-    return Block(groups, valid, []), Done(
-        [], rows, failed, about["pid"], about["seconds"]
-    )
+    partials, rows = arrays[: about["partials"]], arrays[about["partials"] :]
+    done = Done(partials, rows, failed, about["pid"], about["seconds"])
+    return Block(groups, valid, []), done
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A Flower app that runs a saved plan for some rounds: see docs/engines.md."""

@@ -1,0 +1,293 @@
+"""The Flower backend: clients in this process, and real SuperNodes on loopback."""
+
+# pyright: reportMissingImports=false
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import flower, reference
+from tests.conformance import rows_for, runs, weighted_plan
+from tests.raising import raises
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.usefixtures("leaks_unchecked"),
+    pytest.mark.filterwarnings("ignore"),  # Flower's own
+]
+
+
+class Grid:
+    """Flower's grid, with clients in this process; node i + 100 has group i."""
+
+    def __init__(self, load, n, silent=()):
+        self.app, self.nodes = flower.client(load), [i + 100 for i in range(n)]
+        self.silent, self.replies, self.sent = silent, {}, 0
+
+    def get_node_ids(self):
+        return self.nodes
+
+    def push_messages(self, messages):
+        from flwr.app import Error, Message
+
+        for message in messages:
+            self.sent += 1
+            number, group = f"m{self.sent}", message.metadata.dst_node_id - 100
+            message.metadata.__dict__["_message_id"] = number
+            context = SimpleNamespace(node_config={"partition-id": group})
+            if group not in self.silent or message.metadata.message_type == "query":
+                try:
+                    self.replies[number] = self.app(message, context)
+                except Exception as error:
+                    self.replies[number] = Message(
+                        Error(2, str(error)), reply_to=message
+                    )
+            yield number
+
+    def pull_messages(self, numbers):
+        return [self.replies.pop(x) for x in numbers if x in self.replies]
+
+    def send_and_receive(self, messages, timeout):
+        return self.pull_messages([*self.push_messages(messages)])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_in_a_server_app():
+    """Flower makes messages only within a run."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1
+
+
+def plan_of(n, rounds=2):
+    """Rounds of a weighted mean of what clients compute, and their largest loss."""
+
+    @drjax.program(clients=n)
+    def train(model, data):
+        def work(model, x, w):
+            loss, grad = jax.value_and_grad(lambda m: jnp.sqrt(x) * m**2)(model)
+            return model - 0.1 * grad, loss, w
+
+        def step(model, _):
+            models, losses, w = drjax.map_fn(work, (drjax.broadcast(model), *data))
+            mean = drjax.reduce_weighted_mean(models, w)
+            return mean, drjax.reduce_max(losses)
+
+        return jax.lax.scan(step, model, length=rounds)
+
+    rows = jax.ShapeDtypeStruct((n,), jnp.float32)
+    return drjax.make_plan(train)(jax.ShapeDtypeStruct((), jnp.float32), (rows, rows))
+
+
+def expected(n, good):
+    x, w = rows_for(n)
+    args = np.float32(2), (x[good], w[good])
+    return reference.compile(plan_of(int(good.sum())))(*args)
+
+
+def run_with(load, n=5, silent=(), **options):
+    run = flower.compile(plan_of(n), Grid(load, n, silent), start=0.5, **options)
+    return run, lambda: run(np.float32(2), flower.Clients())
+
+
+def same(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def load(context):
+    x, w = rows_for(9)
+    i = context.node_config["partition-id"]
+    return x[i], w[i]
+
+
+def broken(kind):
+    def load_or_fail(context):
+        x, w = load(context)
+        if context.node_config["partition-id"] != 3:
+            return x, w
+        if kind == "raises":
+            raise OSError("the disk is gone")
+        return {"shape": (np.zeros(2, np.float32), w), "nan": (-x, w)}[kind]
+
+    return load_or_fail
+
+
+def test_clients_train_on_their_own_data():
+    run, call = run_with(load)
+    same(call(), expected(5, np.ones(5, bool)))
+    assert [s.groups for s in run.report.stages] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("raises", "OSError: the disk is gone"),
+        ("shape", "float32[2], float32[], but the plan is for data[0] float32[]"),
+        ("nan", "it yields NaN as"),
+    ],
+)
+def test_a_client_that_fails(kind, text):
+    with pytest.raises(drjax.EngineError) as e:
+        run_with(broken(kind), check_nans=True)[1]()
+    assert e.value.group == 3 and e.value.round == "1.scan.0.1" and text in str(e.value)
+    run, call = run_with(broken(kind), check_nans=True, on_error="drop")
+    same(call(), expected(5, np.arange(5) != 3))
+    assert [*run.report.dropped] == [3] and text in run.report.dropped[3]
+
+
+def test_a_client_that_never_answers():
+    options = {"timeout": 1.0, "retries": 0, "on_error": "drop"}
+    run, call = run_with(load, silent=[1], **options)
+    same(call(), expected(5, np.arange(5) != 1))
+    assert "took longer than 1.0 s" in run.report.dropped[1]
+    _, call = run_with(load, silent=[1], min_groups=5, **options)
+    raises(drjax.EngineError, "4 of 5 groups survive, but min_groups=5", call)
+
+
+def test_a_group_without_a_client():
+    grid = Grid(load, 4)
+    run = flower.compile(plan_of(5), grid, start=0.2, on_error="drop")
+    same(run(np.float32(2), flower.Clients()), expected(5, np.arange(5) != 4))
+    assert "no client has the group" in run.report.dropped[4]
+
+
+def test_rows_stay_with_the_clients():
+    text = "What clients compute stays with them"
+    raises(drjax.DrjaxValueError, text, flower.compile, weighted_plan(3), None)
+
+
+def test_docstring_example_runs():
+    assert runs(flower.client)
+
+
+def test_code_in_docs_runs():
+    text = (ROOT / "docs" / "engines.md").read_text()
+    (block,) = re.findall(r"```python flower\n(.*?)```", text, re.S)
+    train = plan_of(3)
+    names = {"drjax": drjax, "plan": train, "load": load, "model": np.float32(2)}
+    block = block.replace("    for _", "    global model\n    for _")
+    exec(compile(block, "docs", "exec"), names)
+    names["main"](Grid(load, 3), None)
+    assert abs(names["model"]) < 2
+
+
+# ---------------------------------------------------------------------------------
+# Real processes
+
+
+def free_ports(count):
+    found = [socket.socket() for _ in range(count)]
+    for one in found:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in found]
+    for one in found:
+        one.close()
+    return ports
+
+
+def wait_for(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture
+def federation(tmp_path):
+    """A SuperLink and three SuperNodes, as processes; what starts a run on them."""
+    link, *ports = free_ports(4)
+    (tmp_path / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\n'
+        f'address = "127.0.0.1:{link}"\ninsecure = true\n'
+    )
+    env = os.environ | {
+        "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }  # fmt: skip
+    logs, started = [], []
+
+    def start(name, *flags):
+        logs.append((tmp_path / f"{name}.log").open("wb"))
+        process = subprocess.Popen(
+            [BIN / f"flower-{name.split('-')[0]}", "--insecure", *map(str, flags)],
+            env=env, stdout=logs[-1], stderr=logs[-1], start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    start("superlink", "--disable-runtime-dependency-installation", "--port", link)
+    wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", link)) == 0)
+    nodes = [
+        start(f"supernode-{i}", "--superlink", f"127.0.0.1:{link}", "--port", port,
+              "--node-config", f"partition-id={i}")
+        for i, port in enumerate(ports)
+    ]  # fmt: skip
+
+    def run(**config):
+        text = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
+        subprocess.run(
+            [BIN / "flwr", "run", ROOT / "examples" / "flower", "here", "-c", text],
+            env=env, check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+
+    yield run, nodes
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for log in logs:
+        log.close()
+
+
+def test_supernodes_and_one_that_is_killed(federation, tmp_path):
+    from examples.flower.plan import save
+
+    run, nodes = federation
+    save(3, tmp_path / "step.drjax")
+    options = {"plan": str(tmp_path / "step.drjax"), "timeout": 45, "rounds": 3}
+    output = tmp_path / "model.npz"
+    run(output=str(output), **{"on-error": "drop", "min-groups": 2, **options})
+    progress = Path(f"{output}.log")
+    wait_for(lambda: progress.exists() and len(progress.read_text().splitlines()) == 1)
+    time.sleep(1)  # the second round is under way
+    assert len(progress.read_text().splitlines()) == 1
+    os.killpg(nodes[1].pid, signal.SIGKILL)
+    wait_for(output.exists)
+    told = json.loads(str(np.load(output)["told"]))
+    assert len(told) == 3 and told[0]["dropped"] == {} and len(told[0]["pids"]) == 3
+    assert [*told[1]["dropped"]] == ["1"]
+    assert len({pid for t in told for pid in t["pids"]}) >= 5
+    model = np.load(output)["model"]
+    np.testing.assert_allclose(model, expected_model(told), rtol=1e-5)
+
+
+def expected_model(told):
+    """The same rounds by the reference backend, over the clients that were there."""
+    from examples.flower.drjax_app.client import load
+    from examples.flower.plan import step
+
+    model = np.zeros(3, np.float32)
+    for a_round in told:
+        there = [i for i in range(3) if str(i) not in a_round["dropped"]]
+        rows = [load(SimpleNamespace(node_config={"partition-id": i})) for i in there]
+        data = tuple(np.stack(column) for column in zip(*rows, strict=True))
+        plan = drjax.make_plan(step(len(there)))(model, data)
+        model, loss = reference.compile(plan)(model, data)
+        np.testing.assert_allclose(loss, a_round["loss"], rtol=1e-5)
+    return model
