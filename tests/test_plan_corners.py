@@ -76,7 +76,20 @@ def gathered(x):
     return drjax.reduce_sum(drjax.map_fn(jnp.sin, x) * y).sum() + (y * y).sum()
 
 
+@four
+def chosen(x, i):
+    """Rows of several groups, on either axis."""
+    y = squares(x)
+    return jnp.take(y, i, axis=0, mode="clip"), jnp.take(y.T, i, axis=1, mode="clip")
+
+
 PROGRAMS = {
+    "several rows": (chosen, (X, np.array([[3, 9, -2]]))),
+    "one of them": (chosen, (X, np.int32(2))),
+    "gradient of several rows": (
+        jax.grad(lambda x, i: sum((y**3).sum() for y in chosen(x, i))),
+        (X, np.array([1, 3, 1])),
+    ),
     "scattered rows": (four(lambda x: drjax.scatter(squares(x))), (X,)),
     "gathered and used by rows": (jax.grad(gathered), (X,)),
     # One argument that no one axis fits is taken whole.

@@ -9,6 +9,7 @@
 `meaning` recognises them, and `explicit` rewrites a program with building blocks.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,38 @@ def meaning(eqn, axes: Sequence[int | None]) -> Callable | None:
     if eqn.primitive is lax.dynamic_slice_p:
         one = _is_one_row(eqn.params["slice_sizes"], shape, axis)
         return _row(axis, lambda *starts: starts[axis]) if one else None
+    if eqn.primitive is lax.gather_p:
+        return _chosen_rows(eqn, axis, shape)
     return None
+
+
+def _chosen_rows(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+    """Whole rows of fewer groups than there are, each chosen by an index.
+
+    As many as there are groups is a shuffle: those rows are better gathered.
+    """
+    params = eqn.params
+    dims, mode = params["dimension_numbers"], params["mode"]
+    inside = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    plain = not dims.operand_batching_dims and axis in dims.start_index_map
+    if not (plain and mode in inside and set(dims.collapsed_slice_dims) <= {axis}):
+        return None
+    if not _is_one_row(params["slice_sizes"], shape, axis):
+        return None
+    out, column = eqn.outvars[0].aval.shape, dims.start_index_map.index(axis)
+    batch = [d for d in range(len(out)) if d not in dims.offset_dims]
+    if math.prod(out[d] for d in batch) >= shape[axis]:
+        return None
+
+    def rows(partition: Partition, x, indices):
+        one = _row(axis, lambda i: i)
+        found = jax.vmap(lambda i: one(partition, x, i))(indices[..., column].ravel())
+        if axis in dims.collapsed_slice_dims:
+            found = jnp.squeeze(found, axis + 1)
+        found = found.reshape(*indices.shape[:-1], *found.shape[1:])
+        return jnp.moveaxis(found, range(len(batch)), batch)
+
+    return rows
 
 
 def _is_one_row(sizes: Sequence[int], shape: Sequence[int], axis: int) -> bool:
