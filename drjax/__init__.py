@@ -28,6 +28,9 @@ from drjax._reductions import reduce_min as reduce_min
 from drjax._reductions import reduce_sum as reduce_sum
 from drjax._reductions import reduce_weighted_mean as reduce_weighted_mean
 from drjax._reductions import select as select
+from drjax.backends.federated_language import (
+    export_federated_language as export_federated_language,
+)
 from drjax.interpret.check import check as check
 from drjax.interpret.files.load import load_plan as load_plan
 from drjax.interpret.make import make_plan as make_plan
