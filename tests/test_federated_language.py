@@ -7,6 +7,7 @@ the stages, shows that they mean what the plan means.
 # pyright: reportMissingImports=false
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def test_it_means_what_the_plan_means(tmp_path):
     for one in (plan, drjax.load_plan(tmp_path / "plan.drjax")):
         block = drjax.export_federated_language(one)
         given = [model, [*x], [*w], [*np.arange(N, dtype=np.int32)]]
-        found = evaluate(block, {})(given)
+        run: Any = evaluate(block, {})
+        found = run(given)
         for name, value in zip(("far", "mean", "near"), found, strict=True):
             np.testing.assert_allclose(value, wanted[name], rtol=1e-5)
 
@@ -151,7 +153,7 @@ def over_clients(reduce):
 
 INTRINSICS = {
     "federated_broadcast": lambda x: [x] * N,
-    "federated_zip_at_clients": lambda columns: [list(row) for row in zip(*columns, strict=True)],
+    "federated_zip_at_clients": lambda x: [[*row] for row in zip(*x, strict=True)],
     "federated_zip_at_server": lambda x: x,
     "federated_map": lambda given: [given[0](row) for row in given[1]],
     "federated_map_all_equal": lambda given: [given[0](row) for row in given[1]],
