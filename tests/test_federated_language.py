@@ -52,7 +52,8 @@ def test_types_and_the_printed_form():
     assert str(block.type_signature) == (
         "(<model=float32[3]@SERVER,data[0]={float32[3]}@CLIENTS,"
         "data[1]={float32}@CLIENTS,group={int32}@CLIENTS> -> "
-        "<far=float32[3]@SERVER,mean=float32[3]@SERVER,near=float32[3]@SERVER>)"
+        "<result['far']=float32[3]@SERVER,result['mean']=float32[3]@SERVER,"
+        "result['near']=float32[3]@SERVER>)"
     )
     text = block.formatted_representation()
     for name in ("broadcast", "map", "sum", "max", "min", "zip_at_clients"):

@@ -3,6 +3,7 @@
 Only an export: federated-language has types, building blocks and protos, and no engine.
 """
 
+import functools
 import importlib
 from collections import OrderedDict
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy, stablehlo
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax.backends.engine.extras import needed
@@ -51,7 +54,7 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
       >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
       >>> plan = drjax.make_plan(mean)(jnp.zeros(4))
       >>> print(drjax.export_federated_language(plan).type_signature)
-      (<argument={float32}@CLIENTS> -> <mean=float32@SERVER>)
+      (<x={float32}@CLIENTS> -> <result=float32@SERVER>)
     """
     return _Export(plan, platform).computation()
 
@@ -76,7 +79,7 @@ class _Export:
             group = fl.FederatedType(np.int32, fl.CLIENTS)
             parameters.append(("group", group))
 
-        @fl.federated_computation([fl.StructType(parameters)])
+        @fl.federated_computation(fl.StructType(parameters))
         def run(given):
             values = {v.name: given[i] for i, v in enumerate(plan.inputs)}
             values[_NUMBER] = given[len(plan.inputs)] if numbered else None
@@ -92,12 +95,12 @@ class _Export:
 
     def _tensor(self, value: Value) -> Any:
         raw = raw_type(value)
-        if not self.fl.is_valid_dtype(raw.dtype):
+        if not self.fl.is_valid_dtype(raw.dtype.type):
             raise DrjaxTypeError(
                 f"federated-language has no {raw.dtype}, the dtype of {value.name} in "
                 f"{self.plan.name}."
             )
-        return self.fl.TensorType(raw.dtype, raw.shape)
+        return self.fl.TensorType(raw.dtype.type, raw.shape)
 
     def _placed(self, value: Value) -> Any:
         fl = self.fl
@@ -142,7 +145,7 @@ class _Export:
         lowered = export.export(
             jax.jit(run, keep_unused=True), platforms=[self.platform]
         )(*types)
-        takes = [fl.TensorType(t.dtype, t.shape) for t in types]
+        takes = [fl.TensorType(np.dtype(t.dtype).type, t.shape) for t in types]
         gives = [self._tensor(v) for v in stage.outputs]
         function = fl.FunctionType(
             fl.StructType([(None, t) for t in takes]) if takes else None,
@@ -175,8 +178,29 @@ def _uses_number(stage: Stage) -> bool:
     """Whether the work of a group depends on its number."""
     if stage.forms is None:
         return False
-    at = len(stage.forms.consts)
-    return at in stage.forms.one.function.module_kept_var_idx
+    return _uses_argument(stage.forms.one.stablehlo, len(stage.inputs) + 1)
+
+
+@functools.cache
+def _uses_argument(code: bytes, from_last: int) -> bool:
+    with ir.Context() as context:
+        sdy.register_dialect(context)
+        module = stablehlo.deserialize_portable_artifact(context, code)
+        functions = {f.name.value: f for f in module.body.operations}
+        arguments = functions["main"].arguments
+        return _used(arguments[len(arguments) - from_last], functions)
+
+
+def _used(argument: Any, functions: dict[str, Any]) -> bool:
+    """Whether anything but unused arguments of functions uses a value."""
+    for use in argument.uses:
+        call = use.owner
+        if call.name != "func.call":
+            return True
+        callee = functions[call.attributes["callee"].value]
+        if _used(callee.arguments[use.operand_number], functions):
+            return True
+    return False
 
 
 def _check(plan: Plan, a_round: Round) -> None:
