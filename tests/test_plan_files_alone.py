@@ -75,7 +75,9 @@ def gradient_of_maml():
     return maml.parallel_maml_gradients, args
 
 
-@pytest.mark.parametrize("make", [round_of_local_sgd, gradient_of_maml])
+@pytest.mark.parametrize(
+    "make", [pytest.param(round_of_local_sgd, marks=pytest.mark.slow), gradient_of_maml]
+)
 def test_a_process_without_the_source(make, tmp_path):
     with jax.numpy_rank_promotion("allow"):  # as users of the examples do
         program, args = make()
