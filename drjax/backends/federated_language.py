@@ -186,7 +186,8 @@ def _uses_argument(code: bytes, from_last: int) -> bool:
     with ir.Context() as context:
         sdy.register_dialect(context)
         module = stablehlo.deserialize_portable_artifact(context, code)
-        functions = {f.name.value: f for f in module.body.operations}
+        operations: Any = module.body.operations
+        functions = {f.name.value: f for f in operations}
         arguments = functions["main"].arguments
         return _used(arguments[len(arguments) - from_last], functions)
 
