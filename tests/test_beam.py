@@ -89,7 +89,7 @@ def test_a_worker_killed_while_a_stage_runs(tmp_path):
 
 def test_a_pipeline_that_fails_names_round_and_stage(tmp_path):
     run = beam.compile(weighted_plan(3), workers=2, runner="no.such.Runner", retries=0)
-    with run, pytest.raises(drjax.EngineError, match="the pipeline failed") as e:
+    with run, pytest.raises(drjax.EngineError, match="the run failed") as e:
         run(np.float32(2), rows_for(3))
     assert e.value.round == "1" and "No module named 'no'" in str(e.value)
 

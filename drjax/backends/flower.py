@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from drjax._errors import DrjaxValueError
-from drjax.backends.engine import flights, spool
+from drjax.backends.engine import flights, remote, spool
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.groups import Lazy, Remote, as_array
+from drjax.backends.engine.groups import Remote
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Results
-from drjax.backends.engine.work import Block, Done, File, State, Work, rows_of
-from drjax.interpret.files.keys import to_raw
+from drjax.backends.engine.work import Done, File, State, Work, rows_of
 from drjax.plan import Plan
 
 _POLL = 0.1  # seconds between looks for replies
@@ -101,35 +99,10 @@ def client(load: Callable[[Any], Any]) -> Any:
 
     @app.train()
     def train(message: Any, context: Any) -> Any:
-        told = message.content["drjax"]
-        about, (groups, valid, *rows) = spool.unpacked(told["block"])
-        block, failed = Block(groups, valid, rows), {}
-        try:
-            own = _own(load(context), about["names"], about["types"])
-            given = iter(rows)
-            block = replace(block, rows=[
-                next(given) if at is None else own[at[0]][tuple(at[1])][None]
-                for at in about["rows"]
-            ])  # fmt: skip
-        except Exception as error:
-            failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
-            block = block.without(valid)
-        done = spool.Job.unpacked(told["job"]).run(block, failed)
-        return reply(message, done=spool.packed_done(block, done))
+        request = message.content["drjax"]["request"]
+        return reply(message, done=remote.answer(request, lambda: load(context)))
 
     return app
-
-
-def _own(data: Any, names: list[str], types: list[str]) -> list[np.ndarray]:
-    """A client's data as raw arrays of the planned types."""
-    leaves = [as_array(x) for x in jax.tree.leaves(data)]
-    found = [f"{x.dtype}{[*x.shape]}" for x in leaves]
-    if found != types:
-        told = [f"{name} {kind}" for name, kind in zip(names, types, strict=True)]
-        raise ValueError(
-            f"its data is {', '.join(found)}, but the plan is for {', '.join(told)}"
-        )
-    return [np.asarray(to_raw(x)) for x in leaves]
 
 
 class Nodes:
@@ -165,32 +138,17 @@ class Nodes:
     def results(self, call: Call) -> Results:
         if set(self._grid.get_node_ids()) - self._asked:
             self._find(self._start)  # clients that came later, or came back
-        lazy = [x for x in call.rows if isinstance(x, Lazy)]
-        values = lazy[0].source.values if lazy else []
-        self._about = {
-            "rows": [
-                (x.leaf, list(x.steps)) if isinstance(x, Lazy) else None
-                for x in call.rows
-            ],
-            "names": [v.name for v in values],
-            "types": [f"{v.dtype}{[*v.shape]}" for v in values],
-        }
+        self._requests = remote.Requests(call)
         yield from flights.results(self, call)
 
     def share(self, x: Any) -> Any:
         return x
 
     def submit(self, work: Work, file: File, shared: list[np.ndarray]) -> Any:
-        block, about = work.block, self._about
-        group = int(block.groups[0])
+        group = int(work.block.groups[0])
         if group not in self._nodes:
             return ("nobody", group)
-        job = spool.Job(
-            file, work.stage, "a round", (), 1, work.check_nans, work.drop, shared
-        )
-        given = zip(about["rows"], block.rows, strict=True)
-        sent = [block.groups, block.valid, *(x for at, x in given if at is None)]
-        content = {"job": job.packed(), "block": spool.packed(about, sent)}
+        content = {"request": self._requests.packed(work, file, shared)}
         message = self._message(content, self._nodes[group], "train")
         (number,) = self._grid.push_messages([message])
         return (number, group)

@@ -7,21 +7,18 @@ Workers of any runner import this module; they get files and numpy arrays only.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
 import numpy as np
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from drjax.backends.beam.files import read, write
-from drjax.backends.engine import single, spool
-from drjax.backends.engine.blocks import block_of, blocks
+from drjax.backends.engine import single
+from drjax.backends.engine.blocks import Cut, block_of
 from drjax.backends.engine.combine import Totals, add
-from drjax.backends.engine.groups import Lazy
+from drjax.backends.engine.exchange import Order
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.spool import Job
-from drjax.backends.engine.work import Block
 from drjax.plan import Plan
 
 
@@ -50,22 +47,20 @@ class Sums(beam.CombineFn):
 class RunBlocks(beam.DoFn):
     """Blocks, with why groups in them cannot take part, through a stage.
 
-    It yields partial results, and the number of groups as one more of them. What became
-    of each block is written to a file for the driver, if there is a folder.
+    It yields partial results, and the number of groups as one more of them.
     """
 
-    def __init__(self, load: Callable[[], Job], folder: str | None = None):
-        self.load, self.folder = load, folder
+    def __init__(self, load: Callable[[], Job], tell: Callable | None = None):
+        self.load, self.tell = load, tell
 
     def setup(self) -> None:
         self.job = self.load()
 
-    def process(self, element: tuple[Block, dict[int, str]]) -> Iterator[Any]:
+    def process(self, element: Cut) -> Iterator[Any]:
         (block, failed), job = element, self.job
         done = job.run(block, failed)
-        if self.folder is not None:
-            name = f"{self.folder}/block-{block.groups[0]:012}"
-            write(name, spool.packed_done(block, replace(done, partials=[])))
+        if self.tell is not None:
+            self.tell(block, done)
         for group, why in done.failed.items():
             if not job.drop:
                 raise RuntimeError(f"Group {group} failed in {job.where}: {why}.")
@@ -92,66 +87,18 @@ class _Stage(beam.PTransform):
         }
 
 
-class ReadBlocks(beam.DoFn):
-    """Blocks of a range of groups, of files that the driver wrote and of the user's."""
-
-    def __init__(self, folder: str, lazy: list[Lazy | None], size: int):
-        self.folder, self.lazy, self.size = folder, lazy, size
-
-    def process(self, element: int) -> Iterator[tuple[Block, dict[int, str]]]:
-        _, (alive, *stacks) = spool.unpacked(read(f"{self.folder}/rows-{element:012}"))
-        arrays = iter(stacks)
-        rows = [next(arrays) if x is None else x for x in self.lazy]
-        yield from blocks(rows, alive, self.size, element)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A run of a stage.
-
-    Attributes:
-      flags: Options of Beam.
-      folder: Where the files are.
-      ops: The operations of the stage's partial reductions.
-      starts: The first groups of the ranges that workers take.
-      reader: What reads them.
-    """
-
-    flags: list[str]
-    folder: str
-    ops: tuple[str, ...]
-    starts: list[int]
-    reader: ReadBlocks
-
-    def run(self) -> None:
-        """Run it, here, to its end."""
-        p = beam.Pipeline(options=PipelineOptions(self.flags))
-        cut = (
-            p
-            | "Ranges" >> beam.Create(self.starts)
-            | "Spread" >> beam.Reshuffle()
-            | "Read" >> beam.ParDo(self.reader)
-        )
-        load = functools.partial(_load, f"{self.folder}/job")
-        staged = cut | "Groups" >> _Stage(self.ops, load, self.folder)
-        _ = staged["totals"] | "Write" >> beam.Map(_write_totals, self.folder)
-        p.run().wait_until_finish()
-
-
-def _load(path: str) -> Job:
-    return Job.unpacked(read(path))
-
-
-def _write_totals(totals: Totals, folder: str) -> None:
-    there = [x is not None for x in totals]
-    data = spool.packed({"there": there}, [x for x in totals if x is not None])
-    write(f"{folder}/totals", data)
-
-
-def totals_of(data: bytes) -> Totals:
-    about, arrays = spool.unpacked(data)
-    found = iter(arrays)
-    return [next(found) if there else None for there in about["there"]]
+def run(order: Order, flags: list[str]) -> None:
+    """Run an order as a pipeline, from here, to its end."""
+    p = beam.Pipeline(options=PipelineOptions(flags))
+    cut = (
+        p
+        | "Ranges" >> beam.Create(order.starts)
+        | "Spread" >> beam.Reshuffle()
+        | "Read" >> beam.FlatMap(order.blocks)
+    )
+    staged = cut | "Groups" >> _Stage(order.ops, order.job, order.tell)
+    _ = staged["totals"] | "Write" >> beam.Map(order.finish)
+    p.run().wait_until_finish()
 
 
 # ---------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""A pipeline in a process of its own, with a log: a runner that hangs can be ended.
+"""A function in a process of its own, with a log: what hangs can be ended.
 
-Beam's local runner waits for ever when one of its workers dies; here that ends it.
+An error in any of its threads ends the process: Beam's local runner, for one, waits for
+ever when a worker dies.
 
-    python -m drjax.backends.beam.process FILE
+    python -m drjax.backends.engine.process FILE
 """
 
 # pyright: reportMissingImports=false
@@ -14,23 +15,24 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 
-class Run:
-    """A pipeline that runs; `error`: why it failed, in the end."""
+class Own:
+    """A function that runs there: a `drjax.backends.engine.exchange.Run`."""
 
-    def __init__(self, pipeline: Any, folder: Path):
-        path, self._log = folder / "pipeline", folder / "log"
+    def __init__(self, fn: Callable[[], None], folder: Path):
+        path, self._log = folder / "function", folder / "log"
         self._why = folder / "error"
         self._why.unlink(missing_ok=True)
-        path.write_bytes(cloudpickle.dumps(pipeline))
+        path.write_bytes(cloudpickle.dumps(fn))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "drjax.backends.beam.process", path],
+                [sys.executable, "-m", "drjax.backends.engine.process", path],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -63,17 +65,17 @@ class Run:
 
 
 class Here:
-    """The same in this process, by a runner that has no workers which could die."""
+    """The same in a thread of this process, for what can neither die nor hang."""
 
-    def __init__(self, pipeline: Any, folder: Path):
+    def __init__(self, fn: Callable[[], None], folder: Path):
         self._failed: Exception | None = None
-        self._pipeline = pipeline
+        self._fn = fn
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._pipeline.run()
+            self._fn()
         except Exception as error:
             self._failed = error
 
@@ -103,7 +105,7 @@ def _main(path: Path) -> None:
 
     sys.excepthook = failed
     threading.excepthook = lambda args: failed(*args[:3])
-    cloudpickle.loads(path.read_bytes()).run()
+    cloudpickle.loads(path.read_bytes())()
 
 
 if __name__ == "__main__":
