@@ -41,7 +41,11 @@ def train(processes: int, devices: int, folder: pathlib.Path) -> list[dict]:
         for worker in workers:
             worker.kill()
             worker.communicate()
-    return [dict(np.load(output)) for output in outputs]
+    found = []
+    for output in outputs:
+        with np.load(output) as file:
+            found.append(dict(file))
+    return found
 
 
 def test_two_processes_train_as_one(tmp_path):

@@ -269,11 +269,11 @@ def test_supernodes_and_one_that_is_killed(federation, tmp_path):
     assert len(progress.read_text().splitlines()) == 1
     os.killpg(nodes[1].pid, signal.SIGKILL)
     wait_for(output.exists)
-    told = json.loads(str(np.load(output)["told"]))
+    with np.load(output) as file:
+        told, model = json.loads(str(file["told"])), file["model"]
     assert len(told) == 3 and told[0]["dropped"] == {} and len(told[0]["pids"]) == 3
     assert [*told[1]["dropped"]] == ["1"]
     assert len({pid for t in told for pid in t["pids"]}) >= 5
-    model = np.load(output)["model"]
     np.testing.assert_allclose(model, expected_model(told), rtol=1e-5)
 
 

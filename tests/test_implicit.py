@@ -59,7 +59,7 @@ FUNCTIONS = [
     scalar,
     vector,
     spread,
-    rounds,
+    pytest.param(rounds, marks=pytest.mark.slow),
     first_and_last,
     row_of_a_number,
 ]

@@ -168,8 +168,17 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, {"clients": 8}])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("maml", None),
+        ("crossing", {"clients": 8}),
+        ("rounds", {"clients": 8}),
+        pytest.param("maml", {"clients": 8}, marks=pytest.mark.slow),
+        pytest.param("crossing", None, marks=pytest.mark.slow),
+        pytest.param("rounds", None, marks=pytest.mark.slow),
+    ],
+)
 def test_memory_does_not_grow_with_the_groups(name, mesh):
     devices = 1 if mesh is None else 8
     with in_mesh_of(mesh):  # one group a device would need no accumulators

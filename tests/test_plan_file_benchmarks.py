@@ -8,6 +8,7 @@ from benchmarks import plan_files
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 
+@pytest.mark.slow
 def test_files_are_small_and_the_report_names_each_goal():
     with jax.numpy_rank_promotion("allow"):  # as users of the examples do
         results = plan_files.measure(plan_files.QUICK, show_progress=False)

@@ -91,8 +91,9 @@ def test_a_process_without_the_source(make, tmp_path):
     names = [str(tmp_path / n) for n in ("plan.drjax", "given.npz", "made.npz")]
     run_alone(WITHOUT_SOURCE, names, empty)
     assert not [*empty.iterdir()]
-    made = np.load(tmp_path / "made.npz")
-    assert len(made.files) == 2 * len(wanted)
+    with np.load(tmp_path / "made.npz") as file:
+        made = dict(file)
+    assert len(made) == 2 * len(wanted)
     for i, want in enumerate(wanted):
         for name in ("reference", "xla"):
             found = made[f"{name}.{i}"]
