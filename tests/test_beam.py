@@ -108,6 +108,31 @@ def test_workers_read_parquet_files(tmp_path):
     raises(drjax.DrjaxError, "for 40 groups, got 50", few, np.float32(2), groups)
 
 
+def test_groups_in_files_that_do_not_fit(tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    lists = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [1.0, 2.0, 3.0], None, [1.0, 1.0, 1.0]]
+    table = pa.table({"x": pa.array(lists, pa.list_(pa.float32()))})
+    pq.write_table(table, tmp_path / "groups.parquet")
+    total = drjax.program(clients=5)(drjax.reduce_sum)
+    plan = drjax.make_plan(total)(np.zeros((5, 3), np.float32))
+    with beam.compile(plan, workers=1, on_error="drop") as run:
+        found = run(Parquet(tmp_path / "groups.parquet"))
+    np.testing.assert_array_equal(found, [2, 3, 4])
+    assert sorted(run.report.dropped) == [0, 1, 3]
+    assert "float32[2]" in run.report.dropped[0]
+
+
+def test_64_bits_in_files(tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    x = np.arange(6.0) + 1e-12
+    pq.write_table(pa.table({"x": x}), tmp_path / "groups.parquet")
+    with jax.enable_x64(True):
+        plan = drjax.make_plan(drjax.program(clients=6)(drjax.reduce_sum))(x)
+    with beam.compile(plan, workers=1) as run:
+        found = run(Parquet(tmp_path / "groups.parquet"))
+    assert found.dtype == np.float64 and abs(float(found) - x.sum()) < 1e-14
+
+
 def test_map_reduce_in_a_pipeline_of_ones_own():
     import apache_beam
     from apache_beam.testing.util import assert_that
@@ -146,6 +171,16 @@ def test_map_reduce_in_a_pipeline_of_ones_own():
         )
         assert_that(out["results"], check, "results")
         assert_that(out["failed"], check_failed, "failed")
+
+
+def test_map_reduce_wants_every_group():
+    import apache_beam
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_sum))(np.zeros(4, "f"))
+    with pytest.raises(Exception, match="The plan is for 4 groups, got 3"):
+        with apache_beam.Pipeline("FnApiRunner") as p:
+            rows = p | apache_beam.Create([(i, np.float32(i)) for i in range(3)])
+            _ = rows | beam.MapReduce(plan, ...)
 
 
 def test_what_map_reduce_refuses():

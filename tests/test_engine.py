@@ -78,7 +78,7 @@ def test_a_group_that_ends_its_workers_is_found():
     with pytest.raises(drjax.EngineError, match="Group 5 failed in round 1") as error:
         run_on(pool, retries=1)[1]()
     assert error.value.group == 5 and "a worker died" in str(error.value)
-    assert pool.sent.count([4, 5, 6, 7]) == 2 and [5] in pool.sent
+    assert pool.sent.count([4, 5, 6, 7]) == 3 and [5] in pool.sent
     run, call = run_on(Unreliable(fatal=[5, 8]), on_error="drop", retries=0)
     survivors(call(), ~np.isin(np.arange(9), [5, 8]))
     assert [*run.report.dropped] == [5, 8]
@@ -91,6 +91,67 @@ def test_a_group_that_takes_too_long():
     survivors(call(), np.arange(9) != 2)
     assert pool.abandoned == 4  # twice the block, then its half, then the group
     assert "took longer than 0.1 s" in run.report.dropped[2]
+
+
+def test_a_block_is_not_blamed_for_another_one():
+    class OneWorker(Unreliable):
+        """What waits behind a block that ends the worker is lost too."""
+
+        queue, gone = [], []
+
+        def __init__(self, fatal):
+            super().__init__(fatal)
+            self.workers = 1
+
+        def submit(self, work, file, shared):
+            flight = super().submit(work, file, shared)
+            self.queue = [*self.queue, flight]
+            return flight
+
+        def result(self, flight):
+            try:
+                found = super().result(flight)
+            except Lost:
+                self.gone = [f for f in self.queue if f is not flight]
+                raise
+            finally:
+                self.queue.remove(flight)
+            if flight in self.gone:
+                raise Lost("a worker died: of another block")
+            return found
+
+    n = 2
+    pool = OneWorker(fatal=[0])
+    options = Options.checked(block_size=2, on_error="drop", retries=0)
+    run = Runner(weighted_plan(n), pool, options)
+    survivors(run(np.float32(2), rows_for(n)), np.arange(n) == 1)
+    assert [*run.report.dropped] == [0]
+
+
+def test_rows_of_dropped_groups_are_empty():
+    n, (x, w) = 6, rows_for(6)
+
+    @drjax.program(clients=n)
+    def late(data):
+        x, w = data
+        first = drjax.map_fn(jnp.sin, x)
+        mean = drjax.reduce_mean(first)
+        root = drjax.map_fn(lambda w, m: jnp.sqrt(w) + m, (w, drjax.broadcast(mean)))
+        return first, root, data, drjax.reduce_mean(root)
+
+    w = np.where(np.arange(n) == 2, -w, w)
+    plan = drjax.make_plan(late)((x, w))
+    run = local.compile(plan, on_error="drop", check_nans=True)
+    for args in ((x, w), Groups([*zip(x, w, strict=True)])):
+        out = run(args)
+        good = np.arange(n) != 2
+        np.testing.assert_allclose(out[0], np.where(good, np.sin(x), np.nan), rtol=1e-6)
+        for found, given in zip(out[2], (x, w), strict=True):
+            np.testing.assert_array_equal(found, np.where(good, given, np.nan))
+    items: list = [*zip(x, np.abs(w), strict=True)]
+    items[4] = np.zeros(2, np.float32)
+    out = run(Groups(items))
+    assert [*run.report.dropped] == [4] and np.isnan(out[2][0][4])
 
 
 def test_what_fails_in_no_group_alone_names_round_and_stage():

@@ -172,6 +172,55 @@ def test_rows_stay_with_the_clients():
     raises(drjax.DrjaxValueError, text, flower.compile, weighted_plan(3), None)
 
 
+def test_rows_stay_with_the_clients_in_loops_too():
+    @drjax.program(clients=3)
+    def rounds(model, x):
+        def step(m, _):
+            y = drjax.map_fn(lambda m, x: jnp.sin(m * x), (drjax.broadcast(m), x))
+            return drjax.gather(y).mean(), None
+
+        return jax.lax.scan(step, model, length=2)[0]
+
+    plan = drjax.make_plan(rounds)(np.float32(1), np.zeros(3, np.float32))
+    text = "What clients compute stays with them"
+    raises(drjax.DrjaxValueError, text, flower.compile, plan, None)
+
+
+def test_a_stage_without_data_of_the_clients():
+    @drjax.program(clients=3)
+    def numbered(model):
+        work = lambda m: m * drjax.partition_index()
+        return drjax.reduce_sum(drjax.map_fn(work, drjax.broadcast(model)))
+
+    plan = drjax.make_plan(numbered)(np.float32(2))
+    assert flower.compile(plan, Grid(load, 3), start=0.5)(np.float32(2)) == 6
+
+
+def test_structures_and_arguments():
+    def named(model, data):
+        y = drjax.map_fn(lambda m, d: m * d["x"], (drjax.broadcast(model), data))
+        return drjax.reduce_weighted_mean(y, data["w"])
+
+    rows = {"x": np.zeros(3, np.float32), "w": np.zeros(3, np.float32)}
+    plan = drjax.make_plan(drjax.program(clients=3)(named))(np.float32(2), rows)
+    run = flower.compile(plan, Grid(load, 3), start=0.5)
+    text = "its data has the structure"
+    raises(drjax.EngineError, text, run, np.float32(2), flower.Clients())
+    two = drjax.program(clients=3)(lambda a, b: drjax.reduce_sum((a, b)))
+    plan = drjax.make_plan(two)(rows["x"], rows["w"])
+    run = flower.compile(plan, Grid(load, 3), start=0.5)
+    text = "put it into one tuple"
+    raises(drjax.DrjaxError, text, run, flower.Clients(), flower.Clients())
+
+
+def test_each_group_has_one_client():
+    grid = Grid(load, 3)
+    plan = plan_of(2)
+    run = flower.compile(plan, grid, start=0.5)
+    text = "A client has partition-id=2. Each of 0 to 1 must have one client"
+    raises(drjax.EngineError, text, run, np.float32(2), flower.Clients())
+
+
 def test_docstring_example_runs():
     assert runs(flower.client)
 

@@ -1,8 +1,8 @@
 """The Flower backend: each group is a client, and its data stays with it.
 
 The driver runs in a Flower `ServerApp`; what the groups do is sent to the clients with
-each round, as a stage of the plan's file, and they run it on their own data. Reduced
-values alone come back.
+each round, as a stage of the plan's file, and they run it on their own data. What comes
+back is what a client gives to a reduction, and nothing else of its rows.
 """
 
 import time
@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from drjax._errors import DrjaxValueError
+from drjax._errors import DrjaxValueError, EngineError
 from drjax.backends.engine import flights, remote, spool
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.groups import Remote
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Results
-from drjax.backends.engine.work import Done, File, State, Work, rows_of
+from drjax.backends.engine.work import Done, File, State, Work, rounds_of, rows_of
 from drjax.plan import Plan
 
-_POLL = 0.1  # seconds between looks for replies
-Clients = Remote
+Clients, _POLL = Remote, 0.1  # seconds between looks for replies
 
 
 def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Runner:
@@ -62,8 +61,8 @@ def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Ru
     """
     needed("flwr.app", "flower", "drjax.backends.flower")
     checked = replace(Options.checked(**options), block_size=1)
-    for a_round in plan.rounds:
-        if rows := rows_of(plan, a_round):
+    for owner, a_round in rounds_of(plan):
+        if rows := rows_of(owner, a_round):
             raise DrjaxValueError(
                 f"{plan.name} needs or returns {rows[0].name}, a row of each group. "
                 "What clients compute stays with them, unless it is reduced."
@@ -109,13 +108,16 @@ class Nodes:
     """The clients, as an engine: a `drjax.backends.engine.pool.Pool` of nodes."""
 
     def __init__(self, grid: Any, n: int, options: Options, start: float):
-        self.workers, self._grid, self._options = n, grid, options
+        self.workers, self.session = n, 0
+        self._grid, self._options = grid, options
         self._flwr, self._start = needed("flwr.app", "flower", "Flower"), start
         self._nodes: dict[int, int] = {}  # of each group
         self._asked: set[int] = set()
         self._replies: dict[str, Any] = {}
 
     def open(self) -> None:
+        if self._asked:  # clients that come later are found between rounds
+            return
         end = time.monotonic() + self._start
         while len(self._nodes) < self.workers and time.monotonic() < end:
             self._find(max(1.0, end - time.monotonic()))
@@ -123,13 +125,22 @@ class Nodes:
 
     def _find(self, timeout: float) -> None:
         """Ask nodes that are new which group they are."""
-        new = [node for node in self._grid.get_node_ids() if node not in self._asked]
+        present = {*self._grid.get_node_ids()}
+        new = sorted(present - self._asked)
         asked = [self._message({}, node, "query") for node in new]
         for answer in self._grid.send_and_receive(asked, timeout=timeout):
-            self._asked.add(answer.metadata.src_node_id)
-            if not answer.has_error():
-                group = int(answer.content["drjax"]["group"])
-                self._nodes[group] = answer.metadata.src_node_id
+            node = answer.metadata.src_node_id
+            if answer.has_error():
+                continue
+            group = int(answer.content["drjax"]["group"])
+            there = self._nodes.get(group)
+            if not 0 <= group < self.workers or there in present:
+                raise EngineError(
+                    f"A client has partition-id={group}. Each of 0 to "
+                    f"{self.workers - 1} must have one client."
+                )
+            self._asked.add(node)
+            self._nodes[group] = node
 
     def _message(self, content: dict, node: int, kind: str) -> Any:
         record = self._flwr.RecordDict({"drjax": self._flwr.ConfigRecord(content)})
@@ -137,7 +148,7 @@ class Nodes:
 
     def results(self, call: Call) -> Results:
         if set(self._grid.get_node_ids()) - self._asked:
-            self._find(self._start)  # clients that came later, or came back
+            self._find(min(5.0, self._start))  # clients that came later, or came back
         self._requests = remote.Requests(call)
         yield from flights.results(self, call)
 

@@ -78,38 +78,40 @@ class Actors:
     The arguments are those of `compile`.
     """
 
-    def __init__(
-        self, workers: int, address: str | None = None,
-        ray_options: dict[str, Any] | None = None,
-    ):  # fmt: skip
+    def __init__(self, workers: int, address: str | None = None, ray_options=None):
         self.workers, self._address = workers, address
-        self._options = ray_options or {}
+        self._options: dict[str, Any] = ray_options or {}
         self._ray = needed("ray", "ray", "drjax.backends.ray")
         self._actors: list[Any] = []
         self._at: dict[Any, Any] = {}  # the actor of each block that is not fetched
-        self._ours = False  # whether Ray was started here
+        self.session = 0
 
     def open(self) -> None:
-        if self._actors:
-            return
         ray = self._ray
+        if self._actors and ray.is_initialized():
+            return
+        self.session, self._at = self.session + 1, {}
+        _open.add(self)
         if not ray.is_initialized():
-            self._ours = self._address is None
+            ours = self._address is None
             settings = {"address": self._address}
-            if self._ours:  # a machine may have fewer cores than workers
+            if ours:  # a machine may have fewer cores than workers
                 cores = max(self.workers, os.cpu_count() or 1)
                 settings = {"num_cpus": cores, "include_dashboard": False}
             with warnings.catch_warnings():  # Ray forks, but only to start programs
                 warnings.filterwarnings("ignore", "os.fork")
                 ray.init(log_to_driver=False, **settings)
+            if ours:
+                _starters.add(self)
         self._actors = [self._start() for _ in range(self.workers)]
         try:
             self._started(self._actors)
         except ray.exceptions.GetTimeoutError as error:
+            resources = ray.cluster_resources()
             self.close()
             raise EngineError(
                 f"{self.workers} workers did not start on Ray within {_START} s. Its "
-                f"resources are {ray.cluster_resources()}, of which others have some: "
+                f"resources are {resources}, of which others have some: "
                 'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
             ) from error
 
@@ -143,10 +145,10 @@ class Actors:
         return done
 
     def result(self, flight: Any) -> Done:
-        actor = self._at.pop(flight)
+        actor, errors = self._at.pop(flight), self._ray.exceptions
         try:
             return self._ray.get(flight)
-        except self._ray.exceptions.RayActorError as error:
+        except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
             first = str(error).strip().splitlines()[0]
             raise Lost(f"a worker died: {first}") from error
@@ -167,18 +169,22 @@ class Actors:
 
     def states(self) -> list[State]:
         found = []
-        for answer in [actor.state.remote() for actor in self._actors]:
+        for actor in self._actors:
             with suppress(self._ray.exceptions.RayActorError):  # it is being replaced
-                found.append(self._ray.get(answer))
+                found.append(self._ray.get(actor.state.remote()))
         return found
 
     def close(self) -> None:
-        for actor in self._actors:
+        for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
         self._actors, self._at = [], {}
-        if self._ours:
+        _open.discard(self)
+        if _starters and not _open:  # nobody needs the Ray that was started here
             self._ray.shutdown()
-            self._ours = False
+            _starters.clear()
+
+
+_open, _starters = set[Actors](), set[Actors]()  # who is at work; who started Ray
 
 
 class _Worker:

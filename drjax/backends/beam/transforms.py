@@ -66,7 +66,7 @@ class RunBlocks(beam.DoFn):
                 raise RuntimeError(f"Group {group} failed in {job.where}: {why}.")
             yield beam.pvalue.TaggedOutput("failed", (group, why))
         if done.partials:
-            good = block.valid & ~np.isin(block.groups, list(done.failed))
+            good = block.without_failed(done.failed).valid
             yield [*done.partials, np.int64(good.sum())]
 
 

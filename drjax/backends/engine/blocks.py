@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax._errors import DrjaxError
+from drjax._errors import DrjaxError, DrjaxValueError
 from drjax.backends.engine.groups import Lazy
 from drjax.backends.engine.work import Block
 
@@ -52,8 +52,10 @@ def blocks(
 
 def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> Cut:
     """A block of pairs of a group's number and its row of one argument."""
-    leaves = []
+    leaves, n = [], lazy[0].n
     for group, item in rows:
+        if not 0 <= group < n:
+            raise DrjaxValueError(f"The plan has groups 0 to {n - 1}, got {group}.")
         try:
             leaves.append((group, lazy[0].source.leaves(item)))
         except DrjaxError as error:

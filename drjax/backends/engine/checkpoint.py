@@ -14,6 +14,8 @@ import numpy as np
 
 from drjax._errors import EngineError
 from drjax.backends.engine.extras import needed
+from drjax.backends.engine.groups import Lazy
+from drjax.backends.engine.options import Options
 
 Note = list[np.ndarray]
 
@@ -129,11 +131,18 @@ def _bytes(x: np.ndarray) -> np.ndarray:
     return flat if flat.size else np.zeros(x.dtype.itemsize, np.uint8)
 
 
-def key_of(plan_key: str, inputs: list[Any]) -> str:
-    """What call it is: the plan and the arrays that were given to it."""
-    found = hashlib.sha256(plan_key.encode())
+def key_of(plan_key: str, inputs: list[Any], options: Options) -> str:
+    """What call it is: the plan, what was given to it, and what fails a group.
+
+    Arrays are known by what is in them, files by their names and sizes; of iterables
+    nothing is known.
+    """
+    policy = f"{options.on_error} {options.check_nans}"
+    found = hashlib.sha256(f"{plan_key} {policy}".encode())
     for x in inputs:
-        if isinstance(x, np.ndarray):
+        if isinstance(x, Lazy):
+            found.update(x.source.groups.identity().encode())
+        else:
             found.update(f"{x.dtype}{x.shape}".encode())
             found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
     return found.hexdigest()

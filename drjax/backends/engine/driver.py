@@ -18,7 +18,7 @@ from drjax.backends import loops
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.combine import Totals, add, result
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.groups import Lazy, empty_rows, inputs
+from drjax.backends.engine.groups import Lazy, empty_rows, inputs, survivors
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Engine
 from drjax.backends.engine.report import Report, StageReport
@@ -74,21 +74,21 @@ class Runner:
             self.report = Report()
             notes = checkpoint.Notes()
             if self.options.checkpoint is not None:
-                key = checkpoint.key_of(self.file.key, given)
+                key = checkpoint.key_of(self.file.key, given, self.options)
                 notes = checkpoint.Saved(self.options.checkpoint, key)
             self.report.resumed = notes.resumed
             self.engine.open()
             try:
-                outs = _Run(self, notes).plan(self._loaded, given, "")
+                run, found = _Run(self, notes), []
+                outs = run.plan(self._loaded, given, "")
+                for value, x in zip(plan.outputs, outs, strict=True):
+                    if value.partitioned:
+                        x = np.moveaxis(survivors(value, x, run.alive), 0, value.axis)
+                    found.append(from_raw(jax.numpy.asarray(x), value.dtype))
                 notes.clear()
             finally:
                 notes.close()
                 self.report.finish()
-            found = []
-            for value, x in zip(plan.outputs, outs, strict=True):
-                x = x.whole() if isinstance(x, Lazy) else x
-                x = np.moveaxis(x, 0, value.axis) if value.partitioned else x
-                found.append(from_raw(jax.numpy.asarray(x), value.dtype))
             return plan.out_tree.unflatten(found)
 
     def server(self, stage: Stage, args: list) -> list[np.ndarray]:
@@ -151,8 +151,9 @@ class _Run:
                 store([*(r.result for r in a_round.partials), *rows], found)
             for reduce in a_round.reduces:
                 if reduce.op == "gather":
-                    x = values[reduce.source.name]
-                    values[reduce.result.name] = x.whole() if isinstance(x, Lazy) else x
+                    source = reduce.source
+                    rows = survivors(source, values[source.name], self.alive)
+                    values[reduce.result.name] = rows
             for loop in a_round.loops:
                 found = self._loop(loop, take(loop.inputs), plan, here)
                 store(loop.outputs, found)

@@ -147,18 +147,28 @@ class Exchange:
             lazy = [x if _in_files(x) else None for x in call.rows]
             order = Order(self._files, folder, call.ops, starts, lazy, call.size)
             seen: set[str] = set()
+            told = 0
             for left in reversed(range(call.options.retries + 1)):
                 run = self.start(order, self._ours)
-                while not run.wait(0.1):
-                    yield from self._told(folder, seen)
-                yield from self._told(folder, seen)
+                while True:
+                    ended = run.wait(0.1)
+                    for block, done in self._told(folder, seen):
+                        told += int(block.without_failed(done.failed).valid.sum())
+                        yield block, done
+                    if ended:
+                        break
                 if (error := run.error()) is None:
                     break
                 run.end()
                 if not left:
                     raise RuntimeError(f"the run failed: {error}")
                 call.lost(f"a run failed: {error[:500]}")
-            yield _NOBODY, Done(order.totals()[:-1], [], {}, 0, 0.0)
+            *totals, count = order.totals()
+            yield _NOBODY, Done(totals, [], {}, 0, 0.0)
+            if int(count or 0) != told:
+                raise RuntimeError(
+                    f"the sums are of {count} groups, but {told} were told of"
+                )
         finally:
             if run is not None:
                 run.end()

@@ -23,6 +23,7 @@ class _Task:
     failed: dict[int, str]  # groups that could not even be sent
     left: int  # how often it may still be lost
     deadline: float = float("inf")
+    alone: bool = True  # whether its worker has no other block
 
     def halves(self) -> list["_Task"]:
         """For a block that ends its workers: to find the group that does."""
@@ -35,7 +36,7 @@ class _Task:
 
 def results(pool: Pool, call: Call) -> Results:
     """`Engine.results` of an engine that is a pool: each block, in order."""
-    key = call.file.key
+    key = f"{call.file.key} {pool.session}"
     if key not in call.known:
         call.known[key] = pool.share(call.file)
     yield from _Flights(pool, call, (call.known[key], pool.share(call.shared))).run()
@@ -103,6 +104,7 @@ class _Flights:
         )  # fmt: skip
         if options.timeout is not None:
             task.deadline = time.monotonic() + options.timeout
+        task.alone = self._most <= self.pool.workers
         self._flying[self.pool.submit(work, *self.given)] = task
 
     def _landed(self) -> Iterator[tuple[_Task, Done | None]]:
@@ -128,7 +130,10 @@ class _Flights:
     def _again(self, task: _Task, why: str) -> Iterator[tuple[_Task, Done | None]]:
         groups = task.block.groups[task.block.valid]
         self.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
-        if task.left:
+        if not task.alone:  # another block may have ended the worker
+            self._most = self.pool.workers
+            self._waiting.append(task)
+        elif task.left:
             task.left -= 1
             self._waiting.append(task)
         elif len(groups) == 1:

@@ -3,6 +3,7 @@
 import bisect
 import glob
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ class Groups:
 
     def bounds(self) -> list[int] | None:
         """Numbers of groups between which workers can read themselves, 0 first."""
+
+    def identity(self) -> str:
+        """What tells this data from other, as far as that is known."""
+        return ""
 
 
 class Remote(Groups):
@@ -107,6 +112,10 @@ class Parquet(Groups):
     def bounds(self) -> list[int]:
         return self._bounds
 
+    def identity(self) -> str:
+        paths = sorted({path for path, *_ in self._parts})
+        return str([(path, os.path.getsize(path)) for path in paths])
+
     def starting(self, group: int) -> Iterator[Any]:
         at = bisect.bisect_right(self._bounds, group) - 1
         for path, part, first in self._parts[at:]:
@@ -117,7 +126,7 @@ class Parquet(Groups):
     def _rows(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
             names = batch.schema.names
-            for row in zip(*map(_array, batch.columns), strict=True):
+            for row in zip(*map(_cells, batch.columns), strict=True):
                 found = dict(zip(names, row, strict=True))
                 if self.columns is not None:
                     yield self.columns(found)
@@ -127,6 +136,19 @@ class Parquet(Groups):
 
 def _parquet() -> Any:
     return needed("pyarrow.parquet", "ray", "Reading Parquet files")
+
+
+def _cells(column: Any) -> Any:
+    """The values of a column; lists of other lengths and nulls as they are."""
+    at = column
+    while hasattr(at.type, "value_type"):
+        lengths = at.value_lengths()
+        if at.null_count or len(lengths.unique()) > 1:
+            return [np.asarray(x) for x in column.to_pylist()]
+        at = at.flatten()
+    if at.null_count:
+        return [np.asarray(x) for x in column.to_pylist()]
+    return _array(column)
 
 
 def _array(column: Any) -> np.ndarray:
@@ -168,8 +190,11 @@ class Lazy:
                 f"{self.value.name} stays with the groups, but the plan returns it, or "
                 "needs the rows of all groups in one place."
             )
-        rows = self.source.between(0, self.n)
-        return np.stack([self.row(leaves) for _, leaves in rows])
+        found = empty_rows(self.value, self.n)
+        for group, leaves in self.source.between(0, self.n):
+            if not isinstance(leaves, Exception):
+                found[group] = self.row(leaves)
+        return found
 
 
 class Source:
@@ -177,9 +202,11 @@ class Source:
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
         self.groups, self.values, self.n = groups, values, n
+        wide = ("float64", "int64", "uint64", "complex128")
+        self._x64 = any(str(value.dtype) in wide for value in values)
         if (bounds := groups.bounds()) is not None and bounds[-1] != n:
             raise DrjaxValueError(f"The plan is for {n} groups, got {bounds[-1]}.")
-        self._node, self._tree = trees.describe(tree), tree
+        self.node, self._tree = trees.describe(tree), tree
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tree": None}  # of classes that others may lack
@@ -205,11 +232,15 @@ class Source:
 
     def leaves(self, item: Any) -> list[np.ndarray]:
         """A group's row as raw arrays; an error if it does not fit."""
+        with jax.enable_x64(self._x64 or bool(jax.config.read("jax_enable_x64"))):
+            return self._leaves(item)
+
+    def _leaves(self, item: Any) -> list[np.ndarray]:
         leaves, tree = jax.tree_util.tree_flatten(item)
         if self._tree is None or tree != self._tree:
-            if trees.describe(tree) != self._node:
+            if trees.describe(tree) != self.node:
                 raise DrjaxTypeError(
-                    f"its data has the structure {tree}, not {trees.Tree(self._node)}"
+                    f"its data has the structure {tree}, not {trees.Tree(self.node)}"
                 )
             self._tree = tree  # of the user's classes
         found = []
@@ -272,3 +303,13 @@ def empty_rows(value: Value, n: int) -> np.ndarray:
     raw = raw_type(value)
     inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
     return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
+
+
+def survivors(value: Value, rows: Any, alive: np.ndarray) -> np.ndarray:
+    """Rows along axis 0, empty for groups that take no part any more."""
+    rows = rows.whole() if isinstance(rows, Lazy) else rows
+    if alive.all():
+        return rows
+    rows = np.array(rows)
+    rows[~alive] = empty_rows(value, 1)[0]
+    return rows

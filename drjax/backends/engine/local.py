@@ -44,7 +44,7 @@ class InProcess:
     """A pool without processes, which runs each block when it is submitted."""
 
     def __init__(self, workers: int = 1):
-        self.workers = workers
+        self.workers, self.session = workers, 0
 
     def open(self) -> None:
         pass

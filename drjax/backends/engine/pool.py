@@ -86,9 +86,11 @@ class Pool(Protocol):
 
     Attributes:
       workers: How many there are.
+      session: Another number after all that was shared has gone.
     """
 
     workers: int
+    session: int
 
     def share(self, x: Any) -> Any:
         """Make an object known to all workers; what stands for it."""

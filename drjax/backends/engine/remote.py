@@ -1,5 +1,6 @@
 """Blocks of groups whose data is with the workers, and stays there."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from drjax._errors import DrjaxTypeError
 from drjax.backends.engine import spool
 from drjax.backends.engine.groups import Lazy, as_array
 from drjax.backends.engine.pool import Call
 from drjax.backends.engine.spool import Job
 from drjax.backends.engine.work import Block, File, Work
+from drjax.interpret.files import trees
 from drjax.interpret.files.keys import to_raw
 
 
@@ -21,8 +24,16 @@ class Requests:
     def __init__(self, call: Call):
         self._call = call
         lazy = [x for x in call.rows if isinstance(x, Lazy)]
-        values = lazy[0].source.values if lazy else []
+        values, tree = [], None
+        if lazy:
+            values, tree = lazy[0].source.values, lazy[0].source.node
+        if any(x.source is not lazy[0].source for x in lazy):
+            raise DrjaxTypeError(
+                "The groups' own data can be one argument of the plan: put it into one "
+                "tuple."
+            )
         self._about = {
+            "tree": tree,
             "rows": [
                 (x.leaf, list(x.steps)) if isinstance(x, Lazy) else None
                 for x in call.rows
@@ -48,7 +59,7 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
     about, (code, groups, valid, *rows) = spool.unpacked(request)
     block, failed, given = Block(groups, valid, rows), {}, iter(rows)
     try:
-        own = _own(load(), about["names"], about["types"])
+        own = _own(load(), about) if about["tree"] is not None else []
         block = replace(block, rows=[
             next(given) if at is None else own[at[0]][tuple(at[1])][None]
             for at in about["rows"]
@@ -57,16 +68,25 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
         failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
         block = block.without(valid)
     done = Job.unpacked(code.tobytes()).run(block, failed)
+    if done.rows:
+        raise ValueError("The stage would give away the rows of a group.")
     return spool.packed_done(block, done)
 
 
-def _own(data: Any, names: list[str], types: list[str]) -> list[np.ndarray]:
+def _own(data: Any, about: dict[str, Any]) -> list[np.ndarray]:
     """A group's data as raw arrays of the planned types."""
-    leaves = [as_array(x) for x in jax.tree.leaves(data)]
-    found = [f"{x.dtype}{[*x.shape]}" for x in leaves]
-    if found != types:
-        told = [f"{name} {kind}" for name, kind in zip(names, types, strict=True)]
+    leaves, tree = jax.tree.flatten(data)
+    if json.loads(json.dumps(trees.describe(tree))) != about["tree"]:
         raise ValueError(
-            f"its data is {', '.join(found)}, but the plan is for {', '.join(told)}"
+            f"its data has the structure {tree}, not {trees.Tree(about['tree'])}"
         )
-    return [np.asarray(to_raw(x)) for x in leaves]
+    with jax.enable_x64(any("64[" in kind for kind in about["types"])):
+        arrays = [as_array(x) for x in leaves]
+        found = [f"{x.dtype}{[*x.shape]}" for x in arrays]
+        if found != about["types"]:
+            pairs = zip(about["names"], about["types"], strict=True)
+            told = [f"{name} {kind}" for name, kind in pairs]
+            raise ValueError(
+                f"its data is {', '.join(found)}, but the plan is for {', '.join(told)}"
+            )
+        return [np.asarray(to_raw(x)) for x in arrays]

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxTypeError, DrjaxValueError, EngineError
 from drjax.backends.engine.combine import Totals
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.groups import Groups, Lazy, inputs
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Results
-from drjax.backends.engine.work import Block, Done
+from drjax.backends.engine.work import Block, Done, File
 from drjax.interpret.files.load import unpacked
 from drjax.plan import Plan
 
@@ -35,7 +36,10 @@ def split(plan: Plan, args: Sequence[Any], options: Options) -> "tuple[Call, Fin
         raise DrjaxTypeError(
             f"One argument of {plan.name} must be ...: that whose rows the groups have."
         )
-    whole = len(plan.rounds) == 1 and not plan.rounds[0].loops
+    (first, *others), reduces = plan.rounds or [None], []
+    if first is not None:
+        reduces = [] if first.loops or others else first.reduces
+    whole = reduces and all(reduce.op != "gather" for reduce in reduces)
     if not whole or any(v.partitioned for v in plan.outputs):
         raise DrjaxValueError(
             f"Only plans of one round, without loops and with reduced results alone, "
@@ -48,25 +52,31 @@ def split(plan: Plan, args: Sequence[Any], options: Options) -> "tuple[Call, Fin
         runner(*given)
     except _Stop:
         pass
-    if not all(isinstance(x, Lazy) for x in engine.call.rows):
+    rows = engine.call.rows
+    if not rows or not all(isinstance(x, Lazy) for x in rows):
         raise DrjaxTypeError(
-            f"All partitioned values of {plan.name} must be in the argument ...: put "
-            "them into one tuple."
+            f"All partitioned values of {plan.name} must be in the argument ..., and "
+            "its groups must use it: put them into one tuple."
         )
-    return engine.call, Finish(runner.file.data, inputs(plan, given, {}), options)
+    with jax.enable_x64(runner.file.x64):
+        flat = inputs(plan, given, {})
+    return engine.call, Finish(runner.file, flat, options)
 
 
 class Finish:
     """Makes the planned function's results of partial ones; can be sent anywhere."""
 
-    def __init__(self, data: bytes, given: list, options: Options):
-        self.data, self.given, self.options = data, given, options
+    def __init__(self, file: File, given: list, options: Options):
+        self.file, self.given, self.options = file, given, options
 
     def __call__(self, totals: Totals) -> Any:
         """`totals`: the stage's partial results, and the number of groups."""
         *partials, count = totals
         n = 0 if count is None else int(count)
-        plan = unpacked(Path("plan.drjax"), self.data)
+        with jax.enable_x64(self.file.x64):
+            plan = unpacked(Path("plan.drjax"), self.file.data)
+        if self.options.on_error == "raise" and n != plan.size:
+            raise EngineError(f"The plan is for {plan.size} groups, got {n}.")
         runner = Runner(plan, _Known(partials, n), self.options)
         return runner.flat(self.given)
 

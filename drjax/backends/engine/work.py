@@ -53,6 +53,10 @@ class Block:
         """The block without the groups for which `out`, bool `[c]`, is true."""
         return replace(self, valid=self.valid & ~out)
 
+    def without_failed(self, failed: dict[int, str]) -> "Block":
+        """The block without the groups that failed, by number."""
+        return self.without(np.isin(self.groups, list(failed)))
+
     def halves(self) -> list["Block"]:
         """The groups that take part, in two blocks."""
         chosen = np.flatnonzero(self.valid)
@@ -180,9 +184,9 @@ class Loaded:
             failed |= found
             if not work.drop:
                 break
-            block = block.without(np.isin(block.groups, list(found)))
-        if error is not None and not failed:
-            raise error
+            block = block.without_failed(found)
+        if error is not None and (not failed or (work.drop and block.valid.any())):
+            raise error  # of no group alone
         if not block.valid.any() or (failed and not work.drop):
             outs = []
         count = len(block.groups)
