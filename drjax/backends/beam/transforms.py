@@ -65,8 +65,8 @@ class RunBlocks(beam.DoFn):
             if not job.drop:
                 raise RuntimeError(f"Group {group} failed in {job.where}: {why}.")
             yield beam.pvalue.TaggedOutput("failed", (group, why))
-        if done.partials:
-            good = block.without_failed(done.failed).valid
+        good = block.without_failed(done.failed).valid
+        if good.any():
             yield [*done.partials, np.int64(good.sum())]
 
 
