@@ -21,6 +21,12 @@ from typing import Any
 
 import cloudpickle
 
+# So that the next process need not compile again what this one did.
+_COMPILED = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
 
 class Own:
     """A function that runs there: a `drjax.backends.engine.exchange.Run`."""
@@ -35,7 +41,8 @@ class Own:
                 [sys.executable, "-m", "drjax.backends.engine.process", path],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                env={"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **_COMPILED,
+                     **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
 
     def wait(self, seconds: float) -> bool:
@@ -98,7 +105,7 @@ def _main(path: Path) -> None:
         told.append(f"{kind.__name__}: {error}".strip(": "))
         if len(told) > 1:  # the first waits for what others have to say
             return
-        time.sleep(1)
+        time.sleep(2)
         path.with_name("error").write_text("; ".join(told))
         sys.stderr.flush()
         os._exit(1)  # Beam would wait for a worker that is gone
