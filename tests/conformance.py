@@ -9,9 +9,13 @@ processes set `processes = True` and are tested by ending some.
 
 import doctest
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +30,8 @@ from drjax.backends.engine.groups import Groups
 from tests.cases import CASES, N, on_mesh
 from tests.plan_files import program
 from tests.test_planned import TRANSFORMS, assert_same, expected
+
+ROOT = Path(__file__).parents[1]
 
 
 def weighted_plan(n: int, work=lambda model, x: model * jnp.sqrt(x)):
@@ -68,6 +74,30 @@ def runs(public) -> bool:
     examples = doctest.DocTestFinder(recurse=False).find(public, "name", globs={})
     (example,) = examples
     return bool(example.examples) and not doctest.DocTestRunner().run(example).failed
+
+
+def run_docs(engine: str) -> None:
+    """Run the code of an engine in docs/engines.md."""
+    page = ROOT / "docs" / "engines.md"
+    blocks = re.findall(rf"```python {engine}\n(.*?)```", page.read_text(), re.S)
+    assert blocks
+    with jax.numpy_rank_promotion("allow"):
+        for block in blocks:
+            exec(compile(block, page.name, "exec"), {})
+
+
+def check_example(engine: str, folder: Path) -> None:
+    """The saved plans of examples/engines.py agree with the reference on an engine."""
+    flags = ("--engines", "reference", engine, "--rounds", "2", "--output", folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.engines", *map(str, flags)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(
+        rf"(local_sgd|maml_gradients) +│ +{engine} .* ([\d.e+-]+) +│", done.stdout
+    )
+    assert len(rows) == 2 and all(float(far) < 1e-5 for _, far in rows)
 
 
 def slow_work(model, x):

@@ -4,13 +4,9 @@
 
 import importlib
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +18,9 @@ from drjax.backends.engine.groups import Parquet
 from tests.cases import CASES
 from tests.conformance import (
     Conformance,
+    check_example,
     rows_for,
+    run_docs,
     runs,
     slow_work,
     survivors,
@@ -30,7 +28,6 @@ from tests.conformance import (
 )
 from tests.raising import raises
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.usefixtures("leaks_unchecked"),
@@ -198,12 +195,7 @@ def test_options():
 
 
 def test_code_in_docs_runs():
-    page = ROOT / "docs" / "engines.md"
-    blocks = re.findall(r"```python beam\n(.*?)```", page.read_text(), re.S)
-    assert blocks
-    with jax.numpy_rank_promotion("allow"):
-        for block in blocks:
-            exec(compile(block, page.name, "exec"), {})
+    run_docs("beam")
 
 
 @pytest.mark.parametrize("public", [beam.compile, "MapReduce"])
@@ -212,13 +204,4 @@ def test_docstring_example_runs(public):
 
 
 def test_the_example(tmp_path):
-    flags = ("--engines", "reference", "beam", "--rounds", "2", "--output", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.engines", *map(str, flags)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(
-        r"(local_sgd|maml_gradients) +│ +beam .* ([\d.e+-]+) +│", done.stdout
-    )
-    assert len(rows) == 2 and all(float(far) < 1e-5 for _, far in rows)
+    check_example("beam", tmp_path)

@@ -1,10 +1,6 @@
 """The Ray backend on two workers: the conformance test, and what is its own."""
 
 import importlib
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +10,17 @@ import pytest
 import drjax
 from drjax.backends import ray
 from drjax.backends.engine.groups import Parquet
-from tests.conformance import Conformance, rows_for, runs, survivors, weighted_plan
+from tests.conformance import (
+    Conformance,
+    check_example,
+    rows_for,
+    run_docs,
+    runs,
+    survivors,
+    weighted_plan,
+)
 from tests.raising import raises
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("leaks_unchecked")]
 
 
@@ -104,12 +107,7 @@ def test_more_workers_than_ray_has_room_for(monkeypatch, actors):
 
 def test_code_in_docs_runs(actors):
     actors.open()  # so that Ray runs already
-    page = ROOT / "docs" / "engines.md"
-    blocks = re.findall(r"```python ray\n(.*?)```", page.read_text(), re.S)
-    assert blocks
-    with jax.numpy_rank_promotion("allow"):
-        for block in blocks:
-            exec(compile(block, page.name, "exec"), {})
+    run_docs("ray")
 
 
 def test_docstring_example_runs(actors):
@@ -118,13 +116,4 @@ def test_docstring_example_runs(actors):
 
 
 def test_the_example(tmp_path):
-    flags = ("--engines", "reference", "ray", "--rounds", "2", "--output", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.engines", *map(str, flags)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(
-        r"(local_sgd|maml_gradients) +│ +ray .* ([\d.e+-]+) +│", done.stdout
-    )
-    assert len(rows) == 2 and all(float(far) < 1e-5 for _, far in rows)
+    check_example("ray", tmp_path)

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy, stablehlo
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax.backends.engine.extras import needed
+from drjax.interpret.files.contents import opened
 from drjax.interpret.files.keys import raw_type
 from drjax.interpret.files.load import unpacked
 from drjax.interpret.files.save import packed
@@ -183,11 +182,8 @@ def _uses_number(stage: Stage) -> bool:
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
-    with ir.Context() as context:
-        sdy.register_dialect(context)
-        module = stablehlo.deserialize_portable_artifact(context, code)
-        operations: Any = module.body.operations
-        functions = {f.name.value: f for f in operations}
+    with opened(code) as module:
+        functions = {f.name.value: f for f in module.body.operations}
         arguments = functions["main"].arguments
         return _used(arguments[len(arguments) - from_last], functions)
 

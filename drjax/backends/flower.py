@@ -67,7 +67,7 @@ def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Ru
                 f"{plan.name} needs or returns {rows[0].name}, a row of each group. "
                 "What clients compute stays with them, unless it is reduced."
             )
-    return Runner(plan, Nodes(grid, plan.size, checked, start), checked)
+    return Runner(plan, Nodes(grid, plan.size, start), checked)
 
 
 def client(load: Callable[[Any], Any]) -> Any:
@@ -107,9 +107,8 @@ def client(load: Callable[[Any], Any]) -> Any:
 class Nodes:
     """The clients, as an engine: a `drjax.backends.engine.pool.Pool` of nodes."""
 
-    def __init__(self, grid: Any, n: int, options: Options, start: float):
-        self.workers, self.session = n, 0
-        self._grid, self._options = grid, options
+    def __init__(self, grid: Any, n: int, start: float):
+        self.workers, self.session, self._grid = n, 0, grid
         self._flwr, self._start = needed("flwr.app", "flower", "Flower"), start
         self._nodes: dict[int, int] = {}  # of each group
         self._asked: set[int] = set()

@@ -5,7 +5,6 @@ Workers of any runner import this module; they get files and numpy arrays only.
 
 # pyright: reportMissingImports=false
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -141,16 +140,12 @@ class MapReduce(beam.PTransform):
         self.call, self.finish = single.split(plan, args, Options.checked(**options))
 
     def expand(self, input_or_inputs: Any) -> Any:
-        call = self.call
+        call, job = self.call, Job.of(self.call)
         staged = (
             input_or_inputs
             | "Batch" >> beam.BatchElements(call.size, call.size)
             | "Block" >> beam.Map(block_of, call.rows)
-            | "Groups" >> _Stage(call.ops, functools.partial(_same, Job.of(call)))
+            | "Groups" >> _Stage(call.ops, lambda: job)
         )
         results = staged["totals"] | "Server" >> beam.Map(self.finish)
         return {"results": results, "failed": staged["failed"]}
-
-
-def _same(job: Job) -> Job:
-    return job

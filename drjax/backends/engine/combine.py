@@ -17,7 +17,7 @@ Totals = list[np.ndarray | None]  # None: of no groups
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
-    """Totals and what a block gives, or other totals, combined."""
+    """Totals and what a block gives, or other totals, combined in place."""
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
@@ -26,10 +26,11 @@ def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
         return total
     partial = np.asarray(partial)
     if op not in ("max", "min"):
-        partial = partial.astype(_wide(partial.dtype))
+        partial = partial.astype(_wide(partial.dtype), copy=False)
     if total is None:
-        return partial
-    return {"max": np.maximum, "min": np.minimum}.get(op, np.add)(total, partial)
+        return np.array(partial)
+    combine = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
+    return combine(total, partial, out=total)
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax.backends.engine.extras import needed
 from drjax.interpret.arguments import flat_inputs
 from drjax.interpret.files import trees
+from drjax.interpret.files.contents import WIDE
 from drjax.interpret.files.keys import is_key, raw_type, to_raw
 from drjax.plan import Plan, Value
 
@@ -202,8 +203,7 @@ class Source:
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
         self.groups, self.values, self.n = groups, values, n
-        wide = ("float64", "int64", "uint64", "complex128")
-        self._x64 = any(str(value.dtype) in wide for value in values)
+        self.wide = any(value.dtype in WIDE for value in values)
         if (bounds := groups.bounds()) is not None and bounds[-1] != n:
             raise DrjaxValueError(f"The plan is for {n} groups, got {bounds[-1]}.")
         self.node, self._tree = trees.describe(tree), tree
@@ -232,7 +232,7 @@ class Source:
 
     def leaves(self, item: Any) -> list[np.ndarray]:
         """A group's row as raw arrays; an error if it does not fit."""
-        with jax.enable_x64(self._x64 or bool(jax.config.read("jax_enable_x64"))):
+        with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
             return self._leaves(item)
 
     def _leaves(self, item: Any) -> list[np.ndarray]:

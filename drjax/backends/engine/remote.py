@@ -34,6 +34,7 @@ class Requests:
             )
         self._about = {
             "tree": tree,
+            "wide": bool(lazy) and lazy[0].source.wide,
             "rows": [
                 (x.leaf, list(x.steps)) if isinstance(x, Lazy) else None
                 for x in call.rows
@@ -80,7 +81,7 @@ def _own(data: Any, about: dict[str, Any]) -> list[np.ndarray]:
         raise ValueError(
             f"its data has the structure {tree}, not {trees.Tree(about['tree'])}"
         )
-    with jax.enable_x64(any("64[" in kind for kind in about["types"])):
+    with jax.enable_x64(about["wide"]):
         arrays = [as_array(x) for x in leaves]
         found = [f"{x.dtype}{[*x.shape]}" for x in arrays]
         if found != about["types"]:

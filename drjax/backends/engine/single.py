@@ -48,8 +48,10 @@ def split(plan: Plan, args: Sequence[Any], options: Options) -> "tuple[Call, Fin
     given = tuple([Groups([]) if x is ... else x for x in args])
     engine = _Asked()
     runner = Runner(plan, engine, options)
+    with jax.enable_x64(runner.file.x64):
+        flat = inputs(plan, given, {})
     try:
-        runner(*given)
+        runner.flat(flat)
     except _Stop:
         pass
     rows = engine.call.rows
@@ -58,8 +60,6 @@ def split(plan: Plan, args: Sequence[Any], options: Options) -> "tuple[Call, Fin
             f"All partitioned values of {plan.name} must be in the argument ..., and "
             "its groups must use it: put them into one tuple."
         )
-    with jax.enable_x64(runner.file.x64):
-        flat = inputs(plan, given, {})
     return engine.call, Finish(runner.file, flat, options)
 
 

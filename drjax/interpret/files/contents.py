@@ -1,5 +1,6 @@
 """What is in a stage: callbacks, which no file can hold, wide values, random keys."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax.interpret.files.keys import is_key, key_impl
 
-_WIDE = {np.dtype(t) for t in ("int64", "uint64", "float64", "complex128")}
+WIDE = {np.dtype(t) for t in ("int64", "uint64", "float64", "complex128")}
 _SAME_IN_BATCHES = {"threefry2x32"}
 
 
@@ -51,7 +52,7 @@ def contents(jaxpr: Any, where: str) -> Contents:
     dtypes.discard(None)
     keys = frozenset(key_impl(dtype) for dtype in dtypes if is_key(dtype))
     in_turn = bool(keys - _SAME_IN_BATCHES) or "rng_bit_generator" in names
-    return Contents(bool(dtypes & _WIDE), keys, in_turn)
+    return Contents(bool(dtypes & WIDE), keys, in_turn)
 
 
 def together(found: Iterable[Contents]) -> Contents:
@@ -75,6 +76,15 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
 _OF_JAX = {"shape_assertion"}  # checked when shapes become known
 
 
+@contextlib.contextmanager
+def opened(stablehlo_code: bytes) -> Iterator[Any]:
+    """The module of a portable artifact."""
+    with ir.Context() as context:
+        for dialect in (sdy, stablehlo):
+            dialect.register_dialect(context)
+        yield stablehlo.deserialize_portable_artifact(context, stablehlo_code)
+
+
 def custom_calls(stablehlo_code: bytes) -> set[str]:
     """The names of the code outside StableHLO that a portable artifact calls."""
     found = set()
@@ -84,10 +94,7 @@ def custom_calls(stablehlo_code: bytes) -> set[str]:
             found.add(ir.StringAttr(op.attributes["call_target_name"]).value)
         return ir.WalkResult.ADVANCE
 
-    with ir.Context() as context:
-        for dialect in (sdy, stablehlo):
-            dialect.register_dialect(context)
-        module = stablehlo.deserialize_portable_artifact(context, stablehlo_code)
+    with opened(stablehlo_code) as module:
         module.operation.walk(look)
     return found - _OF_JAX
 
