@@ -1,16 +1,18 @@
 """Saved plans on engines: local SGD and the gradient of MAML, from their files alone.
 
-    python -m examples.engines --engines reference xla ray beam
+    python -m examples.engines --engines reference xla ray beam flower
 
 Each plan is saved, then every engine loads the file, runs it a few times on the same
-arguments, and is compared with the reference backend. Ray and Beam are started on this
-machine, with two workers; `pip install '.[ray]'` or `'.[beam]'` installs them.
+arguments, and is compared with the reference backend. Engines are started on this
+machine: Ray and Beam with two workers, Flower as a simulation whose clients have the
+groups' rows. `pip install '.[ray,beam,flower]' 'flwr[simulation]'` installs them all.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ class Config:
     """Run two saved plans on several engines."""
 
     engines: tuple[str, ...] = ("reference", "xla")
-    """Which: reference, xla, ray, beam."""
+    """Which: reference, xla, ray, beam, flower."""
     output: Path = Path("runs/engines")
     """Folder of the plan files."""
     rounds: int = 5
@@ -74,12 +76,26 @@ def start(engine: str, plan: Plan) -> Any:
 
 def run(path: Path, engine: str, args: tuple, rounds: int) -> tuple[list, list[float]]:
     """Flat results of a plan file on an engine, and the seconds of each run."""
+    plan = drjax.load_plan(path)
+    if engine == "flower":
+        from drjax.backends.flower import Clients
+        from examples.flower.simulation import simulate
+
+        *shared, data = args
+        return simulate(
+            plan, data, lambda step: timed(partial(step, *shared, Clients()), rounds)
+        )
+    with start(engine, plan) as step:
+        return timed(partial(step, *args), rounds)
+
+
+def timed(step: Callable[[], Any], rounds: int) -> tuple[list, list[float]]:
+    """Flat results of the last run, and the seconds of each."""
     seconds, out = [], None
-    with start(engine, drjax.load_plan(path)) as step:
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            out = jax.block_until_ready(step(*args))
-            seconds.append(time.perf_counter() - begin)
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        out = jax.block_until_ready(step())
+        seconds.append(time.perf_counter() - begin)
     return jax.tree.leaves(out), seconds
 
 

@@ -20,7 +20,7 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
-from tests.conformance import rows_for, runs, weighted_plan
+from tests.conformance import check_example, rows_for, runs, weighted_plan
 from tests.raising import raises
 
 ROOT = Path(__file__).parents[1]
@@ -234,6 +234,10 @@ def test_code_in_docs_runs():
     exec(compile(block, "docs", "exec"), names)
     names["main"](Grid(load, 3), None)
     assert abs(names["model"]) < 2
+
+
+def test_the_example_in_a_simulation(tmp_path):
+    check_example("flower", tmp_path)
 
 
 # ---------------------------------------------------------------------------------

@@ -21,7 +21,11 @@ from tests.conformance import (
 )
 from tests.raising import raises
 
-pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("leaks_unchecked")]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.usefixtures("leaks_unchecked"),
+    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),  # 2.55
+]
 
 
 @pytest.fixture(scope="module")
