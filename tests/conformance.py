@@ -8,6 +8,7 @@ processes set `processes = True` and are tested by ending some.
 """
 
 import doctest
+import importlib
 import os
 import re
 import signal
@@ -26,7 +27,8 @@ import pytest
 import drjax
 from drjax.backends import reference
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.groups import Groups
+from drjax.backends.engine.groups import Groups, Parquet
+from tests import dying_driver
 from tests.cases import CASES, N, on_mesh
 from tests.plan_files import program
 from tests.test_planned import TRANSFORMS, assert_same, expected
@@ -98,6 +100,48 @@ def check_example(engine: str, folder: Path) -> None:
         rf"(local_sgd|maml_gradients) +│ +{engine} .* ([\d.e+-]+) +│", done.stdout
     )
     assert len(rows) == 2 and all(float(far) < 1e-5 for _, far in rows)
+
+
+def check_resume(engine: str, folder: Path) -> None:
+    """A call whose driver was killed goes on after the last round that was saved."""
+    died = subprocess.run(
+        [sys.executable, "-m", "tests.dying_driver", engine, folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    plan, args = dying_driver.plan_of_rounds()
+    with dying_driver.compiled(engine, str(folder)) as run:
+        found = run(*args)
+        rounds = [stage.round for stage in run.report.stages]
+        assert run.report.resumed and rounds == ["1.scan.0.1"] * 2
+        assert len(run.report.workers) >= 2
+    assert_same(found, reference.compile(plan)(*args))
+
+
+def check_poisoned_file(engine: Any, folder: Path, **settings: Any) -> None:
+    """Groups of a part of a file that cannot be read fail, and no others."""
+    n, (x, w) = 40, rows_for(40)
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    for part, at in enumerate((slice(0, 20), slice(20, 40))):
+        path = folder / f"groups-{part}.parquet"
+        table = arrow.table({"x": x[at], "w": w[at]})
+        parquet.write_table(table, path, row_group_size=8, compression="none")
+    told = parquet.read_metadata(path).row_group(1).column(0)  # of groups 28 to 35
+    with path.open("r+b") as file:
+        file.seek(told.dictionary_page_offset or told.data_page_offset)
+        file.write(b"\xff" * 16)
+    groups = Parquet(folder / "groups-*.parquet", lambda row: (row["x"], row["w"]))
+    text = "it cannot be read from .*groups-1.parquet, row group 1: "
+    settings["block_size"] = 6
+    with engine.compile(weighted_plan(n), **settings) as run:
+        with pytest.raises(drjax.EngineError, match=text) as e:
+            run(np.float32(2), groups)
+        assert (e.value.round, e.value.group) == ("1", 28)
+        assert f"in {e.value.stage}: it cannot be read" in str(e.value)
+    with engine.compile(weighted_plan(n), on_error="drop", **settings) as run:
+        bad = [*range(28, 36)]
+        survivors(run(np.float32(2), groups), ~np.isin(np.arange(n), bad))
+        assert sorted(run.report.dropped) == bad
 
 
 def slow_work(model, x):

@@ -19,6 +19,8 @@ from tests.cases import CASES
 from tests.conformance import (
     Conformance,
     check_example,
+    check_poisoned_file,
+    check_resume,
     rows_for,
     run_docs,
     runs,
@@ -201,6 +203,14 @@ def test_code_in_docs_runs():
 @pytest.mark.parametrize("public", [beam.compile, "MapReduce"])
 def test_docstring_example_runs(public):
     assert runs(getattr(beam, public) if isinstance(public, str) else public)
+
+
+def test_the_driver_is_killed(tmp_path):
+    check_resume("beam", tmp_path / "run")
+
+
+def test_a_poisoned_file(tmp_path):
+    check_poisoned_file(beam, tmp_path, workers=2)
 
 
 def test_the_example(tmp_path):

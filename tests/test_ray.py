@@ -13,6 +13,8 @@ from drjax.backends.engine.groups import Parquet
 from tests.conformance import (
     Conformance,
     check_example,
+    check_poisoned_file,
+    check_resume,
     rows_for,
     run_docs,
     runs,
@@ -117,6 +119,14 @@ def test_code_in_docs_runs(actors):
 def test_docstring_example_runs(actors):
     actors.open()
     assert runs(ray.compile)
+
+
+def test_the_driver_is_killed(tmp_path):
+    check_resume("ray", tmp_path / "run")
+
+
+def test_a_poisoned_file(tmp_path, actors):
+    check_poisoned_file(ray, tmp_path, workers=actors)
 
 
 def test_the_example(tmp_path):

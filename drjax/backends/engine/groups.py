@@ -72,7 +72,8 @@ class Parquet(Groups):
 
     Files are read in the order of their names and by batches of rows, so that memory
     does not grow with the number of groups. Where workers read them (on Beam), a
-    *row group* of a file is what one of them reads. Needs pyarrow.
+    *row group* of a file is what one of them reads. A group whose row cannot be read
+    fails as one whose data does not fit. Needs pyarrow.
 
     Args:
       pattern: A pattern of file names, as for `glob.glob`.
@@ -82,7 +83,7 @@ class Parquet(Groups):
 
     Raises:
       EngineError: pyarrow is not installed.
-      DrjaxValueError: There is no such file.
+      DrjaxValueError: There is no such file, or one is no Parquet file.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class Parquet(Groups):
         self._parts: list[tuple[str, int, int]] = []  # path, row group, first row
         self._bounds = [0]
         for path in paths:
-            told = self._reader.read_metadata(path)
+            try:
+                told = self._reader.read_metadata(path)
+            except Exception as error:
+                raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
             for part in range(told.num_row_groups):
                 self._parts.append((path, part, self._bounds[-1]))
                 rows = told.row_group(part).num_rows
@@ -119,20 +123,34 @@ class Parquet(Groups):
 
     def starting(self, group: int) -> Iterator[Any]:
         at = bisect.bisect_right(self._bounds, group) - 1
-        for path, part, first in self._parts[at:]:
-            with self._reader.ParquetFile(path) as file:
-                rows = self._rows(file.iter_batches(1024, row_groups=[part]))
-                yield from itertools.islice(rows, max(0, group - first), None)
+        for (path, part, first), end in zip(
+            self._parts[at:], self._bounds[at + 1 :], strict=True
+        ):
+            rows = self._rows(path, part, end - first)
+            yield from itertools.islice(rows, max(0, group - first), None)
 
-    def _rows(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            names = batch.schema.names
-            for row in zip(*map(_cells, batch.columns), strict=True):
-                found = dict(zip(names, row, strict=True))
-                if self.columns is not None:
-                    yield self.columns(found)
-                else:
-                    yield found if len(names) > 1 else row[0]
+    def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
+        """The rows of a row group, or why they cannot be read."""
+        made = 0
+        try:
+            with self._reader.ParquetFile(path) as file:
+                for batch in file.iter_batches(1024, row_groups=[part]):
+                    names = batch.schema.names
+                    for row in zip(*map(_cells, batch.columns), strict=True):
+                        yield self._group(dict(zip(names, row, strict=True)))
+                        made += 1
+        except Exception as error:
+            text = f"it cannot be read from {path}, row group {part}: {error}"
+            yield from itertools.repeat(DrjaxValueError(text), count - made)
+
+    def _group(self, row: dict[str, Any]) -> Any:
+        if self.columns is None:
+            return row if len(row) > 1 else next(iter(row.values()))
+        try:
+            return self.columns(row)
+        except Exception as error:
+            text = f"its columns give {type(error).__name__}: {error}"
+            return DrjaxValueError(text)
 
 
 def _parquet() -> Any:
@@ -236,6 +254,8 @@ class Source:
             return self._leaves(item)
 
     def _leaves(self, item: Any) -> list[np.ndarray]:
+        if isinstance(item, DrjaxError):
+            raise item
         leaves, tree = jax.tree_util.tree_flatten(item)
         if self._tree is None or tree != self._tree:
             if trees.describe(tree) != self.node:

@@ -3,7 +3,9 @@
 An error in any of its threads ends the process: Beam's local runner, for one, waits for
 ever when a worker dies.
 
-    python -m drjax.backends.engine.process FILE
+It ends with the process that started it, also if that is killed.
+
+    python -m drjax.backends.engine.process FILE PARENT
 """
 
 # pyright: reportMissingImports=false
@@ -38,7 +40,7 @@ class Own:
         path.write_bytes(cloudpickle.dumps(fn))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "drjax.backends.engine.process", path],
+                [sys.executable, "-m", __name__, path, str(os.getpid())],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env={"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **_COMPILED,
@@ -97,7 +99,14 @@ class Here:
         self._thread.join()
 
 
-def _main(path: Path) -> None:
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)  # and the workers
+
+
+def _main(path: Path, parent: int) -> None:
+    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     told: list[str] = []
 
     def failed(kind: type, error: BaseException | None, trace: Any) -> None:
@@ -116,4 +125,4 @@ def _main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,60 @@
+"""A driver that is killed in its third round, while a stage of the groups runs.
+
+    python -m tests.dying_driver ray FOLDER
+
+FOLDER is that of the checkpoint. `tests.conformance.check_resume` starts it, and makes
+the same call again.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import drjax
+
+N, ROUNDS, BLOCK = 6, 4, 1
+
+
+def plan_of_rounds():
+    """Rounds of a mean over work that takes a while, and its arguments."""
+
+    @drjax.program(clients=N)
+    def train(model, data):
+        def work(model, x):
+            wait = lambda i, y: jnp.where(jnp.sin(y + i) > 2, 0.0, y)
+            return jax.lax.fori_loop(0, 8_000_000, wait, jnp.sin(model + x))
+
+        def step(model, _):
+            mean = drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(model), data)))
+            return 0.5 * model + mean, mean
+
+        return jax.lax.scan(step, model, length=ROUNDS)
+
+    args = np.float32(2), np.linspace(0, 1, N, dtype=np.float32)
+    return drjax.make_plan(train)(*args), args
+
+
+def compiled(engine: str, folder: str):
+    backend = importlib.import_module(f"drjax.backends.{engine}")
+    plan, _ = plan_of_rounds()
+    return backend.compile(plan, workers=2, block_size=BLOCK, checkpoint=folder)
+
+
+def die_in_the_third(run) -> None:
+    while not (len(run.report.stages) == 3 and run.report.stages[-1].blocks > 2):
+        time.sleep(0.01)
+    assert run.report.stages[-1].blocks < N
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run = compiled(*sys.argv[1:])
+    threading.Thread(target=die_in_the_third, args=[run], daemon=True).start()
+    run(*plan_of_rounds()[1])
