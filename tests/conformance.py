@@ -12,10 +12,12 @@ import importlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,24 @@ def check_poisoned_file(engine: Any, folder: Path, **settings: Any) -> None:
         bad = [*range(28, 36)]
         survivors(run(np.float32(2), groups), ~np.isin(np.arange(n), bad))
         assert sorted(run.report.dropped) == bad
+
+
+def free_ports(count: int) -> list[int]:
+    found = [socket.socket() for _ in range(count)]
+    for one in found:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in found]
+    for one in found:
+        one.close()
+    return ports
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.2)
+    return found
 
 
 def slow_work(model, x):

@@ -2,11 +2,16 @@
 
 # pyright: reportMissingImports=false
 
+import contextlib
 import importlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,11 +26,13 @@ from tests.conformance import (
     check_example,
     check_poisoned_file,
     check_resume,
+    free_ports,
     rows_for,
     run_docs,
     runs,
     slow_work,
     survivors,
+    wait_for,
     weighted_plan,
 )
 from tests.raising import raises
@@ -130,6 +137,51 @@ def test_64_bits_in_files(tmp_path):
     with beam.compile(plan, workers=1) as run:
         found = run(Parquet(tmp_path / "groups.parquet"))
     assert found.dtype == np.float64 and abs(float(found) - x.sum()) < 1e-14
+
+
+@pytest.fixture
+def portable():
+    """Flags of a job service with a pool of workers, which are ended after a while."""
+    job, pool = free_ports(2)
+    here = str(Path(sys.executable).parent)  # the pool starts the `python` of PATH
+    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}"}
+    modules = (
+        ("portability.local_job_service_main", f"--port={job}"),
+        ("worker.worker_pool_main", f"--service_port={pool}"),
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"apache_beam.runners.{module}", flag],
+            env=environment, start_new_session=True,
+        )
+        for module, flag in modules
+    ]  # fmt: skip
+
+    def end():
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    timer = threading.Timer(180, end)  # with no workers a job would wait for ever
+    timer.start()
+    for port in (job, pool):
+        wait_for(lambda port=port: socket.socket().connect_ex(("localhost", port)) == 0)
+    yield [
+        f"--job_endpoint=localhost:{job}",
+        "--environment_type=EXTERNAL",
+        f"--environment_config=localhost:{pool}",
+    ]
+    timer.cancel()
+    end()
+
+
+@pytest.mark.slow
+def test_a_job_service_with_a_pool_of_workers(portable):
+    n, options = 17, {"runner": "PortableRunner", "flags": portable, "block_size": 4}
+    with beam.compile(weighted_plan(n), **options) as run:
+        survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+        assert os.getpid() not in run.report.workers
 
 
 def test_map_reduce_in_a_pipeline_of_ones_own():

@@ -20,7 +20,14 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
-from tests.conformance import check_example, rows_for, runs, weighted_plan
+from tests.conformance import (
+    check_example,
+    free_ports,
+    rows_for,
+    runs,
+    wait_for,
+    weighted_plan,
+)
 from tests.raising import raises
 
 ROOT = Path(__file__).parents[1]
@@ -242,24 +249,6 @@ def test_the_example_in_a_simulation(tmp_path):
 
 # ---------------------------------------------------------------------------------
 # Real processes
-
-
-def free_ports(count):
-    found = [socket.socket() for _ in range(count)]
-    for one in found:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in found]
-    for one in found:
-        one.close()
-    return ports
-
-
-def wait_for(condition, seconds=240):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.2)
-    return found
 
 
 @pytest.fixture

@@ -110,6 +110,26 @@ def test_files_stay_readable(path):
     assert path.name == "__init__.py" or ast.get_docstring(ast.parse(text))
 
 
+@pytest.mark.parametrize("name", ["beam", "flower", "ray"])
+def test_adapters_of_engines_are_small(name):
+    paths = [*(PACKAGE / "backends").glob(f"{name}.py")]
+    paths += (PACKAGE / "backends").glob(f"{name}/*.py")
+    assert 0 < sum(_lines_of_code(path.read_text()) for path in paths) < 200
+
+
+def _lines_of_code(text: str) -> int:
+    """Lines that are no comments, docstrings or empty."""
+    docs = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        if ast.get_docstring(node):
+            doc = node.body[0]
+            docs |= {*range(doc.lineno, (doc.end_lineno or doc.lineno) + 1)}
+    lines = [x.strip() for i, x in enumerate(text.splitlines(), 1) if i not in docs]
+    return sum(bool(x) and not x.startswith("#") for x in lines)
+
+
 def test_contributing_is_short():
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
 
