@@ -58,22 +58,22 @@ TRANSFORMS = {
     "grad of rounds": lambda case: jax.grad(rounds(case.fn), argnums(case)),
 }
 SLOW = (pytest.mark.slow,)
-WAYS = [*itertools.product(MESHES, (1, 3, None))]  # a mesh, and groups per step
+GRID = (pytest.mark.slow, pytest.mark.grid)
+STEPS = (1, 3, None)  # groups per step
 
 
 def pairs():
-    """Each case and transform on one mesh by default; values on all when slow."""
-    for i, (case, (j, name)) in enumerate(
-        itertools.product(CASES, enumerate(TRANSFORMS))
+    """Each case and transform on all meshes, with all steps; on one by default."""
+    for (i, case), (j, name) in itertools.product(
+        enumerate(CASES), enumerate(TRANSFORMS)
     ):
-        ways = [w for w in WAYS if case.on_explicit or "explicit" not in w[0]]
-        for k, (mesh, step) in enumerate(ways):
-            default = k == (5 * i + j) % len(ways)
-            if default or (name == "value" and step == 1):
-                yield pytest.param(
-                    case, name, mesh, step, marks=() if default else SLOW,
-                    id=f"{case.name}-{name}-{mesh}-{step}",
-                )  # fmt: skip
+        meshes = [m for m in MESHES if case.on_explicit or "explicit" not in m]
+        for k, mesh in enumerate(meshes):
+            default = k == (len(TRANSFORMS) * i + j) % len(meshes)
+            yield pytest.param(
+                case, name, mesh, STEPS[(i + k) % 3], marks=() if default else GRID,
+                id=f"{case.name}-{name}-{mesh}-{STEPS[(i + k) % 3]}",
+            )  # fmt: skip
 
 
 @functools.cache
