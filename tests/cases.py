@@ -2,7 +2,7 @@
 
 A test file per transformation runs every row of the table; `grid` spreads the rows
 over meshes so that each case and each transformation meets each mesh (the full
-product is marked slow). Everything runs in float64: numpy is the oracle for values,
+product is marked a grid). Everything runs in float64: numpy is the oracle for values,
 and differences of the numpy function are the oracle for derivatives.
 """
 
@@ -19,6 +19,7 @@ import pytest
 import drjax
 from tests.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
+GRID = (pytest.mark.slow, pytest.mark.grid)
 N = 8  # groups: divisible by 1, 2, 4 and 8 devices
 
 MESHES: dict[str, Callable[[], Any]] = {
@@ -271,9 +272,14 @@ def grid(shift: int = 0):
         if mesh.startswith("explicit") and not case.on_explicit:
             continue
         default = (i + shift) % len(MESHES) == j
-        marks = () if default else (pytest.mark.slow, pytest.mark.grid)
+        marks = () if default else GRID
         params.append(pytest.param(case, mesh, marks=marks, id=f"{case.name}-{mesh}"))
     return pytest.mark.parametrize(("case", "mesh_name"), params)
+
+
+def some(names, *chosen, marks=GRID):
+    """Parameters of a test: those that are not chosen have the marks."""
+    return [x if x in chosen else pytest.param(x, marks=marks) for x in names]
 
 
 class on_mesh:

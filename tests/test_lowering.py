@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from tests.cases import some
 from tests.compiled import flops
 from tests.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
@@ -33,12 +34,6 @@ MESHES = {
     "no axis": ({"data": 8}, AUTO),
     "no axis, explicit": ({"data": 8}, EXPLICIT),
 }
-
-
-def some(names, *chosen):
-    """Parameters of a test: those not chosen are a grid."""
-    grid = (pytest.mark.slow, pytest.mark.grid)
-    return [x if x in chosen else pytest.param(x, marks=grid) for x in names]
 
 
 def data_for(n: int) -> np.ndarray:

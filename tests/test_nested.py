@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import drjax
+from tests.cases import some
 from tests.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
-from tests.test_lowering import X, assert_close, some
+from tests.test_lowering import X, assert_close
 
 MESHES: dict[str, Any] = {
     "none": None,

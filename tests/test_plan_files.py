@@ -15,11 +15,11 @@ import pytest
 import drjax
 from drjax.backends import reference, xla
 from drjax.interpret.files.report import inspect
-from tests.cases import CASES, MESHES, N, on_mesh
+from tests.cases import CASES, GRID, MESHES, N, on_mesh
 from tests.meshes import in_mesh_of
 from tests.plan_files import program, read_manifest, saved, sgd_plan
 from tests.raising import raises
-from tests.test_planned import GRID, SLOW, TRANSFORMS, assert_same, expected
+from tests.test_planned import TRANSFORMS, assert_same, expected
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -125,7 +125,10 @@ def test_dtypes(dtype, tmp_path):
 @pytest.mark.parametrize("step", [1, 3, None])
 @pytest.mark.parametrize(
     "mesh",
-    [{"clients": 3}, *(pytest.param(m, marks=SLOW) for m in (None, {"clients": 4}))],
+    [
+        {"clients": 3},
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (None, {"clients": 4})),
+    ],
 )
 def test_loops_of_every_sort_on_meshes(mesh, step, tmp_path):
     @program

@@ -14,7 +14,7 @@ import pytest
 
 import drjax
 from drjax.backends import reference
-from tests.cases import CASES, MESHES, N, on_mesh
+from tests.cases import CASES, GRID, MESHES, N, on_mesh, some
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -57,8 +57,7 @@ TRANSFORMS = {
     "rounds": lambda case: rounds(case.fn),
     "grad of rounds": lambda case: jax.grad(rounds(case.fn), argnums(case)),
 }
-SLOW = (pytest.mark.slow,)
-GRID = (pytest.mark.slow, pytest.mark.grid)
+slowly = functools.partial(some, marks=pytest.mark.slow)
 STEPS = (1, 3, None)  # groups per step
 
 
@@ -102,11 +101,7 @@ def test_jit(case, name, mesh, step):
     assert_same(found, expected(case, name))
 
 
-def some(names, *chosen):
-    return [n if n in chosen else pytest.param(n, marks=SLOW) for n in names]
-
-
-@pytest.mark.parametrize("name", some(TRANSFORMS, "value", "grad", "grad of rounds"))
+@pytest.mark.parametrize("name", slowly(TRANSFORMS, "value", "grad", "grad of rounds"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_group_at_a_time(case, name):
     with on_mesh(case, "none") as args:
@@ -116,7 +111,7 @@ def test_one_group_at_a_time(case, name):
 
 
 @pytest.mark.parametrize(
-    "name", some([c.name for c in CASES], *[c.name for c in CASES[::3]])
+    "name", slowly([c.name for c in CASES], *[c.name for c in CASES[::3]])
 )
 def test_derivatives_of_the_jitted_function(name):
     case = next(case for case in CASES if case.name == name)

@@ -60,17 +60,16 @@ def _chosen_rows(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     batch of arrays, rows are chosen of each.
     """
     params = eqn.params
-    dims, mode, sizes = (
-        params["dimension_numbers"], params["mode"], [*params["slice_sizes"]]
-    )  # fmt: skip
+    dims, mode = params["dimension_numbers"], params["mode"]
     inside = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
     batched = dims.operand_batching_dims
-    if axis not in dims.start_index_map or mode not in inside:
+    plain = axis in dims.start_index_map and mode in inside
+    if not (plain and set(dims.collapsed_slice_dims) <= {axis}):
         return None
-    if not set(dims.collapsed_slice_dims) <= {axis}:
-        return None
-    for d in batched:
-        sizes[d] = shape[d]
+    sizes = [
+        shape[d] if d in batched else size
+        for d, size in enumerate(params["slice_sizes"])
+    ]
     if not _is_one_row(sizes, shape, axis):
         return None
     out, column = eqn.outvars[0].aval.shape, dims.start_index_map.index(axis)
