@@ -89,15 +89,22 @@ def load(path: Path) -> Config:
     return pydantic.TypeAdapter(Config).validate_json(text, strict=True)
 
 
-def from_command_line(args: Sequence[str] | None = None) -> tuple[Path, Config, Path]:
-    """The file, the run with the overrides of flags, and the folder of records."""
+def from_command_line(
+    args: Sequence[str] | None = None,
+) -> tuple[Path, dict[Path, Config]]:
+    """The folder of records, and each file's run with the overrides of flags."""
 
     @dataclass(config=_STRICT)
     class Known:
-        file: tyro.conf.Positional[Path]
-        """The run: a file of configs/."""
+        files: tyro.conf.Positional[tuple[Path, ...]]
+        """The runs: files of configs/."""
         out: Path = Path("runs/experiments")
         """Folder of the records."""
 
     known, rest = tyro.cli(Known, args=args, return_unknown_args=True, add_help=False)
-    return known.file, tyro.cli(Config, args=rest, default=load(known.file)), known.out
+    if not known.files:
+        raise SystemExit("Give files of configs/ first, then flags.")
+    configs = {
+        file: tyro.cli(Config, args=rest, default=load(file)) for file in known.files
+    }
+    return known.out, configs

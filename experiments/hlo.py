@@ -1,9 +1,9 @@
 """What one device does in a compiled program: operations and messages, loops counted.
 
-What goes in is `compiled.as_text()`. JAX has no parser of it, and the compiler's own cost
-analysis counts the body of a loop once, however often it runs; this counts it as often as
-the constant in the loop's condition says, which is right for loops that count up from
-zero by one, as `lax.scan` makes them. Both branches of a conditional count.
+What goes in is `compiled.as_text()`. JAX has no parser of it, and the compiler's own
+cost analysis counts the body of a loop once, however often it runs; this counts it as
+often as the constant in the loop's condition says, which is right for loops that count
+up from zero by one, as `lax.scan` makes them. Both branches of a conditional count.
 """
 
 import dataclasses

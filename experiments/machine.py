@@ -19,6 +19,7 @@ _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu",
 }  # fmt: skip
+os.environ.update(_NO_TPU_HERE)
 
 
 def devices(machine: Machine) -> np.ndarray:
@@ -26,8 +27,6 @@ def devices(machine: Machine) -> np.ndarray:
     if machine.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", machine.devices)
         return np.array(jax.devices("cpu")[: machine.devices])
-    for name, value in _NO_TPU_HERE.items():
-        os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(

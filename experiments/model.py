@@ -57,17 +57,16 @@ def specs(params: Params, layout: str, axis: str) -> Params:
         words. `"fsdp"`: each matrix by its first dimension that is not the layers'.
       axis: The mesh axis of a group's devices.
     """
-    by_name = {"qkv": P(None, None, axis), "up": P(None, None, axis),
-               "out": P(None, axis), "down": P(None, axis)}  # fmt: skip
+    by_rows = layout == "fsdp"
 
     def spec(path: tuple, leaf: Any) -> P:
         names = [str(getattr(key, "key", key)) for key in path]
         if "embedding" in names:
             return P(axis)
-        if leaf.ndim < 2 or "kernel" not in names:
+        if "kernel" not in names:
             return P()
-        if layout == "fsdp":
-            return P(None, axis)
-        return next(by_name[name] for name in names if name in by_name)
+        layers = (None,) * (leaf.ndim - 2)
+        rows = by_rows or "out" in names or "down" in names
+        return P(*layers, axis) if rows else P(*layers, None, axis)
 
     return jax.tree_util.tree_map_with_path(spec, params)

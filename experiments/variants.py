@@ -1,8 +1,8 @@
 """The round of local SGD, written in six ways: `(params, tokens) -> (params, loss)`.
 
 `params` are the global parameters, `tokens` int32 `[n, steps, batch, length + 1]`. All
-run on a mesh with the axes `groups` and `model`. A group's model is left to the compiler,
-which lays it out over `model` by how the parameters come in.
+run on a mesh with the axes `groups` and `model`. A group's model is left to the
+compiler, which lays it out over `model` by how the parameters come in.
 """
 
 from collections.abc import Callable

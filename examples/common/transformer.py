@@ -31,7 +31,7 @@ class TransformerConfig:
     vocab: int = 256
     """Number of token values."""
     scan: bool = False
-    """Compile one block for all layers; its activations are computed again backwards."""
+    """Compile one block for all layers, and compute it again in the backward pass."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What is computed in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
