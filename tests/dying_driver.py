@@ -1,4 +1,4 @@
-"""A driver that is killed in its third round, while a stage of the groups runs.
+"""A driver that is killed in its second round, while a stage of the groups runs.
 
     python -m tests.dying_driver ray FOLDER
 
@@ -19,7 +19,7 @@ import numpy as np
 
 import drjax
 
-N, ROUNDS, BLOCK = 6, 4, 1
+N, ROUNDS, BLOCK = 6, 3, 1
 
 
 def plan_of_rounds():
@@ -47,8 +47,8 @@ def compiled(engine: str, folder: str):
     return backend.compile(plan, workers=2, block_size=BLOCK, checkpoint=folder)
 
 
-def die_in_the_third(run) -> None:
-    while not (len(run.report.stages) == 3 and run.report.stages[-1].blocks > 2):
+def die_in_the_second(run) -> None:
+    while not (len(run.report.stages) == 2 and run.report.stages[-1].blocks > 2):
         time.sleep(0.01)
     assert run.report.stages[-1].blocks < N
     os.kill(os.getpid(), signal.SIGKILL)
@@ -56,5 +56,5 @@ def die_in_the_third(run) -> None:
 
 if __name__ == "__main__":
     run = compiled(*sys.argv[1:])
-    threading.Thread(target=die_in_the_third, args=[run], daemon=True).start()
+    threading.Thread(target=die_in_the_second, args=[run], daemon=True).start()
     run(*plan_of_rounds()[1])

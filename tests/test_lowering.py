@@ -36,9 +36,9 @@ MESHES = {
 
 
 def some(names, *chosen):
-    """Parameters of a test: those not chosen are slow."""
-    slow = pytest.mark.slow
-    return [x if x in chosen else pytest.param(x, marks=slow) for x in names]
+    """Parameters of a test: those not chosen are a grid."""
+    grid = (pytest.mark.slow, pytest.mark.grid)
+    return [x if x in chosen else pytest.param(x, marks=grid) for x in names]
 
 
 def data_for(n: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from tests.cases import CASES, MESHES, N, on_mesh
 from tests.meshes import in_mesh_of
 from tests.plan_files import program, read_manifest, saved, sgd_plan
 from tests.raising import raises
-from tests.test_planned import SLOW, TRANSFORMS, assert_same, expected
+from tests.test_planned import GRID, SLOW, TRANSFORMS, assert_same, expected
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -34,7 +34,7 @@ def pairs():
                 (name, i % 8) == ("grad of rounds", 0)
             )
             yield pytest.param(
-                case, name, mesh, step, marks=() if often else SLOW,
+                case, name, mesh, step, marks=() if often else GRID,
                 id=f"{case.name}-{name}-{mesh}-{step}",
             )  # fmt: skip
 
