@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 import tyro
@@ -47,11 +47,18 @@ class Machine:
     topology: str = "v2:2x2"
     """Of TPUs, as jax.experimental.topologies names it."""
     devices: int = 8
-    """Virtual devices of the CPU."""
+    """Virtual devices of the CPU, in all processes together."""
+    processes: int = 1
+    """Processes of the CPU, joined by jax.distributed."""
     group: int = 2
     """Devices of a group: its model is sharded over them."""
     layout: Literal["tensor parallel", "fsdp"] = "tensor parallel"
     """Megatron's, or all parameters sharded and gathered where they are used."""
+
+    @property
+    def local_devices(self) -> int:
+        """Virtual devices of one process."""
+        return self.devices // self.processes
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -78,6 +85,19 @@ class Config:
     """Rounds to run; on CPUs only."""
 
 
+_CONFIG = pydantic.TypeAdapter(Config)
+
+
+def read(text: str) -> Config:
+    """Settings as JSON; what is not told is as by default."""
+    return _CONFIG.validate_json(text, strict=True)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """All settings, for JSON."""
+    return _CONFIG.dump_python(config, mode="json")
+
+
 def load(path: Path) -> Config:
     """Read a file of overrides.
 
@@ -85,8 +105,7 @@ def load(path: Path) -> Config:
       ValueError: An unknown key or a wrong type (`pydantic.ValidationError`), or no
         TOML.
     """
-    text = json.dumps(tomllib.loads(path.read_text()))  # lists are tuples in JSON
-    return pydantic.TypeAdapter(Config).validate_json(text, strict=True)
+    return read(json.dumps(tomllib.loads(path.read_text())))  # JSON's lists are tuples
 
 
 def from_command_line(

@@ -25,7 +25,8 @@ os.environ.update(_NO_TPU_HERE)
 def devices(machine: Machine) -> np.ndarray:
     """All devices: virtual ones, or those of a TPU topology that is not there."""
     if machine.platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", machine.devices)
+        if machine.processes == 1:
+            jax.config.update("jax_num_cpu_devices", machine.devices)
         return np.array(jax.devices("cpu")[: machine.devices])
     from jax.experimental import topologies
 

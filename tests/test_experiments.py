@@ -1,5 +1,6 @@
 """The experiments: configs, the parser of HLO, every way to write a round, a TPU."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pydantic
 import pytest
 
 from examples.common.transformer import TransformerConfig
-from experiments import config, run
+from experiments import config, run, worker
 from experiments.config import Config, Machine, Round
 from experiments.hlo import Module
 
@@ -140,24 +141,29 @@ def test_a_loop_that_does_not_count():
 @pytest.fixture(scope="module")
 def by_hand():
     with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
-        return run.measure(TINY, "shard_map")
+        return worker.measure(TINY, "shard_map")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, work",
-    [
-        ("drjax", 1),
-        pytest.param("drjax jit", 1, marks=pytest.mark.slow),
-        pytest.param("no annotations", 1, marks=pytest.mark.slow),
-        ("python loop", 4),
-        pytest.param("rolled loop", 4, marks=pytest.mark.slow),
-    ],
-)
+    [("drjax", 1), ("drjax jit", 1), ("no annotations", 1), ("python loop", 4),
+     ("rolled loop", 4)],
+)  # fmt: skip
 def test_every_way_gives_the_same_losses(variant, work, by_hand):
-    found = run.measure(TINY, variant)
+    found = worker.measure(TINY, variant)
     np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
     assert found["losses"][1] != found["losses"][0]
     assert found["flops"] == pytest.approx(work * by_hand["flops"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["drjax", "drjax jit"])
+def test_a_model_with_a_shard_map_of_its_own(variant, by_hand):
+    own = dataclasses.replace(TINY.model, attention_axis="model")
+    found = worker.measure(dataclasses.replace(TINY, model=own), variant)
+    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
+    assert found["flops"] == pytest.approx(by_hand["flops"], rel=0.01)
 
 
 def test_a_record_says_everything(tmp_path, monkeypatch):
@@ -177,14 +183,25 @@ def test_a_record_says_everything(tmp_path, monkeypatch):
     assert sent["in a round"] >= 1 and sent["bytes in a round"] > 0
 
 
+@pytest.mark.slow
+def test_processes_agree(tmp_path):
+    found = []
+    for processes in (1, 2):
+        machine = Machine(devices=4, processes=processes, group=1)
+        found.append(run.measured(dataclasses.replace(TINY, machine=machine), "drjax"))
+    np.testing.assert_allclose(found[0]["losses"], found[1]["losses"], rtol=1e-6)
+    assert found[0]["flops"] == found[1]["flops"]
+
+
 def test_devices_that_cannot_be_divided():
     machine = Machine(group=3)
     with pytest.raises(
         ValueError, match="8 devices cannot be divided into groups of 3"
     ):
-        run.measure(Config(machine=machine), "drjax")
+        worker.measure(Config(machine=machine), "drjax")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler"
 )
@@ -193,7 +210,7 @@ def test_a_tpu_program():
         model=TINY.model, round=Round(groups=4, steps=2, batch=2, length=8),
         machine=Machine(platform="tpu", topology="v2:2x2"),
     )  # fmt: skip
-    ours, by_hand = (run.measure(on_tpus, v) for v in ("drjax", "shard_map"))
+    ours, by_hand = (worker.measure(on_tpus, v) for v in ("drjax", "shard_map"))
     assert ours["flops"] == by_hand["flops"] > 0
     assert ours["collectives"] == by_hand["collectives"]
     assert ours["temp bytes"] <= 1.02 * by_hand["temp bytes"]

@@ -7,6 +7,7 @@ matrix for the embedding and the output (Press and Wolf 2017, arXiv 1608.05859).
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,8 @@ class TransformerConfig:
     """Number of token values."""
     scan: bool = False
     """Compile one block for all layers, and compute it again in the backward pass."""
+    attention_axis: str | None = None
+    """A mesh axis over which attention is a `jax.shard_map` of its own, by heads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What is computed in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -59,7 +63,7 @@ class Attention(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         d, width = config.d_model, config.d_model // config.heads
         keywords: dict[str, Any] = {"rngs": rngs, **config.dtypes}
-        self.shape = (config.heads, 3, width)
+        self.shape, self.axis = (config.heads, 3, width), config.attention_axis
         self.qkv = nnx.Linear(d, 3 * d, use_bias=False, **keywords)
         self.out = nnx.Linear(d, d, use_bias=False, **keywords)
         self.q_norm = nnx.RMSNorm(width, **keywords)
@@ -70,8 +74,11 @@ class Attention(nnx.Module):
         qkv = self.qkv(x).reshape(*x.shape[:-1], *self.shape)
         q, k, v = (qkv[..., i, :] for i in range(3))
         q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.reshape(x.shape))
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        if self.axis is not None:
+            heads = PartitionSpec(*(None,) * (q.ndim - 2), self.axis)
+            attend = jax.shard_map(attend, in_specs=(heads,) * 3, out_specs=heads)
+        return self.out(attend(q, k, v).reshape(x.shape))
 
 
 class Block(nnx.Module):
