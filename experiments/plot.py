@@ -84,7 +84,13 @@ def draw(figure: str, records: Sequence[Record]) -> plt.Figure:
         for i, line in enumerate(lines):
             mine = [r for r in records if _line(r) == line]
             fits = [r for r in mine if "flops" in r]
-            style = {"color": f"C{i}", "marker": "os^vDP"[i % 6], "alpha": 0.8}
+            # Equal lines lie upon each other: the later ones are thinner.
+            style = {
+                "color": f"C{i}",
+                "marker": "os^vDP"[i % 6],
+                "lw": 2 * len(lines) - 2 * i,
+                "markersize": 5 + 2 * (len(lines) - i),
+            }
             xs, ys = [_groups(r) for r in fits], [value(r) for r in fits]
             axis.plot(xs, ys, label=line, **style)
             out = [_groups(r) for r in mine if "flops" not in r]
@@ -93,7 +99,7 @@ def draw(figure: str, records: Sequence[Record]) -> plt.Figure:
         axis.set_xticks(sorted({_groups(r) for r in records}), minor=False)
         axis.get_xaxis().set_major_formatter("{x:g}")
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
     axes[0].legend(fontsize=8)
     picture.suptitle(f"{PAPER.get(figure, '')}\nHere: the compiler's figures.", y=1.12)
     return picture
