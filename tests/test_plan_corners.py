@@ -83,7 +83,26 @@ def chosen(x, i):
     return jnp.take(y, i, axis=0, mode="clip"), jnp.take(y.T, i, axis=1, mode="clip")
 
 
+@four
+def chosen_of_each(x, ts):
+    """A row of each of several arrays: what vmap makes of rows that depend on it."""
+
+    def one(t, axis):
+        y = drjax.map_fn(lambda x, t: jnp.cos(x * t), (x, drjax.broadcast(t)))
+        i = jnp.int32(10 * t)
+        return jax.lax.dynamic_index_in_dim(y.swapaxes(0, axis), i, axis)
+
+    both = lambda axis: lambda t, u: one(t * u, axis)
+    inner = lambda axis: jax.vmap(both(axis), (None, 0), out_axes=1)
+    return [jax.vmap(inner(axis), (0, None))(ts, ts[:1] + 0.5) for axis in (0, 1)]
+
+
 PROGRAMS = {
+    "rows of each": (chosen_of_each, (X, np.array([0.05, 0.2, 0.35]))),
+    "gradient of rows of each": (
+        jax.grad(lambda *a: sum((y**3).sum() for y in chosen_of_each(*a)), (0, 1)),
+        (X, np.array([0.05, 0.2, 0.35])),
+    ),
     "several rows": (chosen, (X, np.array([[3, 9, -2]]))),
     "one of them": (chosen, (X, np.int32(2))),
     "gradient of several rows": (

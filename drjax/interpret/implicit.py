@@ -56,27 +56,39 @@ def meaning(eqn, axes: Sequence[int | None]) -> Callable | None:
 def _chosen_rows(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     """Whole rows of fewer groups than there are, each chosen by an index.
 
-    As many as there are groups is a shuffle: those rows are better gathered.
+    As many as there are groups is a shuffle: those rows are better gathered. Of a
+    batch of arrays, rows are chosen of each.
     """
     params = eqn.params
-    dims, mode = params["dimension_numbers"], params["mode"]
+    dims, mode, sizes = (
+        params["dimension_numbers"], params["mode"], [*params["slice_sizes"]]
+    )  # fmt: skip
     inside = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    plain = not dims.operand_batching_dims and axis in dims.start_index_map
-    if not (plain and mode in inside and set(dims.collapsed_slice_dims) <= {axis}):
+    batched = dims.operand_batching_dims
+    if axis not in dims.start_index_map or mode not in inside:
         return None
-    if not _is_one_row(params["slice_sizes"], shape, axis):
+    if not set(dims.collapsed_slice_dims) <= {axis}:
+        return None
+    for d in batched:
+        sizes[d] = shape[d]
+    if not _is_one_row(sizes, shape, axis):
         return None
     out, column = eqn.outvars[0].aval.shape, dims.start_index_map.index(axis)
     batch = [d for d in range(len(out)) if d not in dims.offset_dims]
-    if math.prod(out[d] for d in batch) >= shape[axis]:
+    arrays = math.prod(shape[d] for d in batched)
+    if math.prod(out[d] for d in batch) >= shape[axis] * arrays:
         return None
 
     def rows(partition: Partition, x, indices):
         one = _row(axis, lambda i: i)
         found = jax.vmap(lambda i: one(partition, x, i))(indices[..., column].ravel())
-        if axis in dims.collapsed_slice_dims:
-            found = jnp.squeeze(found, axis + 1)
-        found = found.reshape(*indices.shape[:-1], *found.shape[1:])
+        leading = indices.shape[:-1]
+        found = found.reshape(*leading, *found.shape[1:])
+        for d, i in zip(batched, dims.start_indices_batching_dims, strict=True):
+            own = lax.broadcasted_iota(jnp.int32, (*leading, *(1,) * len(shape)), i)
+            found = jnp.take_along_axis(found, own, len(leading) + d, mode="clip")
+        gone = {*batched, *dims.collapsed_slice_dims}
+        found = jnp.squeeze(found, tuple(len(leading) + d for d in gone))
         return jnp.moveaxis(found, range(len(batch)), batch)
 
     return rows
