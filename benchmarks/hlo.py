@@ -26,12 +26,12 @@ KINDS = (
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
-_COMMENT = re.compile(r"/\*.*?\*/")
+COMMENT = re.compile(r"/\*.*?\*/")
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT\s+)?%?[\w.\-]+\s*=\s*"
     r"(?P<shape>[\w\[\]{}(),:*<=\s.#-]*?)\s*"
-    rf"(?<![\w-])(?P<kind>{'|'.join(KINDS)})(?P<phase>-start|-done)?\("
+    rf"(?<![\w-])(?P<opcode>(?:{'|'.join(KINDS)})(?:-start|-done)?)\("
 )
 
 
@@ -58,20 +58,29 @@ def collectives(text: str) -> list[Collective]:
     """
     found, computation = [], ""
     for line in text.splitlines():
-        line = _COMMENT.sub("", line)
+        line = COMMENT.sub("", line)
         if header := _COMPUTATION.match(line):
             computation = header[1]
         elif match := _INSTRUCTION.match(line):
-            kind, phase = match["kind"], match["phase"]
-            if phase == "-done":
-                continue
-            if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"
-            shape = match["shape"]
-            if phase == "-start" and kind != "all-reduce":
-                shape = _results_of_start(shape)
-            found.append(Collective(kind, shape_bytes(shape)))
+            opcode = match["opcode"]
+            if (kind := kind_of(opcode, computation)) is not None:
+                found.append(Collective(kind, payload(opcode, match["shape"])))
     return found
+
+
+def kind_of(opcode: str, computation: str) -> str | None:
+    """The kind of a collective, from its opcode and where it stands; None: no start."""
+    kind = opcode.removesuffix("-start")
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
+    return kind if kind in KINDS else None
+
+
+def payload(opcode: str, shape: str) -> int:
+    """Bytes of a collective's results."""
+    if opcode.endswith("-start") and opcode != "all-reduce-start":
+        shape = _results_of_start(shape)
+    return shape_bytes(shape)
 
 
 def summary(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
@@ -105,13 +114,21 @@ def _bits(dtype: str) -> int:
 
 def _results_of_start(shape: str) -> str:
     """The second element of the tuple `(operands, results, contexts...)`."""
-    parts, depth, start = [], 0, 1
-    for i, char in enumerate(shape):
+    parts = split(shape[1:])
+    return parts[1] if len(parts) > 1 else shape
+
+
+def split(text: str) -> list[str]:
+    """The parts of a list, between commas, up to where its parenthesis is closed."""
+    parts, depth, start = [], 1, 0
+    for i, char in enumerate(text):
         if char in "([{":
             depth += 1
         elif char in ")]}":
             depth -= 1
-        if (char == "," and depth == 1) or (char == ")" and depth == 0):
-            parts.append(shape[start:i])
+        if (char == "," and depth == 1) or depth == 0:
+            parts.append(text[start:i])
             start = i + 1
-    return parts[1] if len(parts) > 1 else shape
+        if depth == 0:
+            break
+    return parts

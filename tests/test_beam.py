@@ -262,7 +262,7 @@ def test_the_driver_is_killed(tmp_path):
 
 
 def test_a_poisoned_file(tmp_path):
-    check_poisoned_file(beam, tmp_path, workers=2)
+    check_poisoned_file(beam, tmp_path, workers=1)
 
 
 def test_the_example(tmp_path):

@@ -26,7 +26,9 @@ from tests.raising import raises
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.usefixtures("leaks_unchecked"),
-    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),  # 2.55
+    # Ray 2.55's own, which Flower's simulation needs:
+    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 

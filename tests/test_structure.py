@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "drjax"
 CODE = [
     path
-    for folder in ("drjax", "examples", "benchmarks", "tests")
+    for folder in ("drjax", "examples", "experiments", "benchmarks", "tests")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 

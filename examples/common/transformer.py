@@ -7,12 +7,15 @@ matrix for the embedding and the output (Press and Wolf 2017, arXiv 1608.05859).
 """
 
 import dataclasses
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,19 @@ class TransformerConfig:
     """Width of a block's hidden layer, in units of d_model."""
     vocab: int = 256
     """Number of token values."""
+    scan: bool = False
+    """Compile one block for all layers, and compute it again in the backward pass."""
+    attention_axis: str | None = None
+    """A mesh axis over which attention is a `jax.shard_map` of its own, by heads."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What is computed in."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters are in."""
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Both dtypes, as keywords of layers."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
 
 def rotate(x: Array, base: float = 10_000.0) -> Array:
@@ -45,22 +61,24 @@ class Attention(nnx.Module):
     """Causal self-attention."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        width = config.d_model // config.heads
-        self.shape = (3, config.heads, width)
-        self.qkv = nnx.Linear(
-            config.d_model, 3 * config.d_model, use_bias=False, rngs=rngs
-        )
-        self.out = nnx.Linear(config.d_model, config.d_model, use_bias=False, rngs=rngs)
-        self.q_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.k_norm = nnx.RMSNorm(width, rngs=rngs)
+        d, width = config.d_model, config.d_model // config.heads
+        keywords: dict[str, Any] = {"rngs": rngs, **config.dtypes}
+        self.shape, self.axis = (config.heads, 3, width), config.attention_axis
+        self.qkv = nnx.Linear(d, 3 * d, use_bias=False, **keywords)
+        self.out = nnx.Linear(d, d, use_bias=False, **keywords)
+        self.q_norm = nnx.RMSNorm(width, **keywords)
+        self.k_norm = nnx.RMSNorm(width, **keywords)
 
     def __call__(self, x: Array) -> Array:
         """Maps [..., time, d_model] to the same shape."""
         qkv = self.qkv(x).reshape(*x.shape[:-1], *self.shape)
-        q, k, v = (qkv[..., i, :, :] for i in range(3))
+        q, k, v = (qkv[..., i, :] for i in range(3))
         q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.reshape(x.shape))
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        if self.axis is not None:
+            heads = PartitionSpec(*(None,) * (q.ndim - 2), self.axis)
+            attend = jax.shard_map(attend, in_specs=(heads,) * 3, out_specs=heads)
+        return self.out(attend(q, k, v).reshape(x.shape))
 
 
 class Block(nnx.Module):
@@ -68,11 +86,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         width, hidden = config.d_model, config.mlp_ratio * config.d_model
-        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        keywords: dict[str, Any] = {"rngs": rngs, **config.dtypes}
+        self.attention_norm = nnx.RMSNorm(width, **keywords)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(width, **keywords)
+        self.up = nnx.Linear(width, hidden, use_bias=False, **keywords)
+        self.down = nnx.Linear(hidden, width, use_bias=False, **keywords)
 
     def __call__(self, x: Array) -> Array:
         """Maps [..., time, d_model] to the same shape."""
@@ -84,15 +103,25 @@ class Transformer(nnx.Module):
     """A decoder-only transformer language model."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(config.vocab, config.d_model, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
-        self.norm = nnx.RMSNorm(config.d_model, rngs=rngs)
+        keywords: dict[str, Any] = {"rngs": rngs, **config.dtypes}
+        self.embed = nnx.Embed(config.vocab, config.d_model, **keywords)
+        if config.scan:
+            split = nnx.split_rngs(splits=config.layers)
+            self.blocks = split(nnx.vmap(lambda rngs: Block(config, rngs)))(rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.d_model, **keywords)
 
     def __call__(self, tokens: Array) -> Array:
         """Maps integer tokens [..., time] to logits [..., time, vocab]."""
         x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        if isinstance(self.blocks, Block):  # all of them, their parameters stacked
+            block, stacked = nnx.split(self.blocks)
+            run = jax.checkpoint(lambda x, params: (nnx.merge(block, params)(x), None))
+            x, _ = jax.lax.scan(run, x, stacked)
+        else:
+            for block in self.blocks:
+                x = block(x)
         return self.embed.attend(self.norm(x))
 
 

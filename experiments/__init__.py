@@ -1,0 +1,1 @@
+"""The scaling section of the DrJAX paper, reproduced: see README.md."""

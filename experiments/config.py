@@ -1,0 +1,129 @@
+"""What a run is: a TOML file of overrides, checked, and a flag for every field.
+
+Unknown keys and wrong types are errors of pydantic, which names them.
+"""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import tyro
+from pydantic.dataclasses import dataclass
+
+from examples.common.transformer import TransformerConfig
+
+_STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
+
+Variant = Literal[
+    "drjax", "drjax jit", "shard_map", "python loop", "rolled loop", "no annotations"
+]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Round:
+    """A round of local SGD, as in section 4 of the paper."""
+
+    groups: int = 4
+    """n, the size of the partition."""
+    steps: int = 4
+    """Local steps of a group."""
+    batch: int = 8
+    """Sequences in a local step."""
+    length: int = 512
+    """Tokens in a sequence."""
+    lr: float = 0.01
+    """Learning rate of the local SGD."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Machine:
+    """The devices, and how a group's model is laid out over those of the group."""
+
+    platform: Literal["cpu", "tpu"] = "cpu"
+    """TPUs are compiled for, by libtpu; nothing runs on them."""
+    topology: str = "v2:2x2"
+    """Of TPUs, as jax.experimental.topologies names it."""
+    devices: int = 8
+    """Virtual devices of the CPU, in all processes together."""
+    processes: int = 1
+    """Processes of the CPU, joined by jax.distributed."""
+    group: int = 2
+    """Devices of a group: its model is sharded over them."""
+    layout: Literal["tensor parallel", "fsdp"] = "tensor parallel"
+    """Megatron's, or all parameters sharded and gathered where they are used."""
+
+    @property
+    def local_devices(self) -> int:
+        """Virtual devices of one process."""
+        return self.devices // self.processes
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Config:
+    """One run: it is compiled, measured, and written down as one JSON record."""
+
+    model: TransformerConfig = TransformerConfig(
+        d_model=64, layers=2, heads=4, scan=True, dtype="bfloat16"
+    )
+    """The language model."""
+    round: Round = Round()
+    """The round."""
+    machine: Machine = Machine()
+    """The devices."""
+    variants: tuple[Variant, ...] = ("drjax", "shard_map")
+    """How the round is written."""
+    groups_per_step: int | None = None
+    """Of drjax.jit: how many of a device's groups work at once."""
+    replicated_data: bool = False
+    """Whether all devices have the data of all groups."""
+    donate: bool = False
+    """Whether the parameters' memory may be used for the new ones."""
+    execute: int = 0
+    """Rounds to run; on CPUs only."""
+
+
+_CONFIG = pydantic.TypeAdapter(Config)
+
+
+def read(text: str) -> Config:
+    """Settings as JSON; what is not told is as by default."""
+    return _CONFIG.validate_json(text, strict=True)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """All settings, for JSON."""
+    return _CONFIG.dump_python(config, mode="json")
+
+
+def load(path: Path) -> Config:
+    """Read a file of overrides.
+
+    Raises:
+      ValueError: An unknown key or a wrong type (`pydantic.ValidationError`), or no
+        TOML.
+    """
+    return read(json.dumps(tomllib.loads(path.read_text())))  # JSON's lists are tuples
+
+
+def from_command_line(
+    args: Sequence[str] | None = None,
+) -> tuple[Path, dict[Path, Config]]:
+    """The folder of records, and each file's run with the overrides of flags."""
+
+    @dataclass(config=_STRICT)
+    class Known:
+        files: tyro.conf.Positional[tuple[Path, ...]]
+        """The runs: files of configs/."""
+        out: Path = Path("runs/experiments")
+        """Folder of the records."""
+
+    known, rest = tyro.cli(Known, args=args, return_unknown_args=True, add_help=False)
+    if not known.files:
+        raise SystemExit("Give files of configs/ first, then flags.")
+    configs = {
+        file: tyro.cli(Config, args=rest, default=load(file)) for file in known.files
+    }
+    return known.out, configs

@@ -1,0 +1,250 @@
+"""What one device does in a compiled program: operations and messages, loops counted.
+
+What goes in is `compiled.as_text()`. JAX has no parser of it, and the compiler's own
+cost analysis counts the body of a loop once, however often it runs; this counts it as
+often as the constant in the loop's condition says, which is right for loops that count
+up from zero by one, as `lax.scan` makes them. Both branches of a conditional count.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from benchmarks import hlo
+
+_HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
+_START = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_CALLED = re.compile(
+    r"\b(?:calls|body|to_apply|called_computations|branch_computations|"
+    r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction: its name, shape, opcode, operands, and what follows these."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A collective, and how often it runs.
+
+    Attributes:
+      kind: As `benchmarks.hlo.Collective.kind`.
+      bytes: Of its results on one device, each time.
+      times: How often it runs.
+      axes: The mesh axes over which it communicates; `"?"` if it is unlike any.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    axes: tuple[str, ...]
+
+
+class Module:
+    """A parsed program.
+
+    Args:
+      text: The HLO text.
+      mesh: Sizes of the mesh's axes by name, major first, to name axes of messages.
+    """
+
+    def __init__(self, text: str, mesh: dict[str, int]):
+        self.mesh = mesh
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        here: list[Instruction] = []
+        for line in text.splitlines():
+            line = hlo.COMMENT.sub("", line)
+            if header := _HEADER.match(line):
+                here = self.computations.setdefault(header[2], [])
+                self.entry = header[2] if header[1] else self.entry
+            elif start := _START.match(line):
+                if found := _instruction(start[1], line[start.end() :]):
+                    here.append(found)
+
+    @cached_property
+    def shapes(self) -> dict[str, str]:
+        return {x.name: x.shape for xs in self.computations.values() for x in xs}
+
+    @cached_property
+    def times(self) -> dict[str, int]:
+        """How often each computation runs."""
+        found: Counter[str] = Counter()
+
+        def visit(name: str, times: int) -> None:
+            found[name] += times
+            for x in self.computations.get(name, ()):
+                again = self.trips(x) if x.opcode == "while" else 1
+                for called in _called(x):
+                    visit(called, times * again)
+
+        visit(self.entry, 1)
+        return dict(found)
+
+    def trips(self, loop: Instruction) -> int:
+        """How often the body of a loop runs.
+
+        Raises:
+          ValueError: Its condition compares with no constant.
+        """
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(known[1])
+        (name,) = re.findall(r"condition=%?([\w.\-]+)", loop.rest)
+        condition = {x.name: x for x in self.computations[name]}
+        constants = [
+            int(condition[operand].operands[0])
+            for x in condition.values()
+            if x.opcode == "compare" and "direction=LT" in x.rest
+            for operand in x.operands
+            if condition[operand].opcode == "constant"
+        ]
+        if len(constants) != 1:
+            raise ValueError(f"The loop {loop.name} does not count to a constant.")
+        return constants[0]
+
+    def _running(self) -> Iterator[tuple[str, Instruction, int]]:
+        for name, times in self.times.items():
+            for x in self.computations[name]:
+                yield name, x, times
+
+    @property
+    def flops(self) -> int:
+        """Operations of products of matrices and of convolutions."""
+        return sum(times * self._flops(x) for _, x, times in self._running())
+
+    def _flops(self, x: Instruction) -> int:
+        if x.opcode not in ("dot", "convolution"):
+            return 0
+        left, right = (_dims(self.shapes[name]) for name in x.operands)
+        out = _dims(x.shape)
+        if x.opcode == "dot":
+            (contracted,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
+            sizes = [left[int(i)] for i in contracted.split(",") if i]
+            return 2 * math.prod(out) * math.prod(sizes)
+        return 2 * _products(x.rest, left, right, out)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The collectives, in the order in which they stand in the text."""
+        found = []
+        for computation, x, times in self._running():
+            if (kind := hlo.kind_of(x.opcode, computation)) is None:
+                continue
+            size = hlo.payload(x.opcode, x.shape)
+            found.append(Message(kind, size, times, self._axes(x.rest)))
+        return found
+
+    def _axes(self, text: str) -> tuple[str, ...]:
+        """The axes along which the members of a group of replicas lie apart."""
+        group = _first_group(text, math.prod(self.mesh.values()))
+        places = np.unravel_index(group, tuple(self.mesh.values()))
+        apart = [len(set(x.tolist())) for x in places]
+        axes = [a for a, size in zip(self.mesh, apart, strict=True) if size > 1]
+        whole = math.prod(self.mesh[a] for a in axes) == len(group)
+        return tuple(axes) if whole or "source_target_pairs" in text else ("?",)
+
+
+def _instruction(name: str, text: str) -> Instruction | None:
+    end = _balanced(text) if text.startswith("(") else text.find(" ")
+    if end < 0:
+        return None
+    shape, text = text[:end], text[end:].lstrip()
+    opcode, paren, inside = text.partition("(")
+    if not paren or not re.fullmatch(r"[a-z][\w\-]*", opcode):
+        return None
+    end = _balanced(paren + inside)
+    operands = tuple(
+        x.split()[-1].lstrip("%") for x in hlo.split(text[len(opcode) + 1 :]) if x
+    )
+    return Instruction(name, shape, opcode, operands, text[len(opcode) + end :])
+
+
+def _balanced(text: str) -> int:
+    """Where the parenthesis that opens the text is closed, and one more."""
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return i + 1
+    return -1
+
+
+def _called(x: Instruction) -> list[str]:
+    found = []
+    for names in _CALLED.findall(x.rest):
+        found += re.findall(r"[\w.\-]+", names)
+    return found
+
+
+def _dims(shape: str) -> list[int]:
+    (found,) = re.findall(r"^\w+\[([\d,]*)\]", shape)
+    return [int(size) for size in found.split(",") if size]
+
+
+def _products(
+    text: str, left: Sequence[int], right: Sequence[int], out: Sequence[int]
+) -> int:
+    """Products of numbers in a convolution, those with padding left out."""
+    (labels,) = re.findall(r"dim_labels=(\w+)->", text)
+    (results,) = re.findall(r"dim_labels=\w+->(\w+)", text)
+    ins, kernel = labels.split("_")
+    count = right[kernel.index("i")]
+    count *= out[results.index("b")] * out[results.index("f")]
+    window = re.search(r"window=\{([^}]*)\}", text)
+    told = (
+        dict(part.split("=") for part in window[1].split() if "=" in part)
+        if window
+        else {}
+    )
+    spatial = sorted(label for label in results if label.isdigit())
+    read = lambda name, i, default: (
+        told[name].split("x")[i] if name in told else default
+    )
+    for i, label in enumerate(spatial):
+        taps = int(read("size", i, "1"))
+        low = int(read("pad", i, "0_0").split("_")[0])
+        stride, spread = int(read("stride", i, "1")), int(read("rhs_dilate", i, "1"))
+        dilated = int(read("lhs_dilate", i, "1"))
+        at = np.arange(out[results.index(label)])[:, None] * stride
+        at = at + np.arange(taps) * spread - low
+        inside = (at >= 0) & (at <= (left[ins.index(label)] - 1) * dilated)
+        count *= int((inside & (at % dilated == 0)).sum())
+    return count
+
+
+def _first_group(text: str, devices: int) -> np.ndarray:
+    """The members of the first group of replicas, of the four ways to write groups."""
+    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
+        return np.array([int(pairs[1]), int(pairs[2])])
+    if iota := re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
+    ):
+        shape, sizes, order = (
+            [int(x) for x in part.split(",")] if part else None
+            for part in iota.groups()
+        )
+        every = np.arange(math.prod(sizes or ())).reshape(sizes or ())
+        return every.transpose(order).reshape(shape or ())[0]
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return np.array([int(x) for x in listed[1].split(",")])
+    if axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+        mesh = dict(re.findall(r"'([^']+)'=(\d+)", axes[1]))
+        chosen = re.findall(r"'([^']+)'", axes[2])
+        every = np.arange(math.prod(map(int, mesh.values())))
+        every = every.reshape([int(size) for size in mesh.values()])
+        index = tuple(slice(None) if name in chosen else 0 for name in mesh)
+        return every[index].ravel()
+    return np.arange(devices)

@@ -1,0 +1,59 @@
+"""Devices to compile for, and how arguments lie on them.
+
+Import this before anything starts JAX's backends.
+"""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.config import Config, Machine
+from experiments.model import specs
+from experiments.variants import GROUPS, MODEL
+
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu",
+}  # fmt: skip
+os.environ.update(_NO_TPU_HERE)
+
+
+def devices(machine: Machine) -> np.ndarray:
+    """All devices: virtual ones, or those of a TPU topology that is not there."""
+    if machine.platform == "cpu":
+        if machine.processes == 1:
+            jax.config.update("jax_num_cpu_devices", machine.devices)
+        return np.array(jax.devices("cpu")[: machine.devices])
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=machine.topology
+    )
+    return np.array(topology.devices)
+
+
+def mesh_of(machine: Machine) -> Mesh:
+    """A mesh of all groups of devices, each of `machine.group` devices.
+
+    Raises:
+      ValueError: The devices cannot be divided so.
+    """
+    found = devices(machine)
+    if len(found) % machine.group:
+        raise ValueError(
+            f"{len(found)} devices cannot be divided into groups of {machine.group}: "
+            "set machine.group to a divisor."
+        )
+    return Mesh(found.reshape(-1, machine.group), (GROUPS, MODEL))
+
+
+def shardings(config: Config, mesh: Mesh, params: Any) -> tuple[Any, NamedSharding]:
+    """How the parameters and the tokens lie on the mesh."""
+    laid = specs(params, config.machine.layout, MODEL)
+    rows = P() if config.replicated_data else P(GROUPS)
+    on = lambda spec: NamedSharding(mesh, spec)
+    return jax.tree.map(on, laid, is_leaf=lambda x: isinstance(x, P)), on(rows)

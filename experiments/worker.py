@@ -1,0 +1,140 @@
+"""One process of a run: compile a round, measure what one device does, and run it.
+
+    python -m experiments.worker VARIANT [NUMBER PROCESSES PORT] < settings.json
+
+The last line that it prints is the record, as JSON. `experiments.run` starts it.
+"""
+
+import json
+import re
+import sys
+import time
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import machine, model, variants
+from experiments.config import Config, Variant, read
+from experiments.hlo import Message, Module
+
+Record = dict[str, Any]
+PACKAGES = ("drjax", "jax", "jaxlib", "libtpu", "flax")
+
+
+def measure(config: Config, variant: Variant) -> Record:
+    """What the compiler says of one variant, and what became of running it."""
+    mesh = machine.mesh_of(config.machine)
+    graphdef, shapes = model.shapes(config.model)
+    laid, rows = machine.shardings(config, mesh, shapes)
+    tokens = jax.ShapeDtypeStruct(_tokens_shape(config), jnp.int32, sharding=rows)
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, laid
+    )
+    work = model.local_sgd(graphdef, config.round)
+    n, k = config.round.groups, config.groups_per_step
+    begin = time.process_time()
+    with jax.set_mesh(mesh):
+        round_ = jax.jit(
+            variants.make(variant, work, n, k), out_shardings=(laid, None),
+            donate_argnums=(0,) if config.donate else (),
+        )  # fmt: skip
+        found: Record = {"devices": mesh.size}
+        try:
+            compiled = round_.lower(params, tokens).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return found | {"out of memory": _first_line(error)}
+        found["compile CPU s"] = time.process_time() - begin
+        found |= _read(compiled, dict(mesh.shape))
+        if config.execute:
+            found["losses"], found["round s"] = _execute(compiled, config, laid, rows)
+    return found
+
+
+def _read(compiled: Any, mesh: dict[str, int]) -> Record:
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text(), mesh)
+    return {
+        "argument bytes": memory.argument_size_in_bytes,
+        "temp bytes": memory.temp_size_in_bytes,
+        "peak bytes": memory.peak_memory_in_bytes,
+        "flops": module.flops,
+        "collectives": collectives(module.messages),
+    }
+
+
+def collectives(messages: list[Message]) -> list[Record]:
+    """Messages by kind and axes: how many in the program, how many in a run, bytes."""
+    static, dynamic, size = Counter(), Counter(), Counter()
+    for x in messages:
+        key = x.kind, x.axes
+        static[key] += 1
+        dynamic[key] += x.times
+        size[key] += x.times * x.bytes
+    return [
+        {"kind": kind, "axes": list(axes), "in the program": static[kind, axes],
+         "in a round": dynamic[kind, axes], "bytes in a round": size[kind, axes]}
+        for kind, axes in sorted(static)
+    ]  # fmt: skip
+
+
+def _tokens_shape(config: Config) -> tuple[int, ...]:
+    r = config.round
+    return (r.groups, r.steps, r.batch, r.length + 1)
+
+
+def _execute(compiled: Any, config: Config, laid: Any, rows: Any) -> tuple[list, list]:
+    """The loss of each round, and its seconds; the text is random."""
+    params = jax.tree.map(_placed, model.initial(config.model, 0), laid)
+    losses, seconds = [], []
+    for number in range(config.execute):
+        draw = np.random.default_rng(number)
+        tokens = draw.integers(0, config.model.vocab, _tokens_shape(config), np.int32)
+        tokens = _placed(tokens, rows)
+        begin = time.perf_counter()
+        params, loss = jax.block_until_ready(compiled(params, tokens))
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+    return losses, seconds
+
+
+def _placed(x: Any, sharding: Any) -> Any:
+    """An array that all processes have, laid out over the devices of all."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _first_line(error: Exception) -> str:
+    """The compiler's sentence about memory."""
+    found = re.search(r"Ran out of memory.*?\(\S+\) exceeds[^.]*\.\S*", str(error))
+    return found[0] if found else str(error).splitlines()[0]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what is compiled."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main(variant: Any, number: str = "0", processes: str = "1", port: str = "") -> None:
+    """Print the record."""
+    config = read(sys.stdin.read())
+    if port:
+        address = f"127.0.0.1:{port}"
+        jax.config.update("jax_num_cpu_devices", config.machine.local_devices)
+        jax.distributed.initialize(address, int(processes), int(number))
+    record = {"versions": versions(), **measure(config, variant)}
+    print("\n" + json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
