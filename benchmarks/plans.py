@@ -15,8 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import peer, run
 from benchmarks import plan_report as report
-from benchmarks import run
 from benchmarks.long_programs import LONG_PROGRAMS
 
 TIMED = (
@@ -117,7 +117,7 @@ def measure(
             case = {"task": task, "devices": devices, "arrival": "sharded"}
             progress.set_description(f"time, {task}, {devices} devices")
             results["rows"] += run.measure_case(
-                of([*timed, run.PEER]), settings, {"n": settings.timed, **case}
+                of([*timed, peer.NAME]), settings, {"n": settings.timed, **case}
             )
             progress.update()
             for n in settings.sizes:
@@ -128,12 +128,12 @@ def measure(
                 few = n // devices < 8
                 names = [k for k in compiled if not (few and k.endswith(", 8"))]
                 results["memory"] += measure_memory(
-                    of([*names, run.PEER]), settings, {"n": n, **case}
+                    of([*names, peer.NAME]), settings, {"n": n, **case}
                 )
                 progress.update()
         results["memory"] += [
             row for row in results["rows"]
-            if row["implementation"] in (*compiled, run.PEER)
+            if row["implementation"] in (*compiled, peer.NAME)
         ]  # fmt: skip
         progress.set_description(f"{settings.many:,} groups")
         many = {"n": settings.many, "devices": 1, "arrival": "sharded"}

@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,17 +26,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import report
+from benchmarks import peer, report
 
-PEER = "google drjax"
-PEER_VERSION = "0.2.1"
 LOCAL = (
     report.OURS, report.HAND, report.HAND + report.AGAIN, "shard_map, scan",
     "jit(vmap)",
 )  # fmt: skip
 TASKS = ("local SGD", "MAML gradient", "large array")
 _DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def measure_probes(
         (who, name, devices): []
         for name in PROBES
         for devices in (None, 8)
-        for who in ((report.OURS, PEER) if _is_drjax(name) else (report.OURS,))
+        for who in ((report.OURS, peer.NAME) if _is_drjax(name) else (report.OURS,))
         if who in workers
         if not (devices is None and "shard_map" in name)
         if not (devices == 8 and name.startswith("enter"))
@@ -188,7 +184,7 @@ def measure_leaks(
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     made, traced = settings.leaks
-    for who in (report.OURS, PEER):
+    for who in (report.OURS, peer.NAME):
         names = ("program", "by hand") if who == report.OURS else ("program",)
         for name in names if who in workers else ():
             for full, count in ((name, made), (f"{name}, traced", traced)):
@@ -231,12 +227,12 @@ def started(
       peer_python: The Python of an environment with Google's drjax, or None.
     """
     with tempfile.TemporaryDirectory() as directory:
-        processes = [Worker(sys.executable, _ROOT)]
+        processes = [Worker(sys.executable, peer.ROOT)]
         workers = dict.fromkeys(names, processes[0])
         try:
             if peer_python is not None:
                 processes.append(_start_peer(peer_python, Path(directory)))
-                workers[PEER] = processes[-1]
+                workers[peer.NAME] = processes[-1]
             _check_workers(processes)
             yield workers
         finally:
@@ -288,24 +284,8 @@ def measure(
 # Google's drjax
 
 
-def make_peer(directory: Path) -> str:
-    """A new environment with Google's drjax and our JAX; returns its Python."""
-    import jax
-
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    python = str(directory / "bin" / "python")
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", f"drjax=={PEER_VERSION}",
-         f"jax=={jax.__version__}"],
-        check=True,
-    )  # fmt: skip
-    return python
-
-
 def _start_peer(python: str, directory: Path) -> Worker:
-    # Beside our sources, `import drjax` would find our library.
-    package = directory / "benchmarks"
-    shutil.copytree(_ROOT / "benchmarks", package, ignore=lambda *_: ["results"])
+    peer.copy_sources(directory, "benchmarks")
     return Worker(python, directory, PYTHONPATH="")
 
 
@@ -313,11 +293,11 @@ def _check_workers(processes: list[Worker]) -> None:
     ours, *peers = (worker.about for worker in processes)
     if ours["drjax"] != report.OURS:
         raise RuntimeError(f"This environment has {ours['drjax']} instead of drjax.")
-    for peer in peers:
-        if (peer["drjax"], peer["jax"]) != (PEER, ours["jax"]):
+    for other in peers:
+        if (other["drjax"], other["jax"]) != (peer.NAME, ours["jax"]):
             raise RuntimeError(
                 f"--peer-python needs Google's drjax and JAX {ours['jax']}, got "
-                f"{peer['drjax']} {peer['version']} and JAX {peer['jax']}."
+                f"{other['drjax']} {other['version']} and JAX {other['jax']}."
             )
 
 
@@ -329,7 +309,7 @@ def peer_of(options: argparse.Namespace) -> Iterator[str | None]:
         return
     with tempfile.TemporaryDirectory() as directory:
         print("Installing Google's drjax in a temporary environment ...")
-        yield make_peer(Path(directory))
+        yield peer.make(Path(directory))
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -352,8 +332,8 @@ def write(out: Path, results: dict[str, Any], name: str, texts: dict[str, str]) 
 
 def main() -> None:
     options = parse(__doc__)
-    with peer_of(options) as peer:
-        results = measure(QUICK if options.quick else Settings(), peer)
+    with peer_of(options) as python:
+        results = measure(QUICK if options.quick else Settings(), python)
     tables = report.markdown(results, everything=True)
     print(tables)
     if options.out:

@@ -18,8 +18,9 @@ from examples.common.transformer import TransformerConfig
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
 
 Variant = Literal[
-    "drjax", "drjax jit", "shard_map", "python loop", "rolled loop", "no annotations"
-]
+    "drjax", "drjax jit", "google drjax", "shard_map", "shard_map, scan", "python loop",
+    "rolled loop", "no annotations",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -36,6 +37,8 @@ class Round:
     """Tokens in a sequence."""
     lr: float = 0.01
     """Learning rate of the local SGD."""
+    average: Literal["updates", "models"] = "updates"
+    """What the groups send: `new - old`, or `new`, which need not keep `old`."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -54,6 +57,8 @@ class Machine:
     """Devices of a group: its model is sharded over them."""
     layout: Literal["tensor parallel", "fsdp"] = "tensor parallel"
     """Megatron's, or all parameters sharded and gathered where they are used."""
+    server: Literal["replicated", "sharded"] = "replicated"
+    """Whether each group's devices hold the server's parameters, or a share of them."""
 
     @property
     def local_devices(self) -> int:
@@ -77,6 +82,9 @@ class Config:
     """How the round is written."""
     groups_per_step: int | None = None
     """Of drjax.jit: how many of a device's groups work at once."""
+    text: str = "standard library"
+    """What executed rounds train on: the running Python's standard library by module,
+    or articles by domain: a data set like `vblagoje/cc_news`, or a file like it."""
     replicated_data: bool = False
     """Whether all devices have the data of all groups."""
     donate: bool = False
@@ -108,22 +116,26 @@ def load(path: Path) -> Config:
     return read(json.dumps(tomllib.loads(path.read_text())))  # JSON's lists are tuples
 
 
+@dataclass(frozen=True, config=_STRICT)
+class Command:
+    """What the runner is asked for."""
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """The runs: files of configs/. Flags of their fields follow them."""
+    out: Path = Path("runs/experiments")
+    """Folder of the records."""
+    peer_python: str | None = None
+    """A Python with Google's drjax; without it, one is made where it is needed."""
+
+
 def from_command_line(
     args: Sequence[str] | None = None,
-) -> tuple[Path, dict[Path, Config]]:
-    """The folder of records, and each file's run with the overrides of flags."""
-
-    @dataclass(config=_STRICT)
-    class Known:
-        files: tyro.conf.Positional[tuple[Path, ...]]
-        """The runs: files of configs/."""
-        out: Path = Path("runs/experiments")
-        """Folder of the records."""
-
-    known, rest = tyro.cli(Known, args=args, return_unknown_args=True, add_help=False)
-    if not known.files:
+) -> tuple[Command, dict[Path, Config]]:
+    """The command, and each file's run with the overrides of flags."""
+    told, rest = tyro.cli(Command, args=args, return_unknown_args=True, add_help=False)
+    if not told.files:
         raise SystemExit("Give files of configs/ first, then flags.")
     configs = {
-        file: tyro.cli(Config, args=rest, default=load(file)) for file in known.files
+        file: tyro.cli(Config, args=rest, default=load(file)) for file in told.files
     }
-    return known.out, configs
+    return told, configs

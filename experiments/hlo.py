@@ -23,6 +23,7 @@ _CALLED = re.compile(
     r"\b(?:calls|body|to_apply|called_computations|branch_computations|"
     r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Message:
 
     Attributes:
       kind: As `benchmarks.hlo.Collective.kind`.
-      bytes: Of its results on one device, each time.
+      bytes: Of its results on one device, each time; of what is reduced, where the
+        result is a share of it.
       times: How often it runs.
       axes: The mesh axes over which it communicates; `"?"` if it is unlike any.
     """
@@ -138,18 +140,48 @@ class Module:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """The collectives, in the order in which they stand in the text."""
-        found = []
+        """The collectives, in the order in which they stand in the text.
+
+        The TPU compiler spreads a collective over several fusions, which it computes
+        meanwhile: each has it as a link of one chain, which is one message.
+        """
+        found, chains = [], set()
         for computation, x, times in self._running():
             if (kind := hlo.kind_of(x.opcode, computation)) is None:
                 continue
+            if link := _CHAIN.search(x.rest):
+                if link.groups() in chains:
+                    continue
+                chains.add(link.groups())
+            group = _first_group(x.rest, math.prod(self.mesh.values()))
             size = hlo.payload(x.opcode, x.shape)
-            found.append(Message(kind, size, times, self._axes(x.rest)))
+            size *= len(group) if x.opcode.startswith("reduce-scatter") else 1
+            found.append(Message(kind, size, times, self._axes(x.rest, group)))
         return found
 
-    def _axes(self, text: str) -> tuple[str, ...]:
+    def overlaps(self, kind: str) -> tuple[int, int]:
+        """Asynchronous messages of a kind, and those with products in the meantime.
+
+        The text of a compiled program is in the order in which a device starts its
+        instructions: what stands between the start of a message and its end runs
+        while it travels.
+        """
+        found = []
+        for xs in self.computations.values():
+            ends = {x.operands[0]: i for i, x in enumerate(xs) if x.operands}
+            for i, x in enumerate(xs):
+                if x.opcode == f"{kind}-start":
+                    meanwhile = xs[i + 1 : ends[x.name]]
+                    found.append(any(map(self._multiplies, meanwhile)))
+        return len(found), sum(found)
+
+    def _multiplies(self, x: Instruction) -> bool:
+        """Whether an instruction is, or calls, a product of matrices."""
+        inside = (y for name in _called(x) for y in self.computations.get(name, ()))
+        return x.opcode in ("dot", "convolution") or any(map(self._multiplies, inside))
+
+    def _axes(self, text: str, group: np.ndarray) -> tuple[str, ...]:
         """The axes along which the members of a group of replicas lie apart."""
-        group = _first_group(text, math.prod(self.mesh.values()))
         places = np.unravel_index(group, tuple(self.mesh.values()))
         apart = [len(set(x.tolist())) for x in places]
         axes = [a for a, size in zip(self.mesh, apart, strict=True) if size > 1]

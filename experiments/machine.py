@@ -52,8 +52,20 @@ def mesh_of(machine: Machine) -> Mesh:
 
 
 def shardings(config: Config, mesh: Mesh, params: Any) -> tuple[Any, NamedSharding]:
-    """How the parameters and the tokens lie on the mesh."""
+    """How the parameters and the text lie on the mesh."""
     laid = specs(params, config.machine.layout, MODEL)
+    if config.machine.server == "sharded":
+        share = lambda x, spec: _divided(x.shape, spec, mesh.shape[GROUPS])
+        laid = jax.tree.map(share, params, laid)
     rows = P() if config.replicated_data else P(GROUPS)
     on = lambda spec: NamedSharding(mesh, spec)
     return jax.tree.map(on, laid, is_leaf=lambda x: isinstance(x, P)), on(rows)
+
+
+def _divided(shape: tuple[int, ...], spec: P, count: int) -> P:
+    """Also divided over the groups, along the largest dimension that can be."""
+    parts = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [i for i, part in enumerate(parts) if part is None and shape[i] % count == 0]
+    if free:
+        parts[max(free, key=lambda i: shape[i])] = GROUPS
+    return P(*parts)

@@ -26,23 +26,24 @@ def initial(config: TransformerConfig, seed: int) -> Params:
 
 
 def local_sgd(graphdef: nnx.GraphDef, config: Round) -> Callable:
-    """A group's work: `(params, tokens) -> (update, mean loss)`.
+    """A group's work: `(params, Windows) -> (update or new params, mean loss)`.
 
-    `tokens` are int32 `[steps, batch, length + 1]`.
+    The windows are tokens `[steps, batch, length + 1]` and lengths `[steps, batch]`.
     """
 
-    def loss(params: Params, tokens: Array) -> Array:
-        lengths = jnp.full(tokens.shape[:1], config.length)
-        return mean_loss(nnx.merge(graphdef, params), tokens, lengths)[0]
+    def loss(params: Params, batch: Any) -> Array:
+        return mean_loss(nnx.merge(graphdef, params), *batch)[0]
 
-    def step(params: Params, tokens: Array) -> tuple[Params, Array]:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
+    def step(params: Params, batch: Any) -> tuple[Params, Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
         rate = lambda p: jnp.asarray(config.lr, p.dtype)
         return jax.tree.map(lambda p, g: p - rate(p) * g, params, grads), value
 
-    def work(params: Params, tokens: Array) -> tuple[Params, Array]:
-        new, losses = jax.lax.scan(step, params, tokens)
-        return jax.tree.map(jnp.subtract, new, params), losses.mean()
+    def work(params: Params, windows: Any) -> tuple[Params, Array]:
+        new, losses = jax.lax.scan(step, params, windows)
+        if config.average == "updates":
+            new = jax.tree.map(jnp.subtract, new, params)
+        return new, losses.mean()
 
     return work
 

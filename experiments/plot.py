@@ -9,6 +9,7 @@ report for theirs.
 
 import dataclasses
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import tyro
 
+from experiments import links, variants
 from experiments.run import Record
 
 PAPER = {
@@ -26,6 +28,8 @@ PAPER = {
     "fig6": "Paper, figure 6: without annotations of sharding the time of a round "
     "grows with the number of groups.",
     "groups_per_device": "Not in the paper: more groups than devices.",
+    "8b_float32": "Not in the paper: what makes 8B in float32 fit a core of TPU v2.",
+    "chips": "Not in the paper: newer chips.",
 }
 PANELS = (
     ("flops, 10¹² per device", lambda r: r["flops"] / 1e12),
@@ -50,6 +54,32 @@ def sent(record: Record, axis: str) -> int:
     return sum(
         c["bytes in a round"] for c in record["collectives"] if axis in c["axes"]
     )
+
+
+def formula(record: Record) -> float:
+    """Operations of a device by 6 N T (Kaplan et al. 2020, arXiv 2001.08361, 2.1).
+
+    N parameters and T tokens of a group's round, whose devices share the work. What is
+    computed again backwards and the products of attention come on top.
+    """
+    told, devices = record["settings"]["round"], record["mesh"]["model"]
+    tokens = told["steps"] * told["batch"] * told["length"]
+    groups = told["groups"] / record["mesh"]["groups"]
+    return 6 * record["parameters"] * tokens * groups / devices
+
+
+def on_links(record: Record) -> str:
+    """Modelled milliseconds of the messages over the groups' axis, or nothing."""
+    machine = record["settings"]["machine"]
+    chip = links.CHIPS.get(machine["topology"].split(":")[0])
+    if machine["platform"] != "tpu" or chip is None:
+        return ""
+    axes = {variants.GROUPS: record["mesh"]["groups"]}
+    told = []
+    for network in ("ici", "dcn")[: 1 if chip.dcn is None else 2]:
+        took = links.seconds(record["collectives"], axes, chip, network)
+        told.append(f"{1e3 * took:.3g} {network.upper()}")
+    return ", ".join(told)
 
 
 def load(folder: Path) -> dict[str, list[Record]]:
@@ -107,14 +137,80 @@ def draw(figure: str, records: Sequence[Record]) -> plt.Figure:
 
 def table(records: Sequence[Record]) -> str:
     """The records as a table in Markdown."""
-    titles = ["run", "variant", "devices", "groups", *(title for title, _ in PANELS)]
-    rows = [titles, ["---"] * len(titles)]
+    titles = [
+        "run", "variant", "devices", "groups", *(title for title, _ in PANELS),
+        "of it by 6NT", "on links, ms (model)",
+    ]  # fmt: skip
+    rows = []
     for r in records:
-        told = [f"{value(r):.4g}" for _, value in PANELS] if "flops" in r else [
-            r["out of memory"], *[""] * (len(PANELS) - 1)
-        ]  # fmt: skip
-        rows.append([r["run"], r["variant"], str(r["devices"]), str(_groups(r)), *told])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        about = [r["run"], r["variant"], str(r["devices"]), str(_groups(r))]
+        if "flops" in r:
+            told = [f"{value(r):.4g}" for _, value in PANELS]
+            told += [f"{formula(r) / r['flops']:.0%}", on_links(r)]
+        else:
+            told = [r["out of memory"], *[""] * (len(PANELS) + 1)]
+        rows.append([*about, *told])
+    return markdown(titles, rows)
+
+
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _lies(record: Record) -> str:
+    machine = record["settings"]["machine"]
+    return f"{machine['devices']} in {machine['processes']}"
+
+
+def seconds(record: Record) -> float:
+    """Of a round, without the first one."""
+    return statistics.median(record["round s"][1:])
+
+
+def draw_executed(records: Sequence[Record]) -> plt.Figure:
+    """Losses, work and time of rounds that were run, by devices and processes."""
+    picture, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    names = sorted({r["variant"] for r in records})
+    for i, name in enumerate(names):
+        mine = [r for r in records if r["variant"] == name]
+        lies = [_lies(r) for r in mine]
+        for r in mine:
+            axes[0].plot(range(1, 1 + len(r["losses"])), r["losses"], f"C{i}")
+        style = {
+            "color": f"C{i}",
+            "marker": "os"[i % 2],
+            "lw": 4 - 2 * i,
+            "label": name,
+        }
+        axes[1].plot(lies, [r["flops"] / 1e9 for r in mine], **style)
+        axes[2].plot(lies, [seconds(r) for r in mine], **style)
+    axes[0].set(title="loss, all runs", xlabel="round")
+    axes[0].get_xaxis().get_major_locator().set_params(integer=True)
+    axes[1].set(title="10⁹ operations of a device", ylim=(0, None))
+    axes[2].set(title="seconds of a round", ylim=(0, None))
+    for axis in axes[1:]:
+        axis.set_xlabel("devices, in processes")
+    axes[1].legend()
+    picture.suptitle("Eight groups on CPU devices that share a machine's cores.")
+    return picture
+
+
+def table_executed(records: Sequence[Record]) -> str:
+    """The records of executed rounds as a table in Markdown."""
+    titles = [
+        "devices, in processes", "variant", "10⁹ operations of a device",
+        "seconds of a round", "last loss", "largest difference of a loss",
+    ]  # fmt: skip
+    first = records[0]["losses"]
+    rows = [
+        [_lies(r), r["variant"], f"{r['flops'] / 1e9:.4g}", f"{seconds(r):.3g}",
+         f"{r['losses'][-1]:.6f}",
+         f"{max(abs(a - b) for a, b in zip(r['losses'], first, strict=True)):.1e}"]
+        for r in records
+    ]  # fmt: skip
+    return markdown(titles, rows)
 
 
 def main(options: Options) -> None:
@@ -125,8 +221,13 @@ def main(options: Options) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for figure, records in found.items():
         path = options.out / f"{figure}.png"
-        draw(figure, records).savefig(path, dpi=120, bbox_inches="tight")
-        (options.out / f"{figure}.md").write_text(table(records) + "\n")
+        if executed := all("losses" in r for r in records):
+            records.sort(key=lambda r: (r["devices"], _lies(r), r["variant"]))
+        picture = draw_executed(records) if executed else draw(figure, records)
+        picture.savefig(path, dpi=100, bbox_inches="tight")
+        plt.close(picture)
+        text = table_executed(records) if executed else table(records)
+        (options.out / f"{figure}.md").write_text(text + "\n")
         print(f"{path}: {len(records)} records")
 
 

@@ -6,51 +6,97 @@
 TPUs are compiled for by libtpu (`pip install libtpu`), which needs none. On CPUs,
 `execute` rounds are run too, in as many processes as the config says. Each variant of
 each file becomes one JSON record with all settings and versions, made by a process of
-its own; `python -m experiments.plot` draws them.
+its own; `python -m experiments.plot` draws them. Google's drjax has the import name of
+this library and runs in an environment of its own: `--peer-python` names its Python.
 """
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import peer
 from experiments.config import Config, from_command_line, settings
 
 Record = dict[str, Any]
 
 
 def main() -> None:
-    out, configs = from_command_line()
-    out.mkdir(parents=True, exist_ok=True)
+    command, configs = from_command_line()
+    command.out.mkdir(parents=True, exist_ok=True)
     runs = [(f, c, v) for f, c in configs.items() for v in c.variants]
-    with tqdm(runs) as progress:
+    with contextlib.ExitStack() as stack, tqdm(runs) as progress:
+        others = any(v == peer.NAME for _, _, v in runs)
+        with_peer = stack.enter_context(_peer(command.peer_python)) if others else {}
         for file, config, variant in progress:
             progress.set_description(f"{file.stem}, {variant}")
+            where = with_peer if variant == peer.NAME else {}
+            begin = time.perf_counter()
+            measures = measured(config, variant, **where)
             record = {
                 "figure": file.parent.name, "run": file.stem, "variant": variant,
-                "settings": settings(config), **measured(config, variant),
+                "settings": settings(config), **measures,
+                "wall s": time.perf_counter() - begin,
             }  # fmt: skip
-            name = f"{file.parent.name}-{file.stem}-{variant.replace(' ', '-')}.json"
-            (out / name).write_text(json.dumps(record, indent=1) + "\n")
+            way = variant.replace(",", "").replace(" ", "-")
+            name = f"{file.parent.name}-{file.stem}-{way}.json"
+            (command.out / name).write_text(json.dumps(record, indent=1) + "\n")
             progress.write(f"{file.stem}, {summary(record)}")
 
 
-def measured(config: Config, variant: str) -> Record:
+@contextlib.contextmanager
+def _peer(python: str | None) -> Iterator[dict[str, Any]]:
+    """Where Google's drjax runs, as keywords of `measured`."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory) / "sources"
+        peer.copy_sources(folder, "benchmarks", "examples", "experiments")
+        if python is None:
+            python = peer.make(Path(directory) / "environment", *_needed())
+        yield {"python": python, "folder": folder}
+
+
+def _needed() -> list[str]:
+    """Packages of `experiments.worker`, those that are here."""
+    found = []
+    for name in ("flax", "optax", "pydantic", "tyro", "tqdm", "libtpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            found += [name] if version(name) else []
+    return found
+
+
+def measured(
+    config: Config, variant: str, python: str = sys.executable,
+    folder: Path | None = None,
+) -> Record:  # fmt: skip
     """What the processes of a run say.
+
+    Args:
+      config: The run.
+      variant: How its round is written.
+      python: What runs it.
+      folder: Where it finds the sources.
 
     Raises:
       RuntimeError: One of them failed; with the end of what it wrote.
     """
     count = config.machine.processes
     of_many = [str(count), str(_free_port())] if count > 1 else []
-    command = [sys.executable, "-m", "experiments.worker", variant]
+    command = [python, "-m", "experiments.worker", variant]
     started = [
         subprocess.Popen(
-            [*command, *([str(i), *of_many] if of_many else [])], text=True,
+            [*command, *([str(i), *of_many] if of_many else [])], text=True, cwd=folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | ({"PYTHONPATH": ""} if folder else {}),
         )
         for i in range(count)
     ]  # fmt: skip

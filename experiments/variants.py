@@ -1,10 +1,12 @@
-"""The round of local SGD, written in six ways: `(params, tokens) -> (params, loss)`.
+"""The round of local SGD, written in many ways: `(params, windows) -> (params, loss)`.
 
-`params` are the global parameters, `tokens` int32 `[n, steps, batch, length + 1]`. All
-run on a mesh with the axes `groups` and `model`. A group's model is left to the
-compiler, which lays it out over `model` by how the parameters come in.
+`params` are the global parameters, `windows` the text of n groups: tokens
+`[n, steps, batch, length + 1]` and lengths `[n, steps, batch]`. All run on a mesh with
+the axes `groups` and `model`. A group's model is left to the compiler, which lays it
+out over `model` by how the parameters come in.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,78 +22,107 @@ GROUPS, MODEL = "groups", "model"
 Work = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def make(variant: Variant, work: Work, n: int, groups_per_step: int | None) -> Callable:
-    """The round, not jitted but for `drjax.jit`."""
+def make(
+    variant: Variant, work: Work, n: int, groups_per_step: int | None, average: str
+) -> Callable:
+    """The round, not jitted but for `drjax.jit`.
+
+    Args:
+      average: What a group's work gives: `"updates"` of the parameters, or `"models"`,
+        whose mean takes the place of the parameters.
+    """
+    means = _WAYS[variant](work, n)
+
+    def round_(params, windows):
+        mean, loss = means(params, windows)
+        return (_add(params, mean) if average == "updates" else mean), loss
+
     if variant == "drjax jit":
-        return drjax.jit(with_drjax(work, n), groups_per_step=groups_per_step)
-    return _WAYS[variant](work, n)
-
-
-def with_drjax(work: Work, n: int) -> Callable:
-    """In the library's building blocks."""
-
-    @drjax.program(placements={GROUPS: n})
-    def round_(params, tokens):
-        updates, losses = drjax.map_fn(work, (drjax.broadcast(params), tokens))
-        return _add(params, drjax.reduce_mean(updates)), drjax.reduce_mean(losses)
-
+        return drjax.jit(round_, groups_per_step=groups_per_step)
     return round_
 
 
-def with_shard_map(work: Work, n: int) -> Callable:
-    """By hand: each device runs a vmap over its groups, then one psum."""
+def with_drjax(work: Work, n: int) -> Callable:
+    """In the building blocks of this library, or of Google's, which runs the same."""
+
+    @drjax.program(placements={GROUPS: n})
+    def means(params, windows):
+        rows = drjax.map_fn(work, (drjax.broadcast(params), windows))
+        return drjax.reduce_mean(rows)
+
+    return means
+
+
+def _mapped(work: Work, params: Any, windows: Any) -> Any:
+    """The sum of a device's groups, all at once."""
+    rows = jax.vmap(work, (None, 0))(params, windows)
+    return jax.tree.map(lambda y: y.sum(0), rows)
+
+
+def _scanned(
+    work: Work, params: Any, windows: Any, varying: tuple[str, ...] = ()
+) -> Any:
+    """The sum of groups, one after another; over these axes it varies."""
+    row = _row(windows, 0)
+    shapes = jax.eval_shape(work, params, row)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = lax.pcast(zeros, varying, to="varying") if varying else zeros
+    add = lambda total, row: (_add(total, work(params, row)), None)
+    return lax.scan(add, zeros, windows)[0]
+
+
+def by_hand(work: Work, n: int, many: Callable = _mapped) -> Callable:
+    """A shard_map: each device runs its groups, then one psum."""
 
     @jax.shard_map(in_specs=(P(), P(GROUPS)), out_specs=P(), axis_names={GROUPS})
-    def means(params, tokens):
+    def means(params, windows):
         params = lax.pcast(params, GROUPS, to="varying")
-        if tokens.shape[0] == 1:
-            total = work(params, tokens[0])
+        if windows[0].shape[0] == 1:
+            total = work(params, _row(windows, 0))
         else:
-            rows = jax.vmap(work, (None, 0))(params, tokens)
-            total = jax.tree.map(lambda y: y.sum(0), rows)
+            total = many(work, params, windows)
         return jax.tree.map(lambda y: y / n, lax.psum(total, GROUPS))
 
-    return _adding(means)
+    return means
 
 
 def with_python_loop(work: Work, n: int) -> Callable:
     """Group after group in Python: every device runs all of them."""
 
-    def means(params, tokens):
-        rows = [work(params, tokens[i]) for i in range(n)]
+    def means(params, windows):
+        rows = [work(params, _row(windows, i)) for i in range(n)]
         return jax.tree.map(lambda *ys: sum(ys) / n, *rows)
 
-    return _adding(means)
+    return means
 
 
 def with_rolled_loop(work: Work, n: int) -> Callable:
     """The same as a `lax.scan`, which compiles one group."""
 
-    def means(params, tokens):
-        def add(total, tokens):
-            return _add(total, work(params, tokens)), None
+    def means(params, windows):
+        return jax.tree.map(lambda y: y / n, _scanned(work, params, windows))
 
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(work, params, tokens[0]))
-        total, _ = lax.scan(add, zeros, tokens)
-        return jax.tree.map(lambda y: y / n, total)
-
-    return _adding(means)
+    return means
 
 
 def without_annotations(work: Work, n: int) -> Callable:
     """A vmap, which nothing tells where its groups are."""
 
-    def means(params, tokens):
+    def means(params, windows):
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape)), params)
-        rows = jax.vmap(work)(copies, tokens)
+        rows = jax.vmap(work)(copies, windows)
         return jax.tree.map(lambda y: y.mean(0), rows)
 
-    return _adding(means)
+    return means
 
 
-_WAYS: dict[str, Callable[[Work, int], Callable]] = {
+_one_by_one = functools.partial(_scanned, varying=(GROUPS,))
+_WAYS: dict[Variant, Callable[[Work, int], Callable]] = {
     "drjax": with_drjax,
-    "shard_map": with_shard_map,
+    "drjax jit": with_drjax,
+    "google drjax": with_drjax,
+    "shard_map": by_hand,
+    "shard_map, scan": functools.partial(by_hand, many=_one_by_one),
     "python loop": with_python_loop,
     "rolled loop": with_rolled_loop,
     "no annotations": without_annotations,
@@ -102,11 +133,5 @@ def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _adding(means: Callable) -> Callable:
-    """A round: the mean of the updates added to the parameters, the mean loss."""
-
-    def round_(params, tokens):
-        update, loss = means(params, tokens)
-        return _add(params, update), loss
-
-    return round_
+def _row(windows: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x[i], windows)

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from experiments import machine, model, variants
+import drjax
+from experiments import machine, model, text, variants
 from experiments.config import Config, Variant, read
 from experiments.hlo import Message, Module
 
@@ -30,21 +30,24 @@ def measure(config: Config, variant: Variant) -> Record:
     mesh = machine.mesh_of(config.machine)
     graphdef, shapes = model.shapes(config.model)
     laid, rows = machine.shardings(config, mesh, shapes)
-    tokens = jax.ShapeDtypeStruct(_tokens_shape(config), jnp.int32, sharding=rows)
-    params = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, laid
-    )
+    typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    params = jax.tree.map(typed, shapes, laid)
+    windows = jax.tree.map(lambda x: typed(x, rows), text.shapes(config.round))
     work = model.local_sgd(graphdef, config.round)
     n, k = config.round.groups, config.groups_per_step
     begin = time.process_time()
     with jax.set_mesh(mesh):
         round_ = jax.jit(
-            variants.make(variant, work, n, k), out_shardings=(laid, None),
-            donate_argnums=(0,) if config.donate else (),
+            variants.make(variant, work, n, k, config.round.average),
+            out_shardings=(laid, None), donate_argnums=(0,) if config.donate else (),
         )  # fmt: skip
-        found: Record = {"devices": mesh.size}
+        found: Record = {
+            "devices": mesh.size,
+            "mesh": dict(mesh.shape),
+            "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
+        }
         try:
-            compiled = round_.lower(params, tokens).compile()
+            compiled = round_.lower(params, windows).compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -82,21 +85,14 @@ def collectives(messages: list[Message]) -> list[Record]:
     ]  # fmt: skip
 
 
-def _tokens_shape(config: Config) -> tuple[int, ...]:
-    r = config.round
-    return (r.groups, r.steps, r.batch, r.length + 1)
-
-
 def _execute(compiled: Any, config: Config, laid: Any, rows: Any) -> tuple[list, list]:
-    """The loss of each round, and its seconds; the text is random."""
+    """The loss of each round, and its seconds."""
     params = jax.tree.map(_placed, model.initial(config.model, 0), laid)
     losses, seconds = [], []
-    for number in range(config.execute):
-        draw = np.random.default_rng(number)
-        tokens = draw.integers(0, config.model.vocab, _tokens_shape(config), np.int32)
-        tokens = _placed(tokens, rows)
+    for windows in text.rounds(config):
+        windows = jax.tree.map(lambda x: _placed(x, rows), windows)
         begin = time.perf_counter()
-        params, loss = jax.block_until_ready(compiled(params, tokens))
+        params, loss = jax.block_until_ready(compiled(params, windows))
         seconds.append(time.perf_counter() - begin)
         losses.append(float(loss))
     return losses, seconds
@@ -126,13 +122,20 @@ def versions() -> dict[str, str]:
 
 
 def main(variant: Any, number: str = "0", processes: str = "1", port: str = "") -> None:
-    """Print the record."""
+    """Print the record.
+
+    Raises:
+      RuntimeError: The `drjax` that is imported is not the variant's.
+    """
+    if (variant == "google drjax") == hasattr(drjax, "make_plan"):
+        raise RuntimeError(f"{variant!r} was given {drjax.__file__}.")
     config = read(sys.stdin.read())
     if port:
         address = f"127.0.0.1:{port}"
         jax.config.update("jax_num_cpu_devices", config.machine.local_devices)
         jax.distributed.initialize(address, int(processes), int(number))
     record = {"versions": versions(), **measure(config, variant)}
+    record["CPU s"] = time.process_time()
     print("\n" + json.dumps(record), flush=True)
 
 

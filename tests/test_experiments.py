@@ -2,21 +2,28 @@
 
 import dataclasses
 import importlib.util
+from collections import Counter
 from pathlib import Path
 
+import datasets
 import jax
 import numpy as np
 import pydantic
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from examples.common.text import load_articles
 from examples.common.transformer import TransformerConfig
-from experiments import config, run, worker
+from experiments import collectives, config, links, run, text, worker
 from experiments.config import Config, Machine, Round
 from experiments.hlo import Module
+from tests import cases
 
+TWO_GROUPS = Round(groups=2, steps=1, batch=1, length=8)
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.toml"))
 TINY = Config(
-    model=TransformerConfig(d_model=16, layers=2, heads=2, vocab=32, scan=True),
+    model=TransformerConfig(d_model=16, layers=2, heads=2, scan=True),
     round=Round(groups=8, steps=2, batch=2, length=8, lr=0.1),
     execute=2,
 )
@@ -57,8 +64,8 @@ def test_flags_override_files(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\nlayers = 3\nscan = true\n")
     flags = [str(path), "--out", str(tmp_path), "--model.layers", "5"]
-    out, found = config.from_command_line(flags)
-    assert out == tmp_path and [*found] == [path]
+    command, found = config.from_command_line(flags)
+    assert command.out == tmp_path and [*found] == [path]
     assert found[path].model == TransformerConfig(layers=5, scan=True)
 
 
@@ -124,6 +131,43 @@ def test_axes_of_messages(groups, axes):
     assert message.axes == axes
 
 
+def test_bytes_of_a_reduce_scatter_are_those_of_what_is_reduced():
+    line = "%r = f32[3,5]{1,0} reduce-scatter(%a), replica_groups=[4,2]<=[8]"
+    (message,) = module(ARRAYS[0], line).messages
+    assert message.bytes == 2 * 60
+
+
+def test_links_of_a_chain_are_one_message():
+    told = 'replica_groups={{0,1}}, channel_id=1, frontend_attributes={chain_id="0"}'
+    links = [f"%r{i} = f32[3,5]{{1,0}} all-gather(%a), {told}" for i in range(3)]
+    alone = "%r = f32[3,5]{1,0} all-gather(%a), replica_groups={{0,1}}, channel_id=1"
+    assert len(module(ARRAYS[0], *links, alone).messages) == 2
+
+
+def test_messages_beside_products():
+    start = "%s = (f32[3,5], f32[3,5]) collective-permute-start(%a)"
+    done = "%d = f32[3,5] collective-permute-done(%s)"
+    dot = "%c = f32[3,4] dot(%d, %b), lhs_contracting_dims={1}"
+    beside = dot.replace("%d", "%a").replace("%c", "%e")
+    after = module(*ARRAYS, start, done, dot)
+    assert after.overlaps("collective-permute") == (1, 0)
+    during = module(*ARRAYS, start, beside, done, dot)
+    assert during.overlaps("collective-permute") == (1, 1)
+
+
+def test_the_model_of_links():
+    sent = [
+        {"kind": "all-reduce", "axes": ["groups"], "bytes in a round": 8e9},
+        {"kind": "all-gather", "axes": ["model"], "bytes in a round": 1e9},
+    ]
+    chip = links.Chip(devices=2, ici=1e9, dcn=None, source="")
+    # An all-reduce among 4 sends 2 * 3/4 of its bytes; two devices share the links.
+    assert links.seconds(sent, {"groups": 4}, chip, "ici") == 2 * 12
+    assert links.seconds(sent, {"groups": 1}, chip, "ici") == 0
+    with pytest.raises(ValueError, match="bandwidth on dcn is not stated"):
+        links.seconds(sent, {"groups": 4}, chip, "dcn")
+
+
 def test_a_loop_that_does_not_count():
     text = "\n".join(
         ["%c (p: s32[]) -> pred[] {", "  ROOT %p = pred[] parameter(0)", "}",
@@ -147,8 +191,8 @@ def by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, work",
-    [("drjax", 1), ("drjax jit", 1), ("no annotations", 1), ("python loop", 4),
-     ("rolled loop", 4)],
+    [("drjax", 1), ("drjax jit", 1), ("shard_map, scan", 1), ("no annotations", 1),
+     ("python loop", 4), ("rolled loop", 4)],
 )  # fmt: skip
 def test_every_way_gives_the_same_losses(variant, work, by_hand):
     found = worker.measure(TINY, variant)
@@ -164,6 +208,105 @@ def test_a_model_with_a_shard_map_of_its_own(variant, by_hand):
     found = worker.measure(dataclasses.replace(TINY, model=own), variant)
     np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
     assert found["flops"] == pytest.approx(by_hand["flops"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["drjax", "drjax jit"])
+def test_models_averaged_by_a_sharded_server(variant, by_hand):
+    less = dataclasses.replace(
+        TINY, round=dataclasses.replace(TINY.round, average="models"),
+        machine=Machine(server="sharded"), donate=True,
+    )  # fmt: skip
+    found = worker.measure(less, variant)
+    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
+    kinds = {c["kind"] for c in found["collectives"] if "groups" in c["axes"]}
+    assert "all-gather" in kinds
+
+
+@pytest.mark.parametrize(
+    "changed, error",
+    [
+        ({"round": dataclasses.replace(TINY.round, groups=1000)}, "1000 groups need"),
+        ({"model": dataclasses.replace(TINY.model, vocab=32)}, "vocabulary of 32"),
+    ],
+)
+def test_text_that_does_not_do(changed, error):
+    with pytest.raises(ValueError, match=error):
+        next(text.rounds(dataclasses.replace(TINY, **changed)))
+
+
+ARTICLES = [
+    ("b.example", "A first article.", "2019"),
+    ("a.example", "Of another domain.", "2019"),
+    ("b.example", "The second of its domain.", "2018"),
+    ("empty.example", "", "2017"),
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_articles_by_domain(kind, tmp_path, monkeypatch):
+    """A small file with the columns of CCNews, which is too large to be here."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = str(tmp_path / f"news.{kind}")
+    columns = zip(*ARTICLES, strict=True)
+    rows = dict(zip(("domain", "text", "date"), map(list, columns), strict=True))
+    news = datasets.Dataset.from_dict({"title": list("tttt"), **rows})
+    {"jsonl": news.to_json, "csv": news.to_csv, "parquet": news.to_parquet}[kind](path)
+    found = {m.name: m.text.tobytes() for part in load_articles(path) for m in part}
+    assert found == {
+        "a.example": b"Of another domain.",
+        "b.example": b"A first article.\nThe second of its domain.",
+    }
+    drawn = next(text.rounds(Config(text=path, round=TWO_GROUPS, execute=1)))
+    assert drawn.tokens.shape == (2, 1, 1, 9) and drawn.lengths.max() > 0
+
+
+def test_a_file_without_domains(tmp_path):
+    path = tmp_path / "news.jsonl"
+    path.write_text('{"text": "An article.", "title": "A title"}\n')
+    with pytest.raises(ValueError, match="has no column 'domain'"):
+        load_articles(str(path))
+
+
+# ---------------------------------------------------------------------------------
+# Explicit collectives
+
+
+@pytest.mark.parametrize("shape", cases.some([(2, 1, 4), (2, 2, 2)], (2, 1, 4)))
+@pytest.mark.parametrize("name", collectives.LAYERS)
+@pytest.mark.usefixtures("leaks_unchecked")  # JAX finds its own of shard_map
+def test_layers_with_explicit_collectives(name, shape):
+    layer, draw = collectives.LAYERS[name], np.random.default_rng(0)
+    axes = (collectives.GROUPS, collectives.X, collectives.Y)
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3)
+    y, wide = shape[2], 16
+    with jax.enable_x64(True):
+        weights = {
+            key: draw.normal(size=size) / 4
+            for key, size in layer.shapes(y, wide, 32).items()
+        }
+        xs = draw.normal(size=(2, 16, wide))
+        whole, parts = (
+            jax.value_and_grad(collectives.program(layer, 2, by_devices), (0, 1))
+            for by_devices in (False, True)
+        )
+        expected = jax.jit(whole)(weights, xs)
+        on = lambda spec: NamedSharding(mesh, spec)
+        lying = {key: on(spec) for key, spec in layer.weights.items()}
+        lie = jax.jit(
+            collectives.outputs(layer, 2),
+            in_shardings=(lying, on(P(collectives.GROUPS, *layer.x))),
+        )
+        with jax.set_mesh(mesh):
+            found = jax.jit(parts)(weights, xs)
+            program = lie.lower(weights, xs).compile().as_text() or ""
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+    jax.tree.map(same, found, expected)
+    sent = Counter(m.kind for m in Module(program, dict(mesh.shape)).messages)
+    told = layer.messages(y)
+    if "all-reduce" in told:  # the compiler puts them together
+        told["all-reduce"] = 1
+    assert sent == told
 
 
 def test_a_record_says_everything(tmp_path, monkeypatch):

@@ -112,14 +112,18 @@ def check(n, context=None, jit=True, block=None, **keywords):
 # How the mesh is given
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    some(
+        MESHES, "auto", "auto model", "explicit", "explicit, auto model",
+        "no axis, explicit", "one device",
+    ),
+)  # fmt: skip
 def test_mesh_in_context(name):
     check(8, in_mesh(make_mesh(*MESHES[name])))
 
 
-@pytest.mark.parametrize(
-    "name", some(MESHES, "auto", "explicit model", "auto, explicit model")
-)
+@pytest.mark.parametrize("name", some(MESHES, "auto, explicit model"))
 def test_mesh_argument_of_the_program(name):
     check(8, mesh=make_mesh(*MESHES[name]))
 
@@ -207,13 +211,13 @@ def test_hessian():
 # Sizes and several axes
 
 
-@pytest.mark.parametrize("n", [16, 24])
+@pytest.mark.parametrize("n", some([16, 24], 24))
 @pytest.mark.parametrize("name", some(["auto", "explicit model"], "explicit model"))
 def test_several_groups_on_a_device(n, name):
     check(n, in_mesh(make_mesh(*MESHES[name])))
 
 
-@pytest.mark.parametrize("n", [10, 3])
+@pytest.mark.parametrize("n", some([10, 3], 10))
 @pytest.mark.parametrize("name", some(["auto", "auto model"], "auto"))
 def test_sizes_that_do_not_divide(n, name):
     check(n, in_mesh(make_mesh(*MESHES[name])))
@@ -231,15 +235,10 @@ def test_sizes_that_do_not_divide_in_other_ways(n):
 IN_ORDER, REVERSED = ("dcn", "ici"), ("ici", "dcn")
 
 
+@pytest.mark.parametrize("axes", [IN_ORDER, REVERSED], ids=str)
 @pytest.mark.parametrize(
-    "axes, kind",
-    [
-        (IN_ORDER, AUTO),
-        (REVERSED, AUTO),
-        (REVERSED, EXPLICIT),
-        (REVERSED, (AUTO, EXPLICIT)),
-        (IN_ORDER, (EXPLICIT, AUTO)),
-    ],
+    "kind",
+    some([AUTO, EXPLICIT, (AUTO, EXPLICIT), (EXPLICIT, AUTO)], EXPLICIT),
     ids=str,
 )
 def test_partition_on_two_mesh_axes(axes, kind):

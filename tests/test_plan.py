@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import drjax
+from tests.cases import some
 from tests.compiled import count, hlo_text, temp_bytes
 from tests.meshes import in_mesh, in_mesh_of, make_mesh
 
@@ -49,7 +50,7 @@ def test_the_gradient_of_maml_is_one_round():
     assert "-> result['a']" in text
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", some([1, 2, 5], 1, 2, marks=pytest.mark.slow))
 def test_k_dependent_reductions_are_k_rounds(k):
     @program
     def f(x):
@@ -171,9 +172,9 @@ PROGRAMS = {
 @pytest.mark.parametrize(
     "name, mesh",
     [
-        ("maml", None),
-        ("crossing", {"clients": 8}),
         ("rounds", {"clients": 8}),
+        pytest.param("maml", None, marks=pytest.mark.slow),
+        pytest.param("crossing", {"clients": 8}, marks=pytest.mark.slow),
         pytest.param("maml", {"clients": 8}, marks=pytest.mark.slow),
         pytest.param("crossing", None, marks=pytest.mark.slow),
         pytest.param("rounds", None, marks=pytest.mark.slow),
@@ -190,6 +191,7 @@ def test_memory_does_not_grow_with_the_groups(name, mesh):
         assert many <= 1.01 * few + 4 * 64
 
 
+@pytest.mark.slow
 def test_stored_residuals_do_grow():
     sizes = [
         temp_bytes(drjax.jit(fn, groups_per_step=1, residuals="store"), *args)

@@ -1,22 +1,24 @@
-"""Real text, partitioned: the Python standard library's source, by top-level module.
+"""Real text, partitioned: the standard library by module, or articles by domain.
 
-One group is one top-level module or package, as one group of CCNews is one web
-domain in Rush et al. 2024 (arXiv 2403.07128). The groups are as unequal
-as real ones: from about a hundred bytes to more than a megabyte. A *window* is a
-run of bytes whose first byte is only context; all windows are stored at one shape,
-and `lengths` says how many targets of each are real.
+`load_stdlib` reads the Python standard library's source: one group is one top-level
+module or package. `load_articles` reads CCNews, whose groups are web domains, as in
+Rush et al. 2024 (arXiv 2403.07128). The groups are as unequal as real ones: modules
+have from about a hundred bytes to more than a megabyte. A *window* is a run of bytes
+whose first byte is only context; all windows are stored at one shape, and `lengths`
+says how many targets of each are real.
 
-Everything here depends on the Python that runs it and on its arguments, on nothing
-else: the order of files, the held-out modules and the windows of a round are the
-same in every process.
+Everything here depends on the text and on its arguments, on nothing else: the order of
+files, the held-out groups and the windows of a round are the same in every process.
 """
 
+import collections
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 VOCAB = 256
 # Tests, and files that are made when Python is built or installed.
@@ -32,7 +34,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 
 class Module(NamedTuple):
-    """One group: the name of a top-level module and all of its source, as bytes."""
+    """One group: the name of a module or a domain and all of its text, as bytes."""
 
     name: str
     text: np.ndarray  # uint8 [bytes]
@@ -62,7 +64,7 @@ def source_files(entry: Path) -> list[Path]:
 
 
 def is_held_out(name: str) -> bool:
-    """Says whether a module is held out: by its name, so one in ten on any Python."""
+    """Says whether a group is held out: by its name, so one in ten on any machine."""
     return zlib.crc32(name.encode()) % 10 == 0
 
 
@@ -81,11 +83,50 @@ def load_stdlib(root: Path | None = None) -> Corpus:
         if entry.name in SKIPPED_FOLDERS or entry.name.startswith(SKIPPED_PREFIXES):
             continue
         source = b"\n".join(path.read_bytes() for path in source_files(entry))
-        if len(source) >= 2:
-            module = Module(entry.stem, np.frombuffer(source, np.uint8))
-            group = corpus.held_out if is_held_out(module.name) else corpus.train
-            group.append(module)
+        _add(corpus, entry.stem, source)
     return corpus
+
+
+def load_articles(source: str, split: str = "train") -> Corpus:
+    """Reads news articles, one group for each web domain.
+
+    Args:
+        source: a data set of the Hugging Face hub with the columns `domain` and
+            `text`, as `"vblagoje/cc_news"` has them, or a file of such rows, its kind
+            told by its name: `.jsonl`, `.json`, `.csv` or `.parquet`.
+        split: which part of a data set of the hub.
+
+    Returns:
+        The domains with at least one target byte, each list in order of names; the
+        articles of a domain in their order.
+
+    Raises:
+        ValueError: a column is not there.
+    """
+    import datasets
+
+    path = Path(source)
+    if path.is_file():
+        kind = {".jsonl": "json"}.get(path.suffix, path.suffix.removeprefix("."))
+        rows: Any = datasets.load_dataset(kind, data_files=source, split="train")
+    else:
+        rows = datasets.load_dataset(source, split=split)
+    if missing := {"domain", "text"} - set(rows.column_names):
+        raise ValueError(f"{source} has no column {' or '.join(sorted(missing))!r}.")
+    articles = collections.defaultdict(list)
+    for row in tqdm(rows.select_columns(["domain", "text"]), "articles", disable=None):
+        articles[row["domain"]].append(row["text"] or "")
+    corpus = Corpus([], [])
+    for domain in sorted(articles):
+        _add(corpus, domain, "\n".join(articles[domain]).encode())
+    return corpus
+
+
+def _add(corpus: Corpus, name: str, text: bytes) -> None:
+    """Puts a group where it belongs; one without a target byte nowhere."""
+    if len(text) >= 2:
+        part = corpus.held_out if is_held_out(name) else corpus.train
+        part.append(Module(name, np.frombuffer(text, np.uint8)))
 
 
 def cut(text: np.ndarray, count: int, length: int, rng: np.random.Generator) -> Windows:
