@@ -246,7 +246,7 @@ ARTICLES = [
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_articles_by_domain(kind, tmp_path, monkeypatch):
     """A small file with the columns of CCNews, which is too large to be here."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = str(tmp_path / f"news.{kind}")
     columns = zip(*ARTICLES, strict=True)
     rows = dict(zip(("domain", "text", "date"), map(list, columns), strict=True))
