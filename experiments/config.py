@@ -134,6 +134,8 @@ def from_command_line(
     """The command, and each file's run with the overrides of flags."""
     told, rest = tyro.cli(Command, args=args, return_unknown_args=True, add_help=False)
     if not told.files:
+        if {"-h", "--help"} & set(rest):
+            tyro.cli(Command, args=["--help"])
         raise SystemExit("Give files of configs/ first, then flags.")
     configs = {
         file: tyro.cli(Config, args=rest, default=load(file)) for file in told.files

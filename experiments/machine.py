@@ -3,6 +3,7 @@
 Import this before anything starts JAX's backends.
 """
 
+import importlib.util
 import os
 from typing import Any
 
@@ -23,11 +24,17 @@ os.environ.update(_NO_TPU_HERE)
 
 
 def devices(machine: Machine) -> np.ndarray:
-    """All devices: virtual ones, or those of a TPU topology that is not there."""
+    """All devices: virtual ones, or those of a TPU topology that is not there.
+
+    Raises:
+      ModuleNotFoundError: libtpu, the compiler for TPUs, is not installed.
+    """
     if machine.platform == "cpu":
         if machine.processes == 1:
             jax.config.update("jax_num_cpu_devices", machine.devices)
         return np.array(jax.devices("cpu")[: machine.devices])
+    if importlib.util.find_spec("libtpu") is None:
+        raise ModuleNotFoundError("TPUs are compiled for by libtpu: pip install libtpu")
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(

@@ -228,7 +228,8 @@ def main(options: Options) -> None:
         plt.close(picture)
         text = table_executed(records) if executed else table(records)
         (options.out / f"{figure}.md").write_text(text + "\n")
-        print(f"{path}: {len(records)} records")
+        minutes = sum(r["CPU s"] for r in records) / 60
+        print(f"{path}: {len(records)} records, {minutes:.1f} CPU minutes")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,13 @@ PACKAGES = ("drjax", "jax", "jaxlib", "libtpu", "flax")
 
 
 def measure(config: Config, variant: Variant) -> Record:
-    """What the compiler says of one variant, and what became of running it."""
+    """What the compiler says of one variant, and what became of running it.
+
+    Raises:
+      ValueError: Rounds are to be executed on TPUs, or `machine.mesh_of` raises it.
+    """
+    if config.execute and config.machine.platform != "cpu":
+        raise ValueError("Nothing runs on TPUs here: leave execute at 0.")
     mesh = machine.mesh_of(config.machine)
     graphdef, shapes = model.shapes(config.model)
     laid, rows = machine.shardings(config, mesh, shapes)

@@ -344,6 +344,15 @@ def test_devices_that_cannot_be_divided():
         worker.measure(Config(machine=machine), "drjax")
 
 
+def test_a_tpu_without_its_compiler_or_with_rounds_to_run(monkeypatch):
+    on_tpus = dataclasses.replace(TINY, machine=Machine(platform="tpu"))
+    with pytest.raises(ValueError, match="leave execute at 0"):
+        worker.measure(on_tpus, "drjax")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install libtpu"):
+        worker.measure(dataclasses.replace(on_tpus, execute=0), "drjax")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler"
