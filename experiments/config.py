@@ -60,6 +60,13 @@ class Machine:
     server: Literal["replicated", "sharded"] = "replicated"
     """Whether each group's devices hold the server's parameters, or a share of them."""
 
+    def __post_init__(self) -> None:
+        if self.devices % self.processes:
+            raise ValueError(
+                f"{self.devices} devices cannot be divided among {self.processes} "
+                "processes."
+            )
+
     @property
     def local_devices(self) -> int:
         """Virtual devices of one process."""
@@ -70,9 +77,7 @@ class Machine:
 class Config:
     """One run: it is compiled, measured, and written down as one JSON record."""
 
-    model: TransformerConfig = TransformerConfig(
-        d_model=64, layers=2, heads=4, scan=True, dtype="bfloat16"
-    )
+    model: TransformerConfig = TransformerConfig()
     """The language model."""
     round: Round = Round()
     """The round."""
@@ -113,7 +118,12 @@ def load(path: Path) -> Config:
       ValueError: An unknown key or a wrong type (`pydantic.ValidationError`), or no
         TOML.
     """
-    return read(json.dumps(tomllib.loads(path.read_text())))  # JSON's lists are tuples
+    try:
+        told = tomllib.loads(path.read_text())
+        return read(json.dumps(told))  # JSON's lists are tuples
+    except ValueError as error:
+        error.add_note(f"This is about {path}.")
+        raise
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -126,6 +136,18 @@ class Command:
     """Folder of the records."""
     peer_python: str | None = None
     """A Python with Google's drjax; without it, one is made where it is needed."""
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What differs in two runs' settings, but for the variants, by dotted names."""
+    found = {}
+    for key, value in new.items():
+        if isinstance(value, dict):
+            inner = changes(old[key], value)
+            found |= {f"{key}.{name}": x for name, x in inner.items()}
+        elif value != old[key] and key != "variants":
+            found[key] = value
+    return found
 
 
 def from_command_line(

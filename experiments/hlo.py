@@ -2,8 +2,9 @@
 
 What goes in is `compiled.as_text()`. JAX has no parser of it, and the compiler's own
 cost analysis counts the body of a loop once, however often it runs; this counts it as
-often as the constant in the loop's condition says, which is right for loops that count
-up from zero by one, as `lax.scan` makes them. Both branches of a conditional count.
+often as the compiler notes beside the loop, or else as the constant in its condition
+says, which is right for loops that count up from zero by one, as `lax.scan` makes them.
+Both branches of a conditional count.
 """
 
 import dataclasses
@@ -258,7 +259,11 @@ def _products(
 
 
 def _first_group(text: str, devices: int) -> np.ndarray:
-    """The members of the first group of replicas, of the four ways to write groups."""
+    """The members of the first group of replicas; without groups, all devices.
+
+    Raises:
+      ValueError: The groups are not written in one of the four known ways.
+    """
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
         return np.array([int(pairs[1]), int(pairs[2])])
     if iota := re.search(
@@ -272,11 +277,13 @@ def _first_group(text: str, devices: int) -> np.ndarray:
         return every.transpose(order).reshape(shape or ())[0]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return np.array([int(x) for x in listed[1].split(",")])
-    if axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+    if axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}:]*)\}", text):
         mesh = dict(re.findall(r"'([^']+)'=(\d+)", axes[1]))
         chosen = re.findall(r"'([^']+)'", axes[2])
         every = np.arange(math.prod(map(int, mesh.values())))
         every = every.reshape([int(size) for size in mesh.values()])
         index = tuple(slice(None) if name in chosen else 0 for name in mesh)
         return every[index].ravel()
+    if written := re.search(r"replica_groups=(?!\{\})\S+", text):
+        raise ValueError(f"This way to write groups is not known: {written[0]}")
     return np.arange(devices)

@@ -18,9 +18,10 @@ from experiments.variants import GROUPS, MODEL
 
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }  # fmt: skip
 os.environ.update(_NO_TPU_HERE)
+jax.config.update("jax_platforms", "cpu")
 
 
 def devices(machine: Machine) -> np.ndarray:

@@ -9,12 +9,15 @@ report for theirs.
 
 import dataclasses
 import json
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import tyro
 
 from experiments import links, variants
@@ -35,7 +38,10 @@ PANELS = (
     ("flops, 10¹² per device", lambda r: r["flops"] / 1e12),
     ("temporary memory, GB per device", lambda r: r["temp bytes"] / 1e9),
     ("peak memory, GB per device", lambda r: r["peak bytes"] / 1e9),
-    ("sent over the groups' axis, GB per device", lambda r: sent(r, "groups") / 1e9),
+    (
+        "messages over groups, GB per device",
+        lambda r: sent(r, "groups") / 1e9,
+    ),
 )
 
 
@@ -50,7 +56,7 @@ class Options:
 
 
 def sent(record: Record, axis: str) -> int:
-    """Bytes of collectives that go over a mesh axis, in a round."""
+    """Bytes of the results of collectives over a mesh axis, in a round."""
     return sum(
         c["bytes in a round"] for c in record["collectives"] if axis in c["axes"]
     )
@@ -60,7 +66,8 @@ def formula(record: Record) -> float:
     """Operations of a device by 6 N T (Kaplan et al. 2020, arXiv 2001.08361, 2.1).
 
     N parameters and T tokens of a group's round, whose devices share the work. What is
-    computed again backwards and the products of attention come on top.
+    computed again backwards and the products of attention come on top, and where a
+    device works for other groups, that too.
     """
     told, devices = record["settings"]["round"], record["mesh"]["model"]
     tokens = told["steps"] * told["batch"] * told["length"]
@@ -99,40 +106,67 @@ def _groups(record: Record) -> int:
 
 def _line(record: Record) -> str:
     """What is drawn as one line: a model in one variant."""
-    name = record["run"].rsplit("-", 1)[0]
+    name = re.sub(r"-n\d+", "", record["run"])
     return f"{name}, {record['variant']}"
 
 
 def draw(figure: str, records: Sequence[Record]) -> plt.Figure:
-    """A panel for each quantity, against the number of groups.
+    """A panel for each quantity: against the number of groups, or as bars.
 
     Where the compiler says that memory is too small there is a cross on the axis.
     """
-    picture, axes = plt.subplots(1, len(PANELS), figsize=(16, 4), layout="constrained")
-    lines = sorted({_line(r) for r in records})
+    lines: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda r: (_line(r), _groups(r))):
+        lines.setdefault(_line(record), []).append(record)
+    height = max(4, 0.3 * len(lines))
+    picture, axes = plt.subplots(1, len(PANELS), figsize=(17, height))
+    one_each = all(len({_groups(r) for r in mine}) == 1 for mine in lines.values())
     for (title, value), axis in zip(PANELS, axes, strict=True):
-        for i, line in enumerate(lines):
-            mine = [r for r in records if _line(r) == line]
-            fits = [r for r in mine if "flops" in r]
-            # Equal lines lie upon each other: the later ones are thinner.
-            style = {
-                "color": f"C{i}",
-                "marker": "os^vDP"[i % 6],
-                "lw": 2 * len(lines) - 2 * i,
-                "markersize": 5 + 2 * (len(lines) - i),
-            }
-            xs, ys = [_groups(r) for r in fits], [value(r) for r in fits]
-            axis.plot(xs, ys, label=line, **style)
-            out = [_groups(r) for r in mine if "flops" not in r]
-            axis.plot(out, [0] * len(out), "x", color=f"C{i}", markersize=10)
-        axis.set(xscale="log", xlabel="groups", title=title)
-        axis.set_xticks(sorted({_groups(r) for r in records}), minor=False)
-        axis.get_xaxis().set_major_formatter("{x:g}")
-        axis.minorticks_off()
-        axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
-    axes[0].legend(fontsize=8)
-    picture.suptitle(f"{PAPER.get(figure, '')}\nHere: the compiler's figures.", y=1.12)
+        (_bars if one_each else _curves)(axis, lines, value)
+        axis.set_title(title)
+    if not one_each:
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    picture.suptitle(f"{PAPER.get(figure, '')}\nHere: the compiler's figures.", y=1.1)
     return picture
+
+
+def _curves(axis: Any, lines: dict[str, list[Record]], value: Callable) -> None:
+    """A line for each model in each variant."""
+    every = [value(r) for mine in lines.values() for r in mine if "flops" in r]
+    for i, (line, mine) in enumerate(lines.items()):
+        fits = [r for r in mine if "flops" in r]
+        # Equal lines lie upon each other: the later ones are thinner.
+        above = 1 - (i + 1) / len(lines)
+        axis.plot(
+            [_groups(r) for r in fits], [value(r) for r in fits], f"C{i}", label=line,
+            marker="os^vDP"[i % 6], lw=1.5 + 6 * above, markersize=5 + 7 * above,
+        )  # fmt: skip
+        out = [_groups(r) for r in mine if "flops" not in r]
+        axis.plot(
+            out, [0] * len(out), "x", color=f"C{i}", markersize=10, clip_on=False,
+            transform=axis.get_xaxis_transform(),
+        )  # fmt: skip
+    axis.set(xscale="log", xlabel="groups")
+    axis.set_xticks(sorted({_groups(r) for mine in lines.values() for r in mine}))
+    axis.get_xaxis().set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    if max(every) > 50 * min(every):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(0, 1.15 * max(every))
+
+
+def _bars(axis: Any, lines: dict[str, list[Record]], value: Callable) -> None:
+    """A bar for each model in each variant, the first on top."""
+    for i, (record,) in enumerate(lines.values()):
+        if "flops" in record:
+            axis.barh(i, value(record), color="C0")
+        else:
+            axis.plot(0, i, "xC3", clip_on=False, markersize=10)
+    first = axis.get_subplotspec().is_first_col()
+    axis.set_yticks(range(len(lines)), list(lines) if first else [""] * len(lines))
+    axis.invert_yaxis()
+    axis.set_xlim(0, None)
 
 
 def table(records: Sequence[Record]) -> str:
@@ -165,49 +199,51 @@ def _lies(record: Record) -> str:
 
 
 def seconds(record: Record) -> float:
-    """Of a round, without the first one."""
-    return statistics.median(record["round s"][1:])
+    """Of a round, without the first one if there are more."""
+    return statistics.median(record["round s"][1:] or record["round s"])
+
+
+def _model(record: Record) -> str:
+    return record["run"].split("-")[0]
 
 
 def draw_executed(records: Sequence[Record]) -> plt.Figure:
     """Losses, work and time of rounds that were run, by devices and processes."""
     picture, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    names = sorted({r["variant"] for r in records})
+    names = sorted({(_model(r), r["variant"]) for r in records})
+    ticks = [lies for _, lies in sorted({(r["devices"], _lies(r)) for r in records})]
     for i, name in enumerate(names):
-        mine = [r for r in records if r["variant"] == name]
-        lies = [_lies(r) for r in mine]
+        mine = [r for r in records if (_model(r), r["variant"]) == name]
         for r in mine:
             axes[0].plot(range(1, 1 + len(r["losses"])), r["losses"], f"C{i}")
-        style = {
-            "color": f"C{i}",
-            "marker": "os"[i % 2],
-            "lw": 4 - 2 * i,
-            "label": name,
-        }
-        axes[1].plot(lies, [r["flops"] / 1e9 for r in mine], **style)
-        axes[2].plot(lies, [seconds(r) for r in mine], **style)
+        style = {"color": f"C{i}", "marker": "os^v"[i % 4], "lw": 2 * (len(names) - i)}
+        for axis, value in ((axes[1], lambda r: r["flops"]), (axes[2], seconds)):
+            relative = [value(r) / value(mine[0]) for r in mine]
+            at = [ticks.index(_lies(r)) for r in mine]
+            axis.plot(at, relative, label=", ".join(name), **style)
     axes[0].set(title="loss, all runs", xlabel="round")
     axes[0].get_xaxis().get_major_locator().set_params(integer=True)
-    axes[1].set(title="10⁹ operations of a device", ylim=(0, None))
-    axes[2].set(title="seconds of a round", ylim=(0, None))
+    axes[1].set(title="work of a device / that of the first run", ylim=(0, None))
+    axes[2].set(title="time of a round / that of the first run", ylim=(0, None))
     for axis in axes[1:]:
         axis.set_xlabel("devices, in processes")
-    axes[1].legend()
-    picture.suptitle("Eight groups on CPU devices that share a machine's cores.")
+        axis.set_xticks(range(len(ticks)), ticks)
+    axes[1].legend(fontsize=8)
+    picture.suptitle("Rounds on CPU devices that share a machine's cores.")
     return picture
 
 
 def table_executed(records: Sequence[Record]) -> str:
     """The records of executed rounds as a table in Markdown."""
     titles = [
-        "devices, in processes", "variant", "10⁹ operations of a device",
+        "model", "devices, in processes", "variant", "10⁹ operations of a device",
         "seconds of a round", "last loss", "largest difference of a loss",
     ]  # fmt: skip
-    first = records[0]["losses"]
+    first = {_model(r): r["losses"] for r in reversed(records)}
+    far = lambda r: max(map(abs, np.subtract(r["losses"], first[_model(r)])))
     rows = [
-        [_lies(r), r["variant"], f"{r['flops'] / 1e9:.4g}", f"{seconds(r):.3g}",
-         f"{r['losses'][-1]:.6f}",
-         f"{max(abs(a - b) for a, b in zip(r['losses'], first, strict=True)):.1e}"]
+        [_model(r), _lies(r), r["variant"], f"{r['flops'] / 1e9:.4g}",
+         f"{seconds(r):.3g}", f"{r['losses'][-1]:.6f}", f"{far(r):.1e}"]
         for r in records
     ]  # fmt: skip
     return markdown(titles, rows)
@@ -222,7 +258,9 @@ def main(options: Options) -> None:
     for figure, records in found.items():
         path = options.out / f"{figure}.png"
         if executed := all("losses" in r for r in records):
-            records.sort(key=lambda r: (r["devices"], _lies(r), r["variant"]))
+            records.sort(
+                key=lambda r: (_model(r), r["devices"], _lies(r), r["variant"])
+            )
         picture = draw_executed(records) if executed else draw(figure, records)
         picture.savefig(path, dpi=100, bbox_inches="tight")
         plt.close(picture)

@@ -11,8 +11,10 @@ this library and runs in an environment of its own: `--peer-python` names its Py
 """
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,32 +28,48 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import peer
-from experiments.config import Config, from_command_line, settings
+from experiments.config import Config, changes, from_command_line, load, settings
 
 Record = dict[str, Any]
 
 
 def main() -> None:
+    """Runs all, whichever of them fail; any that did end it with an error."""
     command, configs = from_command_line()
     command.out.mkdir(parents=True, exist_ok=True)
     runs = [(f, c, v) for f, c in configs.items() for v in c.variants]
+    failed = []
     with contextlib.ExitStack() as stack, tqdm(runs) as progress:
         others = any(v == peer.NAME for _, _, v in runs)
         with_peer = stack.enter_context(_peer(command.peer_python)) if others else {}
         for file, config, variant in progress:
-            progress.set_description(f"{file.stem}, {variant}")
+            figure, name = file.resolve().parent.name, _name(file, config)
+            progress.set_description(f"{name}, {variant}")
             where = with_peer if variant == peer.NAME else {}
             begin = time.perf_counter()
-            measures = measured(config, variant, **where)
+            try:
+                measures = measured(config, variant, **where)
+            except RuntimeError as error:
+                failed.append(f"{name}, {variant}")
+                progress.write(f"{failed[-1]}: {error}")
+                continue
             record = {
-                "figure": file.parent.name, "run": file.stem, "variant": variant,
+                "figure": figure, "run": name, "variant": variant,
                 "settings": settings(config), **measures,
                 "wall s": time.perf_counter() - begin,
             }  # fmt: skip
-            way = variant.replace(",", "").replace(" ", "-")
-            name = f"{file.parent.name}-{file.stem}-{way}.json"
-            (command.out / name).write_text(json.dumps(record, indent=1) + "\n")
-            progress.write(f"{file.stem}, {summary(record)}")
+            whole = re.sub(r"[^\w.=-]+", "-", f"{figure}-{name}-{variant}")
+            path = command.out / f"{whole}.json"
+            path.write_text(json.dumps(record, indent=1) + "\n")
+            progress.write(f"{name}, {summary(record)}")
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(runs)} failed: {'; '.join(failed)}")
+
+
+def _name(file: Path, config: Config) -> str:
+    """A file's name, and what flags changed."""
+    changed = changes(settings(load(file)), settings(config))
+    return file.stem + "".join(f",{key}={value}" for key, value in changed.items())
 
 
 @contextlib.contextmanager
@@ -62,13 +80,13 @@ def _peer(python: str | None) -> Iterator[dict[str, Any]]:
         peer.copy_sources(folder, "benchmarks", "examples", "experiments")
         if python is None:
             python = peer.make(Path(directory) / "environment", *_needed())
-        yield {"python": python, "folder": folder}
+        yield {"python": os.path.abspath(python), "folder": folder}
 
 
 def _needed() -> list[str]:
     """Packages of `experiments.worker`, those that are here."""
     found = []
-    for name in ("flax", "optax", "pydantic", "tyro", "tqdm", "libtpu"):
+    for name in ("datasets", "flax", "optax", "pydantic", "tyro", "tqdm", "libtpu"):
         with contextlib.suppress(PackageNotFoundError):
             found += [name] if version(name) else []
     return found
@@ -89,6 +107,8 @@ def measured(
     Raises:
       RuntimeError: One of them failed; with the end of what it wrote.
     """
+    if os.path.exists(config.text):  # they run in another folder
+        config = dataclasses.replace(config, text=os.path.abspath(config.text))
     count = config.machine.processes
     of_many = [str(count), str(_free_port())] if count > 1 else []
     command = [python, "-m", "experiments.worker", variant]
@@ -113,7 +133,8 @@ def measured(
     for process, (_, errors) in zip(started, told, strict=True):
         if process.returncode:
             raise RuntimeError(f"{variant} failed: {errors[-3000:]}")
-    return json.loads(told[0][0].splitlines()[-1])
+    records = [json.loads(out.splitlines()[-1]) for out, _ in told]
+    return records[0] | {"CPU s": sum(record["CPU s"] for record in records)}
 
 
 def _free_port() -> int:

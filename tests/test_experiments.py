@@ -60,6 +60,43 @@ def test_a_config_that_is_wrong(text, error, tmp_path):
     assert error in str(e.value)
 
 
+def test_a_wrong_file_is_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("groups = ")
+    with pytest.raises(ValueError) as e:
+        config.load(path)
+    assert e.value.__notes__ == [f"This is about {path}."]
+
+
+def test_devices_that_cannot_be_divided_among_processes():
+    with pytest.raises(ValueError, match="5 devices cannot be divided among 2 proc"):
+        Machine(devices=5, processes=2)
+
+
+def test_flags_are_in_the_name_of_a_run(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[round]\ngroups = 3\n")
+    flags = ["--round.groups", "5", "--variants", "drjax"]
+    _, found = config.from_command_line([str(path), *flags])
+    assert run._name(path, found[path]) == "run,round.groups=5"
+
+
+def test_other_runs_go_on_where_one_fails(tmp_path, monkeypatch):
+    def measured(config, variant):
+        if variant == "drjax":
+            raise RuntimeError("no")
+        return {"out of memory": "too much"}
+
+    path = tmp_path / "run.toml"
+    path.write_text('variants = ["drjax", "shard_map"]\n')
+    monkeypatch.setattr(run, "measured", measured)
+    monkeypatch.setattr("sys.argv", ["run", str(path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="1 of 2 failed: run, drjax"):
+        run.main()
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.name == f"{tmp_path.name}-run-shard_map.json"
+
+
 def test_flags_override_files(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\nlayers = 3\nscan = true\n")
@@ -166,6 +203,13 @@ def test_the_model_of_links():
     assert links.seconds(sent, {"groups": 1}, chip, "ici") == 0
     with pytest.raises(ValueError, match="bandwidth on dcn is not stated"):
         links.seconds(sent, {"groups": 4}, chip, "dcn")
+
+
+@pytest.mark.parametrize("groups", ["mesh['x'=8] {'x':(1)4}", "mesh['x'=8], ids {'x'}"])
+def test_groups_that_are_written_in_an_unknown_way(groups):
+    line = f"%r = f32[3,5]{{1,0}} all-reduce(%a), replica_groups={groups}"
+    with pytest.raises(ValueError, match="This way to write groups is not known"):
+        _ = module(ARRAYS[0], line).messages
 
 
 def test_a_loop_that_does_not_count():

@@ -101,13 +101,15 @@ def load_articles(source: str, split: str = "train") -> Corpus:
         articles of a domain in their order.
 
     Raises:
-        ValueError: a column is not there.
+        ValueError: a column is not there, or a file is of another kind.
     """
     import datasets
 
     path = Path(source)
     if path.is_file():
         kind = {".jsonl": "json"}.get(path.suffix, path.suffix.removeprefix("."))
+        if kind not in ("json", "csv", "parquet"):
+            raise ValueError(f"{source} is no .jsonl, .json, .csv or .parquet file.")
         rows: Any = datasets.load_dataset(kind, data_files=source, split="train")
     else:
         rows = datasets.load_dataset(source, split=split)
@@ -115,7 +117,7 @@ def load_articles(source: str, split: str = "train") -> Corpus:
         raise ValueError(f"{source} has no column {' or '.join(sorted(missing))!r}.")
     articles = collections.defaultdict(list)
     for row in tqdm(rows.select_columns(["domain", "text"]), "articles", disable=None):
-        articles[row["domain"]].append(row["text"] or "")
+        articles[row["domain"] or ""].append(row["text"] or "")
     corpus = Corpus([], [])
     for domain in sorted(articles):
         _add(corpus, domain, "\n".join(articles[domain]).encode())
