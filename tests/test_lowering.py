@@ -224,7 +224,8 @@ def test_sizes_that_do_not_divide(n, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", some([10, 3], 10))
+@pytest.mark.grid
+@pytest.mark.parametrize("n", [10, 3])
 def test_sizes_that_do_not_divide_in_other_ways(n):
     mesh = make_mesh({"clients": 8})
     check(n, mesh=mesh)

@@ -230,6 +230,7 @@ def test_ways_agree(seed, reached):
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_ways_agree_in_many_programs(reached):
     random_run(COUNT, SEED)
     report(reached)

@@ -32,7 +32,7 @@ def simulate(plan: Plan, data: Any, main: Callable[[Any], Any]) -> Any:
 
     @app.main()
     def server(grid: Any, _: Any) -> None:
-        with flower.compile(plan, grid) as run:
+        with flower.compile(plan, grid, start=300.0) as run:  # Ray starts first
             found.append(main(run))
 
     one_core = {"client_resources": {"num_cpus": 1, "num_gpus": 0}}
