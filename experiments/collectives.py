@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
+from benchmarks import report
 from experiments import machine
 from experiments.config import Machine
 from experiments.hlo import Module
@@ -371,10 +372,10 @@ def main(sizes: Sizes) -> None:
     devices = machine.devices(Machine(platform="tpu", topology=sizes.topology))
     mesh = Mesh(devices.reshape(2, -1, 4), (GROUPS, X, Y))
     titles = ["layer", "flops", "messages", "MB", "permutes beside products"]
-    rows = [titles, ["---"] * len(titles)]
+    rows = []
     for name, layer in tqdm(LAYERS.items()):
         rows.append(row(name, compiled(layer, sizes, mesh)))
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    text = report.table(titles, rows)
     sizes.out.mkdir(parents=True, exist_ok=True)
     (sizes.out / "collectives.md").write_text(text + "\n")
     print(text)

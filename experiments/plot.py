@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
+from benchmarks import report
 from experiments import links, variants
 from experiments.run import Record
 
@@ -38,10 +39,7 @@ PANELS = (
     ("flops, 10¹² per device", lambda r: r["flops"] / 1e12),
     ("temporary memory, GB per device", lambda r: r["temp bytes"] / 1e9),
     ("peak memory, GB per device", lambda r: r["peak bytes"] / 1e9),
-    (
-        "messages over groups, GB per device",
-        lambda r: sent(r, "groups") / 1e9,
-    ),
+    ("messages over groups, GB per device", lambda r: sent(r, variants.GROUPS) / 1e9),
 )
 
 
@@ -184,13 +182,7 @@ def table(records: Sequence[Record]) -> str:
         else:
             told = [r["out of memory"], *[""] * (len(PANELS) + 1)]
         rows.append([*about, *told])
-    return markdown(titles, rows)
-
-
-def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return report.table(titles, rows)
 
 
 def _lies(record: Record) -> str:
@@ -246,7 +238,7 @@ def table_executed(records: Sequence[Record]) -> str:
          f"{seconds(r):.3g}", f"{r['losses'][-1]:.6f}", f"{far(r):.1e}"]
         for r in records
     ]  # fmt: skip
-    return markdown(titles, rows)
+    return report.table(titles, rows)
 
 
 def main(options: Options) -> None:
