@@ -3,12 +3,16 @@
 Each program meets one chunk size and one mesh, drawn with it. What it should give is
 found by StableHLO's interpreter, which is not of XLA. A long run is
 `DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow -n 0 -s
-tests/test_random_programs.py`; it prints its count, its seed, and which rules it has
-reached.
+tests/test_random_programs.py`; it goes in batches, each in a fresh process, one per
+core, and prints its count, its seeds, and which rules it has reached.
 """
 
 import collections
+import concurrent.futures
+import contextlib
 import functools
+import importlib
+import multiprocessing
 import os
 import re
 from collections.abc import Callable
@@ -34,6 +38,7 @@ from tests.test_row_rules import INTERNAL
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "50"))
+BATCH = 500  # what JAX and hypothesis keep of each program makes long processes slow
 SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
 # Groups a step, devices, and what runs it: compiling takes most of the time.
 WAYS: list[tuple[int | None, int | None, Callable]] = [
@@ -120,17 +125,37 @@ def random_run(count: int, seed: int) -> None:
             jax.clear_caches()
 
     run()
-    print(f"\n{done} random programs, seed {seed}")
+    print(f"\n{done} random programs, seed {seed}", flush=True)
 
 
-@pytest.fixture(autouse=True)
-def as_in_the_recipes():
+def batch(count: int, seed: int):
+    """A random run in a process of its own: what it has reached."""
+    importlib.import_module("tests.conftest")  # as strict as here
+    with strict(), counting() as found, jax.check_tracer_leaks(False):
+        random_run(count, seed)
+    return found
+
+
+@contextlib.contextmanager
+def strict():
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
 
 
+@pytest.fixture(autouse=True)
+def as_in_the_recipes():
+    with strict():
+        yield
+
+
 @pytest.fixture
-def reached(monkeypatch):
+def reached():
+    with counting() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def counting():
     """How often each row rule gave a form, and each kind of equation was checked."""
     rules, kinds = collections.Counter(), collections.Counter()
 
@@ -144,8 +169,7 @@ def reached(monkeypatch):
 
         return run
 
-    for name, rule in rows.ROW_RULES.items():
-        monkeypatch.setitem(rows.ROW_RULES, name, counted(name, rule))
+    count_rules = {name: counted(name, rule) for name, rule in rows.ROW_RULES.items()}
     check_equation = Kinds._check
 
     def check_counted(self, eqn):
@@ -158,8 +182,11 @@ def reached(monkeypatch):
             kinds[f"means {eqn.primitive.name}({operands})"] += 1
         return check_equation(self, eqn)
 
-    monkeypatch.setattr(Kinds, "_check", check_counted)
-    return rules, kinds
+    with (
+        mock.patch.dict(rows.ROW_RULES, count_rules),
+        mock.patch.object(Kinds, "_check", check_counted),
+    ):
+        yield rules, kinds
 
 
 def report(reached) -> None:
@@ -231,6 +258,22 @@ def test_ways_agree(seed, reached):
 
 @pytest.mark.slow
 @pytest.mark.grid
-def test_ways_agree_in_many_programs(reached):
-    random_run(COUNT, SEED)
-    report(reached)
+def test_ways_agree_in_many_programs():
+    """Batches of programs, the seed of each one more than that of the one before."""
+    counts = [min(BATCH, COUNT - start) for start in range(0, COUNT, BATCH)]
+    rules, kinds, errors = collections.Counter(), collections.Counter(), []
+    with concurrent.futures.ProcessPoolExecutor(
+        os.cpu_count(), multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        for done in concurrent.futures.as_completed(
+            pool.submit(batch, count, SEED + i) for i, count in enumerate(counts)
+        ):
+            if error := done.exception():
+                errors.append(error)
+                continue
+            for total, some in zip((rules, kinds), done.result(), strict=True):
+                total.update(some)
+    print(f"\n{COUNT} random programs, seeds {SEED} to {SEED + len(counts) - 1}")
+    report((rules, kinds))
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {len(counts)} batches", errors)
