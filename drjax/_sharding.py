@@ -318,8 +318,9 @@ def on_devices(
         axis_names=set(layout.axes),
         check_vma=check_vma,
     )(*args)
+    n = layout.partition.size  # what has fewer rows has one for each device
     return [
-        lax.slice_in_dim(y, 0, layout.partition.size) if p and layout.uneven else y
+        lax.slice_in_dim(y, 0, n) if p and y.shape[0] > n else y
         for y, p in zip(outs, partitioned_out, strict=True)
     ]
 

@@ -79,8 +79,12 @@ class Module:
                     here.append(found)
 
     @cached_property
+    def _instructions(self) -> dict[str, Instruction]:
+        return {x.name: x for xs in self.computations.values() for x in xs}
+
+    @cached_property
     def shapes(self) -> dict[str, str]:
-        return {x.name: x.shape for xs in self.computations.values() for x in xs}
+        return {name: x.shape for name, x in self._instructions.items()}
 
     @cached_property
     def times(self) -> dict[str, int]:
@@ -108,15 +112,25 @@ class Module:
         (name,) = re.findall(r"condition=%?([\w.\-]+)", loop.rest)
         condition = {x.name: x for x in self.computations[name]}
         constants = [
-            int(condition[operand].operands[0])
+            bound
             for x in condition.values()
             if x.opcode == "compare" and "direction=LT" in x.rest
-            for operand in x.operands
-            if condition[operand].opcode == "constant"
+            for bound in [self._bound(loop, condition[x.operands[1]])]
+            if bound is not None
         ]
         if len(constants) != 1:
             raise ValueError(f"The loop {loop.name} does not count to a constant.")
         return constants[0]
+
+    def _bound(self, loop: Instruction, x: Instruction) -> int | None:
+        """A constant in a loop's condition; or outside, given to it from the start."""
+        if x.opcode == "get-tuple-element":
+            everywhere = self._instructions
+            index = int(re.findall(r"index=(\d+)", x.rest)[0])
+            x = everywhere[everywhere[loop.operands[0]].operands[index]]
+            while x.opcode == "copy":
+                x = everywhere[x.operands[0]]
+        return int(x.operands[0]) if x.opcode == "constant" else None
 
     def _running(self) -> Iterator[tuple[str, Instruction, int]]:
         for name, times in self.times.items():

@@ -79,7 +79,8 @@ def _module(fn, args):
     lowered = jax.jit(with_bytes, keep_unused=True).lower(*flat)
     module: Any = lowered.compiler_ir("stablehlo")
     text = str(module)
-    if "custom_call" in text or ("stablehlo.scatter" in text and not SCATTERS):
+    unknown = ("custom_call", "sdy.", *([] if SCATTERS else ["stablehlo.scatter"]))
+    if any(op in text for op in unknown):
         return None, None
     with module.context:
         _register()

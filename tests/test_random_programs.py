@@ -26,6 +26,7 @@ import pytest
 from hypothesis import strategies
 
 import drjax
+from drjax.backends import in_place
 from drjax.interpret import rows
 from drjax.interpret.flat import CONTROL
 from drjax.interpret.kind import SIGNATURES
@@ -73,7 +74,11 @@ def check(recipe, f: int, way: int, run_stage: Callable | None = None) -> None:
     if runner is jax.jit:
         runner = functools.partial(jax.jit, compiler_options=options)
     want = interpreted(both)(*args)
-    with in_mesh_of(None if devices is None else {"clients": devices}):
+    large = 0 if step == 1 else in_place.LARGE
+    with (
+        in_mesh_of(None if devices is None else {"clients": devices}),
+        mock.patch.object(in_place, "LARGE", large),
+    ):
         compare(runner(planned)(*args), want)
     reference = drjax.backends.reference
     with mock.patch.object(reference, "_run", run_stage or reference._run):

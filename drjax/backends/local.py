@@ -29,14 +29,13 @@ class LocalWork:
         self._sources = [names.index(r.source.name) for r in sums]
         self._kept = [names.index(v.name) for v in kept]
 
-    def run(self, rows: list, step: int | None) -> list:
-        """The reduced values, then the rows to keep; `rows` starts with the numbers."""
+    def run(self, rows: list, step: int | None) -> tuple[list, list]:
+        """The device's sums, and the rows to keep; `rows` starts with the numbers."""
         count = self.where.per_device
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
         if steps == 1 and not rest:
-            totals, kept = self._chunk(rows, alone=True)
-            return [*self._finish(totals), *kept]
+            return self._chunk(rows, alone=True)
 
         def advance(totals, rows):
             new, kept = self._chunk(rows)
@@ -57,7 +56,7 @@ class LocalWork:
         if rest:
             totals, last = advance(totals, [x[steps * step :] for x in rows])
             kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
-        return [*self._finish(totals), *kept]
+        return totals, kept
 
     def _chunk(self, rows: list, alone: bool = False) -> tuple[list, list]:
         """The groups of a chunk: what they sum up to, and their rows to keep."""
@@ -118,27 +117,28 @@ class LocalWork:
             found.append(lax.full(source.shape, fill, dtype, sharding=sharding))
         return found
 
-    def _finish(self, totals: list) -> list:
-        """From the sums of a device to those of all."""
-        n, found = self.where.partition.size, list(totals)
-        for i, reduce in enumerate(self.sums):
-            if reduce.op == "mean" and reduce.source.dtype in LOW_PRECISION:
-                found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
-            found[i] = found[i].astype(reduce.source.dtype)
-        axes = self.where.axes
-        if axes:
-            for i, reduce in enumerate(self.sums):
-                if reduce.op in ("max", "min"):
-                    found[i] = across_devices(found[i], axes, reduce.op == "max")
-            at = [i for i, r in enumerate(self.sums) if r.op in ("sum", "mean")]
-            if at:  # one psum for all
-                summed = lax.psum([vary(found[i], axes) for i in at], axes)
-                for i, x in zip(at, summed, strict=True):
-                    found[i] = x
-        for i, reduce in enumerate(self.sums):
-            if reduce.op == "mean" and reduce.source.dtype not in LOW_PRECISION:
-                found[i] = found[i] / n
-        return found
+
+def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
+    """From the sums of a device to those of all."""
+    n, found = where.partition.size, list(totals)
+    for i, reduce in enumerate(sums):
+        if reduce.op == "mean" and reduce.source.dtype in LOW_PRECISION:
+            found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
+        found[i] = found[i].astype(reduce.source.dtype)
+    axes = where.axes
+    if axes:
+        for i, reduce in enumerate(sums):
+            if reduce.op in ("max", "min"):
+                found[i] = across_devices(found[i], axes, reduce.op == "max")
+        at = [i for i, r in enumerate(sums) if r.op in ("sum", "mean")]
+        if at:  # one psum for all
+            summed = lax.psum([vary(found[i], axes) for i in at], axes)
+            for i, x in zip(at, summed, strict=True):
+                found[i] = x
+    for i, reduce in enumerate(sums):
+        if reduce.op == "mean" and reduce.source.dtype not in LOW_PRECISION:
+            found[i] = found[i] / n
+    return found
 
 
 def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:

@@ -23,9 +23,10 @@ from drjax import _compat
 from drjax._errors import DrjaxValueError
 from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices
 from drjax.backends import chunks
-from drjax.backends.local import LocalWork, call
+from drjax.backends.in_place import ending
+from drjax.backends.local import LocalWork, call, finish
 from drjax.interpret.arguments import flat_inputs
-from drjax.plan import Loop, Plan, Round, Value
+from drjax.plan import Loop, Plan, Value
 from drjax.primitives import gather_p
 
 
@@ -148,17 +149,19 @@ class _Run:
         self.kept = plan.kept()
 
     def __call__(self, inputs: list) -> list:
-        plan, values = self.plan, {}
+        plan, values, ended = self.plan, {}, False
         _store(values, plan.inputs, map(jnp.asarray, inputs))
-        for a_round in plan.rounds:
-            self._server(a_round.server, values)
+        for number, a_round in enumerate(plan.rounds):
+            if not ended:
+                self._server(a_round.server, values)
             for whole, rows in a_round.scatter:
                 values[rows.name] = values[whole.name]
-            self._groups(a_round, values)
+            ended = self._groups(number, values)
             for loop in a_round.loops:
                 outs = self._loop(loop, [values[v.name] for v in loop.inputs])
                 _store(values, loop.outputs, outs)
-        self._server(plan.server, values)
+        if not ended:
+            self._server(plan.server, values)
         return [values[v.name] for v in plan.outputs]
 
     def _server(self, stage, values: dict[str, Any]) -> None:
@@ -175,11 +178,15 @@ class _Run:
     # -----------------------------------------------------------------------------
     # The groups' work
 
-    def _groups(self, a_round: Round, values: dict[str, Any]) -> None:
-        stage, where = a_round.local, self.where
+    def _groups(self, number: int, values: dict[str, Any]) -> bool:
+        """The groups' work, and reductions; whether the server's next stage is done."""
+        a_round, where = self.plan.rounds[number], self.where
+        stage = a_round.local
         if stage.empty and not stage.jaxpr.effects:
-            return
+            return False
         assert where is not None
+        streams = self.step is not None and self.step < where.per_device
+        end = ending(self.plan, number, where) if streams else None
         sums = a_round.partials
         kept = [v for v in stage.outputs if v.name in self.kept]
         shared = [values[v.name] for v in stage.inputs if not v.partitioned]
@@ -192,16 +199,20 @@ class _Run:
         def body(*args):
             *args, numbers = args
             local = LocalWork(where, stage, sums, kept, args[: len(shared)])
-            return local.run([numbers, *args[len(shared) :]], self.step)
+            totals, stacks = local.run([numbers, *args[len(shared) :]], self.step)
+            if end is None:
+                return [*finish(where, sums, totals), *stacks]
+            return [*(total[None] for total in totals), *stacks]
 
         by_rows = [False] * len(shared) + [True] * len(rows)
         outs = on_devices(
             where, body, [*shared, *rows], by_rows,
-            [False] * len(sums) + [True] * len(kept), _compat.check_vma(),
+            [end is not None] * len(sums) + [True] * len(kept), _compat.check_vma(),
             numbered=True,
         )  # fmt: skip
-        for reduce, out in zip(sums, outs, strict=False):
-            values[reduce.result.name] = out
+        if end is None:
+            for reduce, out in zip(sums, outs, strict=False):
+                values[reduce.result.name] = out
         for value, out in zip(kept, outs[len(sums) :], strict=True):
             values[value.name] = jnp.moveaxis(out, 0, value.axis)
         for reduce in a_round.reduces:
@@ -209,6 +220,15 @@ class _Run:
                 params = {"partition": where.partition, "mesh": where.mesh}
                 source = values[reduce.source.name]
                 values[reduce.result.name] = gather_p.bind(source, **params)
+        if end is not None:
+
+            def server(results: dict[str, Any]) -> dict[str, Any]:
+                known = values | results
+                self._server(end.server, known)
+                return {v.name: known[v.name] for v in end.server.outputs}
+
+            values |= end.run(where, outs[: len(sums)], server)
+        return end is not None
 
     # -----------------------------------------------------------------------------
     # Loops
