@@ -110,6 +110,23 @@ def test_groups_that_are_written_in_an_unknown_way(groups):
         _ = module(ARRAYS[0], line).messages
 
 
+@pytest.mark.parametrize("given", ["%seven", "%copied"])
+def test_a_loop_that_is_given_how_often_it_runs(given):
+    text = "\n".join(
+        ["%c (p: (s32[], s32[])) -> pred[] {", "  %p = (s32[], s32[]) parameter(0)",
+         "  %i = s32[] get-tuple-element(%p), index=0",
+         "  %n = s32[] get-tuple-element(%p), index=1",
+         "  ROOT %lt = pred[] compare(%i, %n), direction=LT", "}",
+         "%b (q: (s32[], s32[])) -> (s32[], s32[]) {", *ARRAYS,
+         "  %d = f32[3,4] dot(%a, %b), lhs_contracting_dims={1}", "}",
+         "ENTRY %main (x: f32[8]) -> s32[] {", "  %zero = s32[] parameter(0)",
+         "  %seven = s32[] constant(7)", "  %copied = s32[] copy(%seven)",
+         f"  %t = (s32[], s32[]) tuple(%zero, {given})",
+         "  ROOT %w = (s32[], s32[]) while(%t), condition=%c, body=%b", "}"]
+    )  # fmt: skip
+    assert Module(text, {"groups": 8}).flops == 7 * 2 * 3 * 4 * 5
+
+
 def test_a_loop_that_does_not_count():
     text = "\n".join(
         ["%c (p: s32[]) -> pred[] {", "  ROOT %p = pred[] parameter(0)", "}",

@@ -37,28 +37,32 @@ class Ending:
     Attributes:
       outputs: The values that it gives: results of reductions and of the server, as far
         as they are needed later.
-      sums: The reductions, and where in `outputs` their memory goes; None: nowhere.
+      reduces: The reductions.
+      places: From a reduction to the output that takes the memory of its sums.
+      rest: The other outputs.
     """
 
     def __init__(self, plan: Plan, number: int):
         a_round = plan.rounds[number]
         self.server = _server_after(plan, number)
         later = _needed_after(plan, number)
-        results = [r.result for r in a_round.partials]
+        self.reduces = a_round.partials
+        results = [r.result for r in self.reduces]
         made = [*results, *self.server.outputs]
         self.outputs: list[Value] = [v for v in made if v.name in later]
-        free = dict(enumerate(self.outputs))
-        self.sums: list[tuple[Reduce, int | None]] = []
-        for reduce in a_round.partials:
-            taken = next((i for i, v in free.items() if _fits(reduce, v)), None)
-            free.pop(taken, None)
-            self.sums.append((reduce, taken))
-        self.rest = list(free)
+        self.rest = list(range(len(self.outputs)))
+        self.places: dict[int, int] = {}
+        for number, reduce in enumerate(self.reduces):
+            for i in self.rest:
+                if _fits(reduce, self.outputs[i]):
+                    self.places[number] = i
+                    self.rest.remove(i)
+                    break
 
     @property
     def in_place(self) -> int:
         """Bytes of results that take the memory of sums."""
-        return sum(self.outputs[i].nbytes for _, i in self.sums if i is not None)
+        return sum(self.outputs[i].nbytes for i in self.places.values())
 
     @property
     def possible(self) -> bool:
@@ -76,39 +80,35 @@ class Ending:
           totals: The sums of each device, `[m, *s]`.
           server: From results of reductions by name to outputs of the server's stage.
         """
-        reduces = [reduce for reduce, _ in self.sums]
+        places, names = self.places, [r.result.name for r in self.reduces]
 
-        def reduced(*totals):
-            return finish(where, reduces, [x[0] for x in totals])
-
-        def step(carry):
-            number, totals, _ = carry
-            results = _on_each(where, reduced, True, False)(*totals)
-            names = [r.result.name for r in reduces]
-            values = dict(zip(names, results, strict=True))
-            values |= server(values)
-            found = [values[v.name] for v in self.outputs]
-            kept = [found[i] for _, i in self.sums if i is not None]
-            stacked = iter(_on_each(where, stack, False, True)(*kept))
-            totals = [
-                x if i is None else next(stacked)
-                for x, (_, i) in zip(totals, self.sums, strict=True)
-            ]
-            return number + 1, totals, [found[i] for i in self.rest]
+        def reduced(*sums):
+            return finish(where, self.reduces, [x[0] for x in sums])
 
         def stack(*values):
             return [vary(x, where.axes)[None] for x in values]
 
+        def step(carry):
+            number, placed, _ = carry
+            sums = dict(enumerate(totals)) | dict(zip(places, placed, strict=True))
+            results = _on_each(where, reduced, True, False)(*sums.values())
+            values = dict(zip(names, results, strict=True))
+            values |= server(values)
+            found = [values[v.name] for v in self.outputs]
+            placed = [found[i] for i in places.values()]
+            placed = _on_each(where, stack, False, True)(*placed)
+            return number + 1, placed, [found[i] for i in self.rest]
+
         once, zero = lax.optimization_barrier(jnp.int32(1)), jnp.int32(0)
-        types = jax.eval_shape(lambda: step((zero, totals, None))[-1])
-        start = zero, list(totals), list(map(_zeros, types))
-        _, totals, rest = lax.while_loop(lambda carry: carry[0] < once, step, start)
-        places = [i for _, i in self.sums if i is not None]
-        kept = [x for x, (_, i) in zip(totals, self.sums, strict=True) if i is not None]
+        placed = [totals[i] for i in places]
+        rest = jax.eval_shape(lambda: step((zero, placed, None))[-1])
+        _, placed, rest = lax.while_loop(
+            lambda carry: carry[0] < once, step, (zero, placed, list(map(_zeros, rest)))
+        )
         # Unchecked, as every device has put the same there.
         first = lambda *xs: [x[0] for x in xs]
-        kept = _on_each(where, first, True, False, check_vma=False)(*kept)
-        found = zip([*places, *self.rest], [*kept, *rest], strict=True)
+        placed = _on_each(where, first, True, False, check_vma=False)(*placed)
+        found = zip([*places.values(), *self.rest], [*placed, *rest], strict=True)
         return {self.outputs[i].name: x for i, x in found}
 
 
@@ -117,7 +117,8 @@ def ending(plan: Plan, number: int, where: Layout) -> Ending | None:
     if plan.rounds[number].loops or where.manual:
         return None
     found = Ending(plan, number)
-    return found if found.possible and found.in_place >= LARGE else None
+    worth = found.places and found.in_place >= LARGE
+    return found if worth and found.possible else None
 
 
 def _zeros(like):
