@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax._sharding import find_mesh, layout
 from drjax.backends import in_place
 from tests.compiled import count, hlo_text
 from tests.meshes import in_mesh_of
@@ -52,7 +53,8 @@ def two_rounds(x, speed, rows):
 
 def in_a_loop(x, speed, rows):
     def one(carry, _):
-        x, speed, highest = momentum(*carry, rows)
+        x, speed = carry
+        x, speed, highest = momentum(x, speed, rows)
         return (x, speed), highest
 
     return jax.lax.scan(one, (x, speed), length=3)
@@ -74,7 +76,8 @@ def with_effects(x, speed, rows):
 def endings(fn, *args) -> list[int]:
     """Bytes that are in place, of each end of a round that is."""
     plan = drjax.make_plan(fn)(*args)
-    where = drjax.backends.xla._place(plan)
+    assert plan.partition is not None
+    where = layout(plan.partition, find_mesh(plan.partition))
     found = (in_place.ending(plan, i, where) for i, _ in enumerate(plan.rounds))
     return [end.in_place for end in found if end is not None]
 
