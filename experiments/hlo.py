@@ -272,6 +272,16 @@ def _products(
     return count
 
 
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """Numbers from 0 in the shape of these sizes, its dimensions in this order."""
+    shape = [int(x) for x in sizes.split(",")]
+    every = np.arange(math.prod(shape)).reshape(shape)
+    return every.transpose([int(x) for x in order.split(",")] if order else None)
+
+
 def _first_group(text: str, devices: int) -> np.ndarray:
     """The members of the first group of replicas; without groups, all devices.
 
@@ -280,22 +290,20 @@ def _first_group(text: str, devices: int) -> np.ndarray:
     """
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
         return np.array([int(pairs[1]), int(pairs[2])])
-    if iota := re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
-    ):
-        shape, sizes, order = (
-            [int(x) for x in part.split(",")] if part else None
-            for part in iota.groups()
-        )
-        every = np.arange(math.prod(sizes or ())).reshape(sizes or ())
-        return every.transpose(order).reshape(shape or ())[0]
+    if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", text):
+        shape, *order = iota.groups()
+        return _iota(*order).reshape([int(x) for x in shape.split(",")])[0]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return np.array([int(x) for x in listed[1].split(",")])
-    if axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}:]*)\}", text):
+    ids = rf"(?:, device_ids=\({_IOTA}\))?"
+    if axes := re.search(
+        rf"replica_groups=mesh\[([^\]]*)\]{ids} \{{([^}}:]*)\}}", text
+    ):
         mesh = dict(re.findall(r"'([^']+)'=(\d+)", axes[1]))
-        chosen = re.findall(r"'([^']+)'", axes[2])
-        every = np.arange(math.prod(map(int, mesh.values())))
-        every = every.reshape([int(size) for size in mesh.values()])
+        chosen = re.findall(r"'([^']+)'", axes[4])
+        sizes = list(map(int, mesh.values()))
+        every = _iota(*axes.groups()[1:3]) if axes[2] else np.arange(math.prod(sizes))
+        every = every.reshape(sizes)
         index = tuple(slice(None) if name in chosen else 0 for name in mesh)
         return every[index].ravel()
     if written := re.search(r"replica_groups=(?!\{\})\S+", text):

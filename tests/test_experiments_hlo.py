@@ -56,6 +56,9 @@ def test_convolutions(size, stride, pad):
         ("[2,4]<=[4,2]T(1,0)", ("groups",)),
         ("[1,8]<=[8]", ("groups", "model")),
         ("mesh['x'=4,'y'=2] {'x'}", ("groups",)),
+        ("mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'c'}", ("groups",)),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("model",)),
+        ("mesh['a'=2,'b'=4], device_ids=([8]) {'b'}", ("?",)),
         ("{{0,3},{1,2},{4,7},{5,6}}", ("?",)),
     ],
 )
