@@ -122,7 +122,7 @@ def gather(
       The same tree, global leaves `[n, *s]`.
 
     Raises:
-      As `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -149,7 +149,7 @@ def scatter(
       The same tree, partitioned leaves `[n, *s]`. The transpose of `drjax.gather`.
 
     Raises:
-      As `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -237,7 +237,7 @@ def shard(
       carries the partition, the leaves are placed on the default device.
 
     Raises:
-      As `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
 
     Example:
       >>> import drjax, numpy as np

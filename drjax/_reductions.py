@@ -94,7 +94,7 @@ def reduce_mean(
       The same tree with global leaves `[*s]`.
 
     Raises:
-      As `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -139,7 +139,8 @@ def reduce_weighted_mean(
       The same tree with global leaves `[*s]`.
 
     Raises:
-      As `drjax.reduce_sum`; DrjaxValueError if the trees or shapes do not match.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and the
+        trees or shapes do not match.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -167,7 +168,7 @@ def reduce_max(
       the gradient ties share equally, as for `jnp.max`.
 
     Raises:
-      As `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -191,7 +192,7 @@ def reduce_min(
       As `drjax.reduce_max`.
 
     Raises:
-      As `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -222,8 +223,8 @@ def select(
       do not leak in.
 
     Raises:
-      As `drjax.reduce_sum`; DrjaxTypeError if `i` is not an integer, and
-      DrjaxValueError if it is a known number out of bounds.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
+        `i` is not an integer, or is a known number out of bounds.
 
     Example:
       >>> import drjax, jax.numpy as jnp
