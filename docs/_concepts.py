@@ -30,25 +30,18 @@ def _box(axes, x, y, width, height, color, text=""):
     )
 
 
-def _arrow(axes, start, end, text="", shift=(0.0, 0.0)):
+def _arrow(axes, start, end):
     style = {"arrowstyle": "-|>", "mutation_scale": 12, "color": INK}
     axes.add_patch(FancyArrowPatch(start, end, **style))
-    x, y = (
-        (start[0] + end[0]) / 2 + shift[0],
-        (start[1] + end[1]) / 2 + shift[1],
-    )
-    axes.text(
-        x, y, text, ha="center", va="center", color=INK, family="monospace"
-    )
 
 
-def groups(n: int = 4):
+def groups():
     """An array whose rows belong to groups."""
     figure, axes = _canvas(7, 2.4)
     axes.text(
         1.2, 2.2, "data  [4, 3]", ha="center", color=INK, family="monospace"
     )
-    for i in range(n):
+    for i in range(4):
         y = 1.6 - 0.5 * i
         for j in range(3):
             _box(axes, 0.6 + 0.4 * j, y, 0.4, 0.4, GROUPS[i])
@@ -141,11 +134,10 @@ def transposes():
     return figure
 
 
-def devices(n: int = 6, m: int = 3):
-    """n groups on m devices."""
+def devices():
+    """Six groups on three devices."""
     figure, axes = _canvas(8, 2.0)
-    per_device = n // m
-    for device in range(m):
+    for device in range(3):
         x = 0.3 + 2.6 * device
         _box(axes, x, 0.2, 2.2, 1.6, "white")
         axes.text(
@@ -156,8 +148,8 @@ def devices(n: int = 6, m: int = 3):
             va="center",
             color=INK,
         )
-        for k in range(per_device):
-            i = device * per_device + k
+        for k in range(2):
+            i = 2 * device + k
             _box(
                 axes,
                 x + 0.2,

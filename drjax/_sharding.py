@@ -301,7 +301,6 @@ def on_devices(
     """
     if not layout.sharded:
         return list(body(*args, *([layout.row_numbers()] if numbered else [])))
-    entry = layout.axes
     args = [
         _pad_rows(as_operand(x, layout, p), layout) if p else x
         for x, p in zip(args, partitioned_in, strict=True)
@@ -310,19 +309,26 @@ def on_devices(
         count = lax.iota(jnp.int32, layout.per_device * layout.devices)
         args.append(as_operand(count, layout, True))
         partitioned_in = (*partitioned_in, True)
-    outs = jax.shard_map(
-        lambda *xs: tuple(body(*xs)),
-        mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
-        in_specs=tuple(P(entry) if p else P() for p in partitioned_in),
-        out_specs=tuple(P(entry) if p else P() for p in partitioned_out),
-        axis_names=set(layout.axes),
-        check_vma=check_vma,
-    )(*args)
+    in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
+    out_specs = tuple(P(layout.axes) if p else P() for p in partitioned_out)
+    run = lambda *xs: tuple(body(*xs))
+    outs = shard_map(layout, run, in_specs, out_specs, check_vma)(*args)
     n = layout.partition.size  # what has fewer rows has one for each device
     return [
         lax.slice_in_dim(y, 0, n) if p and y.shape[0] > n else y
         for y, p in zip(outs, partitioned_out, strict=True)
     ]
+
+
+def shard_map(
+    layout: Layout, fn: Callable, in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable:
+    """`jax.shard_map` over the partition's axes only."""
+    mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
+    return jax.shard_map(
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+        axis_names=set(layout.axes), check_vma=check_vma,
+    )  # fmt: skip
 
 
 def vary(x, axes):

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._partials import accumulator
-from drjax._sharding import Layout, vary
-from drjax.backends.local import finish
+from drjax._sharding import Layout, shard_map, vary
+from drjax.backends.local import finish, sum_dtype
 from drjax.plan import Plan, Reduce, Value
 
 # Bytes of results from which on a loop more is worth the memory.
@@ -147,10 +146,7 @@ def _needed_after(plan: Plan, number: int) -> set[str]:
 
 def _fits(reduce: Reduce, value: Value) -> bool:
     """Whether a running sum has the type of a value."""
-    source = reduce.source
-    low = reduce.op in ("max", "min")
-    dtype = source.dtype if low else accumulator(source.dtype)
-    return (source.shape, dtype) == (value.shape, value.dtype)
+    return (reduce.source.shape, sum_dtype(reduce)) == (value.shape, value.dtype)
 
 
 def _on_each(
@@ -160,11 +156,5 @@ def _on_each(
     if not where.sharded:
         return fn
     spec = {True: P(where.axes), False: P()}
-    return jax.shard_map(
-        fn,
-        mesh=where.mesh if isinstance(where.mesh, Mesh) else None,
-        in_specs=spec[stacked],
-        out_specs=spec[stack],
-        axis_names=set(where.axes),
-        check_vma=check_vma and _compat.check_vma(),
-    )
+    check_vma = check_vma and _compat.check_vma()
+    return shard_map(where, fn, spec[stacked], spec[stack], check_vma)

@@ -110,12 +110,16 @@ class LocalWork:
             shardings = [total.sharding for total in totals]
         found = []
         for reduce, sharding in zip(self.sums, shardings, strict=True):
-            source = reduce.source
-            low = reduce.op in ("max", "min")
-            dtype = source.dtype if low else accumulator(source.dtype)
+            source, dtype = reduce.source, sum_dtype(reduce)
             fill = identity(reduce.op, source.dtype)
             found.append(lax.full(source.shape, fill, dtype, sharding=sharding))
         return found
+
+
+def sum_dtype(reduce: Reduce):
+    """The dtype of a device's running sum, or extremum."""
+    dtype = reduce.source.dtype
+    return dtype if reduce.op in ("max", "min") else accumulator(dtype)
 
 
 def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
