@@ -4,23 +4,28 @@ Each program meets one chunk size and one mesh, drawn with it. What it should gi
 found by StableHLO's interpreter, which is not of XLA. A long run is
 `DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow -n 0 -s
 tests/test_random_programs.py`; it goes in batches, each in a fresh process, one per
-core, and prints its count, its seeds, and which rules it has reached.
+core, and prints its count, its seeds, and which rules it has reached. It takes hours;
+stopped, the same command goes on with the batches that are left.
 """
 
 import collections
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import importlib
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import hypothesis
 import jax
 import jax.extend
+import jaxlib
 import numpy as np
 import pytest
 from hypothesis import strategies
@@ -261,24 +266,64 @@ def test_ways_agree(seed, reached):
     report(reached)
 
 
-@pytest.mark.slow
-@pytest.mark.grid
-def test_ways_agree_in_many_programs():
-    """Batches of programs, the seed of each one more than that of the one before."""
-    counts = [min(BATCH, COUNT - start) for start in range(0, COUNT, BATCH)]
-    rules, kinds, errors = collections.Counter(), collections.Counter(), []
+def batches(count: int, seed: int, size: int, cache: pytest.Cache) -> None:
+    """Batches of programs, the seed of each one more than that of the one before.
+
+    Those that agreed are kept in pytest's cache until code changes: a run that was
+    stopped goes on.
+    """
+    counts = [min(size, count - start) for start in range(0, count, size)]
+    names = {
+        f"{some} from {seed + i}": (some, seed + i) for i, some in enumerate(counts)
+    }
+    key = f"random_programs/{code()}"
+    kept = {name: found for name, found in cache.get(key, {}).items() if name in names}
+    print(f"\n{len(kept)} of {len(names)} batches agreed before", flush=True)
+    errors = []
     with concurrent.futures.ProcessPoolExecutor(
         os.cpu_count(), multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        for done in concurrent.futures.as_completed(
-            pool.submit(batch, count, SEED + i) for i, count in enumerate(counts)
-        ):
+        running = {
+            pool.submit(batch, *names[name]): name for name in names if name not in kept
+        }
+        for done in concurrent.futures.as_completed(running):
             if error := done.exception():
                 errors.append(error)
                 continue
-            for total, some in zip((rules, kinds), done.result(), strict=True):
-                total.update(some)
-    print(f"\n{COUNT} random programs, seeds {SEED} to {SEED + len(counts) - 1}")
-    report((rules, kinds))
+            kept[running[done]] = done.result()
+            cache.set(key, cache.get(key, {}) | kept)
+    print(f"\n{count} random programs, seeds {seed} to {seed + len(names) - 1}")
+    reached = (collections.Counter(), collections.Counter())
+    for found in kept.values():
+        for total, some in zip(reached, found, strict=True):
+            total.update(some)
+    report(reached)
     if errors:
-        raise BaseExceptionGroup(f"{len(errors)} of {len(counts)} batches", errors)
+        raise BaseExceptionGroup(f"{len(errors)} of {len(names)} batches", errors)
+
+
+def code() -> str:
+    """A name for all code that the outcome of a run depends on."""
+    folders = Path(drjax.__file__).parent, Path(__file__).parent
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    text = [sys.version, jax.__version__, jaxlib.__version__, hypothesis.__version__]
+    text += [path.read_text() for path in files]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_ways_agree_in_many_programs(cache):
+    batches(COUNT, SEED, BATCH, cache)
+
+
+@pytest.mark.slow
+def test_a_long_run_goes_on_where_it_was_stopped(cache, capsys, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.code", lambda: "test_a_long_run")
+    cache.set("random_programs/test_a_long_run", {})
+    batches(1, 3, 1, cache)
+    assert "0 of 1 batches agreed before" in capsys.readouterr().out
+    batches(2, 3, 1, cache)
+    out = capsys.readouterr().out
+    assert "1 of 2 batches agreed before" in out
+    assert "2 random programs, seeds 3 to 4" in out
