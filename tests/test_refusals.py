@@ -221,6 +221,25 @@ def mean_square(x):
     return drjax.reduce_mean(squares(x))
 
 
+@jax.custom_vjp
+def times(x, w):
+    return x * w
+
+
+times.defvjp(lambda x, w: (x * w, (x, w)), lambda s, ct: (ct * s[1], (ct * s[0]).sum()))
+
+
+def test_derivative_of_what_is_planned():
+    """Found while JAX transposes: it follows the causes of errors to their end."""
+
+    @four
+    def program(x, w):
+        return drjax.reduce_mean(times(squares(x), w)).sum()
+
+    with pytest.raises(drjax.PlanError, match="reduce_sum at .* may mix the rows"):
+        jax.grad(drjax.jit(program), 1)(X, 2.0)
+
+
 def test_two_partitions_side_by_side():
     eight = drjax.program(silos=8)(drjax.reduce_mean)
     text = refused(lambda x, y: mean_square(x).sum() + eight(y), X, np.arange(8.0))

@@ -231,16 +231,19 @@ class Kinds:
                 if demand != "forward" and (loop or self._has_free(eqn)):
                     self._backward(eqn, demand)
             except PlanError as error:
-                raise self._or_loose(eqn, demand, error) from error
+                if loose := self._loose(eqn, demand):
+                    raise _Refused(loose) from error
+                raise
             for atom in self._moved:
                 waiting |= dict.fromkeys(self.program.around[atom])
             if not loop:
                 waiting.pop(at, None)
 
-    def _or_loose(self, eqn, demand: str, error: PlanError) -> Exception:
-        """What a refusal is, if operands are partitioned by others' demands alone."""
-        loose = {v for v in eqn.invars if self.cell(v).partitioned} - self._sure
-        return _Refused(loose) if loose and demand == PASSES[-1] else error
+    def _loose(self, eqn, demand: str) -> set:
+        """The operands that are partitioned by others' demands alone."""
+        if demand != PASSES[-1]:
+            return set()
+        return {v for v in eqn.invars if self.cell(v).partitioned} - self._sure
 
     def _has_free(self, eqn) -> bool:
         return any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
