@@ -108,6 +108,16 @@ def jaxpr_consts(jaxpr) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+@weakref_lru_cache
+def without_consts(jaxpr):
+    """`(jaxpr that takes its constants as first inputs, constants)`."""
+    consts = jaxpr_consts(jaxpr)
+    if not consts:
+        return jaxpr, ()
+    lifted = pe.convert_constvars_jaxpr(open_jaxpr(jaxpr))
+    return closed(lifted), tuple(consts)
+
+
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
     """`(smaller jaxpr, which inputs it still uses)`, cached."""
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
@@ -326,6 +336,14 @@ def current_block():
 def jaxprs_in(params) -> list:
     """The jaxprs among an equation's parameters."""
     return list(core.jaxprs_in_params(params))
+
+
+def holds(jaxpr, name: str) -> bool:
+    """Whether a jaxpr holds an equation of this primitive, at any depth."""
+    return any(
+        eqn.primitive.name == name or any(holds(j, name) for j in jaxprs_in(eqn.params))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def bind_equation(eqn, operands, **params) -> list:

@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
 from drjax._index import GroupAxis
+from drjax._primitives import broadcast_p
 from drjax._scope import enter_mapped
 from drjax._sharding import (
     Layout,
@@ -137,12 +138,23 @@ def _outer_avals(jaxpr, params):
     return [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
 
 
+def _bind(jaxpr, args, **params):
+    """Bind a derivative, whose rules may have closed over arrays."""
+    jaxpr, consts = _compat.without_consts(jaxpr)
+    return map_fn_p.bind(*for_groups(consts, **params), *args, jaxpr=jaxpr, **params)
+
+
+def for_groups(consts, *, partition, mesh, name):
+    """Operands for what a function for one group closed over."""
+    return [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
+
+
 def _jvp(primals, tangents, *, jaxpr, **params):
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     with _group_context(layout(params["partition"], params["mesh"])):
         jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     dense = [t for t, nz in zip(tangents, nonzeros, strict=True) if nz]
-    outs = map_fn_p.bind(*primals, *dense, jaxpr=jvp_jaxpr, **params)
+    outs = _bind(jvp_jaxpr, [*primals, *dense], **params)
     n = len(jaxpr.out_avals)
     avals = _outer_avals(jaxpr, params)
     return outs[:n], _fill_zeros(avals, nonzeros_out, outs[n:])
@@ -153,7 +165,7 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
         primal, n_flat, nonzeros_out, forwarded, tangent = _compat.linearize_jaxpr(
             jaxpr, nonzeros, is_vjp
         )
-    outs = map_fn_p.bind(*primals, jaxpr=primal, **params)
+    outs = _bind(primal, primals, **params)
     n = len(jaxpr.out_avals)
     new = iter(outs[n : n + n_flat])
     flat = [next(new) if i is None else primals[i] for i in forwarded]
@@ -167,26 +179,24 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
             for t, nz in zip(tangents, nonzeros, strict=True)
             if nz
         ]
-        outs = map_fn_p.bind(*flat, *dense, *structured, jaxpr=tangent, **params)
+        outs = _bind(tangent, [*flat, *dense, *structured], **params)
         return _fill_zeros(avals, nonzeros_out, outs)
 
     return outs[:n], nonzeros_out, (flat, structured), linear
 
 
-def _transpose(cts, *args, jaxpr, partition, mesh, name):
+def _transpose(cts, *args, jaxpr, **params):
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
     residuals = [x for x, lin in zip(args, linear, strict=True) if not lin]
     dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
     avals = tuple(_compat.typeof(x) for x in (*residuals, *dense))
-    where = layout(partition, mesh)
-    transposed, nonzero_in = _transpose_jaxpr(jaxpr, linear, nonzero, avals, where)
-    outs = iter(
-        map_fn_p.bind(
-            *residuals, *dense, jaxpr=transposed,
-            partition=partition, mesh=mesh, name=name,
-        )
-    )  # fmt: skip
+    where = layout(params["partition"], params["mesh"])
+    transposed, consts, nonzero_in = _transpose_jaxpr(
+        jaxpr, linear, nonzero, avals, where
+    )
+    operands = [*for_groups(consts, **params), *residuals, *dense]
+    outs = iter(map_fn_p.bind(*operands, jaxpr=transposed, **params))
     found = iter(nonzero_in)
     return [
         (next(outs) if next(found) else _compat.Zero(x.aval.to_tangent_aval()))
@@ -198,7 +208,7 @@ def _transpose(cts, *args, jaxpr, partition, mesh, name):
 
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
-    """The transpose of a per-group jaxpr in its linear inputs, and which are zero."""
+    """`(transpose of a per-group jaxpr, constants, which linear inputs it is for)`."""
     nonzero_in = []
 
     def transposed(*residuals_and_cts):
@@ -217,8 +227,7 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
         return [ct for ct, nz in zip(cts_in, nonzero_in, strict=True) if nz]
 
     transposed_jaxpr, consts = trace_group(transposed, avals, where, "transposed")
-    assert not consts
-    return transposed_jaxpr, tuple(nonzero_in)
+    return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
 
 
 # ---------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ import jax
 from drjax import _compat
 from drjax._errors import DrjaxError, MeshError
 from drjax._functions import check_accepts, check_plain_function, function_name
-from drjax._map import map_fn_p, trace_group
+from drjax._map import for_groups, map_fn_p, trace_group
 from drjax._partition import Partition
-from drjax._primitives import broadcast_p
 from drjax._sharding import as_operand, layout
 from drjax._trees import as_array
 
@@ -28,10 +27,9 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     avals = tuple(_compat.typeof(x) for x in leaves)
     name = function_name(fn)
     jaxpr, out_tree, consts = _trace(fn, tree, avals, where, name)
-    consts = [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
-    outs = map_fn_p.bind(
-        *consts, *leaves, jaxpr=jaxpr, partition=partition, mesh=mesh, name=name
-    )
+    params = {"partition": partition, "mesh": mesh, "name": name}
+    operands = [*for_groups(consts, **params), *leaves]
+    outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)
     return out_tree.unflatten(outs)
 
 

@@ -1,13 +1,16 @@
 """`drjax.jit`: a program in normal form, compiled; and the primitive behind it.
 
-`planned_p[jaxpr, options]` runs the plan of a jaxpr. Its rules transform the jaxpr and
-bind the primitive again, so that a derivative is planned too, instead of being taken
-through the loops of the plan:
+`planned_p[jaxpr, options, types]` runs the plan of a jaxpr. Its rules transform the
+jaxpr and bind the primitive again, so that a derivative is planned too, instead of
+being taken through the loops of the plan:
 
     JVP        planned(f')(x, dx)
     linearize  planned(f)(x); the linear part takes x: it is planned(f')(x, .)
     transpose  planned(f'^T)(x, ct)
     batching   planned(batched f)
+
+A linear part comes with the types of its results, as it is planned only where it runs:
+in reverse mode it is just transposed, and that of a `custom_vjp` cannot be run.
 """
 
 import functools
@@ -88,13 +91,14 @@ def _traced(jaxpr, options: Options, avals: tuple):
     return jax.make_jaxpr(run)(*avals)
 
 
-def _execute(*args, jaxpr, options: Options):
+def _execute(*args, jaxpr, options: Options, types):
     traced = _traced(jaxpr, options, tuple(map(_compat.typeof, args)))
     return _compat.jaxpr_as_fun(traced)(*args)
 
 
-def _abstract_eval(*avals, jaxpr, options: Options):
-    return list(_traced(jaxpr, options, avals).out_avals), _compat.effects_of(jaxpr)
+def _abstract_eval(*avals, jaxpr, options: Options, types):
+    found = _traced(jaxpr, options, avals).out_avals if types is None else types
+    return list(found), _compat.effects_of(jaxpr)
 
 
 def _trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):
@@ -111,7 +115,8 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = _trace(fn, avals, options.name, options.axes)
     operands = [*consts, *args]
-    return planned_p.bind(*operands, jaxpr=jaxpr, options=options.of(len(operands)))
+    options = options.of(len(operands))
+    return planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
 
 
 # ---------------------------------------------------------------------------------
@@ -126,23 +131,30 @@ def _tangents_out(jaxpr, nonzeros_out, values):
     ]
 
 
-def _jvp(primals, tangents, *, jaxpr, options: Options):
+def _jvp(primals, tangents, *, jaxpr, options: Options, types):
     """Values and tangents apart, so that a checkpoint may know the values alone."""
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     outs, _, residuals, linear = _linearize(
-        False, nonzeros, *primals, jaxpr=jaxpr, options=options
+        False, nonzeros, *primals, jaxpr=jaxpr, options=options, types=types
     )
     return outs, linear(residuals, *tangents)
 
 
-def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options):
-    outs = planned_p.bind(*primals, jaxpr=jaxpr, options=options)
+def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
+    outs = _primal(is_vjp, nonzeros, primals, jaxpr, options, types)
     with planning(options.axes):
         both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
+    both, consts = _compat.without_consts(both)
     wanted = [False] * len(outs) + [True] * (len(both.out_avals) - len(outs))
     tangent, used = _compat.dce_jaxpr(both, wanted)
-    n = len(primals)
-    residuals = [x for x, u in zip(primals, used[:n], strict=True) if u]
+    of_tangents = tuple(
+        _compat.typeof(out).to_tangent_aval()
+        for out, nz in zip(outs, nonzeros_out, strict=True)
+        if nz
+    )
+    known = [*consts, *primals]
+    n = len(known)
+    residuals = [x for x, u in zip(known, used[:n], strict=True) if u]
 
     def linear(residuals, *tangents):
         dense = [
@@ -151,13 +163,31 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options):
             if nz
         ]
         args = [*residuals, *(t for t, u in zip(dense, used[n:], strict=True) if u)]
-        outs = planned_p.bind(*args, jaxpr=tangent, options=options.of(len(args)))
+        outs = planned_p.bind(
+            *args, jaxpr=tangent, options=options.of(len(args)), types=of_tangents
+        )
         return _tangents_out(jaxpr, nonzeros_out, outs)
 
     return outs, nonzeros_out, residuals, linear
 
 
-def _transpose(cts, *args, jaxpr, options: Options):
+def _primal(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
+    """The results; where reverse mode is next, those of a `custom_vjp`'s forward rule.
+
+    They can be differentiated again.
+    """
+    if is_vjp and _compat.holds(jaxpr, "custom_vjp_call"):
+        with planning(options.axes):
+            forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
+        wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
+        forward, consts = _compat.without_consts(forward)
+        jaxpr, used = _compat.dce_jaxpr(forward, wanted)
+        primals = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
+        options = options.of(len(primals))
+    return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
+
+
+def _transpose(cts, *args, jaxpr, options: Options, types):
     linear = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, lin in zip(args, linear, strict=True) if not lin]
     nonzero = [type(ct) is not _compat.Zero for ct in cts]
@@ -184,16 +214,16 @@ def _transpose(cts, *args, jaxpr, options: Options):
     return [next(outs) if lin else None for lin in linear]
 
 
-def _batch(axis_data, args, dims, *, jaxpr, options: Options):
+def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
     with planning(options.axes):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
-    return planned_p.bind(*args, jaxpr=batched, options=options), out_axes
+    return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 
 
 planned_p.def_effectful_abstract_eval(_abstract_eval)
 _rules.register_execution(planned_p, _execute)
 _compat.register_jaxpr_lowering(
-    planned_p, lambda *avals, jaxpr, options: _traced(jaxpr, options, avals)
+    planned_p, lambda *avals, jaxpr, options, types: _traced(jaxpr, options, avals)
 )
 ad.primitive_jvps[planned_p] = _jvp
 ad.primitive_transposes[planned_p] = _transpose
@@ -286,7 +316,7 @@ def jit(
         options = Options(name, given, groups, residuals == "recompute", axes)
         plan = _plan(jaxpr, options)  # errors now, and not when it is lowered
         operands = xla.on_mesh(plan, [*consts, *arrays])
-        outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options)
+        outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
         return out_tree.unflatten(outs)
 
     return jax.jit(planned, **jit_kwargs)
