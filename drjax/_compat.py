@@ -8,7 +8,6 @@ Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -338,14 +337,6 @@ def jaxprs_in(params) -> list:
     return list(core.jaxprs_in_params(params))
 
 
-def holds(jaxpr, name: str) -> bool:
-    """Whether a jaxpr holds an equation of this primitive, at any depth."""
-    return any(
-        eqn.primitive.name == name or any(holds(j, name) for j in jaxprs_in(eqn.params))
-        for eqn in open_jaxpr(jaxpr).eqns
-    )
-
-
 def bind_equation(eqn, operands, **params) -> list:
     """Bind an equation again, from the same source line; `params` replace its own."""
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
@@ -379,27 +370,9 @@ def stacked_aval(aval, length: int):
     return ShapedArray((length, *aval.shape), aval.dtype, aval.weak_type)
 
 
-_HERE = os.path.dirname(__file__) + os.sep
-
-
-def _user_frame(eqn):
-    frames = source_info_util.user_frames(eqn.source_info.traceback)
-    return next((f for f in frames if not f.file_name.startswith(_HERE)), None)
-
-
-def source_line(eqn) -> str:
-    """The user's file, line and function that an equation came from."""
-    frame = _user_frame(eqn)
-    if frame is None:
-        return "an unknown line"
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-
-
-def with_source(eqn, call):
-    """`eqn`, from the line of the call that holds it if it has none of its own."""
-    if _user_frame(eqn) is not None:
-        return eqn
-    return eqn.replace(source_info=call.source_info)
+def user_frames(eqn):
+    """The user's lines of which an equation is a part, from the innermost."""
+    return source_info_util.user_frames(eqn.source_info.traceback)
 
 
 def closed(jaxpr):

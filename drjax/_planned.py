@@ -141,7 +141,7 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    outs = _primal(is_vjp, nonzeros, primals, jaxpr, options, types)
+    outs = _primal(nonzeros, primals, jaxpr, options, types)
     with planning(options.axes):
         both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     both, consts = _compat.without_consts(both)
@@ -171,12 +171,9 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
     return outs, nonzeros_out, residuals, linear
 
 
-def _primal(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
-    """The results; where reverse mode is next, those of a `custom_vjp`'s forward rule.
-
-    They can be differentiated again.
-    """
-    if is_vjp and _compat.holds(jaxpr, "custom_vjp_call"):
+def _primal(nonzeros, primals, jaxpr, options: Options, types):
+    """The results, of the forward rule of each `custom_vjp`: they have derivatives."""
+    if _holds(jaxpr, "custom_vjp_call"):
         with planning(options.axes):
             forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
         wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
@@ -185,6 +182,15 @@ def _primal(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
         primals = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
         options = options.of(len(primals))
     return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
+
+
+def _holds(jaxpr, name: str) -> bool:
+    """Whether a jaxpr holds an equation of this primitive, at any depth."""
+    return any(
+        eqn.primitive.name == name
+        or any(_holds(j, name) for j in _compat.jaxprs_in(eqn.params))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    )
 
 
 def _transpose(cts, *args, jaxpr, options: Options, types):

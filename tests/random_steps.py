@@ -76,7 +76,32 @@ def _add_table(prefix: str, kinds: str, result: str, fns: dict[str, Callable]) -
         STEPS[f"{prefix}_{name}"] = Step(tuple(kinds.split()), result, function)
 
 
+TABLE = np.array([0.2, 0.3, 0.4])
+scale = lambda: jnp.asarray(TABLE).sum()  # an array that derivative rules close over
+
+
+@jax.custom_vjp
+def scaled_sin(x):
+    return jnp.sin(x) * scale()
+
+
+scaled_sin.defvjp(
+    lambda x: (jnp.sin(x) * scale(), x), lambda x, ct: (ct * jnp.cos(x) * scale(),)
+)
+
+
+@jax.custom_jvp
+def scaled_cos(x):
+    return jnp.cos(x) * scale()
+
+
+scaled_cos.defjvp(
+    lambda p, t: (jnp.cos(p[0]) * scale(), -jnp.sin(p[0]) * scale() * t[0])
+)
+
 UNARY = {
+    "customvjp": scaled_sin,
+    "customjvp": scaled_cos,
     "sin": jnp.sin,
     "tanh": jnp.tanh,
     "exp": lambda x: jnp.exp(bounded(x)),
@@ -174,7 +199,6 @@ def along_features(x, j):
 
 @step("p1 g1", "p1", variants=5)
 def times_matrix(x, g, j):
-    g = lax.stop_gradient(g)
     matrix = jnp.outer(jnp.sin(g), jnp.cos(g))
     works = (
         lambda: x @ matrix,
@@ -195,7 +219,6 @@ def _keys(x):
 
 @step("p1 g1", "p0", variants=19)
 def over_features(x, g, j):
-    g = lax.stop_gradient(g)
     works = (
         lambda: x @ bounded(g),
         lambda: x.sum(1),
@@ -247,7 +270,6 @@ def square(x, g, j):
 
 @step("p0 g1", "p1", variants=5)
 def outer(x, g, j):
-    g = lax.stop_gradient(g)
     works = (
         lambda: x[:, None] * g[None],
         lambda: jnp.outer(x, g),
@@ -281,7 +303,7 @@ def gather(x, j):
     return drjax.gather(x)
 
 
-@step("p1 p1 g1", "p1", variants=8)
+@step("p1 p1 g1", "p1", variants=9)
 def mapped(x, y, g, j):
     def recurrent(a, b):
         return lax.scan(lambda c, t: (bounded(c + t * b), c.sum()), a, a)[0]
@@ -304,6 +326,7 @@ def mapped(x, y, g, j):
         adapted,
         jax.checkpoint(lambda a, b: jnp.tanh(a @ jnp.outer(b, g))),
         jax.jit(lambda a, b: jnp.sort(a) * b[::-1]),
+        lambda a, b: scaled_sin(a * scaled_cos(b)),
     )
     return bounded(drjax.map_fn(works[j % len(works)], (x, y)))
 

@@ -54,7 +54,41 @@ def small_dimensions(g, x):
     return drjax.reduce_sum(jax.lax.mul(y, g[None])).sum()
 
 
+def square(g):
+    return jnp.outer(jnp.sin(g), jnp.cos(g))
+
+
+@program
+def product(g, x):
+    """Its derivative in the matrix adds up products over the groups."""
+    return drjax.reduce_sum(jnp.tanh(drjax.map_fn(jnp.sin, x) @ square(g))).sum()
+
+
+@program
+def product_of_an_argument(g, x):
+    return drjax.reduce_mean(jnp.tanh(x @ square(g)) + (square(g) @ x.T).T).sum()
+
+
+@program
+def product_in_calls(g, x):
+    """Names of derivatives are those of the calls."""
+
+    @jax.checkpoint
+    @jax.jit
+    def layer(y, m):
+        return jnp.tanh(jnp.einsum("ni,ij,nj->nj", y, m, y) @ m)
+
+    def step(y, _):
+        return layer(y, square(g)), None
+
+    y = jax.lax.scan(step, drjax.map_fn(jnp.sin, x), None, length=2)[0]
+    return drjax.reduce_mean(y).sum()
+
+
 FUNCTIONS = [
+    product,
+    product_of_an_argument,
+    product_in_calls,
     small_dimensions,
     scalar,
     vector,
@@ -89,6 +123,16 @@ def test_they_are_reductions(fn, name):
     jax.tree.map(close, drjax.jit(fn, groups_per_step=1)(*args), wanted)
 
 
+def test_a_product_is_added_up_by_one_reduction():
+    plan = drjax.make_plan(jax.grad(product))(jnp.arange(3.0), X)
+    (only,) = plan.rounds
+    assert [r.source.shape for r in only.reduces] == [(3, 3)]
+    planned = drjax.jit(jax.vmap(jax.grad(product), (0, None)))
+    g = jnp.ones((2, 3))
+    want = jax.vmap(jax.grad(product), (0, None))(g, X)
+    np.testing.assert_allclose(planned(g, X), want, rtol=1e-5)
+
+
 def test_only_the_sum_over_the_other_axes_travels():
     plan = drjax.make_plan(jax.grad(scalar))(jnp.arange(3.0), X)
     (only,) = plan.rounds
@@ -100,6 +144,8 @@ SUMS = {
     "mean": lambda y: y.mean(),
     "einsum": lambda y: jnp.einsum("ij->j", y).sum(),
     "lax": lambda y: jax.lax.reduce_sum(y, (0, 1)),
+    "product": lambda y: (y.T @ y).sum(),
+    "product in a checkpoint": lambda y: jax.checkpoint(lambda y: y.T @ y)(y).sum(),
 }
 
 

@@ -14,6 +14,7 @@ import drjax
 from tests.groups import MESHES, N, Pair, assert_trees_equal, four, rows
 from tests.meshes import in_mesh_of, make_mesh
 
+SLOW = pytest.mark.slow
 W = jnp.array([1, 2, 3], jnp.float32)
 
 
@@ -32,6 +33,24 @@ def tripled(x):
 
 tripled.defjvp(lambda p, t: (3 * p[0], 4 * t[0]))
 
+
+@jax.custom_vjp
+def closed_over(x):
+    return x * W.sum()
+
+
+closed_over.defvjp(
+    lambda x: (x * W.sum(), jnp.cos(x) * W[0]), lambda s, ct: (ct * s * W.prod(),)
+)
+
+
+@jax.custom_jvp
+def closed_over_forward(x):
+    return x * W.sum()
+
+
+closed_over_forward.defjvp(lambda p, t: (p[0] * W.sum(), t[0] * W.prod()))
+
 host_sin = lambda x: jax.pure_callback(
     np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
 )
@@ -48,6 +67,8 @@ FEATURES = {
     "switch": lambda a: lax.switch(a.astype(int) % 2, [jnp.sin, lambda a: a * 2], a),
     "custom_vjp": lambda a: doubled(a) * a,
     "custom_jvp": lambda a: tripled(a) * a,
+    "custom_vjp that closes over arrays": lambda a: closed_over(a) * a,
+    "custom_jvp that closes over arrays": lambda a: closed_over_forward(a) * a,
     "checkpoint": jax.checkpoint(lambda a: jnp.sin(jnp.sin(a))),
     "random": lambda a: a * jax.random.normal(jax.random.key(3), (2,)).sum(),
     "vmap": lambda a: jax.vmap(lambda b: a * b)(W).sum(),
@@ -94,6 +115,32 @@ def test_features_inside_a_mapped_function(feature, mesh):
         found = jax.jit(value_and_slopes)(FEATURE_X)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
     jax.tree.map(close, found, expected_of_feature(feature))
+
+
+OFTEN = {"scan", "cond", "checkpoint", *(name for name in FEATURES if "custom" in name)}
+
+
+@pytest.mark.usefixtures("leaks_unchecked")
+@pytest.mark.parametrize("mesh", [None, pytest.param({"clients": 3}, marks=SLOW)])
+@pytest.mark.parametrize(
+    "feature", [f if f in OFTEN else pytest.param(f, marks=SLOW) for f in FEATURES]
+)
+def test_features_of_a_jitted_program(feature, mesh):
+    """Derivatives of it, of any order, as of the program itself."""
+    program = four(lambda x: drjax.reduce_sum(drjax.map_fn(FEATURES[feature], x)))
+
+    def derivatives(fn, x):
+        slopes = jax.grad(fn)
+        squares = lambda x: (slopes(x) ** 2).sum()
+        hessian = jax.jacfwd(slopes)(x)
+        return jax.grad(jax.checkpoint(fn))(x), hessian, jax.grad(squares)(x)
+
+    want = jax.jit(functools.partial(derivatives, program))(FEATURE_X)
+    with in_mesh_of(mesh):
+        planned = drjax.jit(program, groups_per_step=1)
+        found = jax.jit(functools.partial(derivatives, planned))(FEATURE_X)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, found, want)
 
 
 def test_closures_over_tracers_are_broadcast():

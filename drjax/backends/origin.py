@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax.interpret.flat import CONTROL, Flat, flatten
+from drjax.interpret.source import source_line
 from drjax.plan import Stage
 
 
@@ -26,7 +27,7 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
     try:
         _run(flatten(stage.jaxpr), inputs)
     except _Found as found:
-        return _compat.source_line(found.args[0])
+        return source_line(found.args[0])
     return None
 
 
@@ -43,7 +44,7 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
             first = len(program.invars) - len(stage.inputs)  # after the group's number
             return f"there is one in its input {stage.inputs[at - first].name}"
         eqn = found.args[0]
-        return f"made by {eqn.primitive.name} at {_compat.source_line(eqn)}"
+        return f"made by {eqn.primitive.name} at {source_line(eqn)}"
     return "made by work that gives none when it runs operation by operation"
 
 

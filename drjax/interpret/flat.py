@@ -7,7 +7,6 @@ Loops and branches stay equations; `bodies` flattens what they hold.
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.extend.core import Literal
 from drjax import _compat, primitives
 from drjax._partition import Partition
 from drjax.interpret.rows import ELEMENTWISE
+from drjax.interpret.source import called_by
 
 BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
 
@@ -79,16 +79,16 @@ class Flat:
         if eqn not in self.known_bodies:
             found = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
             closed = found[0] if eqn.primitive.name == "cond" else found
-            self.known_bodies[eqn] = tuple(map(flatten, closed))
+            self.known_bodies[eqn] = tuple(flatten(body, eqn) for body in closed)
         return self.known_bodies[eqn]
 
 
-def flatten(closed) -> Flat:
-    """Inline all calls of a closed jaxpr and remove dead equations."""
+def flatten(closed, call=None) -> Flat:
+    """Inline all calls of a closed jaxpr, which `call` calls; remove dead equations."""
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
-    outvars = _inline(jaxpr, jaxpr.invars, eqns, consts)
+    outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
     eqns = _fold_constants(live_equations(eqns, outvars), consts)
     for i, eqn in enumerate(eqns):  # what a loop takes is always a variable
         if eqn.primitive.name in CONTROL:
@@ -136,7 +136,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
                 inner_jaxpr.constvars, _compat.jaxpr_consts(inner), strict=True
             ):
                 consts[var] = value
-            outer = eqn if call is None else _compat.with_source(eqn, call)
+            outer = eqn if call is None else called_by(call, eqn)
             outs = _inline(inner_jaxpr, operands, eqns, consts, outer)
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
@@ -145,7 +145,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             continue
         outs = eqn.outvars
         if call is not None:  # the same jaxpr may be called twice
-            eqn = _compat.with_source(eqn, call)
+            eqn = called_by(call, eqn)
             outs = [_compat.new_var(var.aval) for var in outs]
             names.update(zip(eqn.outvars, outs, strict=True))
         if call is not None or ins != eqn.invars:
@@ -281,23 +281,3 @@ def live_equations(eqns: list, outvars: list) -> list:
             kept.append(eqn)
             needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
     return kept[::-1]
-
-
-def is_written_sum(eqn) -> bool:
-    """Whether a user wrote this sum: not so if it is the transpose of a broadcast.
-
-    The transpose of an equation has the traceback of that equation.
-    """
-    if eqn.source_info.traceback is None:
-        return True
-    files = ("reductions.py", "einsum.py", "tensor_contractions.py")
-    for frame in eqn.source_info.traceback.frames:  # from the innermost
-        if not frame.file_name.startswith(_JAX):
-            return False
-        name = Path(frame.file_name).name
-        if name in files or (name == "lax.py" and "reduce" in frame.function_name):
-            return True
-    return False
-
-
-_JAX = str(Path(jax.__file__).parent)

@@ -4,6 +4,9 @@
   broadcast by JAX itself; the transpose of that is a `reduce_sum` over the group axis.
   It means: sum over the other axes in each group, and `drjax.reduce_sum` of that. A
   user's own `jnp.sum` over the groups stays refused.
+* The transpose of a product of rows and a matrix, outside `map_fn`, is a product that
+  adds up over the groups. It means: one product in each group, and their sum. Such a
+  product of a user's own stays refused, too.
 * Indexing a partitioned value by one group, `y[i]`, means `drjax.select(y, i)`.
 
 `meaning` recognises them, and `explicit` rewrites a program with building blocks.
@@ -11,6 +14,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,19 +24,42 @@ from jax.extend.core import Literal
 
 from drjax._partition import Partition
 from drjax._reductions import reduce_sum, select
-from drjax.interpret.flat import Flat, flatten, is_written_sum, live_equations
+from drjax.interpret.flat import Flat, flatten, live_equations
+from drjax.interpret.row import drop
+from drjax.interpret.source import is_transposed, is_written_sum
 
 
-def meaning(eqn, axes: Sequence[int | None]) -> Callable | None:
-    """What an equation does to groups: a function `(partition, *operands)`, or None.
+@dataclass(frozen=True)
+class Meaning:
+    """What an equation does to groups.
+
+    Attributes:
+      fn: The same work, written with building blocks: `(partition, *operands)`.
+      ins: The group axis of each operand; None: all of it is taken.
+    """
+
+    fn: Callable
+    ins: tuple[int | None, ...]
+
+
+def meaning(eqn, axes: Sequence[int | None]) -> Meaning | None:
+    """What an equation does to groups, or None.
 
     Args:
       eqn: The equation.
       axes: The group axis of each operand; None: it is not partitioned.
     """
+    if eqn.primitive is lax.dot_general_p:
+        return _product(eqn, *axes)
     axis, *others = axes or [None]
     if axis is None or any(other is not None for other in others):
         return None
+    fn = _of_one(eqn, axis)
+    return None if fn is None else Meaning(fn, (axis, *others))
+
+
+def _of_one(eqn, axis: int) -> Callable | None:
+    """The meaning of an equation of which only the first operand is partitioned."""
     if eqn.primitive is lax.reduce_sum_p:
         written = axis not in eqn.params["axes"] or is_written_sum(eqn)
         return None if written else _sum(axis, eqn.params["axes"])
@@ -51,6 +78,32 @@ def meaning(eqn, axes: Sequence[int | None]) -> Callable | None:
     if eqn.primitive is lax.gather_p:
         return _chosen_rows(eqn, axis, shape)
     return None
+
+
+def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
+    """A product that adds up over the groups, if it is of a derivative."""
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    if left is not None and left in lc:
+        position = lc.index(left)
+    elif right is not None and right in rc:
+        position = rc.index(right)
+    else:
+        return None
+    ins = lc[position], rc[position]
+    matches = left in (None, ins[0]) and right in (None, ins[1])
+    if not matches or not is_transposed(eqn):
+        return None
+    params = dict(eqn.params)
+    params["dimension_numbers"] = (
+        (drop(position, lc), drop(position, rc)),
+        ((ins[0], *lb), (ins[1], *rb)),
+    )
+
+    def products(partition: Partition, x, y):
+        rows = lax.dot_general_p.bind(x, y, **params)
+        return reduce_sum(rows, partition=partition)
+
+    return Meaning(products, ins)
 
 
 def _chosen_rows(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
@@ -141,7 +194,8 @@ def explicit(program: Flat, kinds: Any) -> Flat | None:
     eqns, bodies, changed = [], dict(program.known_bodies), False
     consts = dict(program.consts)
     for eqn in program.eqns:
-        fn = _itself if kinds.scatters_rows(eqn) else kinds.meaning(eqn)
+        found = kinds.meaning(eqn)
+        fn = _itself if kinds.scatters_rows(eqn) else found and found.fn
         if fn is not None:
             eqns += _written_out(eqn, fn, kinds.partition, consts)
             changed = True

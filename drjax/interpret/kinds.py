@@ -32,7 +32,7 @@ from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret import refusals
 from drjax.interpret.flat import CONTROL, Flat, uses_blocks
-from drjax.interpret.implicit import meaning
+from drjax.interpret.implicit import Meaning, meaning
 from drjax.interpret.kind import (
     FREE,
     GLOBAL,
@@ -164,7 +164,7 @@ class Kinds:
             return None
         return SIGNATURES.get(eqn.primitive)
 
-    def meaning(self, eqn):
+    def meaning(self, eqn) -> Meaning | None:
         """What an equation that combines groups means; None for any other."""
         if self.partition is None or self.signature(eqn) is not None:
             return None
@@ -287,8 +287,8 @@ class Kinds:
             return [signature[0]] * len(eqn.invars)
         if self.is_loop(eqn):
             return LoopKinds(self, eqn).ins
-        if self.meaning(eqn) is not None:
-            return [None, *[GLOBAL] * (len(eqn.invars) - 1)]
+        if (meant := self.meaning(eqn)) is not None:
+            return [GLOBAL if axis is None else along(axis) for axis in meant.ins]
         outs = [self.cell(v) for v in eqn.outvars]
         if any(out.partitioned for out in outs):
             rows = self.rows(eqn)

@@ -22,6 +22,7 @@ from drjax.interpret.kind import GLOBAL, PARTITIONED, Kind
 from drjax.interpret.kinds import Kinds
 from drjax.interpret.names import argument_names, function_name, result_names
 from drjax.interpret.residuals import recompute as recompute_residuals
+from drjax.interpret.source import source_line
 from drjax.plan import Plan
 
 
@@ -174,7 +175,7 @@ def find_partition(program: Flat) -> Partition | None:
             found.setdefault(eqn.params["partition"], eqn)
         if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
             raise PlanError(
-                f"{eqn.primitive.name} at {_compat.source_line(eqn)} works on a "
+                f"{eqn.primitive.name} at {source_line(eqn)} works on a "
                 "mutable array (jax.new_ref), which cannot pass from stage to stage of "
                 "a plan. Use it inside a function given to drjax.map_fn, or update "
                 "values with x.at[...] instead."
@@ -182,14 +183,14 @@ def find_partition(program: Flat) -> Partition | None:
         bound = eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND
         if bound and not planned_axes.value:
             raise PlanError(
-                f"{eqn.primitive.name} at {_compat.source_line(eqn)} is bound to a "
+                f"{eqn.primitive.name} at {source_line(eqn)} is bound to a "
                 "mesh. A plan is free of devices: leave out mesh= of the program and "
                 "of its blocks, and plan it without shard_map and sharding constraints."
             )
         hidden = any(map(uses_blocks, _compat.jaxprs_in(eqn.params)))
         if hidden and eqn.primitive not in BLOCKS and eqn.primitive.name not in CONTROL:
             raise PlanError(
-                f"{eqn.primitive.name} at {_compat.source_line(eqn)} calls drjax "
+                f"{eqn.primitive.name} at {source_line(eqn)} calls drjax "
                 "building blocks, and what it does with them has no plan. Call them "
                 "outside of it, or run the program with jax.jit."
             )
@@ -202,7 +203,7 @@ def find_partition(program: Flat) -> Partition | None:
             names = [f"{p} with mesh_axes={p.mesh_axes}" for p in (first, second)]
         raise PlanError(
             f"The function uses two partitions side by side, {' and '.join(names)} "
-            f"({eqn.primitive.name} at {_compat.source_line(eqn)}). A plan has one: "
+            f"({eqn.primitive.name} at {source_line(eqn)}). A plan has one: "
             "call the second program inside a function given to drjax.map_fn, or plan "
             "them one at a time."
         )

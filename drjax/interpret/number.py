@@ -13,6 +13,7 @@ from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret import evaluation
 from drjax.interpret.flat import CALLS
+from drjax.interpret.source import source_line
 from drjax.primitives import partition_index_p
 
 
@@ -35,7 +36,7 @@ def evaluate(jaxpr, number, partition: Partition | None, *args) -> list:
         if rule is None:
             raise PlanError(
                 f"drjax.partition_index() inside {eqn.primitive.name} at "
-                f"{_compat.source_line(eqn)} has no plan. Compute the number outside, "
+                f"{source_line(eqn)} has no plan. Compute the number outside, "
                 "in the function given to drjax.map_fn, and close over it."
             )
         return rule(eqn, operands, run)

@@ -5,12 +5,12 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret.flat import Flat
 from drjax.interpret.kind import Kind
 from drjax.interpret.rows import ROW_RULES
+from drjax.interpret.source import source_line
 
 MIXES_ROWS = (
     "It may mix the rows of different groups, which only a reduction can do. Do it "
@@ -67,7 +67,7 @@ def refusal(
             "drjax finds out."
         )
     return PlanError(
-        f"{name} at {_compat.source_line(eqn)} takes ({operands}) "
+        f"{name} at {source_line(eqn)} takes ({operands}) "
         f"over partition {partition}. {fix}"
     )
 

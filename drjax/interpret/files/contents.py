@@ -12,6 +12,7 @@ from jaxlib.mlir.dialects import sdy, stablehlo
 from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax.interpret.files.keys import is_key, key_impl
+from drjax.interpret.source import source_line
 
 WIDE = {np.dtype(t) for t in ("int64", "uint64", "float64", "complex128")}
 _SAME_IN_BATCHES = {"threefry2x32"}
@@ -103,7 +104,7 @@ def _check(eqn: Any, where: str) -> None:
     name = eqn.primitive.name
     if "callback" in name or name == "debug_print":
         raise PlanFileError(
-            f"{where} calls back into Python: {name} at {_compat.source_line(eqn)}. A "
+            f"{where} calls back into Python: {name} at {source_line(eqn)}. A "
             "plan file runs without its source: take the call out, or return what it "
             "needs as a result."
         )
