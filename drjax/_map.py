@@ -20,6 +20,7 @@ through it.
 """
 
 import contextlib
+import functools
 
 import jax
 from jax.interpreters import ad, batching
@@ -125,14 +126,6 @@ def run_rows(where: Layout, fn, by_rows):
 # Derivatives
 
 
-def _fill_zeros(avals, nonzeros, values):
-    values = iter(values)
-    return [
-        next(values) if nz else _compat.Zero(aval.to_tangent_aval())
-        for aval, nz in zip(avals, nonzeros, strict=True)
-    ]
-
-
 def _outer_avals(jaxpr, params):
     where = layout(params["partition"], params["mesh"])
     return [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
@@ -157,32 +150,23 @@ def _jvp(primals, tangents, *, jaxpr, **params):
     outs = _bind(jvp_jaxpr, [*primals, *dense], **params)
     n = len(jaxpr.out_avals)
     avals = _outer_avals(jaxpr, params)
-    return outs[:n], _fill_zeros(avals, nonzeros_out, outs[n:])
+    return outs[:n], _rules.fill_zeros(avals, nonzeros_out, outs[n:])
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     with _group_context(layout(params["partition"], params["mesh"])):
-        primal, n_flat, nonzeros_out, forwarded, tangent = _compat.linearize_jaxpr(
-            jaxpr, nonzeros, is_vjp
-        )
-    outs = _bind(primal, primals, **params)
-    n = len(jaxpr.out_avals)
-    new = iter(outs[n : n + n_flat])
-    flat = [next(new) if i is None else primals[i] for i in forwarded]
-    structured = outs[n + n_flat :]
+        split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
+    bind = functools.partial(_bind, **params)
+    outs, nonzeros_out, residuals, on_dense = _rules.linearize_and_keep(
+        bind, jaxpr, primals, split
+    )
     avals = _outer_avals(jaxpr, params)
 
     def linear(residuals, *tangents):
-        flat, structured = residuals
-        dense = [
-            ad.instantiate_zeros(t)
-            for t, nz in zip(tangents, nonzeros, strict=True)
-            if nz
-        ]
-        outs = _bind(tangent, [*flat, *dense, *structured], **params)
-        return _fill_zeros(avals, nonzeros_out, outs)
+        dense = _rules.instantiated(tangents, nonzeros)
+        return _rules.fill_zeros(avals, nonzeros_out, on_dense(residuals, dense))
 
-    return outs[:n], nonzeros_out, (flat, structured), linear
+    return outs, nonzeros_out, residuals, linear
 
 
 def _transpose(cts, *args, jaxpr, **params):

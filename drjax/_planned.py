@@ -114,21 +114,11 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
     """Bind the primitive for a flat function without closures."""
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = _trace(fn, avals, options.name, options.axes)
-    operands = [*consts, *args]
-    options = options.of(len(operands))
-    return planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
+    return _bind_jaxpr(jaxpr, [*consts, *args], options)
 
 
 # ---------------------------------------------------------------------------------
 # Rules
-
-
-def _tangents_out(jaxpr, nonzeros_out, values):
-    values = iter(values)
-    return [
-        next(values) if nz else _compat.Zero(aval.to_tangent_aval())
-        for aval, nz in zip(jaxpr.out_avals, nonzeros_out, strict=True)
-    ]
 
 
 def _jvp(primals, tangents, *, jaxpr, options: Options, types):
@@ -141,47 +131,77 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    outs = _primal(nonzeros, primals, jaxpr, options, types)
-    with planning(options.axes):
-        both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
-    both, consts = _compat.without_consts(both)
-    wanted = [False] * len(outs) + [True] * (len(both.out_avals) - len(outs))
-    tangent, used = _compat.dce_jaxpr(both, wanted)
-    of_tangents = tuple(
-        _compat.typeof(out).to_tangent_aval()
-        for out, nz in zip(outs, nonzeros_out, strict=True)
-        if nz
+    split = _keep if _compat.effects_of(jaxpr) else _repeat
+    outs, nonzeros_out, residuals, on_dense = split(
+        nonzeros, primals, jaxpr, options, types
     )
-    known = [*consts, *primals]
-    n = len(known)
-    residuals = [x for x, u in zip(known, used[:n], strict=True) if u]
 
     def linear(residuals, *tangents):
-        dense = [
-            ad.instantiate_zeros(t)
-            for t, nz in zip(tangents, nonzeros, strict=True)
-            if nz
-        ]
-        args = [*residuals, *(t for t, u in zip(dense, used[n:], strict=True) if u)]
-        outs = planned_p.bind(
-            *args, jaxpr=tangent, options=options.of(len(args)), types=of_tangents
-        )
-        return _tangents_out(jaxpr, nonzeros_out, outs)
+        dense = _rules.instantiated(tangents, nonzeros)
+        found = on_dense(residuals, dense)
+        return _rules.fill_zeros(jaxpr.out_avals, nonzeros_out, found)
 
     return outs, nonzeros_out, residuals, linear
 
 
+def _types_of_tangents(outs, nonzeros_out) -> tuple:
+    return tuple(
+        _compat.typeof(out).to_tangent_aval()
+        for out, nonzero in zip(outs, nonzeros_out, strict=True)
+        if nonzero
+    )
+
+
+def _repeat(nonzeros, primals, jaxpr, options: Options, types):
+    """Linearise; the linear part computes again what it needs."""
+    outs = _primal(nonzeros, primals, jaxpr, options, types)
+    with planning(options.axes):
+        both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
+    both, consts = _compat.without_consts(both)
+    wanted = [i >= len(outs) for i in range(len(both.out_avals))]
+    tangent, used = _compat.dce_jaxpr(both, wanted)
+    known = [*consts, *primals]
+    n, of_tangents = len(known), _types_of_tangents(outs, nonzeros_out)
+    residuals = [x for x, u in zip(known, used[:n], strict=True) if u]
+
+    def linear(residuals, tangents):
+        args = [*residuals, *(t for t, u in zip(tangents, used[n:], strict=True) if u)]
+        return _bind_jaxpr(tangent, args, options, of_tangents)
+
+    return outs, nonzeros_out, residuals, linear
+
+
+def _keep(nonzeros, primals, jaxpr, options: Options, types):
+    """Linearise; what has effects is not done again, and leaves rows for all groups."""
+    with planning(options.axes):
+        split = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
+    of_tangents = None
+
+    def bind(part, args):
+        part, consts = _compat.without_consts(part)
+        return _bind_jaxpr(part, [*consts, *args], options, of_tangents)
+
+    found = _rules.linearize_and_keep(bind, jaxpr, primals, split)
+    of_tangents = _types_of_tangents(*found[:2])
+    return found
+
+
+def _bind_jaxpr(jaxpr, args, options: Options, types=None):
+    options = options.of(len(args))
+    return planned_p.bind(*args, jaxpr=jaxpr, options=options, types=types)
+
+
 def _primal(nonzeros, primals, jaxpr, options: Options, types):
     """The results, of the forward rule of each `custom_vjp`: they have derivatives."""
-    if _holds(jaxpr, "custom_vjp_call"):
-        with planning(options.axes):
-            forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
-        wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
-        forward, consts = _compat.without_consts(forward)
-        jaxpr, used = _compat.dce_jaxpr(forward, wanted)
-        primals = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
-        options = options.of(len(primals))
-    return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
+    if not _holds(jaxpr, "custom_vjp_call"):
+        return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
+    with planning(options.axes):
+        forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
+    wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
+    forward, consts = _compat.without_consts(forward)
+    jaxpr, used = _compat.dce_jaxpr(forward, wanted)
+    args = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
+    return _bind_jaxpr(jaxpr, args, options, types)
 
 
 def _holds(jaxpr, name: str) -> bool:
@@ -200,7 +220,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
     dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
     fn = _compat.jaxpr_as_fun(jaxpr)
     avals = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if lin]
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
     def transposed(*values):
         known_values = values[: len(known)]
@@ -214,7 +234,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
             rest, tangents = iter(known_values), iter(tangents)
             return fn(*(next(tangents) if lin else next(rest) for lin in linear))
 
-        return list(jax.linear_transpose(forward, *types)(full))
+        return list(jax.linear_transpose(forward, *shapes)(full))
 
     outs = iter(_bind(transposed, [*known, *dense], options))
     return [next(outs) if lin else None for lin in linear]

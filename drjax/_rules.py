@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax._structure import cache_by_params
@@ -61,3 +61,44 @@ def register_batching(primitive: Primitive, out_shift: int, rows_in: bool) -> No
         return primitive.bind(x, **params), dim + out_shift
 
     batching.primitive_batchers[primitive] = rule
+
+
+def linearize_and_keep(bind: Callable, jaxpr, primals, split):
+    """A linearisation that keeps what the linear part needs of the primal part.
+
+    Args:
+      bind: Applies a jaxpr to operands: `(jaxpr, operands)`.
+      jaxpr: What is linearised.
+      primals: Its operands.
+      split: What `_compat.linearize_jaxpr` makes of it.
+
+    Returns:
+      `(results, which tangents of results are nonzero, residuals, linear)`; `linear`
+      takes the residuals and the nonzero tangents.
+    """
+    primal, n_flat, nonzeros_out, forwarded, tangent = split
+    outs = bind(primal, primals)
+    n = len(jaxpr.out_avals)
+    new = iter(outs[n : n + n_flat])
+    flat = [next(new) if i is None else primals[i] for i in forwarded]
+
+    def linear(residuals, tangents):
+        flat, structured = residuals
+        return bind(tangent, [*flat, *tangents, *structured])
+
+    return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), linear
+
+
+def instantiated(tangents, nonzeros) -> list:
+    """The tangents of what has any, as arrays."""
+    pairs = zip(tangents, nonzeros, strict=True)
+    return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
+
+
+def fill_zeros(avals, nonzeros, values) -> list:
+    """All tangents, from those that are not zero."""
+    values = iter(values)
+    return [
+        next(values) if nz else _compat.Zero(aval.to_tangent_aval())
+        for aval, nz in zip(avals, nonzeros, strict=True)
+    ]

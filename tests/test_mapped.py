@@ -219,6 +219,34 @@ def test_effects_inside_a_mapped_function(mesh, capfd):
     assert capfd.readouterr().out.count("group value") == N
 
 
+DERIVATIVES = {
+    "value": lambda fn: drjax.jit(fn),
+    "jitted grad": lambda fn: drjax.jit(jax.grad(fn)),
+    "grad": lambda fn: jax.grad(drjax.jit(fn, groups_per_step=1)),
+    "hessian": lambda fn: jax.hessian(drjax.jit(fn, groups_per_step=3)),
+    "jvp": lambda fn: lambda x: jax.jvp(drjax.jit(fn), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("mesh", [None, {"clients": 2}])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_effects_of_a_jitted_program_happen_once(derivative, mesh):
+    seen = []
+
+    @four
+    def program(x):
+        def local(a):
+            jax.debug.callback(lambda a: seen.append(float(a)), a)
+            return closed_over_forward(jnp.sin(a))
+
+        return drjax.reduce_sum(drjax.map_fn(local, x))
+
+    with in_mesh_of(mesh):
+        jax.block_until_ready(DERIVATIVES[derivative](program)(rows()))
+        jax.effects_barrier()
+    assert sorted(seen) == sorted(rows().tolist())
+
+
 def test_an_effect_whose_result_is_unused_still_happens():
     seen = []
 
