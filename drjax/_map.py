@@ -157,14 +157,15 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     with _group_context(layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
     bind = functools.partial(_bind, **params)
-    outs, nonzeros_out, residuals, on_dense = _rules.linearize_and_keep(
+    outs, nonzeros_out, residuals, tangent = _rules.linearize_and_keep(
         bind, jaxpr, primals, split
     )
     avals = _outer_avals(jaxpr, params)
 
     def linear(residuals, *tangents):
         dense = _rules.instantiated(tangents, nonzeros)
-        return _rules.fill_zeros(avals, nonzeros_out, on_dense(residuals, dense))
+        found = _bind(tangent, _rules.with_kept(residuals, dense), **params)
+        return _rules.fill_zeros(avals, nonzeros_out, found)
 
     return outs, nonzeros_out, residuals, linear
 

@@ -175,18 +175,23 @@ def _keep(nonzeros, primals, jaxpr, options: Options, types):
     """Linearise; what has effects is not done again, and leaves rows for all groups."""
     with planning(options.axes):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
-    of_tangents = None
+    bind = functools.partial(_bind_jaxpr, options=options)
+    outs, nonzeros_out, residuals, tangent = _rules.linearize_and_keep(
+        bind, jaxpr, primals, split
+    )
+    of_tangents = _types_of_tangents(outs, nonzeros_out)
 
-    def bind(part, args):
-        part, consts = _compat.without_consts(part)
-        return _bind_jaxpr(part, [*consts, *args], options, of_tangents)
+    def linear(residuals, tangents):
+        operands = _rules.with_kept(residuals, tangents)
+        return _bind_jaxpr(tangent, operands, options, of_tangents)
 
-    found = _rules.linearize_and_keep(bind, jaxpr, primals, split)
-    of_tangents = _types_of_tangents(*found[:2])
-    return found
+    return outs, nonzeros_out, residuals, linear
 
 
 def _bind_jaxpr(jaxpr, args, options: Options, types=None):
+    """Bind a derived jaxpr, whose rules may have closed over arrays."""
+    jaxpr, consts = _compat.without_consts(jaxpr)
+    args = [*consts, *args]
     options = options.of(len(args))
     return planned_p.bind(*args, jaxpr=jaxpr, options=options, types=types)
 

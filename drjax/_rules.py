@@ -73,20 +73,21 @@ def linearize_and_keep(bind: Callable, jaxpr, primals, split):
       split: What `_compat.linearize_jaxpr` makes of it.
 
     Returns:
-      `(results, which tangents of results are nonzero, residuals, linear)`; `linear`
-      takes the residuals and the nonzero tangents.
+      `(results, which tangents of results are nonzero, residuals, linear jaxpr)`; the
+      linear jaxpr takes `with_kept(residuals, nonzero tangents)`.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)
     n = len(jaxpr.out_avals)
     new = iter(outs[n : n + n_flat])
     flat = [next(new) if i is None else primals[i] for i in forwarded]
+    return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), tangent
 
-    def linear(residuals, tangents):
-        flat, structured = residuals
-        return bind(tangent, [*flat, *tangents, *structured])
 
-    return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), linear
+def with_kept(residuals, tangents) -> list:
+    """The operands of a linear jaxpr: see `linearize_and_keep`."""
+    flat, structured = residuals
+    return [*flat, *tangents, *structured]
 
 
 def instantiated(tangents, nonzeros) -> list:

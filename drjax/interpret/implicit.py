@@ -194,8 +194,8 @@ def explicit(program: Flat, kinds: Any) -> Flat | None:
     eqns, bodies, changed = [], dict(program.known_bodies), False
     consts = dict(program.consts)
     for eqn in program.eqns:
-        found = kinds.meaning(eqn)
-        fn = _itself if kinds.scatters_rows(eqn) else found and found.fn
+        meant = kinds.meaning(eqn)
+        fn = _itself if kinds.scatters_rows(eqn) else meant and meant.fn
         if fn is not None:
             eqns += _written_out(eqn, fn, kinds.partition, consts)
             changed = True
