@@ -8,7 +8,6 @@ import gc
 import jax
 import pytest
 
-# What JAX keeps is long-lived, and looking through it often takes a fifth of the time.
 gc.set_threshold(100_000, 20, 50)
 
 jax.config.update("jax_platforms", "cpu")
@@ -16,6 +15,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Where leaks are sought everything is traced anew: that is for the newest JAX.
 jax.config.update("jax_check_tracer_leaks", jax.__version_info__ >= (0, 12))
+
+
+@pytest.fixture(autouse=True)
+def what_is_kept():
+    """What JAX keeps of a test is not looked through again in each later collection.
+
+    A check for leaks collects whenever a trace is in a cycle: over a second where a
+    thousand tests ran before.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -26,9 +26,12 @@ def _register():
     stablehlo.register_stablehlo_passes()
 
 
-def interpreted(fn):
-    """`jax.jit(fn)` on one device, run by the interpreter: for one set of shapes."""
-    known, compiled = None, jax.jit(fn)
+def interpreted(fn, **options):
+    """`jax.jit(fn)` on one device, run by the interpreter: for one set of shapes.
+
+    What it cannot run is compiled with the options of `jax.jit`.
+    """
+    known, compiled = None, jax.jit(fn, **options)
 
     def run(*args):
         nonlocal known
