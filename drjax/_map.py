@@ -164,7 +164,7 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
 
     def linear(residuals, *tangents):
         dense = _rules.instantiated(tangents, nonzeros)
-        found = _bind(tangent, _rules.with_kept(residuals, dense), **params)
+        found = bind(tangent, _rules.with_kept(residuals, dense))
         return _rules.fill_zeros(avals, nonzeros_out, found)
 
     return outs, nonzeros_out, residuals, linear

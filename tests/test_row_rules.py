@@ -18,6 +18,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching
 
 from drjax import _compat
+from drjax.interpret.files.keys import is_key
 from drjax.interpret.flat import flatten
 from drjax.interpret.rows import ELEMENTWISE, ROW_RULES, by_rows
 
@@ -256,20 +257,16 @@ def check_rows(eqn, operands, outs, rows) -> None:
         zip(*columns, strict=True), outs, rows.outs, strict=True
     ):
         assert all(x.dtype == want.dtype for x in got)
-        if is_key(want):
+        if is_key(want.dtype):
             got, want = map(jax.random.key_data, got), jax.random.key_data(want)
         stacked = np.stack([*got], axis)
         assert stacked.shape == want.shape
         np.testing.assert_allclose(stacked, want, rtol=1e-6)
 
 
-def is_key(x) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def row(x, i, axis):
     """A row by numpy, which compiles nothing, but has no keys."""
-    if is_key(x):
+    if is_key(x.dtype):
         return lax.index_in_dim(x, i, axis, keepdims=False)
     return jnp.asarray(np.take(np.asarray(x), i, axis))
 
