@@ -83,7 +83,8 @@ def map_fn(
       ScopeError: No partition in force.
       DrjaxValueError: A leaf has another leading axis than n.
       DrjaxTypeError: A leaf of the argument or of the result is not an array.
-      MeshError: `fn` closes over arrays on a mesh with Explicit axes.
+      MeshError: `fn` uses a collective over the partition's own mesh axes, or shards
+        a value over them.
 
     Example:
       >>> import drjax, jax.numpy as jnp

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from drjax import _compat
-from drjax._map import execute_map, map_fn_p, run_rows
+from drjax._map import execute_map, map_fn_p
+from drjax._map_lowering import inside, lowers_by_vmap, over_rows
 from drjax._partition import Partition
 from drjax._primitives import (
     broadcast_p,
@@ -94,9 +95,9 @@ class _LoweredMap:
 
     def _lower_sums(self, ctx) -> dict[int, Operand]:
         where = self._layout
-        if where.uneven or where.per_device == 1:
+        if where.uneven or where.per_device == 1 or lowers_by_vmap(where, self._jaxpr):
             return {}
-        sums = row_sums(self._jaxpr)
+        sums = row_sums(inside(where, self._jaxpr))
         if not sums.indices:
             return {}
         used = [i for i, u in enumerate(sums.used) if u]
@@ -104,8 +105,8 @@ class _LoweredMap:
 
         def run(*args):
             def body(*operands):
-                over_rows = lambda fn: run_rows(where, fn, by_rows)
-                totals = sums(where.per_device, over_rows, operands)
+                run = lambda fn: over_rows(where, fn, by_rows)
+                totals = sums(where.per_device, run, operands)
                 return [vary(y, where.axes)[None] for y in totals]
 
             all_rows = [True] * len(sums.indices)

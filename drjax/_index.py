@@ -15,14 +15,21 @@ from jax.interpreters import batching
 
 from drjax import _rules
 from drjax._partition import Partition
-from drjax._sharding import layout, number_aval, on_devices, partitioned_aval, vary
+from drjax._sharding import (
+    all_row_numbers,
+    layout,
+    number_aval,
+    on_devices,
+    partitioned_aval,
+    vary,
+)
 
 partition_index_p = _rules.new_primitive("partition_index")
 
 
 @dataclass(frozen=True)
 class GroupAxis:
-    """The axis name of the vmap over the groups that one device holds."""
+    """The axis name of the vmap over the groups that one device holds, or over all."""
 
     partition: Partition
     mesh: Any
@@ -48,6 +55,8 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
         where = layout(axis.partition, axis.mesh)
+        if where.sharded and axis_data.size == where.padded != where.per_device:
+            return all_row_numbers(where), 0
         return vary(where.row_numbers(), where.axes), 0
     index = partition_index_p.bind(partition=partition, mesh=mesh, per_group=per_group)
     return index, None

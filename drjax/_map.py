@@ -12,10 +12,10 @@ program is a program with the same primitives. For y_i = f(x_i):
     transpose  ct_x_i      = L^T(r_i, ct_y_i)               one map
     batching   f is batched behind the group axis
 
-Sharp edges: a per-group jaxpr is bound to the mesh in which the partition's axes are
-Manual, so every rule that traces or evaluates it enters `_group_context` first. The
-`shard_map` of a map inherits the surrounding `check_vma` (off at top level): users'
-scans and nested shard_maps would otherwise need casts, and AD never transposes
+Sharp edges: a per-group jaxpr is bound to the mesh around it, so every rule that traces
+or evaluates it enters `_group_context` first. `_map_lowering.py` runs it on the mesh:
+the `shard_map` of a map inherits the surrounding `check_vma` (off at top level), as
+users' scans and nested shard_maps would otherwise need casts, and AD never transposes
 through it.
 """
 
@@ -26,17 +26,10 @@ import jax
 from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
-from drjax._index import GroupAxis
+from drjax._map_lowering import run_groups
 from drjax._primitives import broadcast_p
-from drjax._scope import enter_mapped
-from drjax._sharding import (
-    Layout,
-    group_aval,
-    layout,
-    on_devices,
-    partitioned_aval,
-    vary,
-)
+from drjax._scope import enter_mapped, planned_axes
+from drjax._sharding import Layout, group_aval, layout, partitioned_aval
 
 map_fn_p = _rules.new_primitive("map_fn", multiple_results=True)
 
@@ -47,11 +40,8 @@ def _group_context(where: Layout):
     with contextlib.ExitStack() as stack:
         stack.enter_context(enter_mapped(where.partition))
         if where.sharded:
-            mesh = where.group_mesh
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            if _compat.check_vma():
-                sizes = [dict(mesh.shape_tuple)[a] for a in where.axes]
-                stack.enter_context(_compat.manual_axis_context(where.axes, sizes))
+            stack.enter_context(jax.sharding.use_abstract_mesh(where.abstract_mesh))
+        stack.enter_context(_compat.spmd_axes(where.axes or planned_axes.value))
         yield
 
 
@@ -99,27 +89,8 @@ def _abstract_eval(*avals, jaxpr, partition, mesh, name):
 
 def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
     """Run a map; operands marked in `shared` are global, the same for each group."""
-    where = layout(partition, mesh)
-    fn = _compat.jaxpr_as_fun(jaxpr)
     by_rows = [True] * len(args) if shared is None else [not s for s in shared]
-
-    def body(*operands):
-        outs = run_rows(where, fn, by_rows)(*operands)
-        return [vary(y, where.axes) for y in outs]
-
-    everywhere = [True] * len(jaxpr.out_avals)
-    return on_devices(where, body, args, by_rows, everywhere, _compat.check_vma())
-
-
-def run_rows(where: Layout, fn, by_rows):
-    """`fn` of one group as a function of the rows that a device holds."""
-    mapped = jax.vmap(
-        lambda *xs: fn(*xs),
-        in_axes=tuple(0 if by_row else None for by_row in by_rows),
-        axis_name=GroupAxis(where.partition, where.mesh),
-        axis_size=where.per_device,
-    )
-    return lambda *operands: mapped(*(vary(x, where.axes) for x in operands))
+    return run_groups(layout(partition, mesh), jaxpr, args, by_rows)
 
 
 # ---------------------------------------------------------------------------------

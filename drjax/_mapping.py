@@ -30,7 +30,8 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     params = {"partition": partition, "mesh": mesh, "name": name}
     operands = [*for_groups(consts, **params), *leaves]
     outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)
-    return out_tree.unflatten(outs)
+    # The results, too, are visible on the mesh: they may depend on no operand.
+    return out_tree.unflatten([as_operand(y, where, True) for y in outs])
 
 
 def _trace(fn, tree, avals, where, name):
@@ -51,28 +52,52 @@ def _trace(fn, tree, avals, where, name):
     except (NameError, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, NameError) and _names_own_axis(str(error), where):
             raise _collective_error(where, name) from error
-        if where.sharded and _is_closure_error(str(error)):
-            raise _closure_error(where, name) from error
         if isinstance(error, TypeError):
             check_accepts(fn, tree.unflatten(avals))
         raise
     if _collective_axes(jaxpr) & set(where.partition.mesh_axes):
         raise _collective_error(where, name)
+    if where.sharded:
+        _check_layouts(jaxpr, consts, where, name)
     return jaxpr, out_tree, consts
 
 
-def _is_closure_error(text: str) -> bool:
-    return "Closing over inputs to shard_map" in text or "context mesh" in text
+def _check_layouts(jaxpr, consts, where, name) -> None:
+    """Refuse layouts over the partition's own axes, along which the groups are."""
+    if any(_mentions(_compat.typeof(c).sharding, where.axes) for c in consts):
+        raise MeshError(
+            f"The function {name} given to drjax.map_fn closes over an array that is "
+            f"sharded over {where.axes}, along which the groups of "
+            f"{where.partition} are. Pass it as an argument: "
+            f"drjax.map_fn({name}, (drjax.broadcast(params), x))."
+        )
+    if _lays_out_over(jaxpr, where.axes):
+        raise MeshError(
+            f"The function {name} given to drjax.map_fn shards a value over "
+            f"{where.axes}, along which the groups of {where.partition} are; it sees "
+            "one group only. Leave these axes out of its shardings and specs."
+        )
 
 
-def _closure_error(where, name):
-    return MeshError(
-        f"The function {name} given to drjax.map_fn closes over an array of the mesh "
-        f"{where.mesh.axis_names} around it; in code that is manual over the "
-        "partition's axes, JAX cannot do that if the mesh has Explicit axes, or if an "
-        "outer partition lies on it. Pass the array as an argument: "
-        f"drjax.map_fn({name}, (drjax.broadcast(params), x))."
+def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
+    """Whether a sharding or a spec in a jaxpr mentions one of these axes."""
+    return any(
+        any(_mentions(value, axes) for value in eqn.params.values())
+        or any(_lays_out_over(inner, axes) for inner in _compat.jaxprs_in(eqn.params))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+        if "partition" not in eqn.params
     )
+
+
+def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
+    if isinstance(value, jax.sharding.NamedSharding):
+        value = value.spec
+    if isinstance(value, jax.sharding.PartitionSpec):
+        named = (a if isinstance(a, tuple) else (a,) for a in value)
+        return any(axis in axes for entry in named for axis in entry)
+    if isinstance(value, tuple | list):
+        return any(_mentions(part, axes) for part in value)
+    return False
 
 
 def _names_own_axis(text: str, where) -> bool:

@@ -73,15 +73,34 @@ def _local_sum(where: Layout, x, numbers, scale=None):
     return (total if scale is None else total * scale).astype(x.dtype)
 
 
-def psum(where: Layout, x):
-    return lax.psum(vary(x, where.axes), where.axes) if where.axes else x
+def psum(where: Layout, *xs):
+    """The sums of values over the partition's devices, in one collective.
+
+    XLA's CPU compiler aborts the process for an all-reduce of bfloat16 in code that is
+    Manual over some axes of the mesh only, where it means to promote the all-reduce to
+    float32. There it is promoted here: same bytes, same sum.
+    """
+    axes = where.axes
+    if not axes:
+        return xs
+    xs = [vary(x, axes) for x in xs]
+    plain = lambda *xs: lax.psum(xs, axes)
+    if not where.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
+        return plain(*xs)
+
+    def promoted(*xs):
+        wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in xs]
+        sums = plain(*wide)
+        return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
+
+    return lax.platform_dependent(*xs, cpu=promoted, default=plain)
 
 
 def execute_reduce_sum(x, *, partition, mesh):
     where = layout(partition, mesh)
 
     def body(x, numbers=None):
-        return [psum(where, _local_sum(where, x, numbers))]
+        return psum(where, _local_sum(where, x, numbers))
 
     return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
@@ -106,8 +125,8 @@ def _reduce_mean(x, *, partition, mesh):
 
     def body(x, numbers=None):
         if x.dtype in LOW_PRECISION:  # divide first: a 16-bit sum may overflow
-            return [psum(where, _local_sum(where, x, numbers, 1 / n))]
-        return [psum(where, _local_sum(where, x, numbers)) / n]
+            return psum(where, _local_sum(where, x, numbers, 1 / n))
+        return [y / n for y in psum(where, _local_sum(where, x, numbers))]
 
     return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 

@@ -137,6 +137,15 @@ class Layout:
         return bool(self.axes) and not self.manual
 
     @property
+    def partly_manual(self) -> bool:
+        """Whether code for a device's rows is Manual over only some mesh axes."""
+        if self.mesh is None:
+            return False
+        types = _axis_types(self.mesh)
+        manual = {a for a, kind in types.items() if kind == AxisType.Manual}
+        return not set(types) <= manual.union(self.axes)
+
+    @property
     def abstract_mesh(self) -> AbstractMesh:
         """The context in which code for the whole partition is traced."""
         if self.mesh is None:
@@ -144,12 +153,14 @@ class Layout:
         return self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
 
     @property
-    def group_mesh(self) -> AbstractMesh:
-        """The context in which code for one group is traced: our axes are Manual."""
-        mesh = self.abstract_mesh
-        if not self.sharded:
-            return mesh
-        return mesh.update_axis_types(dict.fromkeys(self.axes, AxisType.Manual))
+    def padded(self) -> int:
+        """k * m, the number of rows on all devices, padding included."""
+        return self.per_device * self.devices
+
+    @property
+    def spmd_axes(self) -> tuple[str, ...] | None:
+        """The axes to name to `vmap`, which finds Explicit ones in types by itself."""
+        return None if self.spec_entry else self.axes
 
     @property
     def spec_entry(self):
@@ -211,6 +222,18 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
     return result
 
 
+def other_axes(where: Layout) -> list[str]:
+    """The Auto axes of the mesh, larger than one, that do not carry the partition."""
+    if where.mesh is None:
+        return []
+    sizes, types = dict(where.mesh.shape_tuple), _axis_types(where.mesh)
+    return [
+        axis
+        for axis in where.mesh.axis_names
+        if axis not in where.axes and types[axis] == AxisType.Auto and sizes[axis] > 1
+    ]
+
+
 def _axis_types(mesh) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
@@ -264,10 +287,10 @@ def global_aval(aval, layout: Layout):
 def group_aval(aval, layout: Layout):
     """Type of one group's `[*s]` from the type of a partitioned `[rows, *s]`."""
     varying = _compat.varying(aval)
-    if layout.axes and _compat.check_vma():
+    if layout.manual and _compat.check_vma():
         varying |= set(layout.axes)
     return _typed(
-        aval, layout, layout.group_mesh, aval.shape[1:],
+        aval, layout, layout.abstract_mesh, aval.shape[1:],
         _inner_spec(aval, layout, 1), varying,
     )  # fmt: skip
 
@@ -306,8 +329,7 @@ def on_devices(
         for x, p in zip(args, partitioned_in, strict=True)
     ]
     if numbered:  # an operand, as lax.axis_index costs a nested shard_map each time
-        count = lax.iota(jnp.int32, layout.per_device * layout.devices)
-        args.append(as_operand(count, layout, True))
+        args.append(all_row_numbers(layout))
         partitioned_in = (*partitioned_in, True)
     in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
     out_specs = tuple(P(layout.axes) if p else P() for p in partitioned_out)
@@ -318,6 +340,39 @@ def on_devices(
         lax.slice_in_dim(y, 0, n) if p and y.shape[0] > n else y
         for y, p in zip(outs, partitioned_out, strict=True)
     ]
+
+
+def on_all_devices(
+    layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
+) -> list[Any]:
+    """Run `run`, which the compiler partitions, on the rows of all devices at once.
+
+    Args:
+      layout: A sharded layout.
+      run: From operands, padded to k * m rows, to partitioned results.
+      args: The operands.
+      partitioned_in: Which of them are partitioned.
+    """
+    args = [
+        _laid_out(_pad_rows(as_operand(x, layout, p), layout), layout) if p else x
+        for x, p in zip(args, partitioned_in, strict=True)
+    ]
+    n = layout.partition.size
+    return [lax.slice_in_dim(_laid_out(y, layout), 0, n) for y in run(*args)]
+
+
+def all_row_numbers(layout: Layout):
+    """int32 [k * m]: the numbers of all rows, laid out over the partition's axes."""
+    return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
+
+
+def _laid_out(x, layout: Layout):
+    """Padded rows, laid out over the partition's axes; Explicit ones are in types."""
+    if layout.spec_entry is not None:
+        return x
+    assert layout.mesh is not None
+    spec = P(layout.axes, *[P.UNCONSTRAINED] * (x.ndim - 1))
+    return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
 def shard_map(

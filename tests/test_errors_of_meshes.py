@@ -66,7 +66,7 @@ def test_unbound_axes_that_are_not_the_partitions_stay_jaxs_error():
     "kind", [(EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)]
 )
 @pytest.mark.parametrize("what", ["array", "tracer", "key"])
-def test_closures_on_explicit_meshes(kind, what):
+def test_closures_on_explicit_meshes_are_broadcast(kind, what):
     mesh = make_mesh({"clients": 4, "model": 2}, kind)
     with jax.set_mesh(mesh):
         w = jax.random.key(1) if what == "key" else jnp.ones((2, 2)) * 2
@@ -76,16 +76,46 @@ def test_closures_on_explicit_meshes(kind, what):
             return drjax.map_fn(lambda a: a * use(w), x)
 
         f = jax.jit(eight(closing)) if what == "tracer" else eight(closing)
-        text = "The function <lambda> given to drjax.map_fn closes over an array of "
-        found = raises(drjax.MeshError, text, f, w, X8)
-        assert "drjax.map_fn(<lambda>, (drjax.broadcast(params), x))" in found
 
         @eight
-        def advised(w, x):
+        def through_broadcast(w, x):
             return drjax.map_fn(lambda w, a: a * use(w), (drjax.broadcast(w), x))
 
         expected = X8 * np.asarray(use(w))
-        np.testing.assert_allclose(jax.jit(advised)(w, X8), expected, rtol=1e-6)
+        for program in (f, through_broadcast):
+            found = jax.jit(program)(w, X8)
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_closure_that_is_sharded_over_the_partitions_axes():
+    with jax.set_mesh(make_mesh({"clients": 4}, EXPLICIT)):
+        w = jax.device_put(jnp.ones(4), P("clients"))
+        f = eight(lambda x: drjax.map_fn(lambda a: a * w.sum(), x))
+        text = "closes over an array that is sharded over ('clients',)"
+        raises(drjax.MeshError, text, f, X8)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        lambda mesh: lambda a: lax.with_sharding_constraint(a, P("clients")),
+        lambda mesh: (
+            lambda a: lax.with_sharding_constraint(
+                a, jax.NamedSharding(mesh, P(("model", "clients")))
+            )
+        ),
+        lambda mesh: jax.shard_map(
+            lambda a: a, mesh=mesh, in_specs=P("clients"), out_specs=P("clients")
+        ),
+    ],
+    ids=["spec", "sharding", "shard_map"],
+)
+def test_shardings_over_the_partitions_axes_inside_a_group(shard):
+    mesh = make_mesh({"clients": 4, "model": 2})
+    f = eight(lambda x: drjax.map_fn(shard(mesh), x))
+    with jax.set_mesh(mesh):
+        text = "shards a value over ('clients',), along which the groups of clients:8 "
+        raises(drjax.MeshError, text, f, np.ones((8, 8), np.float32))
 
 
 def test_closures_that_explicit_meshes_allow():

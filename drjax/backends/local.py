@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from drjax import _compat
 from drjax._extrema import across_devices
 from drjax._partials import accumulator, identity, partial
-from drjax._primitives import LOW_PRECISION
+from drjax._primitives import LOW_PRECISION, psum
 from drjax._sharding import Layout, vary
 from drjax._summing import row_sums
 from drjax.interpret.files.forms import run_batch
@@ -136,7 +136,7 @@ def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
                 found[i] = across_devices(found[i], axes, reduce.op == "max")
         at = [i for i, r in enumerate(sums) if r.op in ("sum", "mean")]
         if at:  # one psum for all
-            summed = lax.psum([vary(found[i], axes) for i in at], axes)
+            summed = psum(where, *(found[i] for i in at))
             for i, x in zip(at, summed, strict=True):
                 found[i] = x
     for i, reduce in enumerate(sums):

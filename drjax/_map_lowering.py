@@ -1,0 +1,114 @@
+"""How the work of the groups runs on a mesh: by `shard_map`, or by `vmap`.
+
+Input: the jaxpr of one group, traced under the mesh as it is, and operands. Output: the
+results for all groups, laid out over the partition's axes. Two lowerings compute them:
+
+* A `shard_map` over the partition's axes, and a vmap over the groups that each device
+  holds. A device then works on its own groups and on nothing else: its loops end when
+  its groups are done, and work that the compiler cannot partition (LAPACK, callbacks)
+  stays on it. The jaxpr is retyped for the inside of the `shard_map`, so that a
+  `jax.shard_map(mesh=mesh)` of the model's own means the mesh without these axes.
+* `vmap(spmd_axis_name=axes)` over all groups. The compiler partitions the work, told to
+  keep the groups where they are. Loops go on until all groups are done.
+
+`lowers_by_vmap` decides, and is the only place that does. The first is the rule. The
+second is used where the first is impossible:
+
+* XLA's partitioner aborts the process for a gather or scatter in a table sharded over
+  two other mesh axes, where the partition's axes are Manual
+  (`spmd_partitioner_util.cc`: 6 of 10 placements, forward and gradient, on CPU and TPU;
+  the same written with `jax.shard_map` alone). Every embedding of a model with FSDP and
+  tensor parallelism is such a table. So: two other Auto axes larger than one, and a
+  gather or scatter anywhere in the jaxpr.
+* Inside a user's `shard_map(check_vma=True)` over another axis, types that vary over
+  the partition's axes, too, would not fit the loops that were traced without. Nor may
+  vmap name the axes there: JAX takes them for axes of that `shard_map`.
+
+Sharp edges: a jaxpr that was retyped is not differentiated any more. `vmap` costs an
+all-reduce per step of a `while_loop` whose condition differs from group to group.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from drjax import _compat
+from drjax._index import GroupAxis
+from drjax._sharding import (
+    Layout,
+    on_all_devices,
+    on_devices,
+    other_axes,
+    vary,
+)
+
+_INDEXING = (
+    "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min",
+    "scatter-max",
+)  # fmt: skip
+
+
+def lowers_by_vmap(where: Layout, jaxpr) -> bool:
+    """Whether the work of the groups is partitioned by the compiler; see above."""
+    if not where.sharded:
+        return False
+    return _compat.check_vma() or (len(other_axes(where)) > 1 and _indexes(jaxpr))
+
+
+@_compat.weakref_lru_cache
+def _indexes(jaxpr) -> bool:
+    """Whether a jaxpr gathers or scatters at any depth."""
+    return any(
+        eqn.primitive.name in _INDEXING
+        or any(map(_indexes, map(_compat.closed, _compat.jaxprs_in(eqn.params))))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    )
+
+
+def run_groups(
+    where: Layout, jaxpr, args: Sequence[Any], by_rows: Sequence[bool]
+) -> list:
+    """The results of a per-group jaxpr for all groups of a partition.
+
+    Args:
+      where: Where the groups are.
+      jaxpr: The jaxpr of one group.
+      args: Its operands: `[rows, *s]`, or `[*s]` for all groups.
+      by_rows: Which operands have a row for each group.
+    """
+    if lowers_by_vmap(where, jaxpr):
+        axes = None if _compat.check_vma() else where.spmd_axes
+        if axes is not None:
+            jaxpr = _compat.with_whole_shard_maps(jaxpr, axes)
+        run = _vmap(where, _compat.jaxpr_as_fun(jaxpr), by_rows, where.padded, axes)
+        return on_all_devices(where, run, args, by_rows)
+    fn = _compat.jaxpr_as_fun(inside(where, jaxpr))
+
+    def body(*operands):
+        outs = over_rows(where, fn, by_rows)(*operands)
+        return [vary(y, where.axes) for y in outs]
+
+    everywhere = [True] * len(jaxpr.out_avals)
+    return on_devices(where, body, args, by_rows, everywhere, _compat.check_vma())
+
+
+def inside(where: Layout, jaxpr):
+    """A per-group jaxpr for the inside of a `shard_map` over the partition's axes."""
+    return _compat.with_manual_axes(jaxpr, where.axes) if where.sharded else jaxpr
+
+
+def over_rows(where: Layout, fn: Callable, by_rows: Sequence[bool]) -> Callable:
+    """`fn` of one group as a function of the rows that a device holds."""
+    mapped = _vmap(where, fn, by_rows, where.per_device, None)
+    return lambda *operands: mapped(*(vary(x, where.axes) for x in operands))
+
+
+def _vmap(where: Layout, fn: Callable, by_rows, size: int, spmd_axes) -> Callable:
+    return jax.vmap(
+        lambda *xs: fn(*xs),
+        in_axes=tuple(0 if by_row else None for by_row in by_rows),
+        axis_name=GroupAxis(where.partition, where.mesh),
+        axis_size=size,
+        spmd_axis_name=spmd_axes,
+    )
