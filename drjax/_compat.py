@@ -249,7 +249,9 @@ def partial_eval_by_tracers(
     """
     known_jaxpr, unknown_jaxpr, unknown_out, res_avals = split
     known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
-    known_outs = primitive.bind(*known_in, **{**params, "jaxpr": known_jaxpr})
+    known_outs = []
+    if known_jaxpr.out_avals or known_jaxpr.effects:  # else it would bind no work
+        known_outs = primitive.bind(*known_in, **{**params, "jaxpr": known_jaxpr})
     n_known = len(known_outs) - len(res_avals)
     known_iter, residuals = iter(known_outs[:n_known]), known_outs[n_known:]
     in_tracers = [

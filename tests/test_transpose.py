@@ -108,6 +108,23 @@ def test_transposing_twice_gives_the_program_back(linear):
     assert _printed(fttt, f(X)) == _printed(ft, f(X))
 
 
+@pytest.mark.parametrize(
+    "linear",
+    [
+        lambda x: drjax.reduce_sum(drjax.map_fn(g, drjax.broadcast(x))),
+        lambda x: drjax.gather(drjax.map_fn(g, drjax.scatter(x))),
+    ],
+)
+def test_transposing_inside_a_trace_adds_nothing(linear):
+    f = program(linear)
+    texts = [_printed(f, X)]
+    for _ in range(4):
+        f = lambda ct, f=f: jax.linear_transpose(f, X)(ct)[0]
+        texts.append(_printed(f, X))
+    assert texts[0] == texts[2] == texts[4] and texts[1] == texts[3]
+    assert texts[1].count("drjax_map_fn") == 1
+
+
 def _tangents(args):
     return tuple(map(jnp.ones_like, args))
 
