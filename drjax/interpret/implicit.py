@@ -1,15 +1,15 @@
 """Equations that combine groups without saying so, and what they mean.
 
-* A global value that meets a partitioned one in pointwise work, outside `map_fn`, is
-  broadcast by JAX itself; the transpose of that is a `reduce_sum` over the group axis.
-  It means: sum over the other axes in each group, and `drjax.reduce_sum` of that. A
-  user's own `jnp.sum` over the groups stays refused.
-* The transpose of a product of rows and a matrix, outside `map_fn`, is a product that
-  adds up over the groups. It means: one product in each group, and their sum. Such a
-  product of a user's own stays refused, too.
-* Indexing a partitioned value by one group, `y[i]`, means `drjax.select(y, i)`.
+* A sum, a maximum or a minimum over the group axis is `drjax.reduce_sum`, `reduce_max`
+  or `reduce_min`, whether a user wrote it (`jnp.mean(rows)`) or a derivative did (the
+  transpose of the broadcast of a global value that meets rows in pointwise work). What
+  it reduces besides the groups, each group reduces by itself, before it sends.
+* A product that contracts the group axis, such as the derivative of a product of rows
+  and a matrix, is one product in each group, and their sum.
+* Indexing a partitioned value by one group, `y[i]`, is `drjax.select(y, i)`.
 
-`meaning` recognises them, and `explicit` rewrites a program with building blocks.
+`meaning` recognises them by what they compute and never by where they come from, and
+`explicit` rewrites a program with building blocks.
 """
 
 import math
@@ -23,10 +23,10 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax._partition import Partition
-from drjax._reductions import reduce_sum, select
+from drjax._reductions import select
 from drjax.interpret.flat import Flat, flatten, live_equations
 from drjax.interpret.row import drop
-from drjax.interpret.source import is_transposed, is_written_sum
+from drjax.primitives import reduce_max_p, reduce_min_p, reduce_sum_p
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ def meaning(eqn, axes: Sequence[int | None]) -> Meaning | None:
 
 def _of_one(eqn, axis: int) -> Callable | None:
     """The meaning of an equation of which only the first operand is partitioned."""
-    if eqn.primitive is lax.reduce_sum_p:
-        written = axis not in eqn.params["axes"] or is_written_sum(eqn)
-        return None if written else _sum(axis, eqn.params["axes"])
+    if eqn.primitive in _REDUCTIONS:
+        return _reduction(eqn, axis)
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
         starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
@@ -81,7 +80,7 @@ def _of_one(eqn, axis: int) -> Callable | None:
 
 
 def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
-    """A product that adds up over the groups, if it is of a derivative."""
+    """A product that adds up over the groups."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if left is not None and left in lc:
         position = lc.index(left)
@@ -91,7 +90,7 @@ def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
         return None
     ins = lc[position], rc[position]
     matches = left in (None, ins[0]) and right in (None, ins[1])
-    if not matches or not is_transposed(eqn):
+    if not matches:
         return None
     params = dict(eqn.params)
     params["dimension_numbers"] = (
@@ -101,7 +100,7 @@ def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
 
     def products(partition: Partition, x, y):
         rows = lax.dot_general_p.bind(x, y, **params)
-        return reduce_sum(rows, partition=partition)
+        return _over_groups(reduce_sum_p, rows, partition)
 
     return Meaning(products, ins)
 
@@ -152,15 +151,42 @@ def _is_one_row(sizes: Sequence[int], shape: Sequence[int], axis: int) -> bool:
     return whole and sizes[axis] == 1 < shape[axis]
 
 
-def _sum(axis: int, axes: Sequence[int]) -> Callable:
+# Reductions of lax, and those of drjax that they are over the group axis. Of bools,
+# the conjunction is the minimum.
+_REDUCTIONS = {
+    lax.reduce_sum_p: reduce_sum_p,
+    lax.reduce_max_p: reduce_max_p,
+    lax.reduce_min_p: reduce_min_p,
+    lax.reduce_or_p: reduce_max_p,
+    lax.reduce_and_p: reduce_min_p,
+}
+
+
+def _reduction(eqn, axis: int) -> Callable | None:
+    """A reduction over the group axis, and maybe over others."""
+    axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
+    bitwise = eqn.primitive in (lax.reduce_or_p, lax.reduce_and_p)
+    unordered = eqn.primitive is not lax.reduce_sum_p and jnp.issubdtype(
+        dtype, jnp.complexfloating
+    )
+    if axis not in axes or unordered or (bitwise and dtype != jnp.bool_):
+        return None
     others = tuple(a for a in axes if a != axis)
     left = axis - sum(a < axis for a in others)
+    params = {**eqn.params, "axes": others}
 
-    def total(partition: Partition, x):
-        rows = lax.reduce_sum(x, others) if others else x
-        return reduce_sum(jnp.moveaxis(rows, left, 0), partition=partition)
+    def reduction(partition: Partition, x):
+        rows = eqn.primitive.bind(x, **params) if others else x
+        return _over_groups(
+            _REDUCTIONS[eqn.primitive], jnp.moveaxis(rows, left, 0), partition
+        )
 
-    return total
+    return reduction
+
+
+def _over_groups(primitive, rows, partition: Partition):
+    """A reduction of drjax; unlike a building block, it promotes no dtypes."""
+    return primitive.bind(rows, partition=partition, mesh=None)
 
 
 def _only_row(axis: int, gone: Sequence[int]) -> Callable:
