@@ -279,6 +279,25 @@ def test_loops_of_which_each_ends_in_its_own_time():
         )  # fmt: skip
 
 
+def test_loops_in_groups_that_ask_for_their_number_end_in_their_own_time():
+    """A batched `while` in a mapped function, of which each group has another end."""
+
+    @four
+    def fn(t, x):
+        def one(t, x):
+            end = lambda c: c[0] < t + drjax.partition_index()
+            step = lambda c: (c[0] + 1, c[1] * 0.9 + drjax.partition_index())
+            return lax.while_loop(end, step, (0, x))[1]
+
+        return drjax.reduce_mean(drjax.map_fn(one, (drjax.broadcast(t), x)))
+
+    each, times = jax.vmap(fn, (0, None)), jnp.array([1, 3])
+    agree(each, times, V)
+    agree(jax.vmap(each, (0, None)), jnp.stack([times, 2 * times]), V)
+    found = jax.vmap(drjax.jit(fn), (0, None))(times, V)
+    np.testing.assert_allclose(found, jax.jit(each)(times, V), rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_the_number_of_a_row_in_a_small_type(dtype):
     row = drjax.program(clients=300)(lambda x, i: squares(x)[i])

@@ -6,7 +6,7 @@ Loops and branches stay equations; `bodies` flattens what they hold.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -176,10 +176,7 @@ def _changes_nothing(eqn) -> bool:
 
 
 def _with_one_condition(eqn):
-    """For a `while` with a condition for each element of a batch, one with a scalar.
-
-    It goes on as long as any does, and changes only those that do.
-    """
+    """For a `while` with a condition for each element of a batch, one with a scalar."""
     if eqn.primitive.name != "while":
         return eqn
     params = eqn.params
@@ -191,15 +188,12 @@ def _with_one_condition(eqn):
     goes_on, step = map(_compat.jaxpr_as_fun, (condition, body))
 
     def any_goes_on(*args):
-        return [jnp.any(goes_on(*args)[0])]
+        return [any_of_batch(lambda *xs: goes_on(*xs)[0])(*args)]
 
     def step_of_some(*args):
-        some = goes_on(*args[:n_cond], *args[n:])[0]
-        dims = range(some.ndim)
-        return [
-            lax.select(lax.broadcast_in_dim(some, new.shape, dims), new, old)
-            for old, new in zip(args[n:], step(*args[n_cond:]), strict=True)
-        ]
+        some = lambda *carry: goes_on(*args[:n_cond], *carry)[0]
+        step_of = lambda *carry: step(*args[n_cond:n], *carry)
+        return step_where(some, step_of)(*args[n:])
 
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     changed = {
@@ -209,6 +203,26 @@ def _with_one_condition(eqn):
     }
     ins = [*eqn.invars[:n_cond], *eqn.invars]
     return eqn.replace(invars=ins, params={**params, **changed})
+
+
+# What `while` means for a batch: it goes on as long as any element does, and changes
+# only those that do. Conditions and steps are functions of what is carried.
+
+
+def any_of_batch(condition: Callable) -> Callable:
+    return lambda *carry: jnp.any(condition(*carry))
+
+
+def step_where(condition: Callable, step: Callable) -> Callable:
+    def step_of_some(*carry):
+        some = condition(*carry)
+        dims = range(some.ndim)
+        return [
+            lax.select(lax.broadcast_in_dim(some, new.shape, dims), new, old)
+            for old, new in zip(carry, step(*carry), strict=True)
+        ]
+
+    return step_of_some
 
 
 def _spelled_out(eqn) -> list:

@@ -12,7 +12,7 @@ from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret import evaluation
-from drjax.interpret.flat import CALLS
+from drjax.interpret.flat import CALLS, any_of_batch, step_where
 from drjax.interpret.source import source_line
 from drjax.primitives import partition_index_p
 
@@ -82,9 +82,13 @@ def _while(eqn, operands, run):
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
+    goes_on = lambda *carry: cond(*cond_consts, *carry)[0]
+    step = lambda *carry: body(*body_consts, *carry)
+    if params["cond_jaxpr"].out_avals[0].shape:  # one for each element of a batch
+        goes_on, step = any_of_batch(goes_on), step_where(goes_on, step)
     return jax.lax.while_loop(
-        lambda carry: cond(*cond_consts, *carry)[0],
-        lambda carry: body(*body_consts, *carry),
+        lambda carry: goes_on(*carry),
+        lambda carry: step(*carry),
         list(operands[n_cond + n_body :]),
     )
 
