@@ -129,6 +129,31 @@ def test_derivatives_of_the_jitted_function(name):
     assert_same(twice[0], value)
 
 
+@pytest.mark.parametrize("step", [1, 3, None])
+@pytest.mark.parametrize("mesh", ["none", "auto-2", "auto-8", "explicit-8"])
+def test_constant_results_of_a_mapped_function(mesh, step):
+    def one(x):
+        return jnp.sum(x), 1.0, True, np.arange(2.0), jax.random.key(7)
+
+    @drjax.program(clients=N)
+    def constants(x):
+        total, count, flag, rows, keys = drjax.map_fn(one, x)
+        return (
+            drjax.reduce_sum((total, count)), drjax.reduce_max(flag),
+            drjax.reduce_mean(rows), count, drjax.gather(flag),
+            jax.random.key_data(drjax.gather(keys)),
+        )  # fmt: skip
+
+    case = next(case for case in CASES if case.name == "scattered_squares")
+    with on_mesh(case, mesh) as (x,):
+        found = drjax.jit(constants, groups_per_step=step)(x)
+        wanted = jax.jit(constants)(x)
+    assert_same(found, wanted)
+    assert jax.tree.map(lambda a: a.dtype, found) == jax.tree.map(
+        lambda a: a.dtype, wanted
+    )
+
+
 def test_the_reference_uses_neither_vmap_nor_a_lowering_of_ours(monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("forbidden")

@@ -164,4 +164,9 @@ def _combine(reduce: Reduce, total, new):
 
 
 def call(stage, args) -> list:
-    return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+    """The outputs of a stage, as arrays: what is constant is a number in a jaxpr."""
+    outs = _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+    return [
+        y if isinstance(y, jax.Array) else jnp.asarray(y, value.dtype)
+        for y, value in zip(outs, stage.outputs, strict=True)
+    ]

@@ -341,6 +341,8 @@ class Cutter:
 
 def _once(row):
     """A row that the compiler must not compute twice, in two ways."""
+    if not isinstance(row, jax.Array):  # a constant
+        return row
     if jax.dtypes.issubdtype(row.dtype, jax.dtypes.extended):
         return row
     return jax.lax.optimization_barrier(row)
