@@ -19,8 +19,8 @@ from drjax._errors import MeshError as MeshError
 from drjax._errors import PlanError as PlanError
 from drjax._errors import PlanFileError as PlanFileError
 from drjax._errors import ScopeError as ScopeError
+from drjax._jit import jit as jit
 from drjax._partition import Partition as Partition
-from drjax._planned import jit as jit
 from drjax._program import program as program
 from drjax._reductions import reduce_max as reduce_max
 from drjax._reductions import reduce_mean as reduce_mean

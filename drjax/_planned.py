@@ -1,4 +1,4 @@
-"""`drjax.jit`: a program in normal form, compiled; and the primitive behind it.
+"""The primitive behind `drjax.jit`: a program in normal form, compiled.
 
 `planned_p[jaxpr, options, types]` runs the plan of a jaxpr. Its rules transform the
 jaxpr and bind the primitive again, so that a derivative is planned too, instead of
@@ -23,12 +23,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
-from drjax._errors import DrjaxValueError
-from drjax._planning import axes_to_plan, may_shard_models, planning
-from drjax.backends import chunks, xla
+from drjax._planning import planning
+from drjax.backends import xla
 from drjax.backends.chunks import GroupsPerStep
-from drjax.interpret.make import partition_of, plan_of_jaxpr
-from drjax.interpret.names import argument_names, function_name
+from drjax.interpret.make import plan_of_jaxpr
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def _cached(fn: Callable) -> Callable:
 
 
 @_cached
-def _plan(jaxpr, options: Options):
+def plan_of(jaxpr, options: Options):
     given = [None] * len(jaxpr.in_avals)
     with planning(options.axes):
         return plan_of_jaxpr(
@@ -84,7 +82,7 @@ def _traced(jaxpr, options: Options, avals: tuple):
     """What runs the plan, in the mesh in context."""
 
     def run(*args):
-        plan, beside = _plan(jaxpr, options), bool(options.axes)
+        plan, beside = plan_of(jaxpr, options), bool(options.axes)
         step = options.groups_per_step
         return xla.run_flat(plan, list(args), step, beside=beside)
 
@@ -101,7 +99,7 @@ def _abstract_eval(*avals, jaxpr, options: Options, types):
     return list(found), _compat.effects_of(jaxpr)
 
 
-def _trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):
+def trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):
     with planning(axes):
         return _compat.trace_to_jaxpr(fn, [_without_mesh(a) for a in avals], name)
 
@@ -113,7 +111,7 @@ def _without_mesh(aval):
 def _bind(fn: Callable, args: Sequence[Any], options: Options):
     """Bind the primitive for a flat function without closures."""
     avals = [_compat.typeof(x) for x in args]
-    jaxpr, consts = _trace(fn, avals, options.name, options.axes)
+    jaxpr, consts = trace(fn, avals, options.name, options.axes)
     return _bind_jaxpr(jaxpr, [*consts, *args], options)
 
 
@@ -260,98 +258,3 @@ ad.primitive_jvps[planned_p] = _jvp
 ad.primitive_transposes[planned_p] = _transpose
 _compat.register_linearization(planned_p, _linearize)
 batching.fancy_primitive_batchers[planned_p] = _batch
-
-
-# ---------------------------------------------------------------------------------
-# The API
-
-
-def jit(
-    fn: Callable,
-    groups_per_step: int | str | None = None,
-    residuals: str = "recompute",
-    memory_budget: int | None = None,
-    **jit_kwargs: Any,
-) -> Any:
-    """`jax.jit` of a program in normal form, in memory that does not grow with n.
-
-    Each round of communication becomes one loop over chunks of a device's groups with
-    running accumulators, and one all-reduce. Broadcast values are not copied for each
-    group. Derivatives of the result are planned too; `drjax.jit(jax.grad(f))` plans
-    value and derivative together and is cheaper than `jax.grad(drjax.jit(f))`.
-
-    Args:
-      fn: A program, or a function that calls programs over one partition, such as
-        `jax.value_and_grad(program)` or a loop over rounds.
-      groups_per_step: How many of a device's groups work at once. `"auto"`: as many as
-        fit in memory, found by compiling a few times; what was found is logged at INFO.
-        Default: all.
-      residuals: What a round needs of an earlier round's work in the groups:
-        `"recompute"` it, or `"store"` it for all groups. Work with effects is stored.
-      memory_budget: With `"auto"`, bytes of temporary memory for each device. Default:
-        what the devices have left.
-      **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
-
-    Returns:
-      What `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
-
-    Raises:
-      PlanError: (when called) the program has no plan; `jax.jit` still runs it.
-      DrjaxValueError, DrjaxTypeError: A wrong option.
-
-    Example:
-      >>> import drjax, jax, jax.numpy as jnp
-      >>> @drjax.program(clients=1000)
-      ... def mean_square(x):
-      ...     return drjax.reduce_mean(drjax.map_fn(jnp.square, x))
-      >>> step = drjax.jit(jax.grad(mean_square), groups_per_step=10)
-      >>> print(step(jnp.ones(1000))[:2])
-      [0.002 0.002]
-
-    Source: Rush et al. 2024, sections 4 and 5.
-    """
-    groups = chunks.checked(groups_per_step, memory_budget)
-    if residuals not in ("recompute", "store"):
-        raise DrjaxValueError(
-            f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
-        )
-
-    @functools.wraps(fn)
-    def planned(*args, **kwargs):
-        flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
-        dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
-        out_tree: Any = None
-
-        def flat(*arrays):
-            nonlocal out_tree
-            leaves = list(flat_args)
-            for i, x in zip(dynamic, arrays, strict=True):
-                leaves[i] = x
-            inner_args, inner_kwargs = tree.unflatten(leaves)
-            out = fn(*inner_args, **inner_kwargs)
-            leaves, out_tree = jax.tree_util.tree_flatten(out)
-            return list(map(jnp.asarray, leaves))
-
-        arrays = [flat_args[i] for i in dynamic]
-        name = function_name(getattr(fn, "__name__", "program"))
-        avals = list(map(_compat.typeof, arrays))
-        axes: tuple[str, ...] = ()
-        if may_shard_models():  # which axes are the partition's?
-            there, _ = _compat.trace_to_jaxpr(flat, avals, name)
-            axes = axes_to_plan(partition_of(there))
-        jaxpr, consts = _trace(flat, avals, name, axes)
-        names = argument_names(fn, args, kwargs)
-        given = tuple(
-            [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
-        )
-        options = Options(name, given, groups, residuals == "recompute", axes)
-        plan = _plan(jaxpr, options)  # errors now, and not when it is lowered
-        operands = xla.on_mesh(plan, [*consts, *arrays])
-        outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
-        return out_tree.unflatten(outs)
-
-    return jax.jit(planned, **jit_kwargs)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)

@@ -34,7 +34,7 @@ LAYERS = (
     },
     {"interpret"},
     {"backends"},
-    {"_planned", "__main__"},
+    {"_planned", "_jit", "__main__"},
 )  # fmt: skip
 # A plan knows how to draw and save itself, when asked to.
 ASKED_FOR = {"interpret.draw", "interpret.files.save"}
