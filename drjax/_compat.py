@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, config, core, mesh, source_info_util, util
+from jax._src import api_util, config, core, dtypes, mesh, source_info_util, util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
@@ -480,10 +480,20 @@ class _Retyped:
             outvars=list(map(self._atom, raw.outvars)),
             debug_info=raw.debug_info,
         )
+        consts = list(map(self._const, jaxpr_consts(jaxpr)))
         if _MERGED:
-            consts = jaxpr_consts(jaxpr)
             return changed.with_consts(consts) if consts else changed
-        return changed if jaxpr is raw else Jaxpr(changed, jaxpr.consts)
+        return changed if jaxpr is raw else Jaxpr(changed, consts)
+
+    def _const(self, value):
+        """An array that a jaxpr holds; without a mesh, it leaves the mesh, too."""
+        mesh = getattr(getattr(value, "sharding", None), "mesh", None)
+        if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
+            return value
+        if dtypes.issubdtype(value.dtype, dtypes.prng_key):
+            data: Any = np.asarray(jax.random.key_data(value))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        return jax.numpy.asarray(np.asarray(value))
 
     def _atom(self, atom):
         if isinstance(atom, core.Literal):
@@ -495,12 +505,13 @@ class _Retyped:
                 self._vars[atom] = core.Var(self._aval(atom.aval))
         return self._vars[atom]
 
-    def _literal(self, value):
+    def _literal(self, value: Any):
         """The value of a literal; an array of the host may hold its type."""
-        if not isinstance(value, np.ndarray) or not hasattr(value, "aval"):
+        known: Any = getattr(value, "aval", None)
+        if known is None or not isinstance(value, np.ndarray):
             return value
-        aval = self._aval(value.aval)
-        return value if aval is value.aval else type(value)(np.asarray(value), aval)
+        aval, make = self._aval(known), type(value)
+        return value if aval is known else make(np.asarray(value), aval)
 
     def _aval(self, aval):
         inner = getattr(aval, "inner_aval", None)

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from drjax import _compat
 from drjax._errors import DrjaxValueError
 from drjax._planned import Options, plan_of, planned_p, trace
-from drjax._planning import axes_to_plan, may_shard_models
+from drjax._planning import is_bound
 from drjax.backends import chunks, xla
 from drjax.backends.chunks import GroupsPerStep
-from drjax.interpret.make import partition_of
 from drjax.interpret.names import argument_names, function_name
 
 
@@ -108,16 +107,13 @@ class _Planned:
 
         arrays = [flat_args[i] for i in dynamic]
         avals = list(map(_compat.typeof, arrays))
-        axes: tuple[str, ...] = ()
-        if may_shard_models():  # which axes are the partition's?
-            there, _ = _compat.trace_to_jaxpr(flat, avals, name)
-            axes = axes_to_plan(partition_of(there))
-        jaxpr, consts = trace(flat, avals, name, axes)
+        bound = is_bound()
+        jaxpr, consts = trace(flat, avals, name, bound)
         names = argument_names(fn, args, kwargs)
         given = tuple(
             [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
         )
-        options = Options(name, given, self._groups, self._recompute, axes)
+        options = Options(name, given, self._groups, self._recompute, bound)
         plan = plan_of(jaxpr, options)  # errors now, and not when it is lowered
         operands = xla.on_mesh(plan, [*consts, *arrays])
         outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)

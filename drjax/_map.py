@@ -28,8 +28,14 @@ from jax.interpreters import ad, batching
 from drjax import _compat, _rules
 from drjax._map_lowering import run_groups
 from drjax._primitives import broadcast_p
-from drjax._scope import enter_mapped, planned_axes
-from drjax._sharding import Layout, group_aval, layout, partitioned_aval
+from drjax._scope import enter_mapped
+from drjax._sharding import (
+    Layout,
+    axes_of_groups,
+    group_aval,
+    layout,
+    partitioned_aval,
+)
 
 map_fn_p = _rules.new_primitive("map_fn", multiple_results=True)
 
@@ -41,7 +47,7 @@ def _group_context(where: Layout):
         stack.enter_context(enter_mapped(where.partition))
         if where.sharded:
             stack.enter_context(jax.sharding.use_abstract_mesh(where.abstract_mesh))
-        stack.enter_context(_compat.spmd_axes(where.axes or planned_axes.value))
+        stack.enter_context(_compat.spmd_axes(axes_of_groups(where)))
         yield
 
 

@@ -37,6 +37,7 @@ from drjax import _compat
 from drjax._index import GroupAxis
 from drjax._sharding import (
     Layout,
+    all_row_numbers,
     on_all_devices,
     on_devices,
     other_axes,
@@ -51,7 +52,7 @@ _INDEXING = (
 
 def lowers_by_vmap(where: Layout, jaxpr) -> bool:
     """Whether the work of the groups is partitioned by the compiler; see above."""
-    if not where.sharded:
+    if not where.sharded or jaxpr is None:
         return False
     return _compat.check_vma() or (len(other_axes(where)) > 1 and _indexes(jaxpr))
 
@@ -78,10 +79,8 @@ def run_groups(
       by_rows: Which operands have a row for each group.
     """
     if lowers_by_vmap(where, jaxpr):
-        axes = None if _compat.check_vma() else where.spmd_axes
-        if axes is not None:
-            jaxpr = _compat.with_whole_shard_maps(jaxpr, axes)
-        run = _vmap(where, _compat.jaxpr_as_fun(jaxpr), by_rows, where.padded, axes)
+        fn = _compat.jaxpr_as_fun(on_each(where, jaxpr, True))
+        run = _vmap(where, fn, by_rows, where.padded, _spmd_axes(where))
         return on_all_devices(where, run, args, by_rows)
     fn = _compat.jaxpr_as_fun(inside(where, jaxpr))
 
@@ -96,6 +95,49 @@ def run_groups(
 def inside(where: Layout, jaxpr):
     """A per-group jaxpr for the inside of a `shard_map` over the partition's axes."""
     return _compat.with_manual_axes(jaxpr, where.axes) if where.sharded else jaxpr
+
+
+def on_each(where: Layout, jaxpr, by_vmap: bool):
+    """A per-group jaxpr for one of the two lowerings."""
+    if jaxpr is None or not by_vmap:
+        return jaxpr and inside(where, jaxpr)
+    axes = _spmd_axes(where)
+    return jaxpr if axes is None else _compat.with_whole_shard_maps(jaxpr, axes)
+
+
+def by_device(
+    where: Layout, fn: Callable, args: Sequence[Any], by_rows: Sequence[bool]
+) -> tuple[list, list]:
+    """By vmap, what `fn` makes of each device's rows, as a `shard_map` would.
+
+    Args:
+      where: A sharded layout of Auto axes.
+      fn: From operands of a device, and the numbers of its rows, to values of the
+        device, `[*s]`, and partitioned results, `[k, *s]`.
+      args: Its operands for all devices.
+      by_rows: Which of them are partitioned.
+
+    Returns:
+      `(stacks of the devices' values, [m, *s]; partitioned results, [n, *s])`.
+    """
+    m, k = where.devices, where.per_device
+    axes = tuple(0 if rows else None for rows in (*by_rows, True))
+    mapped = jax.vmap(fn, axes, axis_size=m, spmd_axis_name=_spmd_axes(where))
+    counts = []
+
+    def run(*args):
+        split = lambda x: x.reshape(m, k, *x.shape[1:])
+        args = [split(x) if rows else x for x, rows in zip(args, by_rows, strict=True)]
+        own, stacks = mapped(*args, split(all_row_numbers(where)))
+        counts.append(len(own))
+        return [*own, *(x.reshape(m * k, *x.shape[2:]) for x in stacks)]
+
+    outs = on_all_devices(where, run, args, by_rows)
+    return outs[: counts[0]], outs[counts[0] :]
+
+
+def _spmd_axes(where: Layout) -> tuple[str, ...] | None:
+    return None if _compat.check_vma() else where.spmd_axes
 
 
 def over_rows(where: Layout, fn: Callable, by_rows: Sequence[bool]) -> Callable:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from drjax import _compat, _rules
-from drjax._planning import planning
+from drjax._planning import planning, trace_without_mesh
 from drjax.backends import xla
 from drjax.backends.chunks import GroupsPerStep
 from drjax.interpret.make import plan_of_jaxpr
@@ -38,14 +38,14 @@ class Options:
       names: Those of the arguments.
       groups_per_step: How many of a device's groups work at once.
       recompute: Whether to compute again what a round needs of an earlier one.
-      axes: The partition's mesh axes, if models are sharded over others.
+      bound: Whether the program is traced under the mesh in context.
     """
 
     name: str
     names: tuple[str, ...]
     groups_per_step: GroupsPerStep
     recompute: bool
-    axes: tuple[str, ...] = ()
+    bound: bool = False
 
     def of(self, count: int) -> "Options":
         """The options of a derived program with so many arguments."""
@@ -71,7 +71,7 @@ def _cached(fn: Callable) -> Callable:
 @_cached
 def plan_of(jaxpr, options: Options):
     given = [None] * len(jaxpr.in_avals)
-    with planning(options.axes):
+    with planning(options.bound):
         return plan_of_jaxpr(
             jaxpr, options.name, options.names, given, recompute=options.recompute
         )
@@ -82,9 +82,8 @@ def _traced(jaxpr, options: Options, avals: tuple):
     """What runs the plan, in the mesh in context."""
 
     def run(*args):
-        plan, beside = plan_of(jaxpr, options), bool(options.axes)
-        step = options.groups_per_step
-        return xla.run_flat(plan, list(args), step, beside=beside)
+        plan = plan_of(jaxpr, options)
+        return xla.run_flat(plan, list(args), options.groups_per_step)
 
     return jax.make_jaxpr(run)(*avals)
 
@@ -99,9 +98,18 @@ def _abstract_eval(*avals, jaxpr, options: Options, types):
     return list(found), _compat.effects_of(jaxpr)
 
 
-def trace(fn: Callable, avals: Sequence[Any], name: str, axes: tuple[str, ...]):
-    with planning(axes):
-        return _compat.trace_to_jaxpr(fn, [_without_mesh(a) for a in avals], name)
+def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
+    """`(jaxpr, what the function closes over)`."""
+    if bound:
+        with planning(True):
+            return _compat.trace_to_jaxpr(fn, list(map(_without_mesh, avals)), name)
+
+    def traced():
+        free = jax.sharding.get_abstract_mesh().empty
+        known = map(_without_mesh, avals) if free else avals
+        return _compat.trace_to_jaxpr(fn, list(known), name)
+
+    return trace_without_mesh(traced)
 
 
 def _without_mesh(aval):
@@ -111,7 +119,7 @@ def _without_mesh(aval):
 def _bind(fn: Callable, args: Sequence[Any], options: Options):
     """Bind the primitive for a flat function without closures."""
     avals = [_compat.typeof(x) for x in args]
-    jaxpr, consts = trace(fn, avals, options.name, options.axes)
+    jaxpr, consts = trace(fn, avals, options.name, options.bound)
     return _bind_jaxpr(jaxpr, [*consts, *args], options)
 
 
@@ -153,7 +161,7 @@ def _types_of_tangents(outs, nonzeros_out) -> tuple:
 def _repeat(nonzeros, primals, jaxpr, options: Options, types):
     """Linearise; the linear part computes again what it needs."""
     outs = _primal(nonzeros, primals, jaxpr, options, types)
-    with planning(options.axes):
+    with planning(options.bound):
         both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     both, consts = _compat.without_consts(both)
     wanted = [i >= len(outs) for i in range(len(both.out_avals))]
@@ -171,7 +179,7 @@ def _repeat(nonzeros, primals, jaxpr, options: Options, types):
 
 def _keep(nonzeros, primals, jaxpr, options: Options, types):
     """Linearise; what has effects is not done again, and leaves rows for all groups."""
-    with planning(options.axes):
+    with planning(options.bound):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
     bind = functools.partial(_bind_jaxpr, options=options)
     outs, nonzeros_out, residuals, tangent = _rules.linearize_and_keep(
@@ -198,7 +206,7 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
     """The results, of the forward rule of each `custom_vjp`: they have derivatives."""
     if not _holds(jaxpr, "custom_vjp_call"):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
-    with planning(options.axes):
+    with planning(options.bound):
         forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
     wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
     forward, consts = _compat.without_consts(forward)
@@ -244,7 +252,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
-    with planning(options.axes):
+    with planning(options.bound):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
     return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 

@@ -1,53 +1,87 @@
-"""Where the jaxprs of plans are traced: without devices, or beside a group's own.
+"""Where the jaxprs of plans are traced: without devices, or under the mesh in context.
 
-A plan is free of devices, so that it is traced outside any mesh. But a mesh may have
-axes besides those that carry the partition, over which the model in each group is
-sharded. Then the work of a group is bound to a mesh on which the partition's axes are
-Manual, and `drjax.jit` traces everything there.
+A plan that leaves the process is free of devices, so it is traced outside any mesh.
+What `drjax.jit` plans stays under the mesh in context: the work of a group may be
+sharded over the axes that do not carry the partition, and functions may close over
+arrays on the mesh. On a mesh with Explicit axes types carry shardings, of which a plan
+knows nothing: there, functions are traced outside the mesh, or, if they close over its
+arrays, under it and then without these types.
 """
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
 
 from drjax import _compat
-from drjax._partition import Partition
-from drjax._scope import planned_axes
-from drjax._sharding import find_mesh, layout
+from drjax._scope import planned
 
 
 @contextlib.contextmanager
-def planning(axes: tuple[str, ...]):
+def planning(bound: bool):
     """The context of the jaxprs that plans are made of.
 
     Args:
-      axes: The mesh axes to make Manual; (): without any mesh.
+      bound: Whether they belong to the mesh in context, or to none.
     """
-    if not axes:
-        with _compat.without_mesh(), planned_axes(()):
+    if not bound:
+        with _compat.without_mesh(), planned(False):
             yield
         return
     mesh = jax.sharding.get_abstract_mesh()
-    mesh = mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual))
-    with jax.sharding.use_abstract_mesh(mesh), planned_axes(axes):
+    with jax.sharding.use_abstract_mesh(mesh), planned(True):
         yield
 
 
 def outside_meshes():
     """The context for work on jaxprs: what it is, or without any mesh."""
-    return contextlib.nullcontext() if planned_axes.value else planning(())
+    return contextlib.nullcontext() if planned.value else planning(False)
 
 
-def may_shard_models() -> bool:
-    """Whether the mesh in context may have axes besides those of a partition."""
+def is_bound() -> bool:
+    """Whether `drjax.jit` plans under the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
-    return len(mesh.axis_names) > 1 and set(mesh.axis_types) == {AxisType.Auto}
+    return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
 
 
-def axes_to_plan(partition: Partition | None) -> tuple[str, ...]:
-    """What to give to `planning` for programs over this partition."""
-    if partition is None or not may_shard_models():
-        return ()
-    where = layout(partition, find_mesh(partition))
-    return where.axes if len(where.axes) < len(where.abstract_mesh.axis_names) else ()
+def trace_without_mesh(trace: Callable[[], Any]) -> Any:
+    """What `trace` makes outside any mesh; or else under the mesh, free of its types.
+
+    Args:
+      trace: Returns a jaxpr and whatever belongs to it, as a pair.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    try:
+        with planning(False):
+            jaxpr, rest = trace()
+        if not _takes_from_mesh(jaxpr):
+            return jaxpr, rest
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if mesh.empty or "mesh" not in str(error):
+            raise
+        with planning(True):
+            jaxpr, rest = trace()
+        if _is_bound(jaxpr):
+            raise
+    with planning(False):
+        return _compat.without_mesh_types(jaxpr), rest
+
+
+def _takes_from_mesh(jaxpr) -> bool:
+    """Whether a jaxpr takes or holds arrays of a mesh."""
+    raw = _compat.open_jaxpr(jaxpr)
+    return any(
+        isinstance(v.aval, _compat.ShapedArray) and not v.aval.sharding.mesh.empty
+        for v in (*raw.constvars, *raw.invars)
+    )
+
+
+def _is_bound(jaxpr) -> bool:
+    """Whether an equation is bound to devices, at any depth."""
+    return any(
+        eqn.primitive.name in ("sharding_constraint", "shard_map")
+        or any(map(_is_bound, _compat.jaxprs_in(eqn.params)))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    )

@@ -33,9 +33,9 @@ class Scope:
 
 
 scope_context = jax.make_user_context(None)
-# The mesh axes of the partition whose programs are being planned (see `_planning.py`):
-# its building blocks say what they do, and nothing of devices.
-planned_axes = jax.make_user_context(())
+# Whether programs are being planned under the mesh in context (see `_planning.py`):
+# their building blocks say what they do, and nothing of devices.
+planned = jax.make_user_context(False)
 _OUTSIDE = Scope()
 
 

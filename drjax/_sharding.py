@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from drjax import _compat
 from drjax._errors import MeshError
 from drjax._partition import Partition
-from drjax._scope import planned_axes
+from drjax._scope import current_scope, planned
 
 _logger = logging.getLogger("drjax")
 
@@ -45,7 +45,7 @@ _logger = logging.getLogger("drjax")
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
     """The mesh that carries the partition: argument, else context, else None."""
     context = jax.sharding.get_abstract_mesh()
-    if set(partition.mesh_axes) <= set(planned_axes.value):
+    if planned.value and not current_scope().mapped:
         return None
     if mesh is None:
         mesh = context if not context.empty else _compat.legacy_mesh()
@@ -222,6 +222,15 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
     return result
 
 
+def axes_of_groups(where: Layout) -> tuple[str, ...]:
+    """The axes along which each device will have groups of its own."""
+    if where.axes or not planned.value:
+        return where.axes
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names).difference(mesh.manual_axes)
+    return tuple(axis for axis in where.partition.mesh_axes if axis in axes)
+
+
 def other_axes(where: Layout) -> list[str]:
     """The Auto axes of the mesh, larger than one, that do not carry the partition."""
     if where.mesh is None:
@@ -357,8 +366,9 @@ def on_all_devices(
         _laid_out(_pad_rows(as_operand(x, layout, p), layout), layout) if p else x
         for x, p in zip(args, partitioned_in, strict=True)
     ]
-    n = layout.partition.size
-    return [lax.slice_in_dim(_laid_out(y, layout), 0, n) for y in run(*args)]
+    n = layout.partition.size  # what has fewer rows has one for each device
+    outs = [_laid_out(y, layout) for y in run(*args)]
+    return [lax.slice_in_dim(y, 0, n) if y.shape[0] > n else y for y in outs]
 
 
 def all_row_numbers(layout: Layout):

@@ -81,16 +81,13 @@ class Ending:
         """
         places, names = self.places, [r.result.name for r in self.reduces]
 
-        def reduced(*sums):
-            return finish(where, self.reduces, [x[0] for x in sums])
-
         def stack(*values):
             return [vary(x, where.axes)[None] for x in values]
 
         def step(carry):
             number, placed, _ = carry
             sums = dict(enumerate(totals)) | dict(zip(places, placed, strict=True))
-            results = _on_each(where, reduced, True, False)(*sums.values())
+            results = finish_stacked(where, self.reduces, list(sums.values()))
             values = dict(zip(names, results, strict=True))
             values |= server(values)
             found = [values[v.name] for v in self.outputs]
@@ -118,6 +115,15 @@ def ending(plan: Plan, number: int, where: Layout) -> Ending | None:
     found = Ending(plan, number)
     worth = found.places and found.in_place >= LARGE
     return found if worth and found.possible else None
+
+
+def finish_stacked(where: Layout, reduces: list[Reduce], totals: list) -> list:
+    """From the sums of each device, `[m, *s]`, to those of all."""
+
+    def reduced(*sums):
+        return finish(where, reduces, [x[0] for x in sums])
+
+    return _on_each(where, reduced, True, False)(*totals)
 
 
 def _zeros(like):

@@ -11,6 +11,7 @@ they are planned (see `_planned.py`).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._errors import DrjaxValueError
+from drjax._map_lowering import by_device, lowers_by_vmap, on_each
 from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices
 from drjax.backends import chunks
-from drjax.backends.in_place import ending
+from drjax.backends.in_place import ending, finish_stacked
 from drjax.backends.local import LocalWork, call, finish
 from drjax.interpret.arguments import flat_inputs
 from drjax.plan import Loop, Plan, Value
@@ -73,7 +75,6 @@ def run_flat(
     inputs: list,
     step: chunks.GroupsPerStep = None,
     mesh: Any = None,
-    beside: bool = False,
 ) -> list:
     """The results of a plan, flat.
 
@@ -82,17 +83,15 @@ def run_flat(
       inputs: Its inputs.
       step: How many of a device's groups work at once.
       mesh: The mesh. Default: the one in context.
-      beside: Whether stages are traced with the partition's axes Manual, beside other
-        axes (see `_planning.py`).
     """
     where = _place(plan, mesh)
     if isinstance(step, chunks.Fit):
         fit = step.budget
-        step = None if where is None else _largest_step(plan, where, fit, beside)
-    return _Run(plan, where, step, beside)(inputs)
+        step = None if where is None else _largest_step(plan, where, fit)
+    return _Run(plan, where, step)(inputs)
 
 
-def _largest_step(plan: Plan, where: Layout, budget: int | None, beside: bool) -> int:
+def _largest_step(plan: Plan, where: Layout, budget: int | None) -> int:
     """The largest number of groups at once that fits in memory."""
     mesh = where.mesh
     if isinstance(mesh, AbstractMesh):
@@ -118,7 +117,7 @@ def _largest_step(plan: Plan, where: Layout, budget: int | None, beside: bool) -
         )
 
     def temp_bytes(step: int) -> int:
-        run = lambda *xs: _Run(plan, where, step, beside)([*xs])
+        run = lambda *xs: _Run(plan, where, step)([*xs])
         compiled: Any = jax.jit(run).lower(*map(given, plan.inputs)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -142,10 +141,8 @@ def _place(plan: Plan, mesh: Any = None) -> Layout | None:
 class _Run:
     """Runs one plan; partitioned values are whole arrays, rows along `Value.axis`."""
 
-    def __init__(
-        self, plan: Plan, where: Layout | None, step: int | None, beside: bool = False
-    ):
-        self.plan, self.where, self.step, self.beside = plan, where, step, beside
+    def __init__(self, plan: Plan, where: Layout | None, step: int | None):
+        self.plan, self.where, self.step = plan, where, step
         self.kept = plan.kept()
 
     def __call__(self, inputs: list) -> list:
@@ -165,15 +162,8 @@ class _Run:
         return [values[v.name] for v in plan.outputs]
 
     def _server(self, stage, values: dict[str, Any]) -> None:
-        inputs, where = [values[v.name] for v in stage.inputs], self.where
-        if self.beside and where is not None and not stage.empty:
-            # Traced with the partition's axes Manual, it must run there.
-            ins, outs = [False] * len(inputs), [False] * len(stage.outputs)
-            run = lambda *xs: call(stage, xs)
-            found = on_devices(where, run, inputs, ins, outs, _compat.check_vma())
-        else:
-            found = call(stage, inputs)
-        _store(values, stage.outputs, found)
+        inputs = [values[v.name] for v in stage.inputs]
+        _store(values, stage.outputs, call(stage, inputs))
 
     # -----------------------------------------------------------------------------
     # The groups' work
@@ -196,20 +186,32 @@ class _Run:
             if v.partitioned
         ]
 
-        def body(*args):
+        by_vmap = lowers_by_vmap(where, stage.jaxpr)
+        stage = replace(stage, jaxpr=on_each(where, stage.jaxpr, by_vmap))
+
+        def work(*args):
             *args, numbers = args
             local = LocalWork(where, stage, sums, kept, args[: len(shared)])
-            totals, stacks = local.run([numbers, *args[len(shared) :]], self.step)
+            return local.run([numbers, *args[len(shared) :]], self.step)
+
+        def body(*args):
+            totals, stacks = work(*args)
             if end is None:
                 return [*finish(where, sums, totals), *stacks]
             return [*(total[None] for total in totals), *stacks]
 
-        by_rows = [False] * len(shared) + [True] * len(rows)
-        outs = on_devices(
-            where, body, [*shared, *rows], by_rows,
-            [end is not None] * len(sums) + [True] * len(kept), _compat.check_vma(),
-            numbered=True,
-        )  # fmt: skip
+        args, by_rows = [*shared, *rows], [False] * len(shared) + [True] * len(rows)
+        if by_vmap:
+            totals, stacks = by_device(where, work, args, by_rows)
+            if end is None:
+                totals = finish_stacked(where, sums, totals)
+            outs = [*totals, *stacks]
+        else:
+            outs = on_devices(
+                where, body, args, by_rows,
+                [end is not None] * len(sums) + [True] * len(kept),
+                _compat.check_vma(), numbered=True,
+            )  # fmt: skip
         if end is None:
             for reduce, out in zip(sums, outs, strict=False):
                 values[reduce.result.name] = out
@@ -234,7 +236,7 @@ class _Run:
     # Loops
 
     def _loop(self, loop: Loop, inputs: list) -> list:
-        runs = [_Run(body, self.where, self.step, self.beside) for body in loop.bodies]
+        runs = [_Run(body, self.where, self.step) for body in loop.bodies]
         if loop.op == "cond":
             return lax.switch(inputs[0], [lambda *x, r=r: r([*x]) for r in runs],
                               *inputs[1:])  # fmt: skip

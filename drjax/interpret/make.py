@@ -13,8 +13,8 @@ import jax
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
-from drjax._planning import outside_meshes, planning
-from drjax._scope import planned_axes
+from drjax._planning import outside_meshes, trace_without_mesh
+from drjax._scope import planned
 from drjax.interpret.cut import Cutter
 from drjax.interpret.flat import BLOCKS, CONTROL, Flat, flatten, uses_blocks
 from drjax.interpret.implicit import explicit
@@ -90,8 +90,8 @@ def prepare(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced
     """Trace a function without any mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     try:
-        with planning(()):
-            closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        make = jax.make_jaxpr(fn, return_shape=True)
+        closed, out = trace_without_mesh(lambda: make(*args, **kwargs))
     except (RuntimeError, ValueError) as error:
         if mesh.empty or "mesh" not in str(error):
             raise
@@ -181,11 +181,12 @@ def find_partition(program: Flat) -> Partition | None:
                 "values with x.at[...] instead."
             )
         bound = eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND
-        if bound and not planned_axes.value:
+        if bound and not planned.value:
             raise PlanError(
                 f"{eqn.primitive.name} at {source_line(eqn)} is bound to a "
                 "mesh. A plan is free of devices: leave out mesh= of the program and "
-                "of its blocks, and plan it without shard_map and sharding constraints."
+                "of its blocks, and plan it without shard_map and sharding "
+                "constraints; drjax.jit plans the function with its mesh."
             )
         hidden = any(map(uses_blocks, _compat.jaxprs_in(eqn.params)))
         if hidden and eqn.primitive not in BLOCKS and eqn.primitive.name not in CONTROL:
@@ -208,18 +209,6 @@ def find_partition(program: Flat) -> Partition | None:
             "them one at a time."
         )
     return next(iter(found))
-
-
-def partition_of(closed) -> Partition | None:
-    """The partition of the blocks of a closed jaxpr, on whatever mesh they are."""
-    return next(
-        (
-            eqn.params["partition"]
-            for eqn in _equations(flatten(closed))
-            if eqn.primitive in BLOCKS
-        ),
-        None,
-    )
 
 
 _MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")

@@ -54,5 +54,5 @@ def unpacked(path: Path, data: bytes | None = None) -> Plan:
             f"The plan file {path} holds 64-bit values, which JAX makes only with "
             "jax_enable_x64. Load and run it in `with jax.enable_x64(True):`."
         )
-    with planning(()):
+    with planning(False):
         return decode(path, manifest, members)

@@ -22,7 +22,7 @@ def inspect(path: str | Path) -> tuple[Plan, str]:
     """
     path = Path(path)
     manifest, members = archive.read(path)
-    with planning(()), jax.enable_x64(True):
+    with planning(False), jax.enable_x64(True):
         plan = decode(path, manifest, members, run=False)
     lines = [str(plan), "", str(plan.communication()), "", *_origin(manifest)]
     lines += ["", "stages", *_stages(plan)]

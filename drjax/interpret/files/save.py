@@ -21,6 +21,6 @@ def save(plan: Plan, path: str | Path) -> None:
 def packed(plan: Plan) -> bytes:
     """What a plan file holds."""
     nowhere = jax.sharding.Mesh(np.empty((), object), ())
-    with jax.set_mesh(nowhere), planning(()):  # of no number of devices
+    with jax.set_mesh(nowhere), planning(False):  # of no number of devices
         manifest, members = encode(plan)
     return archive.pack(manifest, members)
