@@ -37,7 +37,7 @@ from drjax import _compat
 from drjax._index import GroupAxis
 from drjax._sharding import (
     Layout,
-    all_row_numbers,
+    first_row_numbers,
     on_all_devices,
     on_devices,
     other_axes,
@@ -112,7 +112,7 @@ def by_device(
 
     Args:
       where: A sharded layout of Auto axes.
-      fn: From operands of a device, and the numbers of its rows, to values of the
+      fn: From operands of a device, and the number of its first row, to values of the
         device, `[*s]`, and partitioned results, `[k, *s]`.
       args: Its operands for all devices.
       by_rows: Which of them are partitioned.
@@ -128,7 +128,7 @@ def by_device(
     def run(*args):
         split = lambda x: x.reshape(m, k, *x.shape[1:])
         args = [split(x) if rows else x for x, rows in zip(args, by_rows, strict=True)]
-        own, stacks = mapped(*args, split(all_row_numbers(where)))
+        own, stacks = mapped(*args, first_row_numbers(where))
         counts.append(len(own))
         return [*own, *(x.reshape(m * k, *x.shape[2:]) for x in stacks)]
 

@@ -326,19 +326,23 @@ def on_devices(
     partitioned_out: Sequence[bool],
     check_vma: bool = True,
     numbered: bool = False,
+    first: bool = False,
 ) -> list[Any]:
     """Run `body` on each device's rows; `body` takes and returns a flat sequence.
 
-    With `numbered`, `body` takes as last argument the numbers of its rows, int32 [k].
+    With `numbered`, `body` takes as last argument the numbers of its rows, int32 [k];
+    with `first`, that of the first one, int32 [1].
     """
     if not layout.sharded:
-        return list(body(*args, *([layout.row_numbers()] if numbered else [])))
+        last = [layout.row_numbers()] if numbered or first else []
+        return list(body(*args, *(x[:1] if first else x for x in last)))
     args = [
         _pad_rows(as_operand(x, layout, p), layout) if p else x
         for x, p in zip(args, partitioned_in, strict=True)
     ]
-    if numbered:  # an operand, as lax.axis_index costs a nested shard_map each time
-        args.append(all_row_numbers(layout))
+    if numbered or first:  # an operand: lax.axis_index costs a nested shard_map each
+        numbers = first_row_numbers(layout) if first else all_row_numbers(layout)
+        args.append(numbers)
         partitioned_in = (*partitioned_in, True)
     in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
     out_specs = tuple(P(layout.axes) if p else P() for p in partitioned_out)
@@ -374,6 +378,12 @@ def on_all_devices(
 def all_row_numbers(layout: Layout):
     """int32 [k * m]: the numbers of all rows, laid out over the partition's axes."""
     return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
+
+
+def first_row_numbers(layout: Layout):
+    """int32 [m]: the number of each device's first row, laid out over the axes."""
+    numbers = lax.iota(jnp.int32, layout.devices) * layout.per_device
+    return as_operand(numbers, layout, True)
 
 
 def _laid_out(x, layout: Layout):

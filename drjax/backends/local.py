@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from drjax import _compat
 from drjax._extrema import across_devices
-from drjax._partials import accumulator, identity, partial
+from drjax._partials import Running, accumulator, identity, is_compensated, partial
 from drjax._primitives import LOW_PRECISION, psum
 from drjax._sharding import Layout, vary
 from drjax._summing import row_sums
@@ -29,39 +29,43 @@ class LocalWork:
         self._sources = [names.index(r.source.name) for r in sums]
         self._kept = [names.index(v.name) for v in kept]
 
-    def run(self, rows: list, step: int | None) -> tuple[list, list]:
-        """The device's sums, and the rows to keep; `rows` starts with the numbers."""
+    def run(self, first, rows: list, step: int | None) -> tuple[list, list]:
+        """The device's sums, and the rows to keep; `first`: the number of its first."""
         count = self.where.per_device
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
         if steps == 1 and not rest:
-            return self._chunk(rows, alone=True)
+            return self._chunk(first + lax.iota(jnp.int32, count), rows, alone=True)
 
-        def advance(totals, rows):
-            new, kept = self._chunk(rows)
-            return list(map(_combine, self.sums, totals, new)), kept
+        def chunk(start, size: int) -> tuple:
+            # The rows are closed over and sliced: given as what the scan goes over,
+            # some versions of the compiler copy them first. Numbers are counted, as an
+            # array of all would be of size n.
+            take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
+            numbers = first + start + lax.iota(jnp.int32, size)
+            return self._chunk(numbers, [take(x, start) for x in rows])
 
-        # The rows are closed over and sliced: given as what the scan goes over, some
-        # versions of the compiler copy them first.
-        def chunk(i) -> list:
-            take = functools.partial(lax.dynamic_slice_in_dim, slice_size=step)
-            return [take(x, i * step) for x in rows]
+        def advance(totals, start, size: int = step):
+            new, kept = chunk(start, size)
+            pairs = zip(totals, new, strict=True)
+            return [total.add(x) for total, x in pairs], kept
 
-        def at(totals, i):
-            return advance(totals, chunk(i))
+        def at(carry, _):
+            i, totals = carry
+            totals, kept = advance(totals, i * step)
+            return (i + 1, totals), kept
 
-        init = [vary(x, self.where.axes) for x in self._empty(chunk)]
-        totals, kept = lax.scan(at, init, jnp.arange(steps, dtype=jnp.int32))
+        init = jnp.int32(0), self._empty(lambda: chunk(jnp.int32(0), step), steps)
+        (_, totals), kept = lax.scan(at, init, length=steps)
         kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
         if rest:
-            totals, last = advance(totals, [x[steps * step :] for x in rows])
+            totals, last = advance(totals, jnp.int32(steps * step), rest)
             kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
-        return totals, kept
+        return [total.value for total in totals], kept
 
-    def _chunk(self, rows: list, alone: bool = False) -> tuple[list, list]:
+    def _chunk(self, numbers, rows: list, alone: bool = False) -> tuple[list, list]:
         """The groups of a chunk: what they sum up to, and their rows to keep."""
-        numbers, *others = rows
-        args, others, shared = [numbers], iter(others), iter(self.shared)
+        args, others, shared = [numbers], iter(rows), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(others) if value.partitioned else next(shared))
         if self.stage.forms is not None:
@@ -102,17 +106,22 @@ class LocalWork:
             x = self.where.mask_padding(x, numbers, fill)
         return partial(reduce.op, x)
 
-    def _empty(self, chunk: Callable[[int], list]) -> list:
-        """What the accumulators start from; `chunk(i)`: the rows of chunk i."""
+    def _empty(self, chunk: Callable[[], tuple], steps: int) -> list[Running]:
+        """What the accumulators start from."""
         shardings: list[Any] = [None] * len(self.sums)
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-            totals = jax.eval_shape(lambda: self._chunk(chunk(0))[0])
-            shardings = [total.sharding for total in totals]
+            shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
         found = []
         for reduce, sharding in zip(self.sums, shardings, strict=True):
             source, dtype = reduce.source, sum_dtype(reduce)
-            fill = identity(reduce.op, source.dtype)
-            found.append(lax.full(source.shape, fill, dtype, sharding=sharding))
+
+            def full(fill, source=source, dtype=dtype, sharding=sharding):
+                x = lax.full(source.shape, fill, dtype, sharding=sharding)
+                return vary(x, self.where.axes)
+
+            start = full(identity(reduce.op, source.dtype))
+            compensated = is_compensated(reduce, steps)
+            found.append(Running(reduce.op, start, full(0) if compensated else None))
         return found
 
 
@@ -155,12 +164,6 @@ def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:
         return [y[None] for y in outs]
 
     return only
-
-
-def _combine(reduce: Reduce, total, new):
-    if reduce.op in ("max", "min"):
-        return getattr(jnp, f"{reduce.op}imum")(total, new)
-    return total + new
 
 
 def call(stage, args) -> list:

@@ -190,12 +190,13 @@ class _Run:
         stage = replace(stage, jaxpr=on_each(where, stage.jaxpr, by_vmap))
 
         def work(*args):
-            *args, numbers = args
+            *args, first = args
             local = LocalWork(where, stage, sums, kept, args[: len(shared)])
-            return local.run([numbers, *args[len(shared) :]], self.step)
+            return local.run(first, args[len(shared) :], self.step)
 
         def body(*args):
-            totals, stacks = work(*args)
+            *args, first = args
+            totals, stacks = work(*args, first[0])
             if end is None:
                 return [*finish(where, sums, totals), *stacks]
             return [*(total[None] for total in totals), *stacks]
@@ -210,7 +211,7 @@ class _Run:
             outs = on_devices(
                 where, body, args, by_rows,
                 [end is not None] * len(sums) + [True] * len(kept),
-                _compat.check_vma(), numbered=True,
+                _compat.check_vma(), first=True,
             )  # fmt: skip
         if end is None:
             for reduce, out in zip(sums, outs, strict=False):
