@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from drjax._extrema import highest, lowest
 from drjax._primitives import LOW_PRECISION
 
-# A running sum has a second accumulator for what rounding loses where that is cheap, for
-# so few numbers, or needed: s steps lose at most s 2^-24 of a plain sum, and of equal
-# numbers often a sixth of that. `jnp.sum` loses less, as it adds up in a tree.
+# A running sum has a second accumulator for what rounding loses where that is cheap,
+# for so few numbers, or needed: s steps lose at most s 2^-24 of a plain sum, and of
+# equal numbers often a sixth of that. `jnp.sum` loses less, as it adds up in a tree.
 FEW_NUMBERS = 1024
 MANY_STEPS = 4096
 
