@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+import drjax._checks  # registers rules # noqa: F401
 from drjax._errors import DrjaxTypeError
 from drjax._index import partition_index_p
 from drjax._mapping import call_mapped

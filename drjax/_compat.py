@@ -1,4 +1,6 @@
-"""The only file that imports `jax._src`; each difference between JAX versions is here.
+"""What touches JAX's internals; each difference between JAX versions is here.
+
+Only this file and `_compat_checks` import `jax._src`.
 
 Supported: JAX 0.10.2 to 0.12.0.1. What changed between them:
 

@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.interpreters import ad, batching
 
-from drjax import _compat, _rules
+from drjax import _compat, _compat_checks, _rules
 from drjax._planning import planning, trace_without_mesh
 from drjax.backends import xla
 from drjax.backends.chunks import GroupsPerStep
@@ -257,6 +258,20 @@ def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
     return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 
 
+def _check(enabled, *args, jaxpr, options: Options, types):
+    """What checkify finds in the jaxpr, planned."""
+    tree: Any = None
+
+    def checked(*args):
+        nonlocal tree
+        fn = checkify.checkify(_compat.jaxpr_as_fun(jaxpr), enabled)
+        leaves, tree = jax.tree.flatten(fn(*args))
+        return list(map(jnp.asarray, leaves))
+
+    outs = _bind(checked, args, options)
+    return tree.unflatten(outs)
+
+
 planned_p.def_effectful_abstract_eval(_abstract_eval)
 _rules.register_execution(planned_p, _execute)
 _compat.register_jaxpr_lowering(
@@ -266,3 +281,4 @@ ad.primitive_jvps[planned_p] = _jvp
 ad.primitive_transposes[planned_p] = _transpose
 _compat.register_linearization(planned_p, _linearize)
 batching.fancy_primitive_batchers[planned_p] = _batch
+_compat_checks.register_error_check(planned_p, _check)

@@ -1,0 +1,46 @@
+"""What `_compat` is for JAX, this is for `jax.experimental.checkify`."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax._src import checkify
+
+CheckError = checkify.JaxException  # what a failed check is, as a tree
+CheckEffect = checkify.ErrorEffect  # the kind of such an error: (type, shapes)
+# From 0.11 on, rules take a context in which errors are counted.
+_CHECKED = 3 if hasattr(checkify, "CheckifyContext") else 2
+
+
+def register_error_check(primitive, rule: Callable) -> None:
+    """Register `rule(enabled errors, *args, **params)` of `jax.experimental.checkify`.
+
+    `rule` returns `(error, results)`.
+    """
+
+    def check(*args, **params):
+        *context, error, enabled = args[:_CHECKED]
+        found, outs = rule(enabled, *args[_CHECKED:], **params)
+        leaves, tree = jax.tree.flatten(found)
+        merge = checkify.error_checks[checkify.check_p]
+        args = (*context, error, enabled, *leaves)
+        error, _ = merge(*args, err_tree=tree, debug=False)
+        return error, outs
+
+    checkify.error_checks[primitive] = check
+
+
+def error_parts(error) -> tuple[dict, dict, dict, dict]:
+    """What an error of checkify is made of, in the order of its constructor.
+
+    Returns:
+      For each effect whether an error happened, and its code; for each code the tree
+      of the error; for each effect the leaves of its error.
+    """
+    return error._pred, error._code, error._metadata, error._payload
+
+
+def register_nan_check(primitive) -> None:
+    """Let `checkify` look for NaN in the results of `primitive`."""
+    check = functools.partial(checkify.nan_error_check, primitive)
+    checkify.error_checks[primitive] = check
