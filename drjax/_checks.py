@@ -39,7 +39,8 @@ class GroupCheckError(_compat_checks.CheckError):
 
     @classmethod
     def tree_unflatten(cls, metadata, payload):
-        return cls(*payload, metadata)
+        error, group = payload
+        return cls(error, group, metadata)
 
     def get_effect_type(self):
         return _in_group(self.error.get_effect_type())

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax._src import checkify
 
 CheckError = checkify.JaxException  # what a failed check is, as a tree
-CheckEffect = checkify.ErrorEffect  # the kind of such an error: (type, shapes)
+CheckEffect: Any = checkify.ErrorEffect  # the kind of such an error: (type, shapes)
 # From 0.11 on, rules take a context in which errors are counted.
 _CHECKED = 3 if hasattr(checkify, "CheckifyContext") else 2
 

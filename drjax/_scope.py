@@ -83,7 +83,9 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
         f"drjax.{block} was called outside a program, so there is no partition. "
         "Decorate the calling function with @drjax.program(clients=100), or pass "
         "partition={'clients': 100} (needed in code that runs after the program has "
-        "returned, such as the backward function of a jax.custom_vjp)."
+        "returned, such as the backward function of a jax.custom_vjp and, under jit, "
+        "checkpoint or scan, the forward one: f.defvjp(drjax.program(clients=100)"
+        "(forward), drjax.program(clients=100)(backward)))."
     )
 
 

@@ -188,6 +188,66 @@ def test_custom_vjp_around_a_program():
     np.testing.assert_allclose(jax.jit(jax.grad(f))(M), want, rtol=1e-5)
 
 
+def mean_of_sines(rule: str, decorate=lambda fn: fn):
+    """A program with a custom_vjp around its blocks, and its plain twin."""
+
+    def mean(m, xs):
+        fn = lambda m, x: jnp.sin(jnp.sum(m * x))
+        return drjax.reduce_mean(drjax.map_fn(fn, (drjax.broadcast(m), xs)))
+
+    def forward(m, xs):
+        if rule == "in forward":
+            return jax.vjp(mean, m, xs)
+        return mean(m, xs), (m, xs)
+
+    def backward(residuals, ct):
+        return (
+            residuals(ct) if rule == "in forward" else jax.vjp(mean, *residuals)[1](ct)
+        )
+
+    custom = jax.custom_vjp(mean)
+    custom.defvjp(decorate(forward), decorate(backward))
+    return program(lambda m, xs: custom(m, xs)), program(mean)
+
+
+def in_scan(f):
+    body = lambda m, x: (m * f(m, x), None)
+    return lambda m, xs: jnp.sum(jax.lax.scan(body, m, jnp.stack([xs, 2 * xs]))[0])
+
+
+AROUND = {
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "drjax.jit of grad": lambda f: drjax.jit(jax.grad(f), groups_per_step=1),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "grad of drjax.jit": lambda f: jax.grad(drjax.jit(f)),
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "grad of scan": lambda f: jax.grad(in_scan(f)),
+    "grad of vmap": lambda f: jax.grad(
+        lambda m, xs: jnp.sum(jax.vmap(f, (None, 0))(m, jnp.stack([xs, 2 * xs])))
+    ),
+    "hessian": lambda f: jax.jacfwd(jax.grad(f)),
+}
+
+
+@pytest.mark.parametrize("transform", AROUND)
+@pytest.mark.parametrize("rule", ["in forward", "in backward"])
+def test_custom_vjp_around_blocks(rule, transform):
+    xs = XS[:, 0]
+    custom, plain = mean_of_sines(rule, program)
+    found, wanted = (AROUND[transform](f)(M, xs) for f in (custom, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("leaks_unchecked")
+@pytest.mark.parametrize("rule", ["in forward", "in backward"])
+def test_rules_of_a_custom_vjp_say_what_to_write(rule):
+    custom, _ = mean_of_sines(rule)
+    for transform in ("grad of jit", "grad of drjax.jit", "grad of checkpoint"):
+        with pytest.raises(drjax.ScopeError, match=r"f\.defvjp\(drjax\.program\("):
+            AROUND[transform](custom)(M, XS[:, 0])
+
+
 def test_integers_have_no_tangents():
     @program
     def f(m, counts):
