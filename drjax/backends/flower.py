@@ -3,29 +3,40 @@
 The driver runs in a Flower `ServerApp`; what the groups do is sent to the clients with
 each round, as a stage of the plan's file, and they run it on their own data. What comes
 back is what a client gives to a reduction, and nothing else of its rows.
+
+Clients are not trusted: each reply is pulled by itself and checked against the plan,
+and what is wrong with it is the failure of that client's group alone.
 """
 
+import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from drjax._errors import DrjaxValueError, EngineError
-from drjax.backends.engine import flights, remote, spool
+from drjax.backends.engine import flights, remote, untrusted
+from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.groups import Remote
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Results
+from drjax.backends.engine.untrusted import BadReply
 from drjax.backends.engine.work import Done, File, State, Work, rounds_of, rows_of
 from drjax.plan import Plan
 
 Clients, _POLL = Remote, 0.1  # seconds between looks for replies
+_logger = logging.getLogger("drjax")
 
 
-def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Runner:
+def compile(
+    plan: Plan, grid: Any, *, start: float = 60.0,
+    nodes: Iterable[int] | None = None, **options: Any,
+) -> Runner:  # fmt: skip
     """A function that runs the plan with Flower's clients, in a `ServerApp`.
 
     Give it `Clients()` for the argument that is the clients' own data.
@@ -35,6 +46,9 @@ def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Ru
       grid: The grid that Flower gives to the `ServerApp`.
       start: Seconds to wait until each group has a client. With `on_error="drop"` it
         goes on with those that are there.
+      nodes: The id of each group's node, in the order of the groups. Give it where
+        SuperNodes authenticate themselves, so that no client takes another's group.
+        Default: each client says which group it is, and the first to do so has it.
       **options: See `drjax.backends.engine.options.Options`: `on_error`, `min_groups`,
         `check_nans`, `timeout` of a client in seconds, `retries` of one that took
         longer, `checkpoint`, `progress`. Each client is a block of its own.
@@ -44,9 +58,10 @@ def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Ru
       function. The clients are left running when it is closed.
 
     Raises:
-      EngineError: Flower is not installed; (when called) a client failed, or too few
-        survive.
-      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs rows.
+      EngineError: Flower is not installed; (when called) a client failed or sent what
+        does not fit the plan, or too few survive.
+      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs rows; ids of
+        other than n nodes.
 
     Example:
       The server of an app; `client` makes the other half.
@@ -67,7 +82,10 @@ def compile(plan: Plan, grid: Any, *, start: float = 60.0, **options: Any) -> Ru
                 f"{plan.name} needs or returns {rows[0].name}, a row of each group. "
                 "What clients compute stays with them, unless it is reduced."
             )
-    return Runner(plan, Nodes(grid, plan.size, start), checked)
+    clients = Assignment(plan.size, None if nodes is None else [*nodes])
+    return Runner(
+        plan, Nodes(grid, clients, start, checked.on_error == "drop"), checked
+    )
 
 
 def client(load: Callable[[Any], Any]) -> Any:
@@ -104,51 +122,109 @@ def client(load: Callable[[Any], Any]) -> Any:
     return app
 
 
-class Nodes:
-    """The clients, as an engine: a `drjax.backends.engine.pool.Pool` of nodes."""
+@dataclass(frozen=True)
+class _Sent:
+    """A request to the client of a group; without a number, why it was not sent."""
 
-    def __init__(self, grid: Any, n: int, start: float):
-        self.workers, self.session, self._grid = n, 0, grid
-        self._flwr, self._start = needed("flwr.app", "flower", "Flower"), start
-        self._nodes: dict[int, int] = {}  # of each group
-        self._asked: set[int] = set()
-        self._replies: dict[str, Any] = {}
+    number: str | None
+    group: int
+    why: str = ""
+
+
+class Nodes:
+    """The clients, as an engine: a `drjax.backends.engine.pool.Pool` of nodes.
+
+    Replies are pulled one at a time, as only the SuperLink's answer to one number tells
+    surely whose reply it is: the metadata within is the client's own. A nonce in each
+    request keeps other clients from guessing its number.
+    """
+
+    def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
+        self.session, self._grid, self._clients = 0, grid, clients
+        self.workers, self._start, self._drop = clients.size, start, drop
+        self._flwr = needed("flwr.app", "flower", "Flower")
+        self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
+        self._opened = False
+        self._asked: dict[int, str | None] = {}  # the query of a node, until it answers
+        self._replies: dict[_Sent, Any] = {}
 
     def open(self) -> None:
-        if self._asked:  # clients that come later are found between rounds
-            return
-        end = time.monotonic() + self._start
-        while len(self._nodes) < self.workers and time.monotonic() < end:
-            self._find(max(1.0, end - time.monotonic()))
+        if not self._opened:  # clients that come later are found between rounds
+            self._opened = True
+            self._find(range(self.workers), self._start, late=True)
+
+    def _find(self, groups: Iterable[int], seconds: float, late: bool) -> None:
+        """Ask nodes that are new which group they are, until all of these have one.
+
+        It waits so long; only for nodes that were asked, unless others may come late.
+        """
+        groups, end = [*groups], time.monotonic() + seconds
+        while True:
+            present = {*self._grid.get_node_ids()}
+            if not self._clients.fixed:
+                self._query(present)
+            pending = any(self._asked.get(node) for node in present)
+            if self._clients.complete(groups, present) or not (late or pending):
+                return
+            if time.monotonic() >= end:
+                return
             time.sleep(_POLL)
 
-    def _find(self, timeout: float) -> None:
-        """Ask nodes that are new which group they are."""
-        present = {*self._grid.get_node_ids()}
-        new = sorted(present - self._asked)
-        asked = [self._message({}, node, "query") for node in new]
-        for answer in self._grid.send_and_receive(asked, timeout=timeout):
-            node = answer.metadata.src_node_id
-            if answer.has_error():
-                continue
-            group = int(answer.content["drjax"]["group"])
-            there = self._nodes.get(group)
-            if not 0 <= group < self.workers or there in present:
-                raise EngineError(
-                    f"A client has partition-id={group}. Each of 0 to "
-                    f"{self.workers - 1} must have one client."
-                )
-            self._asked.add(node)
-            self._nodes[group] = node
+    def _query(self, present: set[int]) -> None:
+        """Ask nodes that are new, and look for answers."""
+        for node in {*self._asked} - present | {*self._clients.reclaimable(present)}:
+            if self._asked.get(node) is None:
+                self._asked.pop(node, None)  # it is new again
+        for node in sorted(present - {*self._asked}):
+            if number := self._push({}, node, "query"):
+                self._asked[node] = number
+        for node, number in [*self._asked.items()]:
+            try:
+                reply = None if number is None else self._pull(number)
+                if reply is None:
+                    continue
+                if reply.has_error():  # it may do better next time
+                    del self._asked[node]
+                    continue
+                group = _content(reply, "group")
+            except BadReply as error:
+                group = error
+            self._asked[node] = None
+            if why := self._clients.claim(node, group, present):
+                if not self._drop:
+                    raise EngineError(why)
+                _logger.warning("%s It takes no part.", why)
 
-    def _message(self, content: dict, node: int, kind: str) -> Any:
+    def _push(self, content: dict, node: int, kind: str) -> str | None:
+        """Send a message; its number, None if the SuperLink does not take it."""
+        content = {"nonce": secrets.token_bytes(16), **content}
         record = self._flwr.RecordDict({"drjax": self._flwr.ConfigRecord(content)})
-        return self._flwr.Message(record, dst_node_id=node, message_type=kind)
+        message = self._flwr.Message(record, dst_node_id=node, message_type=kind)
+        numbers = [*self._grid.push_messages([message])]
+        return numbers[0] if numbers else None
+
+    def _pull(self, number: str) -> Any:
+        """The reply to a message; None if there is none yet.
+
+        Raises:
+          BadReply: It is no message.
+        """
+        try:
+            return next(iter(self._grid.pull_messages([number])), None)
+        except self._link_errors:
+            raise
+        except Exception as error:
+            why = f"it cannot be read: {type(error).__name__}: {error}"
+            raise BadReply(why) from error
 
     def results(self, call: Call) -> Results:
-        if set(self._grid.get_node_ids()) - self._asked:
-            self._find(min(5.0, self._start))  # clients that came later, or came back
+        # Clients that came later, or came back.
+        self._find(np.flatnonzero(call.alive), min(5.0, self._start), late=False)
         self._requests = remote.Requests(call)
+        self._check_nans = call.options.check_nans
+        if "partials" not in call.known:
+            call.known["partials"] = untrusted.partials_of(call.file)
+        self._partials = call.known["partials"][call.stage]
         yield from flights.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -156,43 +232,69 @@ class Nodes:
 
     def submit(self, work: Work, file: File, shared: list[np.ndarray]) -> Any:
         group = int(work.block.groups[0])
-        if group not in self._nodes:
-            return ("nobody", group)
+        if (node := self._clients[group]) is None:
+            refused = "; ".join(["", *self._clients.refused()])
+            why = f"no client has the group within {self._start:g} s{refused}"
+            return _Sent(None, group, why)
         content = {"request": self._requests.packed(work, file, shared)}
-        message = self._message(content, self._nodes[group], "train")
-        (number,) = self._grid.push_messages([message])
-        return (number, group)
+        number = self._push(content, node, "train")
+        return _Sent(number, group, f"the SuperLink takes no message for node {node}")
 
     def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            waiting = [f[0] for f in flights if f[0] not in ("nobody", *self._replies)]
-            for reply in self._grid.pull_messages(waiting) if waiting else ():
-                self._replies[reply.metadata.reply_to_message_id] = reply
-            done = [f for f in flights if f[0] == "nobody" or f[0] in self._replies]
+            for sent in flights:
+                if sent.number is None or sent in self._replies:
+                    continue
+                try:
+                    reply = self._pull(sent.number)
+                except BadReply as error:
+                    reply = error
+                if reply is not None:
+                    self._replies[sent] = reply
+            done = [x for x in flights if x.number is None or x in self._replies]
             if done or time.monotonic() >= end:
                 return done
             time.sleep(_POLL)
 
     def result(self, flight: Any) -> Done:
-        number, group = flight
-        if number == "nobody":
-            why = f"no client has the group within {self._start:g} s"
-            return Done([], [], {group: why}, 0, 0.0)
-        reply = self._replies.pop(number)
-        if not reply.has_error():
-            return spool.unpacked_done(reply.content["drjax"]["done"])[1]
-        why = f"its client failed: {reply.error.reason} (code {reply.error.code})"
-        return Done([], [], {group: why}, 0, 0.0)
+        group = flight.group
+        if flight.number is None:
+            return untrusted.failed(group, flight.why)
+        reply = self._replies.pop(flight)
+        try:
+            if isinstance(reply, BadReply):
+                raise reply
+            if reply.has_error():
+                why = f"{reply.error.reason} (code {reply.error.code})"
+                return untrusted.failed(group, f"its client failed: {why}")
+            data = _content(reply, "done")
+            return untrusted.checked(data, group, self._partials, self._check_nans)
+        except BadReply as error:
+            whose = f"its client, node {self._clients[group]}"
+            why = f"the reply of {whose}, does not fit the plan: {error}"
+            return untrusted.failed(group, why)
 
     def abandon(self, flight: Any) -> None:
         pass
 
     def forget(self, flight: Any) -> None:
-        self._replies.pop(flight[0], None)
+        self._replies.pop(flight, None)
 
     def states(self) -> list[State]:
         return []
 
     def close(self) -> None:
         pass
+
+
+def _content(reply: Any, name: str) -> Any:
+    """What a reply of a client holds under a name.
+
+    Raises:
+      BadReply: There is nothing under it.
+    """
+    try:
+        return reply.content["drjax"][name]
+    except Exception as error:
+        raise BadReply(f"it has no {name!r}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,84 @@
+"""Which client has which group, where clients are there before the call.
+
+Each group has one client. Either the driver was told which, or each client claims a
+group and the first to claim one has it for as long as it is present. A claim is not
+trusted: one that does not fit is refused, and changes nothing for other clients.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from drjax._errors import DrjaxValueError
+from drjax.backends.engine.untrusted import BadReply, readable
+
+
+class Assignment:
+    """The clients of n groups, by their ids.
+
+    Args:
+      n: How many groups there are.
+      clients: The client of each, in order. Default: they are yet to claim a group.
+
+    Attributes:
+      size: n.
+      fixed: Whether the clients were given, so that claims are not needed.
+
+    Raises:
+      DrjaxValueError: There must be another number of clients.
+    """
+
+    def __init__(self, n: int, clients: Sequence[int] | None = None):
+        self.size, self.fixed = n, clients is not None
+        given = [] if clients is None else [*clients]
+        self._clients = dict(enumerate(given))
+        self._refused: dict[int, tuple[Any, str]] = {}  # the claim of each, and why
+        if self.fixed and not len(given) == len({*given}) == n:
+            raise DrjaxValueError(
+                f"The ids of {n} different clients are needed, one for each group in "
+                f"order; got {len(given)}, {len({*given})} of them different."
+            )
+
+    def __getitem__(self, group: int) -> int | None:
+        """The client of a group; None if it has none."""
+        return self._clients.get(group)
+
+    def complete(self, groups: Iterable[int], present: Collection[int]) -> bool:
+        """Whether each of these groups has a client that is present."""
+        return all(self._clients.get(group) in present for group in groups)
+
+    def claim(self, client: int, group: Any, present: Collection[int]) -> str | None:
+        """Give a client the group that it claims; else, why not.
+
+        Args:
+          client: The client.
+          group: Its claim, of any type; a `BadReply` if it made none.
+          present: The clients that are present: others lose their group to this one.
+        """
+        self._refused.pop(client, None)
+        said, also = f"has partition-id={group!r}", ""
+        if isinstance(group, BadReply):
+            said = f"does not tell its partition-id: {group}"
+        elif type(group) is int and 0 <= group < self.size:
+            holder = self._clients.get(group)
+            if holder in (None, client) or holder not in present:
+                self._clients[group] = client
+                return None
+            also = f", and client {holder} has this one"
+        said = readable(said)
+        self._refused[client] = group, f"client {client} {said}{also}"
+        return (
+            f"A client {said}. Each of 0 to {self.size - 1} must have one client. This "
+            f"is client {client}{also}."
+        )
+
+    def refused(self) -> list[str]:
+        """Which clients were refused, and why."""
+        return [why for _, why in self._refused.values()]
+
+    def reclaimable(self, present: Collection[int]) -> list[int]:
+        """Clients that were refused a group whose client is not present any more."""
+        return [
+            client for client, (group, _) in self._refused.items()
+            if type(group) is int and group in self._clients
+            and self._clients[group] not in present
+        ]  # fmt: skip

@@ -1,0 +1,228 @@
+"""Replies of workers that are not trusted, checked against the plan.
+
+In: what a worker sent back for one group, of any type and content. Out: a `Done` of
+exactly the planned partial results, or one in which this group alone has failed.
+
+Nothing in a reply decides how much memory is taken, which group it is for, or what
+becomes of another group: all of that is known from the plan and from what was asked.
+What is not checked is whether the numbers are true.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from drjax.backends.engine.work import Done, File, rounds_of
+from drjax.interpret.files.load import unpacked
+
+_HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
+
+
+class BadReply(Exception):
+    """What is wrong with a reply."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What the groups give to one reduction.
+
+    Attributes:
+      op: The operation: sum, mean, max or min.
+      name: The reduced value, for errors.
+      shape: The shape of the partial result.
+      dtype: Its dtype.
+    """
+
+    op: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{[*self.shape]}"
+
+
+_GROUP = Partial("", "its group", (1,), np.dtype(np.int32))
+_VALID = Partial("", "its mask", (1,), np.dtype(bool))
+
+
+def partials_of(file: File) -> list[list[Partial]]:
+    """The partial results of each stage of a plan file, by its place in `rounds_of`."""
+    with jax.enable_x64(file.x64):
+        plan = unpacked(Path(f"{file.key[:12]}.drjax"), file.data)
+        found = []
+        for _, a_round in rounds_of(plan):
+            forms, reduces = a_round.local.forms, a_round.partials
+            avals: Sequence[Any] = ()  # of the partial results, then of rows
+            if reduces:
+                avals = forms.batch.function.out_avals[: len(reduces)]
+            found.append([
+                Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
+                for r, aval in zip(reduces, avals, strict=True)
+            ])  # fmt: skip
+    return found
+
+
+def failed(group: int, why: str) -> Done:
+    """What becomes of a group that failed; `why` may be a worker's own words."""
+    return Done([], [], {group: readable(why)}, 0, 0.0)
+
+
+def checked(
+    data: Any, group: int, partials: Sequence[Partial], check_nans: bool
+) -> Done:
+    """What became of a group, by what its worker sent.
+
+    Args:
+      data: The reply; of honest workers what `spool.packed_done` gives.
+      group: The group that the worker was asked for.
+      partials: What it was asked for.
+      check_nans: Whether the group has failed if it gives a NaN, or an infinity that
+        would decide the result of the reduction.
+
+    Raises:
+      BadReply: It does not fit.
+    """
+    try:
+        return _checked(data, group, partials, check_nans)
+    except RecursionError:
+        raise BadReply("its header is nested too deeply") from None
+
+
+def _checked(
+    data: Any, group: int, partials: Sequence[Partial], check_nans: bool
+) -> Done:
+    about, kinds, at = _header(data)
+    why, pid, seconds = _about(about, group, len(partials))
+    wanted = [_GROUP, _VALID, *(partials if why is None else ())]
+    _check_kinds(kinds, wanted, len(data) - at)
+    arrays = []
+    for partial in wanted:
+        count = math.prod(partial.shape)
+        array = np.frombuffer(data, partial.dtype, count, at) if count else []
+        arrays.append(np.asarray(array, partial.dtype).reshape(partial.shape))
+        at += partial.nbytes
+        if partial.dtype == bool and (arrays[-1].view(np.uint8) > 1).any():
+            raise BadReply(f"{partial.name} has bytes that are neither true nor false")
+    (found,), (valid,) = arrays[:2]
+    if found != group:
+        raise BadReply(f"it is for group {found}, but group {group} was asked")
+    if why is not None:
+        return Done([], [], {group: readable(why)}, pid, seconds)
+    if not valid:
+        raise BadReply("it masks its group out without saying why")
+    if check_nans:
+        _check_finite(partials, arrays[2:])
+    return Done(arrays[2:], [], {}, pid, seconds)
+
+
+def _header(data: Any) -> tuple[Any, Any, int]:
+    """What the header tells, the kinds of arrays in it, and where they begin."""
+    if type(data) is not bytes:
+        raise BadReply(f"it is of type {type(data).__name__}, not bytes")
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise BadReply(f"it ends within its header, after {len(data)} bytes")
+    if size > _HEADER:
+        raise BadReply(f"its header has {size} bytes, more than {_HEADER}")
+    try:
+        header = json.loads(
+            data[8 : 8 + size].decode(), object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+        )  # fmt: skip
+    except ValueError as error:
+        raise BadReply(f"its header is no JSON: {error}") from None
+    about, arrays = _fields(header, "its header", "about", "arrays")
+    return about, arrays, 8 + size
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _fields(x: Any, what: str, *names: str) -> list[Any]:
+    """The values of an object that has these names and no other."""
+    if type(x) is not dict or set(x) != {*names}:
+        found = ", ".join(map(repr, x)) if type(x) is dict else type(x).__name__
+        raise BadReply(f"{what} must have {', '.join(names)}, but has {found}")
+    return [x[name] for name in names]
+
+
+def _about(about: Any, group: int, partials: int) -> tuple[str | None, int, float]:
+    """Why the group failed, None if it did not; its process and how long it took."""
+    failures, pid, seconds, count = _fields(
+        about, "its record", "failed", "pid", "seconds", "partials"
+    )
+    if type(failures) is not dict or set(failures) - {str(group)}:
+        told = [*failures] if type(failures) is dict else failures
+        raise BadReply(
+            f"it tells of failures of {told!r}, but only group {group} was asked"
+        )
+    why = failures.get(str(group))
+    if failures and type(why) is not str:
+        raise BadReply(f"it tells as its failure {why!r}, which is no text")
+    if type(pid) is not int or not 0 <= pid < 2**32:
+        raise BadReply(f"its process is {pid!r}, which is no process number")
+    if type(seconds) not in (int, float) or not 0 <= seconds < 2**32:
+        raise BadReply(f"it took {seconds!r} seconds, which is no time")
+    wanted = partials if why is None else 0
+    if type(count) is not int or count != wanted:
+        raise BadReply(
+            f"it has {count!r} partial results, but the plan is for {wanted}"
+        )
+    return why, pid, float(seconds)
+
+
+def _check_kinds(kinds: Any, wanted: Sequence[Partial], nbytes: int) -> None:
+    """Check what arrays a reply has, and that its bytes are these and no more."""
+    if type(kinds) is not list or len(kinds) != len(wanted):
+        count = len(kinds) if type(kinds) is list else repr(kinds)
+        raise BadReply(f"it has {count} arrays, but the plan is for {len(wanted)}")
+    for kind, partial in zip(kinds, wanted, strict=True):
+        if kind != [str(partial.dtype), [*partial.shape]]:
+            text = repr(kind)
+            if type(kind) is list and len(kind) == 2:
+                text = f"{kind[0]}{kind[1]}"
+            name = f"the {partial.op} of {partial.name}" if partial.op else partial.name
+            raise BadReply(f"{name} is {text}, but the plan is for {partial}")
+    if (total := sum(partial.nbytes for partial in wanted)) != nbytes:
+        raise BadReply(f"its arrays have {nbytes} bytes, but the plan is for {total}")
+
+
+def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> None:
+    for partial, x in zip(partials, arrays, strict=True):
+        if not jax.numpy.issubdtype(x.dtype, np.inexact):
+            continue
+        # The identity of a maximum or minimum is what a group without entries gives.
+        neutral = {"max": -np.inf, "min": np.inf}.get(partial.op, 0)
+        if not (np.isfinite(x) | (x == neutral)).all():
+            found = "NaN" if np.isnan(x).any() else "an infinity"
+            raise BadReply(f"it yields {found} as {partial.name}")
+
+
+def readable(text: Any) -> str:
+    """A worker's words as one line of printable text of a bounded length."""
+    text = str(text)
+    if len(text) > _TEXT:
+        text = f"{text[:_TEXT]}... ({len(text)} characters)"
+    return "".join(
+        c if c.isprintable() else " " if c.isspace()
+        else c.encode("unicode_escape").decode() for c in text
+    )  # fmt: skip
