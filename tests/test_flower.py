@@ -6,9 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,65 +17,20 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
-from tests.conformance import (
-    check_example,
-    free_ports,
-    rows_for,
-    runs,
-    wait_for,
-    weighted_plan,
+from tests.conformance import check_example, rows_for, runs, wait_for, weighted_plan
+from tests.flower_clients import (
+    ROOT,
+    Grid,
+    as_in_a_server_app,  # noqa: F401
+    federation,
 )
 from tests.raising import raises
 
-ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.usefixtures("leaks_unchecked"),
     pytest.mark.filterwarnings("ignore"),  # Flower's own
 ]
-
-
-class Grid:
-    """Flower's grid, with clients in this process; node i + 100 has group i."""
-
-    def __init__(self, load, n, silent=()):
-        self.app, self.nodes = flower.client(load), [i + 100 for i in range(n)]
-        self.silent, self.replies, self.sent = silent, {}, 0
-
-    def get_node_ids(self):
-        return self.nodes
-
-    def push_messages(self, messages):
-        from flwr.app import Error, Message
-
-        for message in messages:
-            self.sent += 1
-            number, group = f"m{self.sent}", message.metadata.dst_node_id - 100
-            message.metadata.__dict__["_message_id"] = number
-            context = SimpleNamespace(node_config={"partition-id": group})
-            if group not in self.silent or message.metadata.message_type == "query":
-                try:
-                    self.replies[number] = self.app(message, context)
-                except Exception as error:
-                    self.replies[number] = Message(
-                        Error(2, str(error)), reply_to=message
-                    )
-            yield number
-
-    def pull_messages(self, numbers):
-        return [self.replies.pop(x) for x in numbers if x in self.replies]
-
-    def send_and_receive(self, messages, timeout):
-        return self.pull_messages([*self.push_messages(messages)])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_in_a_server_app():
-    """Flower makes messages only within a run."""
-    from flwr.supercore.task_identity import TaskIdentity
-
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1
 
 
 def plan_of(n, rounds=2):
@@ -251,56 +203,15 @@ def test_the_example_in_a_simulation(tmp_path):
 # Real processes
 
 
-@pytest.fixture
-def federation(tmp_path):
-    """A SuperLink and three SuperNodes, as processes; what starts a run on them."""
-    link, *ports = free_ports(4)
-    (tmp_path / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n\n[superlink.here]\n'
-        f'address = "127.0.0.1:{link}"\ninsecure = true\n'
-    )
-    env = os.environ | {
-        "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0",
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-    }  # fmt: skip
-    logs, started = [], []
-
-    def start(name, *flags):
-        logs.append((tmp_path / f"{name}.log").open("wb"))
-        process = subprocess.Popen(
-            [BIN / f"flower-{name.split('-')[0]}", "--insecure", *map(str, flags)],
-            env=env, stdout=logs[-1], stderr=logs[-1], start_new_session=True,
-        )  # fmt: skip
-        started.append(process)
-        return process
-
-    start("superlink", "--disable-runtime-dependency-installation", "--port", link)
-    wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", link)) == 0)
-    nodes = [
-        start(f"supernode-{i}", "--superlink", f"127.0.0.1:{link}", "--port", port,
-              "--node-config", f"partition-id={i}")
-        for i, port in enumerate(ports)
-    ]  # fmt: skip
-
-    def run(**config):
-        text = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
-        subprocess.run(
-            [BIN / "flwr", "run", ROOT / "examples" / "flower", "here", "-c", text],
-            env=env, check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
-
-    yield run, nodes
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for log in logs:
-        log.close()
+def test_supernodes_and_one_that_is_killed(tmp_path):
+    with federation(tmp_path, "insecure = true", "--insecure") as link:
+        nodes = [link.node(str(i), i, "--insecure") for i in range(3)]
+        killed_in_the_second_round(link.run, nodes, tmp_path)
 
 
-def test_supernodes_and_one_that_is_killed(federation, tmp_path):
+def killed_in_the_second_round(run, nodes, tmp_path):
     from examples.flower.plan import save
 
-    run, nodes = federation
     save(3, tmp_path / "step.drjax")
     options = {"plan": str(tmp_path / "step.drjax"), "timeout": 45, "rounds": 3}
     output = tmp_path / "model.npz"

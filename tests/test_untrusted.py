@@ -5,6 +5,7 @@ Covers `drjax.backends.engine.untrusted` and `drjax.backends.engine.assignment`.
 
 import json
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ PARTIALS = [
     Partial("sum", "flags", (2,), np.dtype(bool)),
     Partial("sum", "none", (0, 4), np.dtype(np.int32)),
 ]
-VALUES = [
+VALUES: list[Any] = [
     np.arange(3, dtype=np.float32), np.asarray(2.5, ml_dtypes.bfloat16),
     np.array([True, False]), np.zeros((0, 4), np.int32),
 ]  # fmt: skip
@@ -76,7 +77,7 @@ NAN, BF16 = np.float32(np.nan), ml_dtypes.bfloat16
 def test_an_honest_reply():
     done = checked(reply())
     for found, value in zip(done.partials, VALUES, strict=True):
-        assert found.dtype == value.dtype
+        assert found is not None and found.dtype == value.dtype
         np.testing.assert_array_equal(found, value)
     assert (done.rows, done.failed, done.pid, done.seconds) == ([], {}, 7, 0.5)
 
@@ -267,7 +268,11 @@ def test_random_changes_of_a_reply():
             continue
         assert set(done.failed) <= {GROUP} and done.rows == []
         for found, wanted in zip(done.partials, PARTIALS, strict=not done.failed):
-            assert found.dtype == wanted.dtype and found.shape == wanted.shape
+            assert (
+                found is not None
+                and found.dtype == wanted.dtype
+                and found.shape == wanted.shape
+            )
     assert refused > 2000
 
 

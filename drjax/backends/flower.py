@@ -20,6 +20,7 @@ import numpy as np
 from drjax._errors import DrjaxValueError, EngineError
 from drjax.backends.engine import flights, remote, untrusted
 from drjax.backends.engine.assignment import Assignment
+from drjax.backends.engine.background import Background
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.groups import Remote
@@ -29,7 +30,8 @@ from drjax.backends.engine.untrusted import BadReply
 from drjax.backends.engine.work import Done, File, State, Work, rounds_of, rows_of
 from drjax.plan import Plan
 
-Clients, _POLL = Remote, 0.1  # seconds between looks for replies
+Clients = Remote
+_POLL, _PATIENCE = 0.1, 1.0  # seconds between looks for replies, and for one look
 _logger = logging.getLogger("drjax")
 
 
@@ -146,6 +148,7 @@ class Nodes:
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
         self._opened = False
         self._asked: dict[int, str | None] = {}  # the query of a node, until it answers
+        self._pulls = Background(_PATIENCE)
         self._replies: dict[_Sent, Any] = {}
 
     def open(self) -> None:
@@ -206,11 +209,15 @@ class Nodes:
     def _pull(self, number: str) -> Any:
         """The reply to a message; None if there is none yet.
 
+        Flower waits for hours for what a client announces and does not send: what takes
+        long goes on in its own thread, so that it holds up no other client.
+
         Raises:
           BadReply: It is no message.
         """
+        pull = lambda: next(iter(self._grid.pull_messages([number])), None)
         try:
-            return next(iter(self._grid.pull_messages([number])), None)
+            return self._pulls.result(number, pull)
         except self._link_errors:
             raise
         except Exception as error:
@@ -276,10 +283,11 @@ class Nodes:
             return untrusted.failed(group, why)
 
     def abandon(self, flight: Any) -> None:
-        pass
+        self.forget(flight)
 
     def forget(self, flight: Any) -> None:
         self._replies.pop(flight, None)
+        self._pulls.forget(flight.number)
 
     def states(self) -> list[State]:
         return []

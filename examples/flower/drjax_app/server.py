@@ -25,6 +25,7 @@ def main(grid, context):
         "min_groups": config["min-groups"],
         "timeout": float(config["timeout"]),
         "retries": 0,
+        "nodes": [int(node) for node in config["nodes"].split()] or None,
     }
     model, told = np.zeros(plan.inputs[0].shape, np.float32), []
     with flower.compile(plan, grid, **options) as run:

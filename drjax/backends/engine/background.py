@@ -1,0 +1,51 @@
+"""Calls that may take long, each in its thread, so that none holds up the others."""
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+
+class Background:
+    """Calls by key; each is waited for a while, and then goes on in its thread.
+
+    Args:
+      patience: For how many seconds to wait when a call is new.
+
+    Example:
+      >>> from drjax.backends.engine.background import Background
+      >>> Background(patience=10.0).result("key", lambda: 5)
+      5
+    """
+
+    def __init__(self, patience: float):
+        self._patience = patience
+        self._running: dict[str, futures.Future] = {}
+
+    def result(self, key: str, fn: Callable[[], Any]) -> Any:
+        """The result of a call; None while it runs: then ask again, by the same key.
+
+        Raises:
+          BaseException: Whatever `fn` raised.
+        """
+        patience, future = 0.0, self._running.pop(key, None)
+        if future is None:
+            patience, future = self._patience, futures.Future()
+            # A thread that ends with the process, as those of an executor do not.
+            threading.Thread(target=_resolve, args=(future, fn), daemon=True).start()
+        futures.wait([future], patience)
+        if future.done():
+            return future.result()
+        self._running[key] = future
+        return None
+
+    def forget(self, key: str) -> None:
+        """Nobody will ask for the result of this call."""
+        self._running.pop(key, None)
+
+
+def _resolve(future: futures.Future, fn: Callable[[], Any]) -> None:
+    try:
+        future.set_result(fn())
+    except BaseException as error:
+        future.set_exception(error)
