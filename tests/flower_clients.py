@@ -76,66 +76,66 @@ def as_in_a_server_app():
 
 
 class Federation:
-    """A SuperLink as a process, and what connects to it.
+    """A SuperLink and what connects to it, as processes that end with `close`.
 
     Args:
       folder: For its configuration and its logs.
-      address: Of Flower's `config.toml`, how to connect: `insecure = true`.
-      flags: Of the SuperLink.
+      connection: Of Flower's `config.toml`, how to connect: `insecure = true`.
+
+    Attributes:
+      address: Where the SuperLink is to be.
     """
 
-    def __init__(self, folder: Path, connection: str, *flags: Any):
-        (self._port,) = free_ports(1)
-        self.link = f"127.0.0.1:{self._port}"
+    def __init__(self, folder: Path, connection: str):
+        (self.port,) = free_ports(1)
+        self.address = f"127.0.0.1:{self.port}"
         (folder / "config.toml").write_text(
             f'[superlink]\ndefault = "here"\n\n[superlink.here]\n'
-            f'address = "{self.link}"\n{connection}\n'
+            f'address = "{self.address}"\n{connection}\n'
         )
         self.env = os.environ | {
             "FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0",
-            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         self._folder, self._logs, self._started = folder, [], []
-        self.start(
-            "superlink", "--disable-runtime-dependency-installation",
-            "--port", self._port, *flags,
-        )  # fmt: skip
-        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", self._port)) == 0)
 
-    def start(self, name: str, *flags: Any) -> subprocess.Popen:
-        self._logs.append(self.log(name).open("wb"))
+    def start(self, *command: Any, cwd: Path | None = None) -> subprocess.Popen:
+        """Start a process, with a log of its own."""
+        path = self._folder / f"{len(self._started)}-{command[0]}.log"
+        self._logs.append(path.open("wb"))
         process = subprocess.Popen(
-            [BIN / f"flower-{name.split('-')[0]}", *map(str, flags)],
-            env=self.env, stdout=self._logs[-1], stderr=self._logs[-1],
-            start_new_session=True,
+            [*map(str, command)], env=self.env, cwd=cwd, stdout=self._logs[-1],
+            stderr=self._logs[-1], start_new_session=True,
         )  # fmt: skip
         self._started.append(process)
         return process
 
-    def log(self, name: str) -> Path:
-        """What a process writes."""
-        return self._folder / f"{name}.log"
+    def link(self, *flags: Any, cwd: Path | None = None) -> None:
+        """Start the SuperLink."""
+        offline = "--disable-runtime-dependency-installation"
+        self.start("flower-superlink", offline, "--port", self.port, *flags, cwd=cwd)
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", self.port)) == 0)
 
-    def node(self, name: str, group: int, *flags: Any) -> subprocess.Popen:
+    def node(self, *flags: Any, group: int, cwd: Path | None = None):
         """Start a SuperNode."""
         (port,) = free_ports(1)
         return self.start(
-            f"supernode-{name}", "--superlink", self.link, "--port", port,
-            "--node-config", f"partition-id={group}", *flags,
+            "flower-supernode", "--superlink", self.address, "--port", port,
+            "--node-config", f"partition-id={group}", *flags, cwd=cwd,
         )  # fmt: skip
 
-    def flwr(self, *flags: Any) -> str:
-        """What Flower's command prints."""
+    def run(self, *command: Any, cwd: Path | None = None) -> str:
+        """What a command prints."""
         done = subprocess.run(
-            [BIN / "flwr", *map(str, flags)], env=self.env, check=True,
+            [*map(str, command)], env=self.env, cwd=cwd, check=True,
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         return done.stdout
 
-    def run(self, **config: Any) -> None:
+    def run_example(self, **config: Any) -> None:
         """Start a run of the example."""
         text = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
-        self.flwr("run", ROOT / "examples" / "flower", "here", "-c", text)
+        self.run("flwr", "run", ROOT / "examples" / "flower", "here", "-c", text)
 
     def close(self) -> None:
         for process in self._started:
@@ -147,9 +147,9 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(folder: Path, connection: str, *flags: Any) -> Iterator[Federation]:
-    """A `Federation` that ends with the block, and all of its processes."""
-    found = Federation(folder, connection, *flags)
+def federation(folder: Path, connection: str) -> Iterator[Federation]:
+    """A `Federation` that ends with the block."""
+    found = Federation(folder, connection)
     try:
         yield found
     finally:

@@ -204,9 +204,10 @@ def test_the_example_in_a_simulation(tmp_path):
 
 
 def test_supernodes_and_one_that_is_killed(tmp_path):
-    with federation(tmp_path, "insecure = true", "--insecure") as link:
-        nodes = [link.node(str(i), i, "--insecure") for i in range(3)]
-        killed_in_the_second_round(link.run, nodes, tmp_path)
+    with federation(tmp_path, "insecure = true") as processes:
+        processes.link("--insecure")
+        nodes = [processes.node("--insecure", group=i) for i in range(3)]
+        killed_in_the_second_round(processes.run_example, nodes, tmp_path)
 
 
 def killed_in_the_second_round(run, nodes, tmp_path):

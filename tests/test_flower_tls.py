@@ -1,8 +1,10 @@
-"""Flower with TLS and authenticated SuperNodes, as real processes on loopback."""
+"""Flower with TLS and authenticated SuperNodes, by the commands of docs/engines.md."""
 
 # pyright: reportMissingImports=false
 
 import json
+import re
+import shlex
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +12,8 @@ import pytest
 
 import drjax
 from drjax.backends import reference
-from tests.conformance import wait_for
-from tests.flower_clients import federation
+from tests.conformance import free_ports, wait_for
+from tests.flower_clients import ROOT, federation
 
 pytestmark = [
     pytest.mark.engines,
@@ -20,55 +22,74 @@ pytestmark = [
 ]
 
 
-def test_tls_and_authenticated_supernodes(tmp_path):
-    """As docs/engines.md describes it; who is not registered takes no part."""
-    from examples.flower import credentials
-    from examples.flower.drjax_app.client import load as load_points
-    from examples.flower.plan import save
-    from examples.flower.plan import step as fit
+def documented() -> list[list[str]]:
+    """The commands of the page, each as words."""
+    page = (ROOT / "docs" / "engines.md").read_text()
+    (block,) = re.findall(r"```bash tls\n(.*?)```", page, re.S)
+    return [shlex.split(x) for x in block.replace("\\\n", " ").splitlines()]
 
-    credentials.make(tmp_path, 3)
-    save(2, tmp_path / "step.drjax")
-    ca, output = tmp_path / "ca.pem", tmp_path / "model.npz"
-    certificates = (
-        "--ssl-ca-certfile", ca, "--ssl-certfile", tmp_path / "server.pem",
-        "--ssl-keyfile", tmp_path / "server.key", "--enable-supernode-auth",
-    )  # fmt: skip
-    connection = f'root-certificates = "{ca}"'
-    with federation(tmp_path, connection, *certificates) as link:
-        nodes = []
-        for i in range(2):
-            key = tmp_path / f"node-{i}.pub"
-            told = link.flwr("supernode", "register", key, "here", "--format", "json")
-            nodes.append(str(json.loads(told)["node-id"]))
-        for i in range(2):  # the partition ids are the other way round
-            key = tmp_path / f"node-{i}"
-            link.node(
-                str(i), 1 - i, "--root-certificates", ca,
-                "--auth-supernode-private-key", key,
-            )  # fmt: skip
-        stranger = link.node(
-            "stranger", 0, "--root-certificates", ca, "--max-retries", 1,
-            "--auth-supernode-private-key", tmp_path / "node-2",
-        )  # fmt: skip
-        plain = link.node("plain", 0, "--insecure", "--max-retries", 1)
-        link.run(
-            plan=str(tmp_path / "step.drjax"), output=str(output), rounds=2,
-            timeout=120, nodes=" ".join(nodes),
-        )  # fmt: skip
+
+def test_tls_and_authenticated_supernodes(tmp_path):
+    """Who is not registered, or does not use TLS, takes no part."""
+    folder, output = tmp_path / "runs" / "flower", tmp_path / "model.npz"
+    connection = f'root-certificates = "{folder / "ca.pem"}"'
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    with federation(tmp_path, connection) as processes:
+        here, ids, others = tmp_path, [], []
+        for program, *words in documented():
+            if program == "cd":
+                here = here / words[0]
+            elif program == "flower-superlink":
+                assert words.pop() == "&"
+                processes.link(*words, cwd=here)
+                others = strangers(processes, here)
+            elif program == "flower-supernode":
+                assert words.pop() == "&"
+                words[words.index("--superlink") + 1] = processes.address
+                words[words.index("--port") + 1] = str(*free_ports(1))
+                processes.start(program, *words, cwd=here)
+            elif words[0] == "run":
+                config = words[-1].replace("$PWD", str(here))
+                config = config.replace("ID0", ids[0]).replace("ID1", ids[1])
+                config += f" output='{output}' rounds=2 timeout=120"
+                processes.run(program, "run", here / words[1], *words[2:-1], config)
+            else:
+                told = processes.run(program, *words, cwd=here)
+                ids += re.findall(r"SuperNode (\d+) registered", told)
         wait_for(output.exists)
-        for process in (stranger, plain):
+        assert len(ids) == 2 and len(others) == 2
+        for process in others:
             assert process.wait(60) != 0
+    check(output)
+
+
+def strangers(processes, folder):
+    """SuperNodes that claim group 0: one with a key of its own, one without TLS."""
+    from examples.flower import credentials
+
+    credentials.make(folder / "stranger", 1)
+    key = folder / "stranger" / "node-0"
+    flags = [
+        ("--root-certificates", folder / "ca.pem", "--auth-supernode-private-key", key),
+        ("--insecure",),
+    ]
+    return [processes.node(*x, "--max-retries", 1, group=0) for x in flags]
+
+
+def check(output):
+    """The rounds are those of both clients."""
+    from examples.flower.drjax_app.client import load
+    from examples.flower.plan import step
+
     with np.load(output) as file:
         told, model = json.loads(str(file["told"])), file["model"]
-    wanted = np.zeros(3, np.float32)
-    rows = [
-        load_points(SimpleNamespace(node_config={"partition-id": i})) for i in (1, 0)
-    ]
+    rows = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(2)]
     data = tuple(np.stack(column) for column in zip(*rows, strict=True))
+    wanted = np.zeros(3, np.float32)
+    assert len(told) == 2
     for a_round in told:
         assert a_round["dropped"] == {} and len(a_round["pids"]) == 2
-        plan = drjax.make_plan(fit(2))(wanted, data)
+        plan = drjax.make_plan(step(2))(wanted, data)
         wanted, loss = reference.compile(plan)(wanted, data)
         np.testing.assert_allclose(loss, a_round["loss"], rtol=1e-5)
     np.testing.assert_allclose(model, wanted, rtol=1e-5)
