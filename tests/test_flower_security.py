@@ -9,6 +9,7 @@ server asks, and what becomes of the run.
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,10 +225,34 @@ def test_replies_are_told_apart_by_what_was_asked():
         reply.metadata.__dict__["_src_node_id"] = 100
         return reply
 
-    victim, grid = ["m6"], Lying(lie)
-    _, found = called(grid, on_error="drop")
+    victim, grid = ["m6"], Lying(lie)  # after queries m1 to m5
+    run, found = called(grid, on_error="drop", timeout=1.0, retries=0)
+    check(found, [0, 1, 2, 4])
+    assert [*run.report.dropped] == [EVIL] and grid.sent == 2 * N
+
+
+def test_messages_that_answer_nothing_are_passed_over():
+    """Flower's grid gives these to the server with the replies that it asks for."""
+
+    class Adding(Grid):
+        more: list[Any] = []
+
+        def answer(self, message, group, query):
+            import flwr.app as flwr
+
+            reply = super().answer(message, group, query)
+            for record in reply.content.values():
+                other = flwr.Message(flwr.RecordDict({"drjax": record}), 1, "train")
+                self.more.append(other)
+            return reply
+
+        def pull_messages(self, numbers):
+            return [*self.more, *super().pull_messages(numbers)]
+
+    grid = Adding(load, N)
+    run, found = called(grid)
     check(found, range(N))
-    assert grid.sent == 2 * N  # m1 to m5 are queries, m6 the request to group 0
+    assert len(grid.more) == 2 * N and run.report.dropped == {}
 
 
 def test_requests_cannot_be_guessed():
@@ -357,7 +382,7 @@ def test_groups_of_given_nodes():
     )  # fmt: skip
     check(found, [1, 2, 3, 4])
     assert [*run.report.dropped] == [4]
-    text = "The ids of 5 different clients are needed, one for each group in order"
+    text = "The ids of 5 different clients are needed, one integer for each group"
     for wrong in (nodes[:4], [*nodes[:4], nodes[0]], []):
         raises(
             drjax.DrjaxValueError, text,

@@ -1,10 +1,11 @@
 """Replies of untrusted workers, and which client has which group: no engine needed.
 
-Covers `drjax.backends.engine.untrusted` and `drjax.backends.engine.assignment`.
+Covers `untrusted`, `assignment` and `background` of `drjax.backends.engine`.
 """
 
 import json
 import random
+import threading
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 import drjax
 from drjax.backends.engine import local, spool, untrusted
 from drjax.backends.engine.assignment import Assignment
+from drjax.backends.engine.background import Background
 from drjax.backends.engine.untrusted import BadReply, Partial
 from drjax.backends.engine.work import Block, Done
 from tests.raising import raises
@@ -299,10 +301,32 @@ def test_clients_claim_groups():
     assert clients.refused() == []
 
 
+def test_a_call_that_takes_long_holds_up_no_other():
+    calls, end = Background(patience=0.01), threading.Event()
+
+    def stuck():
+        assert end.wait(60)
+        raise KeyError("the end")
+
+    assert calls.result("stuck", stuck) is None
+    patient = Background(patience=60.0)
+    assert patient.result("quick", lambda: 5) == 5
+    assert calls.result("stuck", lambda: 6) is None  # still the first one
+    end.set()
+    with pytest.raises(KeyError, match="the end"):
+        while True:
+            assert calls.result("stuck", stuck) is None
+    end.clear()
+    assert calls.result("stuck", stuck) is None
+    calls.forget("stuck")
+    end.set()
+
+
 def test_clients_that_are_given():
     clients = Assignment(2, [7, 8])
     assert clients.fixed and clients[1] == 8
     text = "The ids of 2 different clients are needed"
     raises(drjax.DrjaxValueError, text, Assignment, 2, [7, 7])
-    raises(drjax.DrjaxValueError, text, Assignment, 2, [7])
+    raises(drjax.DrjaxValueError, text, Assignment, 2, ["7", "8"])
+    raises(drjax.DrjaxValueError, "got 1 with 1 different", Assignment, 2, [7])
     raises(drjax.DrjaxValueError, text, Assignment, 2, [])

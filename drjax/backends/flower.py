@@ -52,7 +52,8 @@ def compile(
         SuperNodes authenticate themselves, so that no client takes another's group.
         Default: each client says which group it is, and the first to do so has it.
       **options: See `drjax.backends.engine.options.Options`: `on_error`, `min_groups`,
-        `check_nans`, `timeout` of a client in seconds, `retries` of one that took
+        `check_nans` (here also for infinities, unless they cannot decide a maximum
+        or minimum), `timeout` of a client in seconds, `retries` of one that took
         longer, `checkpoint`, `progress`. Each client is a block of its own.
 
     Returns:
@@ -136,9 +137,10 @@ class _Sent:
 class Nodes:
     """The clients, as an engine: a `drjax.backends.engine.pool.Pool` of nodes.
 
-    Replies are pulled one at a time, as only the SuperLink's answer to one number tells
-    surely whose reply it is: the metadata within is the client's own. A nonce in each
-    request keeps other clients from guessing its number.
+    A reply is pulled by the number of its request, alone, so that one that cannot be
+    read spoils no other. It must bear that number too: the SuperLink adds whatever else
+    was sent to the server. A nonce in each request keeps clients from guessing the
+    numbers of others.
     """
 
     def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
@@ -215,7 +217,12 @@ class Nodes:
         Raises:
           BadReply: It is no message.
         """
-        pull = lambda: next(iter(self._grid.pull_messages([number])), None)
+
+        def pull() -> Any:
+            found = self._grid.pull_messages([number])
+            answers = (x for x in found if x.metadata.reply_to_message_id == number)
+            return next(answers, None)
+
         try:
             return self._pulls.result(number, pull)
         except self._link_errors:

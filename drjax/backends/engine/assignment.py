@@ -32,10 +32,11 @@ class Assignment:
         given = [] if clients is None else [*clients]
         self._clients = dict(enumerate(given))
         self._refused: dict[int, tuple[Any, str]] = {}  # the claim of each, and why
-        if self.fixed and not len(given) == len({*given}) == n:
+        ids = {x for x in given if type(x) is int}
+        if self.fixed and not len(given) == len(ids) == n:
             raise DrjaxValueError(
-                f"The ids of {n} different clients are needed, one for each group in "
-                f"order; got {len(given)}, {len({*given})} of them different."
+                f"The ids of {n} different clients are needed, one integer for each "
+                f"group in order; got {len(given)} with {len(ids)} different integers."
             )
 
     def __getitem__(self, group: int) -> int | None:
