@@ -162,6 +162,9 @@ CASES: dict[str, list] = {
         (lambda x, i: x[i[:, 0]], (A, INDEX)),
         (lambda x, i: x[..., i[:, 0]], (A, INDEX)),
         (lambda x, i: x[:, i[:, 0], i[:, 0]], (A, INDEX)),
+        (lambda x, i: x[np.arange(N), i[:, 0]], (A, INDEX)),
+        (lambda x, i: x[np.arange(N), :, i[:, 0]], (A, INDEX)),
+        (lambda x, i: x[np.arange(N), i[:, 0], i[:, 0]], (A, INDEX)),
         (lambda x, i: jnp.take_along_axis(x, i, axis=1), (A, I % 2)),
         (lambda x, i: jnp.take_along_axis(x, i, axis=0), (A, I % 2)),
         (lambda x, i: jax.vmap(lambda r, j: r[:, j])(x, i), (A, INDEX)),
@@ -173,6 +176,8 @@ CASES: dict[str, list] = {
              (A, INDEX, B)),
             (lambda x, i, y, m=m: getattr(x.at[i[:2, 0]], m)(y[:2]), (A, INDEX, B)),
             (lambda x, i, y, m=m: getattr(x.at[:, i[0, 0]], m)(y[:, 0]), (A, INDEX, B)),
+            (lambda x, i, y, m=m: getattr(x.at[np.arange(N), i[:, 0]], m)(y[:, 0]),
+             (A, INDEX, B)),
             (lambda x, i, y, m=m: jax.vmap(
                 lambda r, j, s: getattr(r.at[j], m, )(s[:1]))(x, i, y), (A, INDEX, B)),
             (lambda x, i, y, m=m: jax.vmap(
@@ -251,8 +256,7 @@ def check_rows(eqn, operands, outs, rows) -> None:
             x if a is None else row(x, i, a)
             for x, a in zip(operands, rows.ins, strict=True)
         ]
-        taken = [x for j, x in enumerate(taken) if j not in rows.without]
-        columns.append(_compat.bind_equation(eqn, taken, **rows.params))
+        columns.append(rows.run(eqn, taken))
     for got, want, axis in zip(
         zip(*columns, strict=True), outs, rows.outs, strict=True
     ):

@@ -292,8 +292,7 @@ class Cutter:
             return number.evaluate(jaxpr, group, self.partition, *operands)
         rows = self.kinds.rows(eqn)
         assert rows is not None
-        operands = [x for i, x in enumerate(operands) if i not in rows.without]
-        return _compat.bind_equation(eqn, operands, **rows.params)
+        return rows.run(eqn, operands)
 
     # -----------------------------------------------------------------------------
     # Loops

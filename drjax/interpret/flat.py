@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._partition import Partition
+from drjax.interpret.own_rows import share_rows
 from drjax.interpret.rows import ELEMENTWISE
 from drjax.interpret.source import called_by
 
@@ -90,6 +91,7 @@ def flatten(closed, call=None) -> Flat:
     eqns: list[Any] = []
     outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
     eqns = _fold_constants(live_equations(eqns, outvars), consts)
+    eqns = share_rows(eqns, consts)
     for i, eqn in enumerate(eqns):  # what a loop takes is always a variable
         if eqn.primitive.name in CONTROL:
             eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])

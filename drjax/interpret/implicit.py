@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from drjax import _compat
 from drjax._partition import Partition
 from drjax._reductions import select
 from drjax.interpret.flat import Flat, flatten, live_equations
 from drjax.interpret.row import drop
-from drjax.primitives import reduce_max_p, reduce_min_p, reduce_sum_p
+from drjax.primitives import gather_p, reduce_max_p, reduce_min_p, reduce_sum_p
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,26 @@ def meaning(eqn, axes: Sequence[int | None]) -> Meaning | None:
         return None
     fn = _of_one(eqn, axis)
     return None if fn is None else Meaning(fn, (axis, *others))
+
+
+def of_all_rows(eqn, axes: Sequence[int | None]) -> Meaning | None:
+    """The equation on the rows of all groups as global values, if they may be so."""
+    if "callback" in eqn.primitive.name or eqn.effects:
+        return None
+
+    def on_all(partition: Partition, *operands):
+        whole = [
+            x if axis is None else _gathered(partition, x, axis)
+            for x, axis in zip(operands, axes, strict=True)
+        ]
+        return _compat.bind_equation(eqn, whole)
+
+    return Meaning(on_all, tuple(axes))
+
+
+def _gathered(partition: Partition, x, axis: int):
+    rows = gather_p.bind(jnp.moveaxis(x, axis, 0), partition=partition, mesh=None)
+    return jnp.moveaxis(rows, 0, axis)
 
 
 def _of_one(eqn, axis: int) -> Callable | None:

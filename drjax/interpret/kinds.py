@@ -32,7 +32,7 @@ from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax.interpret import refusals
 from drjax.interpret.flat import CONTROL, Flat, uses_blocks
-from drjax.interpret.implicit import Meaning, meaning
+from drjax.interpret.implicit import Meaning, meaning, of_all_rows
 from drjax.interpret.kind import (
     FREE,
     GLOBAL,
@@ -43,7 +43,7 @@ from drjax.interpret.kind import (
 )  # fmt: skip
 from drjax.interpret.loops import LoopKinds
 from drjax.interpret.row import Rows
-from drjax.interpret.rows import by_rows, candidates
+from drjax.interpret.rows import by_rows, candidates, of_one_group
 from drjax.primitives import scatter_p
 
 PASSES = ("forward", "global", "partitioned")
@@ -154,7 +154,10 @@ class Kinds:
         if any(axis is not None for axis in axes):
             forms = self.program.forms
             if (eqn, axes) not in forms:
-                forms[eqn, axes] = by_rows(eqn, axes)
+                found = by_rows(eqn, axes)
+                if found is None and self._size == 1:
+                    found = of_one_group(eqn, axes)
+                forms[eqn, axes] = found
             return forms[eqn, axes]
         outs = [self.cell(v) for v in eqn.outvars]
         return self._rows_for(eqn, outs) if any(o.partitioned for o in outs) else None
@@ -168,7 +171,12 @@ class Kinds:
         """What an equation that combines groups means; None for any other."""
         if self.partition is None or self.signature(eqn) is not None:
             return None
-        return meaning(eqn, [self.cell(v).axis for v in eqn.invars])
+        axes = [self.cell(v).axis for v in eqn.invars]
+        found = meaning(eqn, axes)
+        if found is None and self._size == 1 and not self.is_loop(eqn):
+            if any(axis is not None for axis in axes) and self.rows(eqn) is None:
+                return of_all_rows(eqn, axes)
+        return found
 
     def scatters_rows(self, eqn) -> bool:
         """Whether it scatters what is partitioned already, as derivatives may.
@@ -256,7 +264,7 @@ class Kinds:
             loop = self.loops[eqn] = LoopKinds(self, eqn)
             kinds = loop.outs
         elif self.meaning(eqn) is not None:
-            kinds = [GLOBAL]
+            kinds = [GLOBAL] * len(eqn.outvars)
         elif any(self.cell(v).partitioned for v in eqn.invars):
             rows = self.rows(eqn)
             if rows is None:

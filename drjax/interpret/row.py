@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax import lax
+
+from drjax import _compat
+
 Axes = Sequence[int | None]
 
 
@@ -16,12 +20,30 @@ class Rows:
       outs: For each result its group axis.
       params: The parameters of the equation for one group.
       without: Operands that the equation for one group does not take.
+      size_one: Whether the equation for one group takes and gives rows that still have
+        the group axis, of size one.
     """
 
     ins: tuple[int | None, ...]
     outs: tuple[int, ...]
     params: dict[str, Any]
     without: tuple[int, ...] = ()
+    size_one: bool = False
+
+    def run(self, eqn, operands: Sequence[Any]) -> list:
+        """The results of the equation for one group."""
+        if self.size_one:
+            operands = [
+                x if axis is None else lax.expand_dims(x, (axis,))
+                for x, axis in zip(operands, self.ins, strict=True)
+            ]
+        operands = [x for i, x in enumerate(operands) if i not in self.without]
+        outs = _compat.bind_equation(eqn, operands, **self.params)
+        if self.size_one:
+            outs = [
+                lax.squeeze(x, (axis,)) for x, axis in zip(outs, self.outs, strict=True)
+            ]
+        return outs
 
 
 def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:

@@ -35,6 +35,19 @@ def by_rows(eqn, axes: Axes) -> Rows | None:
     return rule(eqn, axes)
 
 
+def of_one_group(eqn, axes: Axes) -> Rows | None:
+    """Any work is row by row where there is one group and one row.
+
+    The group axis of a result may be any of its axes of size one, as they lie alike.
+    """
+    shapes = [var.aval.shape for var in eqn.outvars]
+    calls_back = "callback" in eqn.primitive.name or bool(eqn.effects)
+    if calls_back or not all(1 in shape for shape in shapes):
+        return None
+    outs = tuple(shape.index(1) for shape in shapes)
+    return Rows(tuple(axes), outs, dict(eqn.params), size_one=True)
+
+
 def candidates(eqn, n: int) -> list[Rows]:
     """All row-by-row forms of an equation, if one operand were partitioned."""
     if eqn.primitive.name not in ROW_RULES:
