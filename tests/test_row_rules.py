@@ -132,6 +132,40 @@ CASES: dict[str, list] = {
         (lambda x: lax.slice(x, (0, 0, 0), (N, 1, N)), (A,)),
     ],
     "tile": [(lambda x, r=r: jnp.tile(x, r), (A,)) for r in ((1, 2, 3), (2, 1, 1))],
+    "conv_general_dilated": [
+        (lambda x, k: lax.conv(x, k, (1,), "SAME"), (A, B[:, :, :2])),
+        (lambda x, k: lax.conv_general_dilated(
+            x, k, (2,), "VALID", feature_group_count=2), (A, B[:2, :1, :2])),
+        (lambda x, k: lax.conv_general_dilated(
+            x, k, (1,), "SAME", dimension_numbers=("HCN", "HIO", "HNC")),
+         (A, B[:, :, :2])),
+        (lambda x, k: lax.conv_general_dilated(
+            x, k, (1,), "SAME", batch_group_count=N), (A, B)),
+    ],
+    "fft": [
+        (jnp.fft.fft, (A,)), (jnp.fft.rfft, (A,)), (jnp.fft.irfft, (COMPLEX,)),
+        (jnp.fft.fft2, (A,)), (lambda x: jnp.fft.fft(x, axis=0), (A,)),
+    ],
+    **{
+        f"reduce_window_{name}": [
+            (lambda x, w=w, i=i, f=f: lax.reduce_window(x, i, f, w, (1, 1, 1), "SAME"),
+             (A,))
+            for w in ((1, 2, 2), (2, 1, 1), (1, 1, 2))
+        ]
+        for name, i, f in (("sum", 0.0, lax.add), ("max", -np.inf, lax.max),
+                           ("min", np.inf, lax.min))
+    },
+    **{
+        name: [
+            (transform(lambda x, w=w: lax.reduce_window(
+                x, -np.inf, lax.max, w, (1, 1, 1), "SAME")), (A,))
+            for w in ((1, 2, 2), (2, 1, 1))
+        ]
+        for name, transform in (
+            ("select_and_scatter_add", lambda f: jax.grad(lambda x: (f(x) * B).sum())),
+            ("select_and_gather_add", lambda f: lambda x: jax.jvp(f, (x,), (x,))),
+        )
+    },
     "cholesky": [(lax.linalg.cholesky, (SQUARES,))],
     "eigh": [(lax.linalg.eigh, (SQUARES,))],
     "lu": [(lax.linalg.lu, (SQUARES,))],

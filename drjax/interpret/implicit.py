@@ -5,14 +5,14 @@
   transpose of the broadcast of a global value that meets rows in pointwise work). What
   it reduces besides the groups, each group reduces by itself, before it sends.
 * A product that contracts the group axis, such as the derivative of a product of rows
-  and a matrix, is one product in each group, and their sum.
-* Indexing a partitioned value by one group, `y[i]`, is `drjax.select(y, i)`.
+  and a matrix, is one product in each group, and their sum. So is a convolution.
+* A scan over the groups may be a map: see `mapped_loops.py`.
+* Taking, or changing, the slices of some groups: see `chosen_groups.py`.
 
 `meaning` recognises them by what they compute and never by where they come from, and
 `explicit` rewrites a program with building blocks.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._operands import map_leaves
 from drjax._partition import Partition
-from drjax._reductions import select
+from drjax.interpret.chosen_groups import changed, gathered, taken
 from drjax.interpret.flat import Flat, flatten, live_equations
+from drjax.interpret.mapped_loops import map_of_scan
 from drjax.interpret.row import drop
-from drjax.primitives import gather_p, reduce_max_p, reduce_min_p, reduce_sum_p
+from drjax.primitives import reduce_max_p, reduce_min_p, reduce_sum_p
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,15 @@ class Meaning:
     Attributes:
       fn: The same work, written with building blocks: `(partition, *operands)`.
       ins: The group axis of each operand; None: all of it is taken.
+      outs: The group axis of each result, None if it is global; (): all are global.
     """
 
     fn: Callable
     ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...] = ()
+
+    def of_results(self, eqn) -> tuple[int | None, ...]:
+        return self.outs or (None,) * len(eqn.outvars)
 
 
 def meaning(eqn, axes: Sequence[int | None]) -> Meaning | None:
@@ -50,13 +57,21 @@ def meaning(eqn, axes: Sequence[int | None]) -> Meaning | None:
       eqn: The equation.
       axes: The group axis of each operand; None: it is not partitioned.
     """
+    if eqn.primitive.name == "scan":
+        found = map_of_scan(eqn, axes)
+        return None if found is None else Meaning(*found)
     if eqn.primitive is lax.dot_general_p:
         return _product(eqn, *axes)
+    if eqn.primitive is lax.conv_general_dilated_p:
+        return _convolution(eqn, *axes)
     axis, *others = axes or [None]
     if axis is None or any(other is not None for other in others):
         return None
     fn = _of_one(eqn, axis)
-    return None if fn is None else Meaning(fn, (axis, *others))
+    if fn is not None:
+        return Meaning(fn, (axis, *others))
+    fn = changed(eqn, axis)
+    return None if fn is None else Meaning(fn, (axis, *others), (axis,))
 
 
 def of_all_rows(eqn, axes: Sequence[int | None]) -> Meaning | None:
@@ -66,7 +81,7 @@ def of_all_rows(eqn, axes: Sequence[int | None]) -> Meaning | None:
 
     def on_all(partition: Partition, *operands):
         whole = [
-            x if axis is None else _gathered(partition, x, axis)
+            x if axis is None else gathered(partition, x, axis)
             for x, axis in zip(operands, axes, strict=True)
         ]
         return _compat.bind_equation(eqn, whole)
@@ -74,30 +89,11 @@ def of_all_rows(eqn, axes: Sequence[int | None]) -> Meaning | None:
     return Meaning(on_all, tuple(axes))
 
 
-def _gathered(partition: Partition, x, axis: int):
-    rows = gather_p.bind(jnp.moveaxis(x, axis, 0), partition=partition, mesh=None)
-    return jnp.moveaxis(rows, 0, axis)
-
-
 def _of_one(eqn, axis: int) -> Callable | None:
     """The meaning of an equation of which only the first operand is partitioned."""
     if eqn.primitive in _REDUCTIONS:
         return _reduction(eqn, axis)
-    shape = eqn.invars[0].aval.shape
-    if eqn.primitive is lax.slice_p:
-        starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-        sizes = [b - a for a, b in zip(starts, limits, strict=True)]
-        one = _is_one_row(sizes, shape, axis)
-        return _row(axis, lambda *_: starts[axis]) if one else None
-    if eqn.primitive is lax.squeeze_p:  # what is left of y[0] if there is one group
-        gone = eqn.params["dimensions"]
-        return _only_row(axis, gone) if axis in gone else None
-    if eqn.primitive is lax.dynamic_slice_p:
-        one = _is_one_row(eqn.params["slice_sizes"], shape, axis)
-        return _row(axis, lambda *starts: starts[axis]) if one else None
-    if eqn.primitive is lax.gather_p:
-        return _chosen_rows(eqn, axis, shape)
-    return None
+    return taken(eqn, axis)
 
 
 def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
@@ -126,50 +122,28 @@ def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
     return Meaning(products, ins)
 
 
-def _chosen_rows(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
-    """Whole rows of fewer groups than there are, each chosen by an index.
+def _convolution(eqn, left: int | None, right: int | None) -> Meaning | None:
+    """A convolution that adds up over groups that lie along its features.
 
-    As many as there are groups is a shuffle: those rows are better gathered. Of a
-    batch of arrays, rows are chosen of each.
+    The derivative in the kernel is one, as the batch lies there.
     """
-    params = eqn.params
-    dims, mode = params["dimension_numbers"], params["mode"]
-    inside = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    batched = dims.operand_batching_dims
-    plain = axis in dims.start_index_map and mode in inside
-    if not (plain and set(dims.collapsed_slice_dims) <= {axis}):
-        return None
-    sizes = [
-        shape[d] if d in batched else size
-        for d, size in enumerate(params["slice_sizes"])
-    ]
-    if not _is_one_row(sizes, shape, axis):
-        return None
-    out, column = eqn.outvars[0].aval.shape, dims.start_index_map.index(axis)
-    batch = [d for d in range(len(out)) if d not in dims.offset_dims]
-    arrays = math.prod(shape[d] for d in batched)
-    if math.prod(out[d] for d in batch) >= shape[axis] * arrays:
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    ins = dims.lhs_spec[1], dims.rhs_spec[1]
+    matches = left in (None, ins[0]) and right in (None, ins[1])
+    plain = params["feature_group_count"] == params["batch_group_count"] == 1
+    if (left is None and right is None) or not (matches and plain):
         return None
 
-    def rows(partition: Partition, x, indices):
-        one = _row(axis, lambda i: i)
-        found = jax.vmap(lambda i: one(partition, x, i))(indices[..., column].ravel())
-        leading = indices.shape[:-1]
-        found = found.reshape(*leading, *found.shape[1:])
-        for d, i in zip(batched, dims.start_indices_batching_dims, strict=True):
-            own = lax.broadcasted_iota(jnp.int32, (*leading, *(1,) * len(shape)), i)
-            found = jnp.take_along_axis(found, own, len(leading) + d, mode="clip")
-        gone = {*batched, *dims.collapsed_slice_dims}
-        found = jnp.squeeze(found, tuple(len(leading) + d for d in gone))
-        return jnp.moveaxis(found, range(len(batch)), batch)
+    def convolve(x, y):
+        x, y = lax.expand_dims(x, ins[:1]), lax.expand_dims(y, ins[1:])
+        return lax.conv_general_dilated_p.bind(x, y, **params)
 
-    return rows
+    def sums(partition: Partition, x, y):
+        x, y = jnp.moveaxis(x, ins[0], 0), jnp.moveaxis(y, ins[1], 0)
+        rows = map_leaves(convolve, x, y, partition=partition, mesh=None)
+        return _over_groups(reduce_sum_p, rows, partition)
 
-
-def _is_one_row(sizes: Sequence[int], shape: Sequence[int], axis: int) -> bool:
-    """Whether a slice takes the whole row of one of several groups."""
-    whole = (*sizes[:axis], *sizes[axis + 1 :]) == (*shape[:axis], *shape[axis + 1 :])
-    return whole and sizes[axis] == 1 < shape[axis]
+    return Meaning(sums, ins)
 
 
 # Reductions of lax, and those of drjax that they are over the group axis. Of bools,
@@ -208,28 +182,6 @@ def _reduction(eqn, axis: int) -> Callable | None:
 def _over_groups(primitive, rows, partition: Partition):
     """A reduction of drjax; unlike a building block, it promotes no dtypes."""
     return primitive.bind(rows, partition=partition, mesh=None)
-
-
-def _only_row(axis: int, gone: Sequence[int]) -> Callable:
-    others = tuple(d - (d > axis) for d in gone if d != axis)
-
-    def row(partition: Partition, x):
-        found = select(jnp.moveaxis(x, axis, 0), 0, partition=partition)
-        return lax.squeeze(found, others)
-
-    return row
-
-
-def _row(axis: int, number: Callable) -> Callable:
-    def row(partition: Partition, x, *starts):
-        i = jnp.asarray(number(*starts))
-        if i.dtype.itemsize < 4:  # n may not fit in it
-            i = i.astype(jnp.int32)
-        i = jnp.clip(i, 0, partition.size - 1).astype(jnp.int32)
-        found = select(jnp.moveaxis(x, axis, 0), i, partition=partition)
-        return jnp.expand_dims(found, axis)
-
-    return row
 
 
 def explicit(program: Flat, kinds: Any) -> Flat | None:

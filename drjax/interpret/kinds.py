@@ -56,6 +56,10 @@ class _Refused(Exception):
         self.loose = loose
 
 
+def _of_axes(axes: Sequence[int | None]) -> list[Kind]:
+    return [GLOBAL if axis is None else along(axis) for axis in axes]
+
+
 class Kinds:
     """The kinds of all variables of a flat program.
 
@@ -116,14 +120,13 @@ class Kinds:
             ins, outs = self.loops[eqn].ins, self.loops[eqn].outs
         elif self.signature(eqn) is not None:
             ins, outs = [PARTITIONED] * len(eqn.invars), []
-        elif self.meaning(eqn) is not None:
-            return []
+        elif (meant := self.meaning(eqn)) is not None:
+            ins, outs = map(_of_axes, (meant.ins, meant.of_results(eqn)))
         else:
             rows = self.rows(eqn)
             if rows is None:
                 return [v for v in eqn.outvars if self.cell(v).partitioned]
-            ins = [GLOBAL if axis is None else along(axis) for axis in rows.ins]
-            outs = list(map(along, rows.outs))
+            ins, outs = map(_of_axes, (rows.ins, rows.outs))
         atoms, kinds = [*eqn.invars, *eqn.outvars[: len(outs)]], [*ins, *outs]
         return [
             atom
@@ -172,10 +175,11 @@ class Kinds:
         if self.partition is None or self.signature(eqn) is not None:
             return None
         axes = [self.cell(v).axis for v in eqn.invars]
+        if all(axis is None for axis in axes):
+            return None
         found = meaning(eqn, axes)
-        if found is None and self._size == 1 and not self.is_loop(eqn):
-            if any(axis is not None for axis in axes) and self.rows(eqn) is None:
-                return of_all_rows(eqn, axes)
+        if found is None and self._size == 1 and eqn.primitive.name not in CONTROL:
+            return of_all_rows(eqn, axes) if self.rows(eqn) is None else None
         return found
 
     def scatters_rows(self, eqn) -> bool:
@@ -190,7 +194,7 @@ class Kinds:
 
     def is_loop(self, eqn) -> bool:
         """Whether a loop or branch needs a plan of its own."""
-        if eqn.primitive.name not in CONTROL:
+        if eqn.primitive.name not in CONTROL or self.meaning(eqn) is not None:
             return False
         if "sizes" in eqn.params or any(self.cell(v).partitioned for v in eqn.invars):
             return True
@@ -263,15 +267,15 @@ class Kinds:
         elif self.is_loop(eqn):
             loop = self.loops[eqn] = LoopKinds(self, eqn)
             kinds = loop.outs
-        elif self.meaning(eqn) is not None:
-            kinds = [GLOBAL] * len(eqn.outvars)
+        elif (meant := self.meaning(eqn)) is not None:
+            kinds = _of_axes(meant.of_results(eqn))
         elif any(self.cell(v).partitioned for v in eqn.invars):
             rows = self.rows(eqn)
             if rows is None:
                 raise self.refusal(
                     eqn, [self[v] for v in eqn.invars], refusals.MIXES_ROWS
                 )
-            kinds = [along(axis) for axis in rows.outs]
+            kinds = _of_axes(rows.outs)
         elif self._is_open(eqn):
             return  # its kind follows from how its results are used
         else:
@@ -296,13 +300,13 @@ class Kinds:
         if self.is_loop(eqn):
             return LoopKinds(self, eqn).ins
         if (meant := self.meaning(eqn)) is not None:
-            return [GLOBAL if axis is None else along(axis) for axis in meant.ins]
+            return _of_axes(meant.ins)
         outs = [self.cell(v) for v in eqn.outvars]
         if any(out.partitioned for out in outs):
             rows = self.rows(eqn)
             if rows is None:
                 return [None] * len(eqn.invars)
-            return [GLOBAL if axis is None else along(axis) for axis in rows.ins]
+            return _of_axes(rows.ins)
         possible = candidates(eqn, self._size)
         if possible and GLOBAL not in outs:
             return [None] * len(eqn.invars)

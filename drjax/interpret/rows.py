@@ -11,6 +11,8 @@ the inverse of a batching rule.
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from drjax.interpret import indexing
 from drjax.interpret.row import Axes, Rows, drop, elementwise, unary, without
 
@@ -238,6 +240,39 @@ def _unstack(eqn, axis):
     return axis - (gone < axis), {"axis": gone - (axis < gone)}
 
 
+def _fft(eqn, axes: Axes) -> Rows | None:
+    return _batch_of(len(eqn.params["fft_lengths"]))(eqn, axes)
+
+
+def _convolution(eqn, axes: Axes) -> Rows | None:
+    """The groups are the batch of images, or the features that the kernels make."""
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    batch, (left, right) = params["batch_group_count"] == 1, axes
+    if right is None and left == dims.lhs_spec[0] and batch:
+        return Rows((left, None), (dims.out_spec[0],), dict(params), size_one=True)
+    if left is None and right == dims.rhs_spec[0] and batch:
+        if params["feature_group_count"] == 1:
+            return Rows((None, right), (dims.out_spec[1],), dict(params), size_one=True)
+    return None
+
+
+_WINDOWS = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0),
+            "base_dilation": 1, "window_dilation": 1}  # fmt: skip
+
+
+def _windows(eqn, axes: Axes) -> Rows | None:
+    """Work on windows that have one group each."""
+    known = {axis for axis in axes if axis is not None}
+    if len(known) != 1:
+        return None
+    (axis,) = known
+    for name, alone in _WINDOWS.items():
+        if name in eqn.params and np.any(np.not_equal(eqn.params[name][axis], alone)):
+            return None
+    outs = (axis,) * len(eqn.outvars)
+    return Rows((axis,) * len(axes), outs, dict(eqn.params), size_one=True)
+
+
 ROW_RULES: dict[str, Callable] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "broadcast_in_dim": unary(_broadcast_in_dim),
@@ -266,6 +301,13 @@ ROW_RULES: dict[str, Callable] = {
     "pad": _pad,
     "concatenate": _along_dimension,
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "fft": _fft,
+    **dict.fromkeys(
+        """reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
+        select_and_scatter_add""".split(),
+        _windows,
+    ),
     **dict.fromkeys("cholesky eigh lu svd triangular_solve".split(), _batch_of(2)),
     **dict.fromkeys(
         "cumsum cumprod cummax cummin cumlogsumexp".split(), unary(_along("axis"))
