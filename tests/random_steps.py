@@ -153,7 +153,7 @@ def _squares(x):
     return jnp.einsum("ni,nj->nij", x, x) + 2 * jnp.eye(x.shape[1])[None]
 
 
-@step("p1", "p1", variants=35)
+@step("p1", "p1", variants=39)
 def along_features(x, j):
     """Work along the features: nothing here touches the axis of the groups."""
     f = x.shape[1]
@@ -193,6 +193,10 @@ def along_features(x, j):
         lambda: x * lax.stop_gradient(lax.linalg.lu(_squares(x))[0][:, 0]),
         lambda: x * lax.stop_gradient(jnp.linalg.inv(_squares(x))[:, 0]),
         lambda: lax.top_k(x + jnp.arange(f)[None] * 0.0137, 2)[0][:, :1] * jnp.cos(x),
+        lambda: lax.conv(x[:, None], np.full((1, 1, 2), 0.5), (1,), "SAME")[:, 0],
+        lambda: jnp.fft.rfft(lax.stop_gradient(x), axis=1).real[:, :1] * jnp.cos(x),
+        lambda: _pooled(lax.add, 0.0, x),
+        lambda: x[jnp.arange(N), (1 + jnp.arange(N)) % 2][:, None] * jnp.cos(x),
     )
     return works[j % len(works)]()
 
@@ -241,6 +245,70 @@ def over_features(x, g, j):
         lambda: jax.vmap(jax.random.uniform)(_keys(x)),
     )
     return bounded(works[j % len(works)]())
+
+
+def _pooled(combine, start, x):
+    """Over windows of two features, the first with itself."""
+    padded = jnp.concatenate([x[:, :1], x], axis=1)
+    ones = (1,) * x.ndim
+    return bounded(lax.reduce_window(padded, start, combine, (1, 2), ones, "VALID"))
+
+
+@step("p1 g1", "p1", variants=6)
+def windows(x, g, j):
+    """Pooling and convolutions, with derivatives in their kernel."""
+    x = _apart_features(x)
+    works = (
+        lambda: _pooled(lax.max, -jnp.inf, x),
+        lambda: -_pooled(lax.min, jnp.inf, x),
+        lambda: jax.jvp(lambda x: _pooled(lax.max, -jnp.inf, x), (x,), (jnp.sin(x),))[
+            1
+        ],
+        lambda: lax.conv(x[:, None], jnp.sin(g)[None, None, :2], (1,), "SAME")[:, 0],
+        lambda: lax.conv(x[:, :, None], jnp.outer(g, g)[..., None], (1,), "SAME")[
+            ..., 0
+        ],
+        lambda: lax.map(lambda row: jnp.sin(row * g), x),
+    )
+    return bounded(works[j % len(works)]())
+
+
+def _apart_features(x):
+    """Bounded rows, partitioned, without ties between neighbors."""
+    apart = jnp.sqrt(2.0 + jnp.arange(x.shape[1]))
+    return drjax.map_fn(lambda row: bounded(row) + 0.37 * apart, x)
+
+
+@step("p1 g1", "g1", variants=11)
+def written(x, g, j):
+    """Reductions over the groups that are written as such of any array."""
+    x = _apart(drjax.map_fn(jnp.cos, x))
+    works = (
+        lambda: x.sum(0),
+        lambda: g * jnp.mean(x),
+        lambda: x.max(0),
+        lambda: g * x.min(),
+        lambda: g @ (x.T @ jnp.sin(x)),
+        lambda: jnp.any(x > 0.4321, axis=0) * g,
+        lambda: jnp.all(x > 0.4321, axis=0) * g,
+        lambda: jax.nn.logsumexp(x, axis=0),
+        lambda: jnp.take(x, jnp.array([1, 7]), 0, mode="fill", fill_value=0.5).sum(0),
+        lambda: x[:2].sum(0) * g,
+        lambda: lax.scan(lambda c, row: (c + row * g, None), g, x)[0],
+    )
+    return bounded(works[j % len(works)]())
+
+
+@step("p1 g0 g1", "p1", variants=3)
+def changed(x, g, h, j):
+    """Some of the groups get other values."""
+    x = drjax.map_fn(jnp.cos, x)
+    works = (
+        lambda: x.at[1].set(h),
+        lambda: x.at[jnp.int32(4 * g)].add(h * g),
+        lambda: lax.dynamic_update_slice_in_dim(x, jnp.stack([h, h]), 1, 0),
+    )
+    return works[j % len(works)]()
 
 
 @step("p1 g0", "g1", variants=3)
