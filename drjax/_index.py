@@ -14,6 +14,7 @@ from typing import Any
 from jax.interpreters import batching
 
 from drjax import _rules
+from drjax._padding import own_numbers
 from drjax._partition import Partition
 from drjax._sharding import (
     all_row_numbers,
@@ -56,8 +57,10 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
         where = layout(axis.partition, axis.mesh)
         if where.sharded and axis_data.size == where.padded != where.per_device:
-            return all_row_numbers(where), 0
-        return vary(where.row_numbers(), where.axes), 0
+            return own_numbers(where, all_row_numbers(where), 0), 0
+        numbers = where.row_numbers()
+        numbers = own_numbers(where, numbers, numbers[:1])[: axis_data.size]
+        return vary(numbers, where.axes), 0
     index = partition_index_p.bind(partition=partition, mesh=mesh, per_group=per_group)
     return index, None
 

@@ -28,13 +28,17 @@ Sharp edges: a jaxpr that was retyped is not differentiated any more. `vmap` cos
 all-reduce per step of a `while_loop` whose condition differs from group to group.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from drjax import _compat
 from drjax._index import GroupAxis
+from drjax._padding import for_real_groups, like_nothing, own_rows, unless_empty
 from drjax._sharding import (
     Layout,
     first_row_numbers,
@@ -88,8 +92,35 @@ def run_groups(
         outs = over_rows(where, fn, by_rows)(*operands)
         return [vary(y, where.axes) for y in outs]
 
+    if where.uneven:
+        effects = bool(_compat.effects_of(jaxpr))
+        body = functools.partial(_on_padded_rows, where, fn, by_rows, effects)
     everywhere = [True] * len(jaxpr.out_avals)
-    return on_devices(where, body, args, by_rows, everywhere, _compat.check_vma())
+    return on_devices(
+        where, body, args, by_rows, everywhere, _compat.check_vma(), first=where.uneven
+    )
+
+
+def _on_padded_rows(where: Layout, fn: Callable, by_rows, effects: bool, *args) -> list:
+    """A per-group function on a device's slots, of which some may be padding."""
+    *operands, first = args
+    first = first[0]
+    numbers = first + lax.iota(jnp.int32, where.per_device)
+    if effects:
+        run = lambda count: _vmap(where, fn, by_rows, count, None)
+        return for_real_groups(where, numbers, where.few, run, operands, by_rows)
+
+    def work():
+        own = [
+            own_rows(where, numbers, x, x[:1]) if rows else x
+            for x, rows in zip(operands, by_rows, strict=True)
+        ]
+        return [vary(y, where.axes) for y in over_rows(where, fn, by_rows)(*own)]
+
+    def nothing():
+        return [vary(y, where.axes) for y in like_nothing(jax.eval_shape(work))]
+
+    return unless_empty(where, first, work, nothing)
 
 
 def inside(where: Layout, jaxpr):

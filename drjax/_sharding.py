@@ -12,8 +12,9 @@ through `on_devices`, in one of three modes:
 Sharp edges:
 
 * n not divisible by m: rows are padded with zeros to k * m by `lax.pad` (padding by
-  a concatenation or a gather costs collectives), and every reduction masks them.
-  JAX's types cannot express uneven shards, so Explicit axes refuse this.
+  a concatenation or a gather costs collectives), and every reduction masks them. The
+  work of groups never sees these zeros; see `_padding.py`. JAX's types cannot express
+  uneven shards, so Explicit axes refuse this.
 * A concrete `Mesh` that is not JAX's context mesh is invisible to jit, so operands
   are constrained to it outside the primitives.
 """
@@ -131,6 +132,16 @@ class Layout:
     @property
     def uneven(self) -> bool:
         return self.per_device * self.devices != self.partition.size
+
+    @property
+    def has_empty_devices(self) -> bool:
+        """Whether some device has no group at all."""
+        return self.partition.size <= self.per_device * (self.devices - 1)
+
+    @property
+    def few(self) -> int:
+        """The number of groups on the one device that has fewer than k, but some."""
+        return self.partition.size % self.per_device
 
     @property
     def sharded(self) -> bool:
@@ -366,11 +377,19 @@ def on_all_devices(
       args: The operands.
       partitioned_in: Which of them are partitioned.
     """
-    args = [
-        _laid_out(_pad_rows(as_operand(x, layout, p), layout), layout) if p else x
-        for x, p in zip(args, partitioned_in, strict=True)
-    ]
-    n = layout.partition.size  # what has fewer rows has one for each device
+    n = layout.partition.size
+
+    def operand(x):
+        padded = _laid_out(_pad_rows(as_operand(x, layout, True), layout), layout)
+        if not layout.uneven:
+            return padded
+        real = lax.iota(jnp.int32, layout.padded) < n  # the others hold group 0's row
+        real = lax.broadcast_in_dim(real, padded.shape, (0,))
+        return _laid_out(jnp.where(real, padded, padded[:1]), layout)
+
+    pairs = zip(args, partitioned_in, strict=True)
+    args = [operand(x) if p else x for x, p in pairs]
+    # What has fewer rows has one for each device.
     outs = [_laid_out(y, layout) for y in run(*args)]
     return [lax.slice_in_dim(y, 0, n) if y.shape[0] > n else y for y in outs]
 

@@ -11,6 +11,13 @@ from jax.sharding import AxisType
 
 from drjax import _compat
 from drjax._extrema import across_devices
+from drjax._padding import (
+    for_real_groups,
+    like_nothing,
+    own_numbers,
+    own_rows,
+    unless_empty,
+)
 from drjax._partials import Running, accumulator, identity, is_compensated, partial
 from drjax._primitives import LOW_PRECISION, psum
 from drjax._sharding import Layout, vary
@@ -28,14 +35,33 @@ class LocalWork:
         names = [v.name for v in stage.outputs]
         self._sources = [names.index(r.source.name) for r in sums]
         self._kept = [names.index(v.name) for v in kept]
+        self._effects = stage.forms is None and _compat.effects_of(stage.jaxpr)
 
     def run(self, first, rows: list, step: int | None) -> tuple[list, list]:
         """The device's sums, and the rows to keep; `first`: the number of its first."""
+        where = self.where
+        work = lambda: self._run(first, rows, step)
+
+        def nothing():
+            totals, kept = jax.eval_shape(work)
+            fills = [identity(r.op, r.source.dtype) for r in self.sums]
+            pairs = zip(totals, fills, strict=True)
+            totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
+            vary_all = lambda x: vary(x, where.axes)
+            return jax.tree.map(vary_all, (totals, like_nothing(kept)))
+
+        if self._effects:
+            return work()  # which knows for which groups
+        return unless_empty(where, first, work, nothing)
+
+    def _run(self, first, rows: list, step: int | None) -> tuple[list, list]:
         count = self.where.per_device
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
         if steps == 1 and not rest:
-            return self._chunk(first + lax.iota(jnp.int32, count), rows, alone=True)
+            numbers = first + lax.iota(jnp.int32, count)
+            own = [own_rows(self.where, numbers, x, x[:1]) for x in rows]
+            return self._chunk(first, numbers, own, self.where.few, alone=True)
 
         def chunk(start, size: int) -> tuple:
             # The rows are closed over and sliced: given as what the scan goes over,
@@ -43,7 +69,10 @@ class LocalWork:
             # array of all would be of size n.
             take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
             numbers = first + start + lax.iota(jnp.int32, size)
-            return self._chunk(numbers, [take(x, start) for x in rows])
+            own = [own_rows(self.where, numbers, take(x, start), x[:1]) for x in rows]
+            few = self.where.few
+            few = few % step if size == step else max(0, few - steps * step)
+            return self._chunk(first, numbers, own, few)
 
         def advance(totals, start, size: int = step):
             new, kept = chunk(start, size)
@@ -63,20 +92,35 @@ class LocalWork:
             kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
         return [total.value for total in totals], kept
 
-    def _chunk(self, numbers, rows: list, alone: bool = False) -> tuple[list, list]:
-        """The groups of a chunk: what they sum up to, and their rows to keep."""
-        args, others, shared = [numbers], iter(rows), iter(self.shared)
+    def _chunk(
+        self, first, numbers, rows: list, few: int, alone: bool = False
+    ) -> tuple[list, list]:
+        """The groups of a chunk: what they sum up to, and their rows to keep.
+
+        Args:
+          first: The number of the device's first group.
+          numbers: Those of the chunk's slots.
+          rows: What they hold of each partitioned input.
+          few: How many of the slots are groups, where some are padding.
+          alone: Whether this is the only chunk.
+        """
+        args: list = [own_numbers(self.where, numbers, first)]
+        others, shared = iter(rows), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(others) if value.partitioned else next(shared))
         if self.stage.forms is not None:
             mask = jnp.ones(numbers.shape, bool)
             if self.where.uneven:
                 mask = self.where.mask_padding(mask, numbers, False)
-            return run_batch(self.stage, self.kept, mask, numbers, args[1:])
+            return run_batch(self.stage, self.kept, mask, args[0], args[1:])
         count = numbers.shape[0]
         by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: call(self.stage, xs)
-        outs = _over_rows(one, count, by_rows)(*args)
+        if self.where.uneven and self._effects:
+            run = lambda count: _over_rows(one, count, by_rows)
+            outs = for_real_groups(self.where, numbers, few, run, args, by_rows)
+        else:
+            outs = _over_rows(one, count, by_rows)(*args)
         # In a loop the summands of one chunk take little memory: there it is slower.
         summed = self._summed(count, by_rows, args) if alone else {}
         totals = [

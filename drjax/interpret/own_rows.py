@@ -82,8 +82,9 @@ def _shared(eqn, known: _Known) -> list:
         return [eqn]
     operand, indices = (v.aval for v in eqn.invars[:2])
     join, last = known.definition.get(eqn.invars[1]), indices.ndim - 1
-    joins = join is not None and join.primitive is lax.concatenate_p
-    if not joins or join.params["dimension"] != last:
+    if join is None or join.primitive is not lax.concatenate_p:
+        return [eqn]
+    if join.params["dimension"] != last:
         return [eqn]
     columns = list(join.invars)
     if any(v.aval.shape[last] != 1 for v in columns):
@@ -128,7 +129,7 @@ def _counted(column: np.ndarray | None, size: int, taken) -> int | None:
     for b, length in enumerate(column.shape[:-1]):
         if length != size or b in taken:
             continue
-        others = [d for d in range(column.ndim) if d != b]
+        others = tuple(d for d in range(column.ndim) if d != b)
         if np.array_equal(column, np.broadcast_to(
             np.expand_dims(np.arange(size), others), column.shape
         )):  # fmt: skip
