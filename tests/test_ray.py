@@ -1,6 +1,7 @@
 """The Ray backend on two workers: the conformance test, and what is its own."""
 
 import importlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import drjax
 from drjax.backends import ray
-from drjax.backends.engine.groups import Parquet
+from drjax.backends.engine.groups import Groups, Parquet
 from tests.conformance import (
     Conformance,
     check_example,
@@ -34,10 +35,16 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def actors():
-    """Two warm workers for all plans of the tests."""
-    found = ray.Actors(2, ray_options={"num_cpus": 0})  # there is room for others
+    """Two warm workers for all plans of the tests: the defaults, on as many CPUs.
+
+    A worker that is taken for dead but lives leaves no room for the next one.
+    """
+    engine = importlib.import_module("ray")
+    engine.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    found = ray.Actors(2)
     yield found
     found.close()
+    engine.shutdown()
 
 
 class TestRay(Conformance):
@@ -47,7 +54,7 @@ class TestRay(Conformance):
     def _on(self, actors):
         def compile(plan, workers=2, **options):
             warm = actors if workers == actors.workers else workers
-            cores = {"num_cpus": 0.5}
+            cores = {"num_cpus": 0}  # all are taken
             return ray.compile(plan, workers=warm, ray_options=cores, **options)
 
         self.compile = compile
@@ -58,6 +65,43 @@ class TestRay(Conformance):
             weighted_plan(n).save(path)
             with ray.compile(drjax.load_plan(path), workers=actors) as run:
                 survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+
+    def test_calls_after_failed_ones(self):
+        n, (x, w) = 8, rows_for(8)
+
+        def loaded():
+            for i in range(n):
+                if i == 3:
+                    raise OSError("the disk is gone")
+                yield x[i], w[i]
+
+        with self.compile(weighted_plan(n), block_size=1) as run:
+            run(np.float32(2), (x, w))
+            begin = time.monotonic()
+            for _ in range(300):
+                with pytest.raises(drjax.EngineError, match="the disk is gone"):
+                    run(np.float32(2), Groups(loaded))
+                survivors(run(np.float32(2), (x, w)), np.ones(n, bool))
+                assert not run.report.lost
+                assert time.monotonic() - begin < 60, "it stalls"
+
+    def test_what_a_failed_call_left_at_work(self, actors):
+        n, (x, w) = 4, rows_for(4)
+        x[1] = -1  # its work goes on when group 0 has failed
+        work = lambda model, x: jax.lax.while_loop(
+            lambda y: x < 0, lambda y: y + 1, model * jnp.sqrt(x)
+        )
+        first = [*zip(x, w, strict=True)]
+        first[0] = np.zeros(2, np.float32), w[0]
+        options = {"timeout": 8.0, "retries": 0}
+        with self.compile(weighted_plan(n, work), block_size=1, **options) as run:
+            run(np.float32(2), rows_for(n))
+            with pytest.raises(drjax.EngineError, match="Group 0 failed"):
+                run(np.float32(2), Groups(first))
+            pids = {state.pid for state in actors.states()}
+            survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+            assert not run.report.lost
+            assert len(pids & {state.pid for state in actors.states()}) == 1
 
     def test_a_block_that_takes_too_long(self):
         n = 4
@@ -114,12 +158,12 @@ def test_more_workers_than_ray_has_room_for(monkeypatch, actors):
 
 
 def test_code_in_docs_runs(actors):
-    actors.open()  # so that Ray runs already
+    actors.close()  # so that Ray runs already, and has room
     run_docs("ray")
 
 
 def test_docstring_example_runs(actors):
-    actors.open()
+    actors.close()
     assert runs(ray.compile)
 
 

@@ -83,14 +83,15 @@ class Actors:
         self._options: dict[str, Any] = ray_options or {}
         self._ray = needed("ray", "ray", "drjax.backends.ray")
         self._actors: list[Any] = []
-        self._at: dict[Any, Any] = {}  # the actor of each block that is not fetched
+        self._at: dict[Any, Any] = {}  # of each block in flight: its actor, its number
+        self._left: dict[Any, Any] = {}  # the same of blocks that nobody waits for
         self.session = 0
 
     def open(self) -> None:
         ray = self._ray
         if self._actors and ray.is_initialized():
             return
-        self.session, self._at = self.session + 1, {}
+        self.session, self._at, self._left = self.session + 1, {}, {}
         _open.add(self)
         if not ray.is_initialized():
             ours = self._address is None
@@ -104,16 +105,7 @@ class Actors:
             if ours:
                 _starters.add(self)
         self._actors = [self._start() for _ in range(self.workers)]
-        try:
-            self._started(self._actors)
-        except ray.exceptions.GetTimeoutError as error:
-            resources = ray.cluster_resources()
-            self.close()
-            raise EngineError(
-                f"{self.workers} workers did not start on Ray within {_START} s. Its "
-                f"resources are {resources}, of which others have some: "
-                'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
-            ) from error
+        self._started(self._actors)
 
     def _start(self) -> Any:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
@@ -123,9 +115,19 @@ class Actors:
         return kind.options(max_restarts=0, **options).remote()
 
     def _started(self, actors: list[Any]) -> None:
-        self._ray.get([actor.state.remote() for actor in actors], timeout=_START)
+        try:
+            self._ray.get([actor.state.remote() for actor in actors], timeout=_START)
+        except self._ray.exceptions.GetTimeoutError as error:
+            resources = self._ray.cluster_resources()
+            self.close()
+            raise EngineError(
+                f"{self.workers} workers did not start on Ray within {_START} s. Its "
+                f"resources are {resources}, of which others have some: "
+                'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
+            ) from error
 
     def results(self, call: Call) -> Results:
+        self._settle(call.options.timeout)
         return flights.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -133,11 +135,11 @@ class Actors:
 
     def submit(self, work: Work, file: Any, shared: Any) -> Any:
         load = {id(actor): 0 for actor in self._actors}
-        for actor in self._at.values():
+        for actor, _ in (*self._at.values(), *self._left.values()):
             load[id(actor)] = load.get(id(actor), 0) + 1
         actor = min(self._actors, key=lambda actor: load[id(actor)])
         flight = actor.run.remote(file, work, shared)
-        self._at[flight] = actor
+        self._at[flight] = actor, work.number
         return flight
 
     def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
@@ -145,7 +147,7 @@ class Actors:
         return done
 
     def result(self, flight: Any) -> Done:
-        actor, errors = self._at.pop(flight), self._ray.exceptions
+        (actor, _), errors = self._at.pop(flight), self._ray.exceptions
         try:
             return self._ray.get(flight)
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
@@ -154,30 +156,50 @@ class Actors:
             raise Lost(f"a worker died: {first}") from error
 
     def abandon(self, flight: Any) -> None:
-        actor = self._at.pop(flight)
-        self._ray.kill(actor)
-        self._replace(actor)
+        self._replace(self._at.pop(flight)[0])
 
     def forget(self, flight: Any) -> None:
-        self._at.pop(flight)
-        self._ray.cancel(flight)  # if it has not begun
+        # Not by ray.cancel: an actor may then wait for the place of the canceled task
+        # in the order of its tasks for ever, and is taken for dead.
+        actor, number = self._left[flight] = self._at.pop(flight)
+        actor.skip.remote(number)
+
+    def _settle(self, timeout: float | None) -> None:
+        """Let go of what a call that failed has left at work.
+
+        What begins behind it would seem late: with a time limit it gets that time, and
+        then its worker is replaced.
+        """
+        if not self._left:
+            return
+        left, wait = [*self._left], 0 if timeout is None else timeout
+        done, late = self._ray.wait(left, num_returns=len(left), timeout=wait)
+        for flight in done:
+            del self._left[flight]
+        for flight in late if timeout is not None else ():
+            if flight in self._left:  # and its actor was not replaced for another one
+                self._replace(self._left[flight][0])
 
     def _replace(self, actor: Any) -> None:
-        if actor in self._actors:  # and not replaced already
-            new = self._actors[self._actors.index(actor)] = self._start()
-            self._started([new])  # its start is no part of a block's time
+        if actor not in self._actors:
+            return  # it was replaced already
+        # What is taken for dead may live, and would keep what the next one needs.
+        self._ray.kill(actor)
+        self._left = {k: v for k, v in self._left.items() if v[0] is not actor}
+        new = self._actors[self._actors.index(actor)] = self._start()
+        self._started([new])  # its start is no part of a block's time
 
     def states(self) -> list[State]:
         found = []
-        for actor in self._actors:
+        for state in [actor.state.remote() for actor in self._actors]:
             with suppress(self._ray.exceptions.RayActorError):  # it is being replaced
-                found.append(self._ray.get(actor.state.remote()))
+                found.append(self._ray.get(state))
         return found
 
     def close(self) -> None:
         for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
-        self._actors, self._at = [], {}
+        self._actors, self._at, self._left = [], {}, {}
         _open.discard(self)
         if _starters and not _open:  # nobody needs the Ray that was started here
             self._ray.shutdown()
@@ -193,8 +215,12 @@ class _Worker:
     def run(self, file: File, task: Work, shared: list[np.ndarray]) -> Done:
         return work.run(file, task, shared)
 
+    def skip(self, number: int) -> None:
+        work.skip(number)
+
     def state(self) -> State:
         return work.state()
 
 
-_Worker.state.__ray_concurrency_group__ = "asked"  # answers while a block runs
+for _method in (_Worker.skip, _Worker.state):  # what is done while a block runs
+    _method.__ray_concurrency_group__ = "asked"

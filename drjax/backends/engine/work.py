@@ -5,6 +5,7 @@ what it has loaded and compiled for as long as it lives, by the hash of the file
 """
 
 import functools
+import itertools
 import os
 import threading
 import time
@@ -90,6 +91,7 @@ class Work:
       size: How many groups the stage works on at once.
       check_nans: Whether to look for groups that yield a NaN.
       drop: Whether to go on without groups that fail.
+      number: What tells this task from others of the same driver.
     """
 
     stage: int
@@ -97,6 +99,7 @@ class Work:
     size: int
     check_nans: bool
     drop: bool
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,15 @@ class State:
       pid: Its process.
       groups: Numbers of the first and last group at work; None if it is idle.
       since: `time.time()` when it began with them.
+      task: The number of the task.
+      seconds: How long ago that was, by the clock of the worker.
     """
 
     pid: int = field(default_factory=os.getpid)
     groups: tuple[int, int] | None = None
     since: float = 0.0
+    task: int = 0
+    seconds: float = 0.0
 
 
 def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
@@ -250,24 +257,35 @@ def _has_nan(x: np.ndarray) -> bool:
 
 _files: dict[str, Loaded] = {}  # the latest last
 _state, _lock = State(), threading.Lock()
+_skipped: set[int] = set()
 _MOST = 4
 
 
 def run(file: File, work: Work, shared: list[np.ndarray]) -> Done:
     """Run a block in this process."""
+    if work.number in _skipped:
+        _skipped.remove(work.number)
+        return Done([], [], {}, 0, 0.0)
     with _lock:
         loaded = _files.pop(file.key, None) or Loaded(file)
         _files[file.key] = loaded
         while len(_files) > _MOST:
             _files.pop(next(iter(_files)))
     groups = work.block.groups
+    _state.task = work.number
     _state.groups, _state.since = (int(groups[0]), int(groups[-1])), time.time()
     try:
         return loaded.run(work, shared)
     finally:
         _state.groups = None
+        _skipped.discard(work.number)
+
+
+def skip(number: int) -> None:
+    """Do not begin a task that this process was sent: nobody waits for its result."""
+    _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 
 def state() -> State:
     """What this process is doing."""
-    return replace(_state)
+    return replace(_state, seconds=time.time() - _state.since)
