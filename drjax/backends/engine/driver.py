@@ -206,8 +206,10 @@ class _Run:
                     totals = self._take(block, done, told, ops, totals, made)
                     if bar is not None:
                         bar.update(int(block.valid.sum()))
-        except EngineError:
-            raise
+        except EngineError as error:
+            if error.group is None or error.round is not None:
+                raise
+            raise self._error(str(error), here, stage, error.group) from error
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise self._error(why, here, stage) from error

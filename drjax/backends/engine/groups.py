@@ -4,14 +4,14 @@ import bisect
 import glob
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax.backends.engine.extras import needed
 from drjax.interpret.arguments import flat_inputs
 from drjax.interpret.files import trees
@@ -25,8 +25,10 @@ class Groups:
 
     Args:
       items: One pytree for each group, in order: the group's row of the argument. An
-        iterable that can be gone through anew, once for each round that needs the
-        data; or a function that makes one.
+        iterable that can be gone through again, once for each round that needs the
+        data; or a function that makes one. A sequence, which has `__len__` and
+        `__getitem__`, is read by index: where an item raises, its group alone has
+        failed. An iterator that raises has no more items, so that the call fails.
 
     Example:
       >>> import drjax, jax.numpy as jnp, numpy as np
@@ -49,7 +51,10 @@ class Groups:
 
     def starting(self, group: int) -> Iterator[Any]:
         """The rows from that of this group on."""
-        items = iter(self.items() if callable(self.items) else self.items)
+        items = self.items() if callable(self.items) else self.items
+        indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
+        if indexed and not isinstance(items, Mapping):
+            return _Indexed(items, group)
         return itertools.islice(items, group, None)
 
     def bounds(self) -> list[int] | None:
@@ -58,6 +63,19 @@ class Groups:
     def identity(self) -> str:
         """What tells this data from other, as far as that is known."""
         return ""
+
+
+class _Indexed(Iterator):
+    """The items of a sequence from `start` on; it goes on after one that raises."""
+
+    def __init__(self, items: Any, start: int):
+        self._items, self._next = items, start
+
+    def __next__(self) -> Any:
+        if self._next >= len(self._items):
+            raise StopIteration
+        self._next += 1
+        return self._items[self._next - 1]
 
 
 class Remote(Groups):
@@ -235,7 +253,14 @@ class Source:
             yield from ((group, []) for group in range(start, stop))
             return
         group, text = start, f"The plan is for {self.n} groups, got"
-        for item in self.groups.starting(start):
+        items = iter(self.groups.starting(start))
+        while True:
+            try:
+                item = next(items)
+            except StopIteration:
+                break
+            except Exception as error:
+                item = self._unread(items, group, error)
             if group == stop:
                 if stop == self.n:
                     raise DrjaxValueError(f"{text} more.")
@@ -247,6 +272,18 @@ class Source:
             group += 1
         if group < stop:
             raise DrjaxValueError(f"{text} {group}.")
+
+    def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
+        why = f"loading group {group} raised {type(error).__name__}: {error}"
+        if isinstance(items, _Indexed):
+            return DrjaxValueError(why)
+        if group < self.n - 1:
+            why += (
+                f"; groups {group + 1} to {self.n - 1} cannot be read either, as an "
+                "iterator ends where it raises: give Groups a sequence, with __len__ "
+                "and __getitem__, whose items are read one by one"
+            )
+        raise EngineError(why, group=group) from error
 
     def leaves(self, item: Any) -> list[np.ndarray]:
         """A group's row as raw arrays; an error if it does not fit."""
@@ -265,14 +302,26 @@ class Source:
             self._tree = tree  # of the user's classes
         found = []
         for value, leaf in zip(self.values, leaves, strict=True):
-            array = as_array(leaf)
+            array = _uncast(value, leaf)
             if array.shape != value.shape or array.dtype != value.dtype:
+                fix = f": convert it to {value.dtype}" * (array.shape == value.shape)
                 raise DrjaxValueError(
                     f"its {value.name} is {array.dtype}{[*array.shape]}, but the plan "
-                    f"is for {value.dtype}{[*value.shape]}"
+                    f"is for {value.dtype}{[*value.shape]}{fix}"
                 )
             found.append(np.asarray(to_raw(array)))
         return found
+
+
+def _uncast(value: Value, leaf: Any) -> Any:
+    """A leaf of a group as an array: numpy's in its own dtype, whatever JAX has."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(leaf)
+    try:
+        return as_array(leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+        text = f"its {value.name} is {leaf!r:.60}, which is no array: {error}"
+        raise DrjaxTypeError(text) from error
 
 
 def as_array(x: Any) -> Any:
