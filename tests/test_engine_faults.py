@@ -1,15 +1,173 @@
-"""Groups whose data cannot be loaded or does not fit, and groups that never end."""
+"""Workers that are lost, groups that never end, groups whose data is wrong."""
+
+import time
 
 import numpy as np
 import pytest
 
 import drjax
 from drjax.backends.engine import local
+from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.groups import Groups
+from drjax.backends.engine.local import InProcess
+from drjax.backends.engine.options import Options
+from drjax.backends.engine.pool import Lost
+from drjax.backends.engine.work import State
 from tests.conformance import rows_for, survivors, weighted_plan
 from tests.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+# ---------------------------------------------------------------------------------
+# Workers that are lost, blocks that take too long
+
+
+class Unreliable(InProcess):
+    """A pool whose workers are lost with any block that has a group of `fatal`.
+
+    Blocks with a group of `slow` never end.
+    """
+
+    def __init__(self, fatal=(), losses=10**6, slow=()):
+        super().__init__(2)
+        self.fatal, self.losses, self.slow = set(fatal), losses, set(slow)
+        self.sent, self.abandoned, self._late, self._at = [], 0, set(), []
+
+    def submit(self, work, file, shared):
+        groups = [int(g) for g in work.block.groups[work.block.valid]]
+        self.sent.append(groups)
+        flight = super().submit(work, file, shared)
+        slow = [g for g in groups if g in self.slow]
+        if work.search and slow:
+            self._at.append(State(0, (slow[0], slow[0]), 0.0, work.number, 99.0))
+        if self.fatal & set(groups) and self.losses:
+            self.losses -= 1
+            flight.error = Lost("a worker died: of this group")
+        if self.slow & set(groups):
+            self._late.add(flight)
+        return flight
+
+    def wait(self, flights, timeout):
+        done = [f for f in flights if f not in self._late]
+        if not done:
+            time.sleep(timeout or 0)
+        return done
+
+    def abandon(self, flight):
+        self.abandoned += 1
+
+    def states(self):
+        return self._at
+
+
+def run_on(pool, n=9, **options):
+    runner = Runner(weighted_plan(n), pool, Options.checked(block_size=4, **options))
+    return runner, lambda: runner(np.float32(2), rows_for(n))
+
+
+def test_a_block_whose_worker_is_lost_is_tried_again():
+    run, call = run_on(pool := Unreliable(fatal=[5], losses=2))
+    survivors(call(), np.ones(9, bool))
+    assert pool.sent.count([4, 5, 6, 7]) == 4  # twice lost, then once in each round
+    assert run.report.lost == ["groups 4 to 7: a worker died: of this group"] * 2
+    assert not run.report.dropped
+
+
+def test_a_group_that_ends_its_workers_is_found():
+    pool = Unreliable(fatal=[5])
+    with pytest.raises(drjax.EngineError, match="Group 5 failed in round 1") as error:
+        run_on(pool, retries=1)[1]()
+    assert error.value.group == 5 and "a worker died" in str(error.value)
+    assert pool.sent.count([4, 5, 6, 7]) == 3 and [5] in pool.sent
+    run, call = run_on(Unreliable(fatal=[5, 8]), on_error="drop", retries=0)
+    survivors(call(), ~np.isin(np.arange(9), [5, 8]))
+    assert [*run.report.dropped] == [5, 8]
+    assert "dropped group 5: round 1, first" in str(run.report)
+
+
+def test_a_group_that_takes_too_long():
+    pool = Unreliable(slow=[2])
+    run, call = run_on(pool, on_error="drop", timeout=0.1, retries=1)
+    survivors(call(), np.arange(9) != 2)
+    assert pool.abandoned == 2  # the block, then the group
+    assert "took longer than 0.1 s" in run.report.dropped[2]
+    assert pool.sent.count([0, 1, 2, 3]) == 2 and pool.sent.count([0, 1, 3]) == 2
+
+
+@pytest.mark.parametrize("slow", [[1, 2], [0, 3], [3], [0, 1, 2, 3]])
+def test_groups_that_take_too_long_in_one_block(slow):
+    pool = Unreliable(slow=slow)
+    run, call = run_on(pool, on_error="drop", timeout=0.05, retries=0)
+    survivors(call(), ~np.isin(np.arange(9), slow))
+    assert pool.abandoned == 1 + len(slow) and [*run.report.dropped] == slow
+    with pytest.raises(drjax.EngineError, match=f"Group {slow[0]} failed .*0.05 s, al"):
+        run_on(Unreliable(slow=slow), timeout=0.05)[1]()
+
+
+def test_a_block_that_is_late_though_no_group_is():
+    class Together(Unreliable):
+        """Blocks of more than two groups never end, unless one by one."""
+
+        def submit(self, work, file, shared):
+            flight = super().submit(work, file, shared)
+            if not work.search and work.block.valid.sum() > 2:
+                self._late.add(flight)
+            return flight
+
+    run, call = run_on(pool := Together(), timeout=0.05, retries=1)
+    survivors(call(), np.ones(9, bool))
+    assert pool.sent.count([0, 1, 2, 3]) == 6  # in each round twice, and one by one
+    assert pool.sent.count([0, 1]) == 2 and not run.report.dropped
+
+
+def test_a_block_is_not_blamed_for_another_one():
+    class OneWorker(Unreliable):
+        """What waits behind a block that ends the worker is lost too."""
+
+        queue, gone = [], []
+
+        def __init__(self, fatal):
+            super().__init__(fatal)
+            self.workers = 1
+
+        def submit(self, work, file, shared):
+            flight = super().submit(work, file, shared)
+            self.queue = [*self.queue, flight]
+            return flight
+
+        def result(self, flight):
+            try:
+                found = super().result(flight)
+            except Lost:
+                self.gone = [f for f in self.queue if f is not flight]
+                raise
+            finally:
+                self.queue.remove(flight)
+            if flight in self.gone:
+                raise Lost("a worker died: of another block")
+            return found
+
+    n = 2
+    pool = OneWorker(fatal=[0])
+    options = Options.checked(block_size=2, on_error="drop", retries=0)
+    run = Runner(weighted_plan(n), pool, options)
+    survivors(run(np.float32(2), rows_for(n)), np.arange(n) == 1)
+    assert [*run.report.dropped] == [0]
+
+
+def test_what_fails_in_no_group_alone_names_round_and_stage():
+    class Broken(InProcess):
+        def result(self, flight):
+            raise OSError("the disk is full")
+
+    with pytest.raises(drjax.EngineError, match="OSError: the disk is full") as error:
+        run_on(Broken())[1]()
+    assert error.value.round == "1" and error.value.group is None
+    assert "The groups' work failed in round 1 of step, in first" in str(error.value)
+
+
+# ---------------------------------------------------------------------------------
+# Groups whose data is wrong, or cannot be loaded
 
 N, BAD = 8, 3
 
@@ -67,9 +225,9 @@ def test_an_iterator_ends_where_it_raises(how):
     data = Data(OSError("no disk"))
     run = local.compile(weighted_plan(N), block_size=2, on_error=how)
     text = (
-        "Group 3 failed in round 1 of step, in first.*: loading group 3 raised OSError: "
-        "no disk; groups 4 to 7 cannot be read either, as an iterator ends where it "
-        "raises: give Groups a sequence"
+        "Group 3 failed in round 1 of step, in first.*: loading group 3 raised "
+        "OSError: no disk; groups 4 to 7 cannot be read either, as an iterator ends "
+        "where it raises: give Groups a sequence"
     )
     with pytest.raises(drjax.EngineError, match=text) as error:
         run(np.float32(2), Groups(lambda: (data[i] for i in range(N))))

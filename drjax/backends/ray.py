@@ -22,6 +22,7 @@ from drjax.backends.engine.work import Done, File, State, Work
 from drjax.plan import Plan
 
 _START = 120  # seconds for all workers to start
+_ANSWER = 10  # seconds for a worker to say what it does
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
 
 
@@ -190,10 +191,11 @@ class Actors:
         self._started([new])  # its start is no part of a block's time
 
     def states(self) -> list[State]:
-        found = []
+        found, errors = [], self._ray.exceptions
         for state in [actor.state.remote() for actor in self._actors]:
-            with suppress(self._ray.exceptions.RayActorError):  # it is being replaced
-                found.append(self._ray.get(state))
+            # It is being replaced, or has no time to answer.
+            with suppress(errors.RayActorError, errors.GetTimeoutError):
+                found.append(self._ray.get(state, timeout=_ANSWER))
         return found
 
     def close(self) -> None:

@@ -22,10 +22,11 @@ class Options:
         if it is no float, for a group that was dropped.
       min_groups: With fewer survivors in a round the call fails all the same.
       check_nans: Whether a group that yields a NaN has failed.
-      timeout: Seconds for one block; then its worker is replaced, and the block tried
-        again. A worker compiles a stage within its first block. Default: no limit.
-      retries: How often a block is tried again whose worker was lost, before its
-        groups are tried by halves to find the one that fails.
+      timeout: Seconds for one block; then its worker is replaced, and the groups work
+        one by one: one that takes that long alone has failed, the others run again
+        together. A worker compiles a stage within its first block. Default: no limit.
+      retries: How often a block is tried again whose worker was lost, or that is late
+        though none of its groups is, before it is tried by halves.
       checkpoint: A folder for what has been computed, written after each round: the
         same call, made again after a crash, goes on from there. It is emptied at the
         end. Needs orbax-checkpoint.

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ class Work:
       check_nans: Whether to look for groups that yield a NaN.
       drop: Whether to go on without groups that fail.
       number: What tells this task from others of the same driver.
+      search: Whether the groups work one by one, without results: `state` tells
+        which one takes long.
     """
 
     stage: int
@@ -100,6 +103,7 @@ class Work:
     check_nans: bool
     drop: bool
     number: int = field(default_factory=itertools.count(1).__next__)
+    search: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,22 @@ class Loaded:
                     found[int(group)] = f"it yields NaN as {', '.join(names)}"
         return found
 
+    def search(self, work: Work, shared: list[np.ndarray], begin: Any) -> Done:
+        """Run the groups that take part one by one; `begin` is told each before it."""
+        start, block = time.perf_counter(), work.block
+        stage = self._stages[work.stage][0]
+        with jax.enable_x64(self.file.x64):
+            call, compiled = self._call(work.stage, batch=False), None
+            for i in np.flatnonzero(block.valid):
+                args = _inputs(stage, shared, [x[i] for x in block.rows])
+                args = *call.args, block.groups[i], *args
+                with suppress(Exception):  # `run` tells of what fails
+                    # Compiling is no part of a group's time.
+                    compiled = compiled or call.func.lower(*args).compile()
+                    begin(int(block.groups[i]), int(block.groups[i]))
+                    jax.block_until_ready(compiled(*args))
+        return Done([], [], {}, os.getpid(), time.perf_counter() - start)
+
     def _call(self, index: int, batch: bool):
         """A form of a stage, compiled when it is first used."""
         if (index, batch) not in self._compiled:
@@ -271,10 +291,15 @@ def run(file: File, work: Work, shared: list[np.ndarray]) -> Done:
         _files[file.key] = loaded
         while len(_files) > _MOST:
             _files.pop(next(iter(_files)))
-    groups = work.block.groups
-    _state.task = work.number
-    _state.groups, _state.since = (int(groups[0]), int(groups[-1])), time.time()
+
+    def begin(first: int, last: int) -> None:
+        _state.task, _state.since = work.number, time.time()
+        _state.groups = first, last
+
     try:
+        if work.search:
+            return loaded.search(work, shared, begin)
+        begin(int(work.block.groups[0]), int(work.block.groups[-1]))
         return loaded.run(work, shared)
     finally:
         _state.groups = None
