@@ -1,6 +1,8 @@
 """The Ray backend on two workers: the conformance test, and what is its own."""
 
 import importlib
+import subprocess
+import sys
 import time
 
 import jax
@@ -12,6 +14,7 @@ import drjax
 from drjax.backends import ray
 from drjax.backends.engine.groups import Groups, Parquet
 from tests.conformance import (
+    ROOT,
     Conformance,
     check_example,
     check_poisoned_file,
@@ -169,6 +172,48 @@ def test_docstring_example_runs(actors):
 
 def test_the_driver_is_killed(tmp_path):
     check_resume("ray", tmp_path / "run")
+
+
+RAYLET_KILLED = """
+import os, signal, subprocess, sys, threading, time
+import numpy as np
+import drjax
+from drjax.backends import ray
+from tests.conformance import rows_for, slow_work, survivors, weighted_plan
+
+def kill():
+    (pid,) = subprocess.check_output(
+        ["pgrep", "-P", str(os.getpid()), "-x", "raylet"], text=True
+    ).split()
+    os.kill(int(pid), signal.SIGKILL)
+
+n = 6
+args, good = (np.float32(2), rows_for(n)), np.ones(n, bool)
+run = ray.compile(weighted_plan(n, slow_work), workers=2, block_size=1)
+survivors(run(*args), good)
+for idle in (True, False):
+    threading.Timer(0.0 if idle else 0.5, kill).start()
+    time.sleep(1.0 if idle else 0.0)
+    begin = time.monotonic()
+    try:
+        run(*args)
+    except drjax.EngineError as error:
+        print("The error:", error)
+    assert time.monotonic() - begin < 10
+    survivors(run(*args), good)
+run.close()
+print("the end")
+"""
+
+
+def test_a_killed_raylet_is_an_error_and_the_next_call_works():
+    done = subprocess.run(
+        [sys.executable, "-c", RAYLET_KILLED],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = "The error: The raylet, Ray's process on this machine, has ended"
+    assert done.stdout.count(text) == 2 and "the end" in done.stdout, done.stdout
 
 
 def test_a_poisoned_file(tmp_path, actors):

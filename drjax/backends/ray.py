@@ -5,6 +5,7 @@ An actor that dies is replaced, and its blocks go to others.
 """
 
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,11 +19,13 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Lost, Results
+from drjax.backends.engine.watch import Listener
 from drjax.backends.engine.work import Done, File, State, Work
 from drjax.plan import Plan
 
 _START = 120  # seconds for all workers to start
 _ANSWER = 10  # seconds for a worker to say what it does
+_LOOK = 1.0  # seconds between looks whether Ray is still there
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
 
 
@@ -83,16 +86,18 @@ class Actors:
         self.workers, self._address = workers, address
         self._options: dict[str, Any] = ray_options or {}
         self._ray = needed("ray", "ray", "drjax.backends.ray")
+        self._raylet: Listener | None = None
         self._actors: list[Any] = []
         self._at: dict[Any, Any] = {}  # of each block in flight: its actor, its number
         self._left: dict[Any, Any] = {}  # the same of blocks that nobody waits for
         self.session = 0
 
     def open(self) -> None:
-        ray = self._ray
+        ray = self._live()
         if self._actors and ray.is_initialized():
             return
-        self.session, self._at, self._left = self.session + 1, {}, {}
+        self._reset()
+        self.session += 1
         _open.add(self)
         if not ray.is_initialized():
             ours = self._address is None
@@ -105,36 +110,72 @@ class Actors:
                 ray.init(log_to_driver=False, **settings)
             if ours:
                 _starters.add(self)
+        here = ray.get_runtime_context().get_node_id()
+        for node in ray.nodes():
+            if node["NodeID"] == here:
+                self._raylet = Listener(node["RayletSocketName"])
         self._actors = [self._start() for _ in range(self.workers)]
         self._started(self._actors)
+
+    def _live(self) -> Any:
+        """Ray, unless it has ended: to use it would then end this process too."""
+        if self._raylet is not None and self._raylet.ended():
+            for actors in [*_open]:
+                actors._reset()
+            _open.clear()
+            _starters.clear()
+            self._ray.shutdown()
+            raise EngineError(
+                "The raylet, Ray's process on this machine, has ended, and the workers "
+                "with it. It was killed, or the machine had too little memory: see "
+                "raylet.out in /tmp/ray/session_latest/logs. The next call starts "
+                "Ray again, unless an address was given to compile."
+            )
+        return self._ray
+
+    def _reset(self) -> None:
+        self._actors, self._at, self._left = [], {}, {}
+        if self._raylet is not None:
+            self._raylet.close()
+            self._raylet = None
 
     def _start(self) -> Any:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
-        kind = self._ray.remote(concurrency_groups={"asked": 1})(_Worker)
+        kind = self._live().remote(concurrency_groups={"asked": 1})(_Worker)
         return kind.options(max_restarts=0, **options).remote()
 
     def _started(self, actors: list[Any]) -> None:
-        try:
-            self._ray.get([actor.state.remote() for actor in actors], timeout=_START)
-        except self._ray.exceptions.GetTimeoutError as error:
+        ready = [actor.state.remote() for actor in actors]
+        if self._wait(ready, len(ready), _START)[1]:
             resources = self._ray.cluster_resources()
             self.close()
             raise EngineError(
                 f"{self.workers} workers did not start on Ray within {_START} s. Its "
                 f"resources are {resources}, of which others have some: "
                 'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
-            ) from error
+            )
+        self._ray.get(ready)
+
+    def _wait(self, flights: Sequence[Any], count: int, timeout: float | None):
+        """What is done when so many are, or after so many seconds; and the others."""
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            look = max(0.0, min(_LOOK, end - time.monotonic()))
+            found = self._live().wait([*flights], num_returns=count, timeout=look)
+            if len(found[0]) == count or time.monotonic() >= end:
+                return found
 
     def results(self, call: Call) -> Results:
         self._settle(call.options.timeout)
         return flights.results(self, call)
 
     def share(self, x: Any) -> Any:
-        return self._ray.put(x)
+        return self._live().put(x)
 
     def submit(self, work: Work, file: Any, shared: Any) -> Any:
+        self._live()
         load = {id(actor): 0 for actor in self._actors}
         for actor, _ in (*self._at.values(), *self._left.values()):
             load[id(actor)] = load.get(id(actor), 0) + 1
@@ -144,13 +185,12 @@ class Actors:
         return flight
 
     def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        done, _ = self._ray.wait([*flights], num_returns=1, timeout=timeout)
-        return done
+        return self._wait(flights, 1, timeout)[0]
 
     def result(self, flight: Any) -> Done:
         (actor, _), errors = self._at.pop(flight), self._ray.exceptions
         try:
-            return self._ray.get(flight)
+            return self._live().get(flight)
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
             first = str(error).strip().splitlines()[0]
@@ -162,8 +202,9 @@ class Actors:
     def forget(self, flight: Any) -> None:
         # Not by ray.cancel: an actor may then wait for the place of the canceled task
         # in the order of its tasks for ever, and is taken for dead.
-        actor, number = self._left[flight] = self._at.pop(flight)
-        actor.skip.remote(number)
+        if flight in self._at:  # and Ray has not ended
+            actor, number = self._left[flight] = self._at.pop(flight)
+            actor.skip.remote(number)
 
     def _settle(self, timeout: float | None) -> None:
         """Let go of what a call that failed has left at work.
@@ -174,7 +215,7 @@ class Actors:
         if not self._left:
             return
         left, wait = [*self._left], 0 if timeout is None else timeout
-        done, late = self._ray.wait(left, num_returns=len(left), timeout=wait)
+        done, late = self._wait(left, len(left), wait)
         for flight in done:
             del self._left[flight]
         for flight in late if timeout is not None else ():
@@ -201,7 +242,7 @@ class Actors:
     def close(self) -> None:
         for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
-        self._actors, self._at, self._left = [], {}, {}
+        self._reset()
         _open.discard(self)
         if _starters and not _open:  # nobody needs the Ray that was started here
             self._ray.shutdown()

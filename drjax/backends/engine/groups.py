@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,6 +18,14 @@ from drjax.interpret.files import trees
 from drjax.interpret.files.contents import WIDE
 from drjax.interpret.files.keys import is_key, raw_type, to_raw
 from drjax.plan import Plan, Value
+
+
+class Indexed(Protocol):
+    """Items that are read one by one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Groups:
@@ -40,8 +48,8 @@ class Groups:
       3.0
     """
 
-    def __init__(self, items: Iterable[Any] | Callable[[], Iterable[Any]]):
-        if not callable(items) and iter(items) is items:
+    def __init__(self, items: Iterable[Any] | Indexed | Callable[[], Any]):
+        if isinstance(items, Iterator):
             raise DrjaxTypeError(
                 "Groups needs what it can go through once for each round, got an "
                 f"iterator, {type(items).__name__}. Give a list, or a function that "
@@ -51,7 +59,7 @@ class Groups:
 
     def starting(self, group: int) -> Iterator[Any]:
         """The rows from that of this group on."""
-        items = self.items() if callable(self.items) else self.items
+        items: Any = self.items() if callable(self.items) else self.items
         indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
         if indexed and not isinstance(items, Mapping):
             return _Indexed(items, group)

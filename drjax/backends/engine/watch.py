@@ -1,0 +1,44 @@
+"""Whether the process that listens at a local socket has ended.
+
+Ray's client ends its own process without a word when it finds that the raylet, Ray's
+process on this machine, is gone. Who looks first can say what happened instead.
+"""
+
+import os
+import select
+import socket
+import struct
+
+
+class Listener:
+    """The process that listens at a socket.
+
+    Args:
+      path: That of the socket. Where the system cannot tell who listens (other than
+        Linux, or in another container) the process never seems to have ended.
+    """
+
+    def __init__(self, path: str):
+        self._descriptor: int | None = None
+        try:
+            with socket.socket(socket.AF_UNIX) as there:
+                there.connect(path)
+                size = struct.calcsize("3i")
+                told = there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+            pid, _, _ = struct.unpack("3i", told)
+            self._descriptor = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            return
+
+    def ended(self) -> bool:
+        """Whether it has; also if its parent has not asked for its exit status."""
+        if self._descriptor is None:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
