@@ -1,6 +1,11 @@
 """Workers that are lost, groups that never end, groups whose data is wrong."""
 
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +13,7 @@ import pytest
 import drjax
 from drjax.backends.engine import local
 from drjax.backends.engine.driver import Runner
+from drjax.backends.engine.exchange import Exchange
 from drjax.backends.engine.groups import Groups
 from drjax.backends.engine.local import InProcess
 from drjax.backends.engine.options import Options
@@ -238,3 +244,47 @@ def test_a_sequence_of_another_length():
     run = local.compile(weighted_plan(N + 1))
     text = "The plan is for 9 groups, got 8"
     raises(drjax.DrjaxError, text, run, np.float32(2), Groups(Data(np.copy)))
+
+
+# ---------------------------------------------------------------------------------
+# The driver is asked to end
+
+TERMINATED = """
+import os, signal, sys, time
+from drjax.backends.engine.exchange import Exchange
+
+own = sys.argv[1] == "own"
+if own:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+first, second = (Exchange(1, files=None) for _ in range(2))
+for each in (first, second):
+    each.open()
+second.close()
+print(first._ours, flush=True)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+finally:
+    assert first._ours.exists()
+"""
+
+
+@pytest.mark.parametrize("handler, status", [("none", 143), ("own", 7)])
+def test_temporary_folders_are_removed_after_sigterm(handler, status):
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED, handler], capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.name.startswith("drjax-") and not folder.exists()
+
+
+def test_the_handler_of_sigterm_is_there_while_a_folder_is():
+    before = signal.getsignal(signal.SIGTERM)
+    files: Any = None
+    engine = Exchange(1, files)
+    engine.open()
+    if before is signal.SIG_DFL:
+        assert signal.getsignal(signal.SIGTERM) is not before
+    engine.close()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -6,8 +6,6 @@ An engine says how to run an `Order`, and with which files.
 """
 
 import itertools
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drjax.backends.engine import spool
+from drjax.backends.engine import spool, temporary
 from drjax.backends.engine.blocks import Cut, blocks
 from drjax.backends.engine.combine import Totals
 from drjax.backends.engine.groups import Lazy
@@ -128,11 +126,11 @@ class Exchange:
 
     def open(self) -> None:
         if self._ours is None:
-            self._ours = Path(tempfile.mkdtemp(prefix="drjax-"))
+            self._ours = temporary.make()
 
     def close(self) -> None:
         if self._ours is not None:
-            shutil.rmtree(self._ours, ignore_errors=True)
+            temporary.remove(self._ours)
             self._ours = None
 
     def results(self, call: Call) -> Results:

@@ -1,0 +1,46 @@
+"""Temporary folders that end with the process, also when it gets SIGTERM.
+
+Python's own reaction to SIGTERM is to end at once: neither `finally` nor `atexit` runs.
+While there is a folder, the signal raises SystemExit instead, as it does where Ray is
+used; a handler that the program has set itself is left alone.
+"""
+
+import atexit
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+_folders = set[Path]()
+
+
+def make() -> Path:
+    """A new folder."""
+    if not _folders and threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _exit)
+    path = Path(tempfile.mkdtemp(prefix="drjax-"))
+    _folders.add(path)
+    return path
+
+
+def remove(path: Path) -> None:
+    """Remove such a folder with all that is in it."""
+    shutil.rmtree(path, ignore_errors=True)
+    _folders.discard(path)
+    if not _folders and threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) is _exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: Any) -> None:
+    sys.exit(128 + number)  # as a shell reports a process that a signal ended
+
+
+@atexit.register
+def _remove_all() -> None:
+    for path in [*_folders]:
+        remove(path)
