@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends.engine import local
+from drjax.backends.engine import local, work
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.exchange import Exchange
 from drjax.backends.engine.groups import Groups
@@ -244,6 +244,27 @@ def test_a_sequence_of_another_length():
     run = local.compile(weighted_plan(N + 1))
     text = "The plan is for 9 groups, got 8"
     raises(drjax.DrjaxError, text, run, np.float32(2), Groups(Data(np.copy)))
+
+
+@pytest.mark.parametrize("bad", [[0, 2999], [1234], range(2900), range(3000)])
+def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
+    tried = []
+
+    def failing(self, work, stage, block, shared, suspects):
+        tried.append(len(suspects))
+        return one_by_one(self, work, stage, block, shared, suspects)
+
+    one_by_one = work.Loaded._failing
+    monkeypatch.setattr(work.Loaded, "_failing", failing)
+    n, (x, w) = 3000, rows_for(3000)
+    good = ~np.isin(np.arange(n), bad)
+    keys = {"on_error": "drop", "check_nans": True, "min_groups": 0}
+    run = local.compile(weighted_plan(n), block_size=n, **keys)
+    out = run(np.float32(2), (np.where(good, x, -x), w))
+    assert sorted(run.report.dropped) == [*bad]
+    assert sum(tried) <= (128 if len(bad) < 3 else n)
+    if good.any():
+        survivors(out, good)
 
 
 # ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ arrays, random keys as raw data. `Runner` is what every engine's `compile` retur
 import hashlib
 import time
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from drjax._errors import EngineError
 from drjax.backends import loops
 from drjax.backends.engine import checkpoint
+from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.combine import Totals, add, result
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.groups import Lazy, empty_rows, inputs, survivors
@@ -57,6 +59,7 @@ class Runner:
         self.file = File(data, hashlib.sha256(data).hexdigest(), x64)
         self._servers: dict[int, Any] = {}
         self._places = {id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))}
+        self._sizes: dict[int, BlockSize] = {}  # by place
         self.report = Report()
         self.known: dict[str, Any] = {}  # to the engine
 
@@ -104,6 +107,15 @@ class Runner:
     def place(self, a_round: Round) -> int:
         """Where a round is in the file, for workers."""
         return self._places[id(a_round)]
+
+    def block_size(self, a_round: Round) -> BlockSize:
+        """That of a round, as far as it is not an option."""
+        place, n = self.place(a_round), self.plan.size
+        if place not in self._sizes:
+            self._sizes[place] = BlockSize(
+                a_round, n, self.engine.workers, self.options.timeout
+            )
+        return self._sizes[place]
 
     def close(self) -> None:
         """End the workers, unless they were given to `compile`."""
@@ -188,12 +200,14 @@ class _Run:
         totals: Totals = [None] * len(ops)
         made = [empty_rows(value, n) for value in rows]
         dropped = len(self.report.dropped)
+        size = runner.block_size(a_round)
+        blocks: list[Done] = []
         call = Call(
             runner.file, runner.place(a_round), f"round {here}, {stage.name}", ops,
             [x for v, x in pairs if not v.partitioned],
             [x for v, x in pairs if v.partitioned],
-            self.alive.copy(), options.groups_per_block(n, runner.engine.workers),
-            options, self.report.lost.append, runner.known,
+            self.alive.copy(), min(options.block_size or size.value, n), options,
+            self.report.lost.append, runner.known,
         )  # fmt: skip
         try:
             with (
@@ -204,6 +218,8 @@ class _Run:
                     for group, why in done.failed.items():
                         self._fail(group, why, here, stage)
                     totals = self._take(block, done, told, ops, totals, made)
+                    if done.pid and len(block.groups) == call.size:
+                        blocks.append(replace(done, partials=[], rows=[]))
                     if bar is not None:
                         bar.update(int(block.valid.sum()))
         except EngineError as error:
@@ -214,6 +230,8 @@ class _Run:
             why = f"{type(error).__name__}: {error}"
             raise self._error(why, here, stage) from error
         told.seconds = time.perf_counter() - start
+        if options.block_size is None:
+            size.measure(blocks)
         if told.groups < options.min_groups:
             raise self._error(
                 f"{told.groups} of {n} groups survive, but min_groups="

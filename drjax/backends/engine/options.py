@@ -14,8 +14,12 @@ class Options:
 
     Attributes:
       block_size: How many groups a worker works on at once. Default: such that each
-        worker gets four blocks, but at most 256. Sums within a block are made in the
-        dtype of the program; blocks are added up in float64.
+        worker gets four blocks, of at most 16 MB of inputs and results (or the results
+        of four groups, if these are larger). In later rounds there are fewer blocks if
+        they take less than 20 ms, and smaller ones if they take more than 5 s, or than
+        a fourth of `timeout`. Sums within a block are made in the dtype of the program;
+        blocks are added up in float64. The last bits of results depend on the size:
+        give it where they must be the same in each run.
       on_error: What a group that fails does: `"raise"` an `EngineError`, or `"drop"`
         out for the rest of the call. Sums are then over the survivors, means are
         divided by their number, and what is returned for each group is NaN, or zero
@@ -77,8 +81,3 @@ class Options:
                 f"timeout must be a positive number of seconds, got {options.timeout}."
             )
         return options
-
-    def groups_per_block(self, n: int, workers: int) -> int:
-        """The size of blocks of n groups."""
-        size = self.block_size or min(256, -(-n // (4 * workers)))
-        return max(1, min(size, n))

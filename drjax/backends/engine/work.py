@@ -161,6 +161,9 @@ def rows_of(plan: Plan, a_round: Round) -> list[Value]:
     return [v for v in a_round.local.outputs if v.name in kept]
 
 
+_FEW, _HALVINGS = 64, 128  # groups that are tried one by one; most batches to find them
+
+
 class Loaded:
     """A plan file in a worker."""
 
@@ -189,7 +192,11 @@ class Loaded:
                 outs, error = [], caught
             if error is None and not (work.check_nans and _nans(outs, block, partials)):
                 break
-            found = self._failing(work, stage, block, shared)
+            if error is None:
+                suspects = self._suspects(work, stage, block, shared, partials)
+            else:
+                suspects = np.flatnonzero(block.valid)
+            found = self._failing(work, stage, block, shared, suspects)
             if not found:
                 break
             failed |= found
@@ -212,10 +219,34 @@ class Loaded:
         call = self._call(work.stage, batch=True)
         return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
 
-    def _failing(self, work: Work, stage: Stage, block: Block, shared) -> dict:
+    def _suspects(
+        self, work: Work, stage: Stage, block: Block, shared, partials: int
+    ) -> np.ndarray:
+        """Some groups among which are all that yield NaN, by halving the block.
+
+        A block may have many groups, of which few yield one; where many do, halving
+        ends: it would be slower than to try each.
+        """
+        found, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
+        while parts:
+            part = parts.pop()
+            if len(part) <= _FEW or left <= 0:
+                found.append(part)
+                continue
+            middle = len(part) // 2
+            for half in (part[middle:], part[:middle]):
+                only = block.without(~np.isin(np.arange(len(block.groups)), half))
+                left -= 1
+                if _nans(self._batch(work, stage, only, shared), only, partials):
+                    parts.append(half)
+        return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
+
+    def _failing(
+        self, work: Work, stage: Stage, block: Block, shared, suspects: np.ndarray
+    ) -> dict[int, str]:
         """Why groups fail, by number: each alone, in the form for one group."""
         call, found = self._call(work.stage, batch=False), {}
-        for i in np.flatnonzero(block.valid):
+        for i in suspects:
             args = _inputs(stage, shared, [x[i] for x in block.rows])
             group = block.groups[i]
             try:

@@ -1,0 +1,74 @@
+"""How many groups a block has, where the options do not say so.
+
+In the first round that runs a stage it is what fits into some bytes of the groups'
+inputs and results, but so little that each worker gets several blocks: one of them may
+be slower. Each block sends a partial reduction to the driver: where these are large, a
+block may hold the results of a few groups, so that not each one is sent.
+Later rounds know how long blocks take: short ones are joined, as each costs the driver
+and its worker about a millisecond, and long ones are cut.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from drjax.backends.engine.work import Done
+from drjax.interpret.files.keys import raw_type
+from drjax.plan import Round, Value
+
+_BYTES = 16 << 20  # of inputs and results of a block: sent in some 10 ms
+_RESULTS = 4  # as many bytes as so many partial reductions, if that is more
+_LEAST = 256  # bytes that a group needs anyway: some Python objects while it is read
+_BLOCKS = 4  # for each worker
+_SHORT, _LONG = 0.02, 5.0  # seconds that a block should take at least, and at most
+_CHANGES = 2  # each one compiles the stage again in all workers
+
+
+class BlockSize:
+    """That of one stage.
+
+    Args:
+      a_round: The round whose groups run it.
+      n: How many groups there are.
+      workers: How many workers there are.
+      timeout: Seconds after which a block is late, or None.
+    """
+
+    def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
+        stage = a_round.local
+        rows = [v for v in stage.inputs if v.partitioned]
+        size = sum(map(_bytes, (*rows, *stage.outputs)))
+        sent = sum(_bytes(reduce.result) for reduce in a_round.partials)
+        self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, size))
+        self._all = -(-n // workers)  # of one worker
+        self.value = max(1, min(self._fits, -(-n // (_BLOCKS * workers))))
+        self._long = _LONG if timeout is None else min(_LONG, timeout / 4)
+        self._compiled: set[int] = set()  # processes that have run a block of this size
+        self._left = _CHANGES
+
+    def measure(self, blocks: Sequence[Done]) -> None:
+        """Choose the next size by the blocks of a round of this one."""
+        seconds = []
+        for done in blocks:
+            if done.pid in self._compiled:
+                seconds.append(done.seconds)
+            self._compiled.add(done.pid)  # a first block is compiled, too
+        if not seconds or not self._left:
+            return
+        took = statistics.median(seconds)
+        wanted = self.value
+        if took < _SHORT:
+            joined = int(self.value * _SHORT / max(took, 1e-6))
+            wanted = max(self.value, min(joined, self._all, self._fits))
+        elif took > self._long:
+            wanted = max(1, int(self.value * self._long / (2 * took)))
+        if not self.value / 2 < wanted < 2 * self.value:
+            self.value = wanted
+            self._compiled.clear()
+            self._left -= 1
+
+
+def _bytes(value: Value) -> int:
+    raw = raw_type(value)
+    return int(np.prod(raw.shape)) * np.dtype(raw.dtype).itemsize
