@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,17 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Lost, Results
+from drjax.backends.engine.resident import ResidentRows
 from drjax.backends.engine.watch import Listener
 from drjax.backends.engine.work import Done, File, State, Work
 from drjax.plan import Plan
 
+Arrays = list[np.ndarray]
 _START = 120  # seconds for all workers to start
 _ANSWER = 10  # seconds for a worker to say what it does
 _LOOK = 1.0  # seconds between looks whether Ray is still there
+_INLINE = 64 << 10  # bytes that go into the message itself
+_RESIDENT = 0.25  # of the object store, for rows that are the same in each round
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
 
 
@@ -87,7 +92,9 @@ class Actors:
         self._options: dict[str, Any] = ray_options or {}
         self._ray = needed("ray", "ray", "drjax.backends.ray")
         self._raylet: Listener | None = None
+        self._rows: ResidentRows
         self._actors: list[Any] = []
+        self._files: dict[Any, set[Any]] = {}  # those that each actor has
         self._at: dict[Any, Any] = {}  # of each block in flight: its actor, its number
         self._left: dict[Any, Any] = {}  # the same of blocks that nobody waits for
         self.session = 0
@@ -110,10 +117,13 @@ class Actors:
                 ray.init(log_to_driver=False, **settings)
             if ours:
                 _starters.add(self)
-        here = ray.get_runtime_context().get_node_id()
+        here, limit = ray.get_runtime_context().get_node_id(), 0
         for node in ray.nodes():
             if node["NodeID"] == here:
                 self._raylet = Listener(node["RayletSocketName"])
+                store = node["Resources"].get("object_store_memory", 0)
+                limit = int(_RESIDENT * store)
+        self._rows = ResidentRows(self.share, self._get, limit)
         self._actors = [self._start() for _ in range(self.workers)]
         self._started(self._actors)
 
@@ -134,7 +144,8 @@ class Actors:
         return self._ray
 
     def _reset(self) -> None:
-        self._actors, self._at, self._left = [], {}, {}
+        self._actors, self._at, self._left, self._files = [], {}, {}, {}
+        self._rows = ResidentRows(self.share, self._get, 0)
         if self._raylet is not None:
             self._raylet.close()
             self._raylet = None
@@ -169,10 +180,18 @@ class Actors:
 
     def results(self, call: Call) -> Results:
         self._settle(call.options.timeout)
+        self._rows.begin()
         return flights.results(self, call)
 
     def share(self, x: Any) -> Any:
+        if isinstance(x, list) and sum(y.nbytes for y in x) <= _INLINE:
+            return x
         return self._live().put(x)
+
+    def _get(self, reference: Any) -> Any:
+        if isinstance(reference, list):
+            return reference
+        return self._live().get(reference)
 
     def submit(self, work: Work, file: Any, shared: Any) -> Any:
         self._live()
@@ -180,7 +199,13 @@ class Actors:
         for actor, _ in (*self._at.values(), *self._left.values()):
             load[id(actor)] = load.get(id(actor), 0) + 1
         actor = min(self._actors, key=lambda actor: load[id(actor)])
-        flight = actor.run.remote(file, work, shared)
+        block, known = work.block, self._files.setdefault(actor, set())
+        key = file, work.stage, int(block.groups[0]), len(block.groups)
+        rows = self._rows.reference(key, block.rows)
+        work = replace(work, block=replace(block, rows=[]))
+        given = None if file in known else file
+        known.add(file)
+        flight = actor.run.remote(file.hex(), given, work, rows, shared)
         self._at[flight] = actor, work.number
         return flight
 
@@ -228,6 +253,7 @@ class Actors:
         # What is taken for dead may live, and would keep what the next one needs.
         self._ray.kill(actor)
         self._left = {k: v for k, v in self._left.items() if v[0] is not actor}
+        self._files.pop(actor, None)
         new = self._actors[self._actors.index(actor)] = self._start()
         self._started([new])  # its start is no part of a block's time
 
@@ -255,8 +281,16 @@ _open, _starters = set[Actors](), set[Actors]()  # who is at work; who started R
 class _Worker:
     """What an actor is."""
 
-    def run(self, file: File, task: Work, shared: list[np.ndarray]) -> Done:
-        return work.run(file, task, shared)
+    def __init__(self):
+        self._files: dict[str, File] = {}
+
+    def run(
+        self, key: str, file: File | None, task: Work, rows: Arrays, shared: Arrays
+    ) -> Done:
+        if file is not None:
+            self._files[key] = file
+        task = replace(task, block=replace(task.block, rows=rows))
+        return work.run(self._files[key], task, shared)
 
     def skip(self, number: int) -> None:
         work.skip(number)
