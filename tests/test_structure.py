@@ -22,7 +22,7 @@ CODE = [
 ]
 
 LAYERS = (
-    {"_errors", "_listing", "_partition", "plan"},
+    {"_errors", "_listing", "_partition", "_storage", "plan"},
     {
         "_compat", "_compat_checks", "_structure", "_summing", "_fused", "_rules",
         "_scope", "_sharding", "_planning", "_primitives", "_index", "_map",

@@ -1,35 +1,55 @@
 """What has been computed in a call, on disk, so that the call can go on after a crash.
 
-The unit is a *note*: the results of one round's groups, or how far a loop is. Notes of
-rounds inside a loop are dropped when the step is done, so that what is saved does not
-grow with the number of rounds, except by what a loop stacks. Server stages are run
-again: they are cheap, and the same.
+The unit is an *entry*: the results of one round's groups, or how far a loop is.
+Entries of rounds inside a loop are dropped when the step is done, so that what is saved
+does not grow with the number of rounds, except by what a loop stacks. Server stages are
+run again: they are cheap, and the same.
+
+A checkpoint is a folder of *steps*, files that each hold all entries of a moment:
+
+    text "drjax checkpoint 1\\n" | header: length as 8 bytes, JSON | arrays | SHA-256
+
+The header has the fingerprint of the call, and names, dtypes and shapes of the entries.
+The hash is that of all before it: a step that was damaged or cut off is recognized, and
+the one before it is used. Two steps are kept. One driver at a time has the folder.
 """
 
 import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from drjax import _storage
 from drjax._errors import EngineError
-from drjax.backends.engine.extras import needed
+from drjax.backends.engine import folder_lock
 from drjax.backends.engine.groups import Lazy
 from drjax.backends.engine.options import Options
 
 Note = list[np.ndarray]
 
+_MAGIC = b"drjax checkpoint 1\n"
+_STEP = re.compile(r"step-(\d+)")
+_KEPT = 2
+_HASH = hashlib.sha256().digest_size
+
 
 class Notes:
-    """Notes by the place in the plan; these live as long as the call."""
+    """Entries by the place in the plan; these live as long as the call."""
 
     resumed = 0
 
     def get(self, key: str) -> Note | None:
-        """The note of a place."""
+        """The entry of a place."""
 
     def put(self, key: str, note: Note, over: str | None = None) -> None:
-        """Make a note, and forget those of places that begin with `over`."""
+        """Add an entry, and forget those of places that begin with `over`."""
 
     def write(self) -> None:
         """Called before the groups work: write what is new."""
@@ -40,47 +60,99 @@ class Notes:
     def clear(self) -> None:
         """The call has come to its end."""
 
+    def __enter__(self) -> "Notes":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except EngineError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # what failed first is what is raised
+
 
 class Saved(Notes):
-    """Notes in a folder, written by orbax-checkpoint, in the background.
+    """Entries in a folder, written in the background.
 
     Args:
-      folder: The folder.
-      key: What call it is: notes of another are an error.
+      folder: The folder: a path, or a URL that fsspec knows.
+      key: The fingerprint of the call: entries of another call are an error.
+
+    Raises:
+      EngineError: The folder cannot be used, is in use, or no step of it is whole.
     """
 
     def __init__(self, folder: str | Path, key: str):
-        self._ocp = needed("orbax.checkpoint", "ray", "checkpoint=")
-        self._folder = Path(folder).resolve()
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=2)
-        self._manager = self._ocp.CheckpointManager(self._folder, options=options)
-        self._key, self._notes, self._new = key, {}, False
-        self._step = self._manager.latest_step() or 0
-        if self._step:
+        self._key, self._notes, self._is_new = key, dict[str, Note](), False
+        self._steps: list[str] = []  # that are whole, the newest last
+        self._others: list[str] = []
+        self._step, self._saving = 0, None
+        try:
+            self._folder = _storage.folder(_storage.locate(folder))
+            self._folder.make()
+            self._lock = folder_lock.acquire(self._folder)
+        except folder_lock.LockedError as error:
+            raise EngineError(
+                f"The checkpoint folder {folder} is in use by {error}. Wait until that "
+                "call has ended, or give another folder as checkpoint=."
+            ) from error
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise EngineError(
+                "checkpoint= needs a folder that can be written, or a URL that fsspec "
+                f"knows, got {str(folder)!r}: {error}. Give another folder, or remove "
+                "what is in its place."
+            ) from error
+        self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
+        try:
             self._restore()
+        except BaseException:
+            self._release()
+            raise
         self.resumed = len(self._notes)
 
     def _restore(self) -> None:
-        args = self._ocp.args
-        told = self._manager.restore(
-            self._step, args=args.Composite(about=args.JsonRestore())
-        )["about"]
-        if told["key"] != self._key:
-            self.close()
+        """Take the entries of the newest step that is whole."""
+        try:
+            if isinstance(self._folder, _storage.LocalFolder):
+                self._folder.remove_parts()
+            names = self._folder.names()
+        except OSError as error:
+            raise self._error(
+                "", "cannot be read", error, "Make it readable, or give another folder."
+            ) from error
+        steps = sorted((int(m[1]), m[0]) for m in map(_STEP.fullmatch, names) if m)
+        self._step = steps[-1][0] if steps else 0
+        damaged: list[str] = []
+        for _, name in reversed(steps):
+            try:
+                key, notes = _parse(self._folder.read(name))
+            except (LookupError, OSError, TypeError, ValueError) as error:
+                damaged.append(f"{self._folder.location(name)} ({error})")
+                self._others.append(name)
+                continue
+            if key != self._key:
+                raise EngineError(
+                    f"The checkpoint in {self._folder.location('').rstrip('/')} is of "
+                    "another call: of another plan or of other arguments. Give another "
+                    "folder, or remove it."
+                )
+            self._notes, self._steps = notes, [name]
+            break
+        text = f"The checkpoint has files that cannot be used: {', '.join(damaged)}. "
+        if damaged and not self._steps:
             raise EngineError(
-                f"The checkpoint in {self._folder} is of another call: of another plan "
-                "or of other arguments. Give another folder, or remove it."
+                f"{text}No step before them is left to go on from. Copy them again "
+                "from where they are whole, or remove them to start the call from the "
+                "beginning."
             )
-        state = self._manager.restore(
-            self._step, args=args.Composite(state=args.StandardRestore())
-        )["state"]
-        for name, parts in told["notes"].items():
-            note = []
-            for part, (dtype, shape) in parts.items():
-                flat = np.asarray(state["x"][part]).view(np.dtype(dtype))
-                count = int(np.prod(shape))
-                note.append(flat[:count].reshape(shape))
-            self._notes[name] = note
+        if damaged:
+            name = self._folder.location(self._steps[0])
+            warnings.warn(
+                f"{text}The call goes on from the step before, {name}: what was "
+                "computed after it is computed again.",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
 
     def get(self, key: str) -> Note | None:
         return self._notes.get(key)
@@ -90,49 +162,139 @@ class Saved(Notes):
             gone = [k for k in self._notes if k.startswith(over)]
             for k in gone:
                 del self._notes[k]
-        self._notes[key], self._new = note, True
+        self._notes[key], self._is_new = note, True
 
     def write(self) -> None:
-        if not self._new:
+        if not self._is_new:
             return
-        self._new = False
+        self._is_new = False
+        self._wait()
+        if self._lock.lost:
+            raise EngineError(
+                f"The checkpoint folder {self._folder.location('')} was taken by "
+                "another driver, as this one did not renew its lock in "
+                f"{folder_lock.EXPIRY:.0f} s. Let one of them end, and make its call "
+                "again with another folder."
+            )
         self._step += 1
-        arrays, about = {}, {}
-        for name, parts in self._notes.items():
-            about[name] = {}
-            for x in parts:
-                part = str(len(arrays))
-                about[name][part] = [str(x.dtype), [*x.shape]]
-                arrays[part] = _bytes(x)
-        args = self._ocp.args
-        self._manager.save(
-            self._step,
-            args=args.Composite(
-                state=args.StandardSave({"x": arrays}),
-                about=args.JsonSave({"key": self._key, "notes": about}),
-            ),
+        self._saving = self._thread.submit(
+            self._save, f"step-{self._step:09}", dict(self._notes)
+        )
+
+    def _save(self, name: str, notes: dict[str, Note]) -> None:
+        self._folder.write(name, _chunks(self._key, notes))
+        self._steps.append(name)
+        old = [*self._others, *self._steps[:-_KEPT]]
+        self._others, self._steps = [], self._steps[-_KEPT:]
+        for step in old:
+            with suppress(OSError):  # it is removed with the folder's others
+                self._folder.remove(step)
+
+    def _wait(self) -> None:
+        """Until all that was to be written is.
+
+        Raises:
+          EngineError: It cannot be written.
+        """
+        saving: Future | None = self._saving
+        self._saving = None
+        if saving is None:
+            return
+        try:
+            saving.result()
+        except OSError as error:
+            kept = "What was saved before is kept. " if self._steps else ""
+            raise self._error(
+                f"step-{self._step:09}", "cannot be written", error,
+                f"{kept}Free space there, or make it writable, and make the same call "
+                "again.",
+            ) from error  # fmt: skip
+
+    def _error(self, name: str, what: str, error: OSError, fix: str) -> EngineError:
+        why = error.strerror or error
+        return EngineError(
+            f"The checkpoint file {self._folder.location(name)} {what}: {why}. {fix}"
         )
 
     def close(self) -> None:
-        self.write()
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self.write()
+            self._wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._thread.shutdown()
+        self._lock.release()
 
     def clear(self) -> None:
-        self._new = False
-        self._manager.wait_until_finished()
-        for step in self._manager.all_steps():
-            self._manager.delete(step)
+        self._is_new = False
+        with suppress(EngineError):  # the call has its results: nothing is lost
+            self._wait()
+        if self._lock.lost:
+            return
+        try:
+            for name in self._folder.names():
+                if _STEP.fullmatch(name):
+                    self._folder.remove(name)
+        except OSError as error:
+            warnings.warn(
+                f"The checkpoint of a call that is done cannot be removed: {error}. "
+                "Remove it, or the same call would find it.",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
 
 
-def _bytes(x: np.ndarray) -> np.ndarray:
-    """Any array as bytes: dtypes and shapes that orbax does not know are fine."""
-    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return flat if flat.size else np.zeros(x.dtype.itemsize, np.uint8)
+# ---------------------------------------------------------------------------------
+# A step as bytes
+
+
+def _chunks(key: str, notes: dict[str, Note]) -> Iterator[Any]:
+    """A step, in parts, none of them a copy."""
+    entries = {
+        name: [[str(x.dtype), [*x.shape]] for x in note] for name, note in notes.items()
+    }
+    header = json.dumps({"key": key, "entries": entries}).encode()
+    digest = hashlib.sha256()
+    arrays = (_bytes(x) for note in notes.values() for x in note)
+    for chunk in (_MAGIC, len(header).to_bytes(8, "little"), header, *arrays):
+        digest.update(chunk)
+        yield chunk
+    yield digest.digest()
+
+
+def _parse(data: bytes) -> tuple[str, dict[str, Note]]:
+    """`(key, entries)` of a step.
+
+    Raises:
+      LookupError, TypeError, ValueError: It is not a whole step.
+    """
+    if len(data) < len(_MAGIC) + _HASH or not data.startswith(_MAGIC):
+        raise ValueError("it is no step of a checkpoint, or was cut off")
+    content = memoryview(data)[:-_HASH]
+    if hashlib.sha256(content).digest() != data[-_HASH:]:
+        raise ValueError("it was cut off or changed")
+    start = len(_MAGIC) + 8
+    at = start + int.from_bytes(data[len(_MAGIC) : start], "little")
+    header = json.loads(data[start:at])
+    notes = {}
+    for name, kinds in header["entries"].items():
+        notes[name] = []
+        for kind, shape in kinds:
+            dtype, count = np.dtype(kind), int(np.prod(shape))
+            flat = np.frombuffer(content, dtype, count, at)
+            notes[name].append(flat.reshape(shape))
+            at += flat.nbytes
+    return header["key"], notes
+
+
+def _bytes(x: np.ndarray) -> memoryview:
+    """Any array as bytes, those of dtypes that numpy does not know too."""
+    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
 def key_of(plan_key: str, inputs: list[Any], options: Options) -> str:
-    """What call it is: the plan, what was given to it, and what fails a group.
+    """The fingerprint of a call: the plan, its arguments, and what fails a group.
 
     Arrays are known by what is in them, files by their names and sizes; of iterables
     nothing is known.

@@ -73,12 +73,8 @@ class Runner:
     def flat(self, given: list) -> Any:
         """The results, of what `drjax.backends.engine.groups.inputs` gives."""
         plan = self.plan
-        with self._precision():
+        with self._precision(), self._notes(given) as notes:
             self.report = Report()
-            notes = checkpoint.Notes()
-            if self.options.checkpoint is not None:
-                key = checkpoint.key_of(self.file.key, given, self.options)
-                notes = checkpoint.Saved(self.options.checkpoint, key)
             self.report.resumed = notes.resumed
             self.engine.open()
             try:
@@ -90,9 +86,14 @@ class Runner:
                     found.append(from_raw(jax.numpy.asarray(x), value.dtype))
                 notes.clear()
             finally:
-                notes.close()
                 self.report.finish()
             return plan.out_tree.unflatten(found)
+
+    def _notes(self, given: list) -> checkpoint.Notes:
+        if self.options.checkpoint is None:
+            return checkpoint.Notes()
+        key = checkpoint.key_of(self.file.key, given, self.options)
+        return checkpoint.Saved(self.options.checkpoint, key)
 
     def server(self, stage: Stage, args: list) -> list[np.ndarray]:
         """The results of a server stage, raw."""

@@ -33,7 +33,8 @@ class Options:
         though none of its groups is, before it is tried by halves.
       checkpoint: A folder for what has been computed, written after each round: the
         same call, made again after a crash, goes on from there. It is emptied at the
-        end. Needs orbax-checkpoint.
+        end. A path, or a URL such as `gs://bucket/run`, for which fsspec and the
+        package of that file system (gcsfs, s3fs, ...) must be installed.
       progress: Whether to show a bar of the groups done; needs tqdm.
 
     Example:

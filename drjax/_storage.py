@@ -1,0 +1,310 @@
+"""Files by path or by URL: local ones by the operating system, others by fsspec.
+
+What goes in: a path, as text or as an object, or a URL such as `gs://bucket/run`, of
+any file system that fsspec knows. What comes out: bytes, or a folder to keep files in.
+
+A local file is written whole or not at all: under another name, flushed to the disk,
+then renamed. An object store does the same by itself. Errors are `OSError`s that name
+the file, and `ImportError`s that name what to install, for callers to put in context.
+"""
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
+_PART = re.compile(r"\.(.+)\.part")
+
+
+def locate(path: Any) -> Path | str:
+    """A local path, or the URL of what is elsewhere, as text.
+
+    Raises:
+      TypeError: It is no path.
+      ValueError: It was a URL, before `pathlib` took a slash from it.
+    """
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if not isinstance(path, str | os.PathLike) and not hasattr(path, "protocol"):
+        raise TypeError(f"a path or a URL is needed, got {type(path).__name__}")
+    text = str(path)
+    if not text:
+        raise ValueError("a path or a URL is needed, got an empty text")
+    if re.match(f"{_SCHEME}(//|:)", text):
+        for scheme in ("file://", "local://"):
+            if text.startswith(scheme):
+                return Path(text.removeprefix(scheme))
+        return text
+    if re.match(f"{_SCHEME}/[^/]", text) and not Path(text).parent.exists():
+        scheme, rest = text.split(":/", 1)
+        raise ValueError(
+            f"{text} is what pathlib.Path makes of a URL: give it as a text, "
+            f"'{scheme}://{rest}'"
+        )
+    return Path(text)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there.
+
+    Raises:
+      ImportError: fsspec, or what it needs for this file system, is not installed.
+      ValueError: fsspec knows no such file system.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ImportError(
+            f"URLs such as {url} need fsspec, which is not installed here. Install it, "
+            "and the package of the file system: pip install fsspec gcsfs (gs://) or "
+            "s3fs (s3://)"
+        ) from error
+    return fsspec.core.url_to_fs(url)
+
+
+def read_file(path: Path | str) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+      OSError: It cannot be read, or is no regular file.
+    """
+    if isinstance(path, str):
+        system, name = file_system(path)
+        return _call(path, lambda: system.cat_file(name))
+    with open_regular(path) as file:
+        return file.read()
+
+
+def open_regular(path: Path) -> Any:
+    """A local file, opened to be read.
+
+    Raises:
+      OSError: It cannot be opened, or is a folder, a pipe or a device, which may have
+        no end, or nobody who writes it.
+    """
+    # Without O_NONBLOCK, to open a pipe waits for one who writes.
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+            raise OSError(f"{path} is no regular file, but {kind}")
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def write_file(path: Path | str, data: bytes) -> None:
+    """Write a file, and the folders that it is in.
+
+    Raises:
+      OSError: It cannot be written; what was there before is there still.
+    """
+    if isinstance(path, str):
+        system, name = file_system(path)
+        write = lambda: system.pipe_file(name, data)
+        _write_remote(system, name, path, write)
+        return
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    folder = LocalFolder(path.parent)
+    folder.make()
+    folder.write(path.name, [data])
+
+
+class Folder(Protocol):
+    """A folder that holds files, each whole or not at all."""
+
+    def make(self) -> None:
+        """Make it, if need be; an `OSError` if it is a file."""
+        ...
+
+    def location(self, name: str) -> str:
+        """What a file is called, for people."""
+        ...
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file; a `FileExistsError` if it is there."""
+        ...
+
+    def write(self, name: str, chunks: Iterable[Any]) -> None:
+        """Write a file, or replace it."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+
+class LocalFolder:
+    """A folder of this machine's file systems."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def location(self, name: str) -> str:
+        return str(self.path / name)
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path)
+
+    def read(self, name: str) -> bytes:
+        return read_file(self.path / name)
+
+    def create(self, name: str, data: bytes) -> None:
+        with open(self.path / name, "xb") as file:
+            file.write(data)
+
+    def write(self, name: str, chunks: Iterable[Any]) -> None:
+        final = self.path / name
+        part = self.path / f".{name}.part"
+        try:
+            with open(part, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(OSError):
+                shutil.copymode(final, part)
+            os.replace(part, final)
+        except BaseException as error:
+            with suppress(OSError):
+                part.unlink()
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(final)  # a full disk names no file
+            raise
+        _sync(self.path)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_parts(self) -> None:
+        """Remove what a process that died was writing."""
+        for name in self.names():
+            if _PART.fullmatch(name):
+                self.remove(name)
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's names to the disk, where the system has a way to."""
+    with suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+class RemoteFolder:
+    """A folder, or a prefix, of a file system that fsspec knows.
+
+    Raises:
+      ImportError, ValueError: As `file_system`.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/") if not url.endswith("://") else url
+        self._system, path = file_system(self.url)
+        self._path = path.rstrip("/")
+
+    def make(self) -> None:
+        # An object store has no folders; others get theirs with the first file.
+        if _call(self.url, lambda: self._system.isfile(self._path)):
+            raise NotADirectoryError(f"{self.url} is a file")
+
+    def location(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def names(self) -> list[str]:
+        self._system.invalidate_cache()
+        with suppress(FileNotFoundError):
+            paths = _call(self.url, lambda: self._system.ls(self._path, detail=False))
+            return [path.rstrip("/").rpartition("/")[2] for path in paths]
+        return []
+
+    def read(self, name: str) -> bytes:
+        return _call(
+            self.location(name), lambda: self._system.cat_file(self._path_of(name))
+        )
+
+    def create(self, name: str, data: bytes) -> None:
+        path, url = self._path_of(name), self.location(name)
+        write = lambda: self._system.pipe_file(path, data, mode="create")
+        try:
+            _write_remote(self._system, path, url, write)
+        except OSError as error:
+            if self._system.exists(path):  # each file system has an error of its own
+                raise FileExistsError(f"{url} exists already") from error
+            raise
+
+    def write(self, name: str, chunks: Iterable[Any]) -> None:
+        path, chunks = self._path_of(name), list(chunks)
+
+        def write() -> None:
+            with self._system.open(path, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+
+        _write_remote(self._system, path, self.location(name), write)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            _call(
+                self.location(name), lambda: self._system.rm_file(self._path_of(name))
+            )
+
+    def _path_of(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+
+def folder(path: Path | str) -> LocalFolder | RemoteFolder:
+    """The folder of a path or URL that `locate` gave."""
+    if isinstance(path, str):
+        return RemoteFolder(path)
+    return LocalFolder(path.absolute())
+
+
+def _write_remote(system: Any, path: str, url: str, write: Callable[[], Any]) -> None:
+    """Write a file, and make its folder where the file system needs that."""
+    try:
+        _call(url, write)
+    except FileNotFoundError:
+        # Not before: on an object store this may ask for the right to make a bucket.
+        _call(url, lambda: system.makedirs(path.rpartition("/")[0], exist_ok=True))
+        _call(url, write)
+
+
+_KNOWN_ERRORS = (
+    FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError,
+    PermissionError, OSError,
+)  # fmt: skip
+
+
+def _call(url: str, action: Callable[[], Any]) -> Any:
+    """The result of an action; its errors, which differ by file system, as `OSError`.
+
+    They name the URL.
+    """
+    try:
+        return action()
+    except Exception as error:
+        kinds = [kind for kind in _KNOWN_ERRORS if isinstance(error, kind)]
+        why = str(error) or type(error).__name__
+        raise (kinds or [OSError])[0](f"{url}: {why}") from error

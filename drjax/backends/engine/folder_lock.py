@@ -1,0 +1,247 @@
+"""A lock, so that one driver at a time uses a folder.
+
+In a local folder it is a lock of the operating system on a file, which ends with its
+process however that ends. Elsewhere (an object store, or a shared disk without locks)
+it is a *lease*: a file that its holder writes again every few seconds. Such a file of a
+dead process does not block: on the same machine the process is looked up; of another
+machine the lease has ended if nobody writes it for a while. Clocks are not compared.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from drjax._storage import Folder, LocalFolder
+
+NAME = ".drjax-lock"
+RENEWAL = 10.0  # seconds between two writings of a lease
+EXPIRY = 60.0  # seconds without one, after which a lease has ended
+
+_here: set[str] = set()  # tokens of the leases of this process
+_open_files: set[int] = set()  # of the locks of this process
+
+
+class LockedError(Exception):
+    """Somebody else has the lock; the text says who."""
+
+
+class Lock:
+    """A lock on a file. Release it."""
+
+    lost = False
+
+    def __init__(self, folder: Folder, number: int):
+        self._folder, self._number = folder, number
+        _open_files.add(number)
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            self._folder.remove(
+                NAME
+            )  # first: whoever waits for it sees that it is gone
+        _open_files.discard(self._number)
+        os.close(self._number)
+
+
+def _close_in_child() -> None:
+    """A forked process must not keep the locks of a parent that dies."""
+    for number in _open_files:
+        with contextlib.suppress(OSError):
+            os.close(number)
+    _open_files.clear()
+    _here.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
+    """The lock of a folder.
+
+    Raises:
+      LockedError: Another driver has it.
+      OSError: The folder cannot be used.
+    """
+    if isinstance(folder, LocalFolder):
+        number = _locked_file(folder.path / NAME)
+        if number is not None:
+            return Lock(folder, number)
+    return Lease(folder)
+
+
+def _locked_file(path: Path) -> int | None:
+    """An open, locked file; None where files cannot be locked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_same = os.path.samestat(os.fstat(number), os.stat(path))
+        except BlockingIOError:
+            owner = _parse(os.read(number, 4096))
+            os.close(number)
+            raise LockedError(_describe(owner)) from None
+        except FileNotFoundError:  # its holder removed it when it was done
+            is_same = False
+        except OSError:  # a file system without locks
+            os.close(number)
+            return None
+        if is_same:
+            break
+        os.close(number)
+    with contextlib.suppress(OSError):  # a full disk; the text is only for people
+        os.ftruncate(number, 0)
+        os.write(number, json.dumps(_owner("")).encode())
+    return number
+
+
+class Lease:
+    """A lock that its holder renews. Release it."""
+
+    lost = False  # whether another driver has taken it
+
+    def __init__(self, folder: Folder):
+        self._folder, self._renewals = folder, 0
+        self._owner = _owner(uuid.uuid4().hex)
+        self._acquire()
+        _here.add(self._owner["token"])
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        self._released.set()
+        self._thread.join()
+        _here.discard(self._owner["token"])
+        with contextlib.suppress(OSError):
+            if not self.lost and self._is_own():
+                self._folder.remove(NAME)
+
+    def _acquire(self) -> None:
+        try:
+            self._folder.create(NAME, self._text())
+        except FileExistsError:
+            self._wait_for_expiry()
+            self._folder.write(NAME, [self._text()])
+        if not self._is_own():  # another driver was as fast
+            raise LockedError(_describe(self._read()))
+
+    def _wait_for_expiry(self) -> None:
+        """Return when the lease of another driver has ended, which may be at once.
+
+        Raises:
+          LockedError: It has not.
+        """
+        seen = self._read()
+        state = _state(seen)
+        if state == "alive":
+            raise LockedError(_describe(seen))
+        end = time.monotonic() + EXPIRY
+        while state == "unknown" and time.monotonic() < end:
+            time.sleep(RENEWAL / 4)
+            now = self._read()
+            if now is None:
+                return
+            if now != seen:
+                raise LockedError(_describe(now))
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEWAL):
+            with contextlib.suppress(OSError):  # the next one may succeed
+                if self._is_own():
+                    self._renewals += 1
+                    self._folder.write(NAME, [self._text()])
+                else:
+                    self.lost = True
+                    return
+
+    def _is_own(self) -> bool:
+        owner = self._read()
+        return owner is not None and owner.get("token") == self._owner["token"]
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            return _parse(self._folder.read(NAME))
+        except FileNotFoundError:
+            return None
+
+    def _text(self) -> bytes:
+        return json.dumps({**self._owner, "renewals": self._renewals}).encode()
+
+
+# ---------------------------------------------------------------------------------
+# Who has a lock
+
+
+def _owner(token: str) -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "process": pid, "host": platform.node(), "machine": _machine(),
+        "start": _start_time(pid), "token": token,
+    }  # fmt: skip
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """An owner; empty if the file is not what a lock writes."""
+    try:
+        owner = json.loads(data)
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _describe(owner: dict[str, Any] | None) -> str:
+    if not owner:
+        return "another process"
+    return f"process {owner.get('process')} on {owner.get('host')}"
+
+
+def _machine() -> str:
+    """What numbers of processes belong to: a start of a system, and a container."""
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, as the system tells it; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[19]  # names of programs may hold spaces
+
+
+def _state(owner: dict[str, Any] | None) -> str:
+    """Whether the driver of a lease is alive, dead, or unknown."""
+    if owner is None:
+        return "dead"  # released just now
+    pid = owner.get("process")
+    if owner.get("machine") != _machine() or type(pid) is not int:
+        return "unknown"
+    if pid == os.getpid() and owner.get("start") == _start_time(pid):
+        return "alive" if owner.get("token") in _here else "dead"
+    if Path("/proc/self/stat").exists():
+        return "alive" if _start_time(pid) == owner.get("start") else "dead"
+    if not hasattr(signal, "SIGKILL"):  # Windows, where os.kill would end it
+        return "unknown"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "dead"
+    except OSError:
+        pass
+    return "alive"
