@@ -8,6 +8,7 @@ then renamed. An object store does the same by itself. Errors are `OSError`s tha
 the file, and `ImportError`s that name what to install, for callers to put in context.
 """
 
+import glob
 import os
 import re
 import shutil
@@ -67,6 +68,10 @@ def file_system(url: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url)
 
 
+class NotRegularError(OSError):
+    """What is read is a folder, a pipe or a device."""
+
+
 def read_file(path: Path | str) -> bytes:
     """All bytes of a file.
 
@@ -84,8 +89,9 @@ def open_regular(path: Path) -> Any:
     """A local file, opened to be read.
 
     Raises:
-      OSError: It cannot be opened, or is a folder, a pipe or a device, which may have
-        no end, or nobody who writes it.
+      NotRegularError: It is a folder, or a pipe or a device, which may have no end, or
+        nobody who writes it.
+      OSError: It cannot be opened.
     """
     # Without O_NONBLOCK, to open a pipe waits for one who writes.
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
@@ -93,7 +99,7 @@ def open_regular(path: Path) -> Any:
         mode = os.fstat(number).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-            raise OSError(f"{path} is no regular file, but {kind}")
+            raise NotRegularError(f"{path} is {kind}, not a regular file")
         return os.fdopen(number, "rb")
     except BaseException:
         os.close(number)
@@ -116,10 +122,37 @@ def write_file(path: Path | str, data: bytes) -> None:
         return
     path = path.resolve()  # a link stays a link
     if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no regular file")
+        raise NotRegularError(f"{path} is not a regular file")
     folder = LocalFolder(path.parent)
     folder.make()
     folder.write(path.name, [data])
+
+
+def match(pattern: Path | str) -> list[str]:
+    """The paths, or the URLs, of the files whose names a pattern matches, in order.
+
+    Raises:
+      OSError, ImportError, ValueError: The file system cannot be asked.
+    """
+    if isinstance(pattern, Path):
+        return sorted(glob.glob(str(pattern)))
+    system, name = file_system(pattern)
+    found = _call(pattern, lambda: system.glob(name))
+    return sorted(system.unstrip_protocol(path) for path in found)
+
+
+def split(path: str) -> tuple[Any, str]:
+    """Of a path that `match` gave: fsspec's file system, if it is a URL, and a path."""
+    found = locate(path)
+    return (None, str(found)) if isinstance(found, Path) else file_system(found)
+
+
+def file_size(path: str) -> int:
+    """The bytes of a file that `match` gave."""
+    system, name = split(path)
+    if system is None:
+        return os.path.getsize(name)
+    return _call(path, lambda: system.size(name))
 
 
 class Folder(Protocol):
@@ -306,5 +339,7 @@ def _call(url: str, action: Callable[[], Any]) -> Any:
         return action()
     except Exception as error:
         kinds = [kind for kind in _KNOWN_ERRORS if isinstance(error, kind)]
-        why = str(error) or type(error).__name__
+        why = str(error) or "no reason is given"
+        if not kinds or not str(error):
+            why = f"{type(error).__name__}: {why}"
         raise (kinds or [OSError])[0](f"{url}: {why}") from error

@@ -1,6 +1,5 @@
 """Folders of checkpoints that are damaged, full, shared, elsewhere, or no folders."""
 
-import contextlib
 import json
 import os
 import resource
@@ -22,6 +21,7 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.groups import Groups
 from drjax.backends.engine.local import InProcess
 from drjax.backends.engine.options import Options
+from tests.full_disk import files_of_at_most
 from tests.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -266,17 +266,6 @@ assert local.compile(plan, checkpoint=sys.argv[1])(np.ones(3)) == 3
 
 # ---------------------------------------------------------------------------------
 # A full disk
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """Writing more fails in the system, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk(plan, tmp_path):

@@ -16,12 +16,12 @@ the one before it is used. Two steps are kept. One driver at a time has the fold
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ class Saved(Notes):
       EngineError: The folder cannot be used, is in use, or no step of it is whole.
     """
 
-    def __init__(self, folder: str | Path, key: str):
+    def __init__(self, folder: str | os.PathLike[str], key: str):
         self._key, self._notes, self._is_new = key, dict[str, Note](), False
         self._steps: list[str] = []  # that are whole, the newest last
         self._others: list[str] = []

@@ -1,16 +1,15 @@
 """Where the groups' data is: in arrays, in an iterable, or in Parquet files."""
 
 import bisect
-import glob
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from drjax import _storage
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax.backends.engine.extras import needed
 from drjax.interpret.arguments import flat_inputs
@@ -102,7 +101,8 @@ class Parquet(Groups):
     fails as one whose data does not fit. Needs pyarrow.
 
     Args:
-      pattern: A pattern of file names, as for `glob.glob`.
+      pattern: A pattern of file names, as for `glob.glob`; or of URLs, such as
+        `gs://bucket/groups-*.parquet`, of any file system that fsspec knows.
       columns: Makes the group's pytree of a dict of its columns: numpy arrays, or
         scalars. Columns of lists, nested to any depth, are arrays. Default: the dict,
         or its only column.
@@ -113,11 +113,19 @@ class Parquet(Groups):
     """
 
     def __init__(
-        self, pattern: str | Path, columns: Callable[[dict], Any] | None = None
+        self,
+        pattern: str | os.PathLike[str],
+        columns: Callable[[dict], Any] | None = None,
     ):
         self._reader = _parquet()
         self.columns = columns
-        paths = sorted(glob.glob(str(pattern)))
+        try:
+            paths = _storage.match(_storage.locate(pattern))
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise DrjaxValueError(
+                f"The files {pattern} cannot be listed: {error}. Give a pattern of "
+                "names that can be read here."
+            ) from error
         if not paths:
             raise DrjaxValueError(
                 f"There is no file {pattern}: give a pattern of names."
@@ -126,7 +134,8 @@ class Parquet(Groups):
         self._bounds = [0]
         for path in paths:
             try:
-                told = self._reader.read_metadata(path)
+                system, name = _storage.split(path)
+                told = self._reader.read_metadata(name, filesystem=system)
             except Exception as error:
                 raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
             for part in range(told.num_row_groups):
@@ -145,7 +154,7 @@ class Parquet(Groups):
 
     def identity(self) -> str:
         paths = sorted({path for path, *_ in self._parts})
-        return str([(path, os.path.getsize(path)) for path in paths])
+        return str([(path, _storage.file_size(path)) for path in paths])
 
     def starting(self, group: int) -> Iterator[Any]:
         at = bisect.bisect_right(self._bounds, group) - 1
@@ -159,7 +168,8 @@ class Parquet(Groups):
         """The rows of a row group, or why they cannot be read."""
         made = 0
         try:
-            with self._reader.ParquetFile(path) as file:
+            system, name = _storage.split(path)
+            with self._reader.ParquetFile(name, filesystem=system) as file:
                 for batch in file.iter_batches(1024, row_groups=[part]):
                     names = batch.schema.names
                     for row in zip(*map(_cells, batch.columns), strict=True):

@@ -1,8 +1,8 @@
 """How an engine runs a plan: the options that all engines take."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
@@ -49,7 +49,7 @@ class Options:
     check_nans: bool = False
     timeout: float | None = None
     retries: int = 2
-    checkpoint: str | Path | None = None
+    checkpoint: str | os.PathLike[str] | None = None
     progress: bool = False
 
     @staticmethod

@@ -1,0 +1,181 @@
+"""Paths and URLs: of plan files, of groups, and of what is no place for files."""
+
+import pickle
+import sys
+import uuid
+from pathlib import Path
+
+import fsspec
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import drjax
+from drjax import _storage
+from drjax.__main__ import main
+from drjax.backends.engine import local
+from drjax.backends.engine.groups import Parquet
+from tests.full_disk import files_of_at_most
+from tests.plan_files import sgd_plan
+from tests.raising import raises
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+
+@pytest.fixture
+def url():
+    return f"memory://{uuid.uuid4().hex}/below"
+
+
+def put(url, data):
+    system, name = fsspec.core.url_to_fs(url)
+    system.pipe_file(name, data)
+
+
+class Remote:
+    """A path of another package, as those of etils or universal_pathlib."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def __fspath__(self):
+        return self.url
+
+    __str__ = __fspath__
+
+
+@pytest.mark.parametrize(
+    "path, found",
+    [
+        ("run/x", Path("run/x")),
+        (Path("run/x"), Path("run/x")),
+        (b"run/x", Path("run/x")),
+        ("C:/x", Path("C:/x")),
+        ("file:///tmp/x", Path("/tmp/x")),
+        ("gs://bucket/x", "gs://bucket/x"),
+        ("simplecache::s3://bucket/x", "simplecache::s3://bucket/x"),
+        (Remote("gs://bucket/x"), "gs://bucket/x"),
+    ],
+)
+def test_paths_and_urls(path, found):
+    assert _storage.locate(path) == found
+
+
+def test_a_folder_may_be_named_as_a_scheme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("gs:").mkdir()
+    assert _storage.locate(Path("gs:/x")) == Path("gs:/x")
+
+
+def test_plan_files_at_urls(url, capsys):
+    plan = sgd_plan()
+    plan.save(f"{url}/plan.drjax")
+    loaded = drjax.load_plan(f"{url}/plan.drjax")
+    assert str(loaded) == str(plan)
+    assert str(drjax.load_plan(Remote(f"{url}/plan.drjax"))) == str(plan)
+    assert main(["inspect", f"{url}/plan.drjax"]) == 0
+    assert str(plan) in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match=f"{url}/none.drjax"):
+        drjax.load_plan(f"{url}/none.drjax")
+    put(f"{url}/cut.drjax", b"PK")
+    text = f"The plan file {url}/cut.drjax is not a zip, or was cut off"
+    raises(drjax.PlanFileError, text, drjax.load_plan, f"{url}/cut.drjax")
+
+
+class Broken(fsspec.AbstractFileSystem):
+    """A file system that is not there, with an error of its own."""
+
+    protocol = "broken"
+
+    def _fail(self, *_, **__):
+        raise RuntimeError("no credentials")
+
+    cat_file = pipe_file = open = glob = isfile = _fail
+
+
+fsspec.register_implementation("broken", Broken)
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("nosuch://x/y", "Protocol not known: nosuch"),
+        ("", "got an empty text"),
+        (7, "a path or a URL is needed, got int"),
+        (Path("s3://bucket/plan"), "give it as a text, 's3://bucket/plan'"),
+    ],
+)
+def test_what_is_no_place_for_a_file(path, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = sgd_plan()
+    raises(drjax.PlanFileError, text, drjax.load_plan, path)
+    raises(drjax.PlanFileError, text, plan.save, path)
+    raises(drjax.DrjaxValueError, text, Parquet, path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_errors_of_file_systems_name_the_url():
+    text = "broken://x/y: RuntimeError: no credentials"
+    with pytest.raises(OSError, match=text):
+        drjax.load_plan("broken://x/y")
+    raises(drjax.PlanFileError, text, sgd_plan().save, "broken://x/y")
+    raises(drjax.DrjaxValueError, text, Parquet, "broken://x/y")
+    run = local.compile(sgd_plan(), checkpoint="broken://x/y")
+    args = np.ones(3, np.float32), np.ones((8, 5, 3), np.float32)
+    raises(drjax.EngineError, text, run, *args)
+
+
+def test_what_to_install_for_urls(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    text = "pip install fsspec gcsfs (gs://) or s3fs (s3://)"
+    plan = sgd_plan()
+    raises(drjax.PlanFileError, text, drjax.load_plan, "gs://bucket/plan.drjax")
+    raises(drjax.PlanFileError, text, plan.save, "gs://bucket/plan.drjax")
+
+
+def test_a_plan_file_is_written_whole_or_not_at_all(tmp_path):
+    path, plan = tmp_path / "plan.drjax", sgd_plan()
+    path.write_text("what was there before")
+    path.chmod(0o600)
+    with files_of_at_most(100):
+        text = raises(drjax.PlanFileError, "File too large", plan.save, path)
+    assert f"The plan file {path} cannot be written" in text
+    assert "What was there before is unchanged" in text
+    assert path.read_text() == "what was there before"
+    assert [*tmp_path.iterdir()] == [path]
+    link = tmp_path / "link.drjax"
+    link.symlink_to(path)
+    plan.save(link)
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+    assert str(drjax.load_plan(path)) == str(plan)
+    text = "is not a regular file"
+    raises(drjax.PlanFileError, text, plan.save, tmp_path)
+    raises(drjax.PlanFileError, "cannot be written", plan.save, path / "below")
+
+
+def test_groups_from_parquet_files_at_urls(url):
+    n = 20
+    x = np.arange(n, dtype=np.float32)
+    system, name = fsspec.core.url_to_fs(url)
+    system.makedirs(name)
+    for part in range(2):
+        table = pa.table({"x": x[part * 10 : part * 10 + 10]})
+        path = f"{name}/groups-{part}.parquet"
+        pq.write_table(table, path, row_group_size=4, filesystem=system)
+    groups = Parquet(f"{url}/groups-*.parquet")
+    assert groups.bounds() == [0, 4, 8, 10, 14, 18, 20]
+    program = drjax.program(clients=n)(lambda x: (drjax.reduce_sum(x), x))
+    plan = drjax.make_plan(program)(jax.ShapeDtypeStruct((n,), np.float32))
+    for source in (groups, pickle.loads(pickle.dumps(groups))):
+        run = local.compile(plan, block_size=8, checkpoint=f"{url}/run")
+        total, rows = run(source)
+        assert total == x.sum()
+        np.testing.assert_array_equal(rows, x)
+    identity = groups.identity()
+    assert "/below/groups-1.parquet', " in identity
+    raises(drjax.DrjaxValueError, "There is no file", Parquet, f"{url}/none-*.parquet")
+    put(f"{url}/no.parquet", b"no")
+    text = "/below/no.parquet is no Parquet file"
+    raises(drjax.DrjaxValueError, text, Parquet, f"{url}/no.parquet")
