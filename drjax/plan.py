@@ -11,6 +11,7 @@ are made by `drjax.make_plan` and run by the backends.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,15 +227,17 @@ class Plan:
 
         draw(self, path)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that runs without this program's source; see docs/plan_files.md.
 
         Args:
-          path: The file, by custom `.drjax`. Its folder is made if need be.
+          path: The file, by custom `.drjax`. Its folder is made if need be. A path, or
+            a URL such as `gs://bucket/plan.drjax` of any file system that fsspec knows.
 
         Raises:
           PlanFileError: A stage calls back into Python, or has no compiled form for
-            one of cpu, cuda and tpu, or a pytree cannot be told without its class.
+            one of cpu, cuda and tpu, or a pytree cannot be told without its class; or
+            the file cannot be written, and what was there before is unchanged.
 
         Example:
           >>> import drjax, jax.numpy as jnp

@@ -1,5 +1,6 @@
 """Plans that go through files."""
 
+import hashlib
 import json
 import zipfile
 
@@ -35,3 +36,25 @@ def sgd_plan():
 def read_manifest(path):
     with zipfile.ZipFile(path) as archive:
         return json.loads(archive.read("manifest.json"))
+
+
+def read_members(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def rewrite(path, members, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def forge(path, members, changed=(), change=lambda manifest: None):
+    """Write a plan file with other members, whose hashes the manifest has."""
+    members = {**members, **dict(changed)}
+    manifest = json.loads(members.pop("manifest.json"))
+    for name, data in dict(changed).items():
+        seal = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["members"][name] = seal
+    change(manifest)
+    rewrite(path, {**members, "manifest.json": json.dumps(manifest)})

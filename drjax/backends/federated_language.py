@@ -66,7 +66,9 @@ class _Export:
             "federated_language", "federated-language", "export_federated_language"
         )
         self.platform = platform
-        self.plan = unpacked(Path(f"{plan.name}.drjax"), packed(plan))
+        self.plan = unpacked(
+            Path(f"{plan.name}.drjax"), packed(plan), custom_calls=None
+        )
         for a_round in plan.rounds:
             _check(plan, a_round)
 

@@ -25,6 +25,7 @@ from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Engine
 from drjax.backends.engine.report import Report, StageReport
 from drjax.backends.engine.work import Block, Done, File, rounds_of, rows_of
+from drjax.interpret.files.contents import ALLOWED
 from drjax.interpret.files.keys import from_raw
 from drjax.interpret.files.load import unpacked
 from drjax.interpret.files.save import packed
@@ -53,10 +54,12 @@ class Runner:
         self._owner = owner
         data = packed(plan)
         with jax.enable_x64(True):  # if the file needs it
-            self._loaded = unpacked(Path(f"{plan.name}.drjax"), data)
+            path = Path(f"{plan.name}.drjax")
+            self._loaded = unpacked(path, data, custom_calls=None)
         forms = [s.forms for _, s in self._loaded.stages() if s.forms is not None]
         x64 = any(f.origin["x64"] for f in forms)
-        self.file = File(data, hashlib.sha256(data).hexdigest(), x64)
+        calls = tuple(sorted({c for f in forms for c in f.custom_calls} - ALLOWED))
+        self.file = File(data, hashlib.sha256(data).hexdigest(), x64, calls)
         self._servers: dict[int, Any] = {}
         self._places = {id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))}
         self._sizes: dict[int, BlockSize] = {}  # by place

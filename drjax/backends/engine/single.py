@@ -74,7 +74,8 @@ class Finish:
         *partials, count = totals
         n = 0 if count is None else int(count)
         with jax.enable_x64(self.file.x64):
-            plan = unpacked(Path("plan.drjax"), self.file.data)
+            calls = self.file.custom_calls
+            plan = unpacked(Path("plan.drjax"), self.file.data, custom_calls=calls)
         if self.options.on_error == "raise" and n != plan.size:
             raise EngineError(f"The plan is for {plan.size} groups, got {n}.")
         runner = Runner(plan, _Known(partials, n), self.options)

@@ -106,13 +106,19 @@ class Job:
         """The job as a file."""
         about = {
             k: v for k, v in self.__dict__.items() if k not in ("file", "shared")
-        } | {"key": self.file.key, "x64": self.file.x64}
+        } | {
+            "key": self.file.key, "x64": self.file.x64,
+            "custom_calls": self.file.custom_calls,
+        }  # fmt: skip
         data = np.frombuffer(self.file.data, np.uint8)
         return packed(about, [data, *self.shared])
 
     @classmethod
     def unpacked(cls, data: bytes) -> "Job":
         about, (plan, *shared) = unpacked(data)
-        file = File(plan.tobytes(), about.pop("key"), about.pop("x64"))
+        file = File(
+            plan.tobytes(), about.pop("key"), about.pop("x64"),
+            tuple(about.pop("custom_calls")),
+        )  # fmt: skip
         about["ops"] = tuple(about["ops"])
         return cls(file, shared=shared, **about)

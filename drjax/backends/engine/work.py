@@ -30,11 +30,13 @@ class File:
       data: What is in it.
       key: Its SHA-256.
       x64: Whether it holds 64-bit values.
+      custom_calls: What its stages may call, as for `drjax.load_plan`.
     """
 
     data: bytes
     key: str
     x64: bool
+    custom_calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,11 @@ class Loaded:
     def __init__(self, file: File):
         self.file = file
         with jax.enable_x64(file.x64):
-            plan = unpacked(Path(f"{file.key[:12]}.drjax"), file.data)
+            plan = unpacked(
+                Path(f"{file.key[:12]}.drjax"),
+                file.data,
+                custom_calls=file.custom_calls,
+            )
         self._stages = [(r.local, len(r.partials)) for _, r in rounds_of(plan)]
         self._compiled: dict[tuple[int, bool], Any] = {}
 

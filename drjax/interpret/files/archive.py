@@ -2,6 +2,8 @@
 
 Members are stored, not compressed, so that a file never holds more than its size, and
 every member has its size and hash in the manifest. Reading writes nothing to disk.
+Nothing in a file is trusted: each check comes before what it protects, the cheap and
+general ones first.
 """
 
 import hashlib
@@ -9,12 +11,16 @@ import io
 import json
 import re
 import zipfile
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from drjax import _storage
 from drjax._errors import PlanFileError
 
 FORMAT, VERSION = "drjax plan", 1
+MANIFEST_LIMIT = 32 << 20  # bytes; as Python objects JSON takes some 20 times as much
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 
@@ -23,10 +29,16 @@ def pack(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
     """A plan file as bytes; equal contents make equal files."""
     table = {name: _seal(data) for name, data in sorted(members.items())}
     head = {"format": FORMAT, "version": VERSION, **manifest, "members": table}
-    text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    if len(text) > MANIFEST_LIMIT:
+        raise PlanFileError(
+            f"The manifest of this plan has {len(text):,} bytes, but a plan file has "
+            f"at most {MANIFEST_LIMIT:,}. Plan fewer rounds: write those that repeat "
+            "as a lax.scan."
+        )
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in ((_MANIFEST, text.encode()), *sorted(members.items())):
+        for name, data in ((_MANIFEST, text), *sorted(members.items())):
             info = zipfile.ZipInfo(name)  # the time is always that of 1980
             info.external_attr = 0o644 << 16
             info.create_system = 3
@@ -39,19 +51,19 @@ def _seal(data: bytes) -> dict[str, Any]:
 
 
 def read(
-    path: Path, data: bytes | None = None
+    path: Path | str, data: bytes | None = None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest and all members of a plan file, checked.
 
     Args:
-      path: The file.
+      path: The file, or its URL.
       data: What is in it. Default: it is opened.
 
     Raises:
       OSError: The file cannot be opened.
       PlanFileError: It is not a whole plan file of a known version.
     """
-    with open(path, "rb") if data is None else io.BytesIO(data) as file:
+    with _open(path, data) as file:
         size = file.seek(0, 2)
         try:
             archive = zipfile.ZipFile(file)
@@ -61,13 +73,20 @@ def read(
                 path, f"is not a zip, or was cut off: {error}", "Copy it again."
             ) from error
         names = [info.filename for info in infos]
-        if names.count(_MANIFEST) != 1:
+        if _MANIFEST not in names:
             raise _bad(
                 path, f"has no {_MANIFEST}, so it is no plan file",
                 "Give the path of a file that plan.save wrote.",
             )  # fmt: skip
+        _check_unique(path, names)
         first = infos[names.index(_MANIFEST)]
         _check_sizes(path, [first], size)
+        if first.file_size > MANIFEST_LIMIT:
+            raise _bad(
+                path, f"has a {_MANIFEST} of {first.file_size:,} bytes, more than the "
+                f"{MANIFEST_LIMIT:,} that one may have",
+                "Do not trust it; copy it again from where it was saved.",
+            )  # fmt: skip
         manifest = _manifest(path, _read(path, archive, first))
         _check_sizes(path, infos, size)
         table = _table(path, manifest, [n for n in names if n != _MANIFEST])
@@ -80,17 +99,41 @@ def read(
         if _seal(data) != table[name]:
             raise _bad(
                 path, f"was changed: {name} is not what the manifest says",
-                "Copy it again, or save the plan anew.",
+                "Copy it again, or save the plan again.",
             )  # fmt: skip
     return manifest, members
 
 
-def _check_sizes(path: Path, infos: list[zipfile.ZipInfo], size: int) -> None:
+def _open(path: Path | str, data: bytes | None) -> Any:
+    if data is not None:
+        return io.BytesIO(data)
+    try:
+        if isinstance(path, str):
+            return io.BytesIO(_storage.read_file(path))
+        return _storage.open_regular(path)
+    except _storage.NotRegularError as error:
+        raise PlanFileError(
+            f"{error}. Give the path of a file that plan.save wrote."
+        ) from error
+    except (ImportError, ValueError) as error:
+        raise PlanFileError(f"The plan file {path} cannot be read: {error}") from error
+
+
+def _check_unique(path: Path | str, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        name = _repeated(names)
+        raise _bad(
+            path, f"has the member {name[:200]!r} twice, so it is not clear what it "
+            "holds", "Do not trust it: plan.save writes each member once.",
+        )  # fmt: skip
+
+
+def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> None:
     packed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
     if packed:
         raise _bad(
             path, f"has compressed members ({packed[0]!r}), as plan.save never writes",
-            "Do not pack it anew.",
+            "Do not pack it again.",
         )  # fmt: skip
     total = sum(max(info.file_size, info.compress_size) for info in infos)
     if total > size:
@@ -100,7 +143,7 @@ def _check_sizes(path: Path, infos: list[zipfile.ZipInfo], size: int) -> None:
         )  # fmt: skip
 
 
-def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     try:
         return archive.read(info)
     except Exception as error:
@@ -110,9 +153,9 @@ def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         ) from error  # fmt: skip
 
 
-def _manifest(path: Path, data: bytes) -> dict[str, Any]:
+def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = json.loads(data, object_pairs_hook=_unique_keys)
         kind, version = found["format"], found["version"]
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise malformed(path, error) from error
@@ -126,7 +169,40 @@ def _manifest(path: Path, data: bytes) -> dict[str, Any]:
     return found
 
 
-def _table(path: Path, manifest: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; readers differ in which of two equal keys they believe."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = _repeated([key for key, _ in pairs])
+        raise ValueError(f"it has the key {key[:60]!r} twice")
+    return found
+
+
+def _repeated(names: list[str]) -> str:
+    return Counter(names).most_common(1)[0][0]
+
+
+def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None:
+    """Refuse members that no part of the plan names.
+
+    Raises:
+      PlanFileError: There is one.
+    """
+    if unused := sorted(set(members) - used):
+        raise _bad(
+            path, f"has members that no stage uses: {_listed(unused)}",
+            "Do not trust it: plan.save writes only what the plan needs.",
+        )  # fmt: skip
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name[:200] for name in names[:3]) + more
+
+
+def _table(
+    path: Path | str, manifest: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     table = manifest.get("members")
     if not isinstance(table, dict):
         raise malformed(path, "it has no table of members")
@@ -136,17 +212,21 @@ def _table(path: Path, manifest: dict[str, Any], names: list[str]) -> dict[str, 
                 path, f"has a member named {name[:200]!r}, which may lie outside of it",
                 "Do not trust it: plan.save writes only stages/ and consts/.",
             )  # fmt: skip
-    if len(set(names)) != len(names) or set(names) != set(table):
-        missing = sorted(set(table) - set(names))
-        what = f"lacks {', '.join(missing)}" if missing else "has members too many"
-        raise _bad(path, what, "Copy it again, or save the plan anew.")
+    if set(names) != set(table):
+        missing, extra = (
+            sorted(set(table) - set(names)),
+            sorted(set(names) - set(table)),
+        )
+        what = f"lacks {_listed(missing)}" if missing else "has members too many"
+        what += f": {_listed(extra)}" * (not missing)
+        raise _bad(path, what, "Copy it again, or save the plan again.")
     return table
 
 
-def _bad(path: Path, what: str, fix: str) -> PlanFileError:
+def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
     return PlanFileError(f"The plan file {path} {what}. {fix}")
 
 
-def malformed(path: Path, why: object) -> PlanFileError:
+def malformed(path: Path | str, why: object) -> PlanFileError:
     """The error for a manifest that is not as `plan.save` writes it."""
-    return _bad(path, f"has a malformed manifest: {why}", "Save the plan anew.")
+    return _bad(path, f"has a malformed manifest: {why}", "Save the plan again.")

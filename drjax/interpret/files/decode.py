@@ -1,8 +1,9 @@
 """From a manifest and members to a plan; nothing in them is believed unchecked."""
 
 import io
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from drjax._errors import DrjaxError, PlanFileError
 from drjax._partition import Partition
 from drjax.interpret.files import trees
-from drjax.interpret.files.archive import malformed
+from drjax.interpret.files.archive import check_used, malformed
+from drjax.interpret.files.contents import ALLOWED
 from drjax.interpret.files.forms import Form, Forms
 from drjax.interpret.files.keys import from_raw, key_dtype, raw_type, to_raw
 from drjax.interpret.files.manifest import batch_results, ledger
@@ -25,7 +27,11 @@ _REDUCES, _LOOPS = ("sum", "mean", "max", "min", "gather"), ("scan", "while", "c
 
 
 def decode(
-    path: Path, manifest: dict[str, Any], members: dict[str, bytes], run: bool = True
+    path: Path | str,
+    manifest: dict[str, Any],
+    members: dict[str, bytes],
+    run: bool = True,
+    allowed: Collection[str] | None = (),
 ) -> Plan:
     """The plan of a file.
 
@@ -34,33 +40,81 @@ def decode(
       manifest: Its manifest.
       members: Its members by name.
       run: Whether the stages are to be run; else their bytes are not looked at.
+      allowed: Custom calls that stages to be run may make besides
+        `drjax.interpret.files.contents.ALLOWED`; None: any.
 
     Raises:
-      PlanFileError: The manifest is malformed, or this JAX cannot read a stage.
+      PlanFileError: The manifest is malformed, or this JAX cannot read a stage, or a
+        stage makes a custom call that is not allowed.
     """
     try:
-        origin = {key: manifest[key] for key in _ORIGIN}
-        plan = _Reader(path, members, origin, False).plan(manifest["plan"])
+        origin = _origin(manifest)
+        reader = _Reader(path, members, origin, False)
+        plan = reader.plan(manifest["plan"])
         if ledger(plan) != manifest["ledger"]:
             raise ValueError("its ledger is not that of its plan")
+        check_used(path, members, reader.used)
         if run:  # only now is any stage looked at
+            if allowed is not None:
+                _check_calls(path, plan, {*ALLOWED, *allowed})
             plan = _Reader(path, members, origin, True).plan(manifest["plan"])
     except PlanFileError:
         raise
     except (
         ArithmeticError, AssertionError, AttributeError, DrjaxError, LookupError,
-        RecursionError, TypeError, ValueError,
+        MemoryError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise malformed(path, f"{type(error).__name__}: {error}") from error
     return plan
 
 
-class _Reader:
-    """Reads plans that are written as data."""
+def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Where and how a file was written, of the types that are printed."""
+    origin = {key: manifest[key] for key in _ORIGIN}
+    if type(origin["x64"]) is not bool:
+        raise ValueError("x64 must be true or false")
+    _count(origin["calling_convention"])
+    for key in ("platforms", "prng"):
+        origin[key] = [_text(x) for x in _list(origin[key])]
+    producer = {**origin["producer"]}
+    origin["producer"] = {_text(name): _text(x) for name, x in producer.items()}
+    return origin
 
-    def __init__(self, path: Path, members: dict, origin: dict[str, Any], run: bool):
-        self.path, self.members, self.origin, self.run = path, members, origin, run
-        self._consts: dict[str, np.ndarray] = {}
+
+def _check_calls(path: Path | str, plan: Plan, allowed: set[str]) -> None:
+    """Refuse a plan with a custom call that is not allowed, as its manifest lists them.
+
+    That a stage makes no others is checked when it is read.
+    """
+    for where, stage in plan.stages():
+        calls = () if stage.forms is None else stage.forms.custom_calls
+        if unknown := sorted(set(calls) - allowed):
+            names = ", ".join(repr(name[:100]) for name in unknown[:5])
+            raise PlanFileError(
+                f"The plan file {path} makes custom calls in {where} that are not on "
+                f"the list of those that plans may make: {names}. They run code "
+                "outside of the file with operands that it chooses. If you trust who "
+                "wrote it, pass the names to drjax.load_plan(path, custom_calls=[...])."
+            )
+
+
+class _Reader:
+    """Reads plans that are written as data.
+
+    Attributes:
+      used: The names of the members that were needed.
+    """
+
+    def __init__(
+        self, path: Path | str, members: dict, origin: dict[str, Any], run: bool
+    ):
+        self.path, self.origin, self.run = path, origin, run
+        self.used: set[str] = set()
+        self._members, self._consts = members, dict[str, np.ndarray]()
+
+    def _member(self, name: str) -> bytes:
+        self.used.add(name)
+        return self._members[name]
 
     def plan(self, told: dict[str, Any]) -> Plan:
         partition = told["partition"]
@@ -151,22 +205,28 @@ class _Reader:
         if not self.run:
             return Stage(name, inputs, outputs, None, forms)
         if forms is not None:
-            found = [form.custom_calls for form in (forms.one, forms.batch) if form]
+            parts = [form for form in (forms.one, forms.batch) if form]
+            found = [form.custom_calls for form in parts]
             if set(forms.custom_calls) != set().union(*found):
                 raise ValueError(f"stage {name} calls other code than it is said to")
+            for form in parts:
+                if form.function.mlir_module_serialized != form.stablehlo:
+                    raise ValueError(
+                        f"the .mlirbc of stage {name} is not the code of its .jexp"
+                    )
         jaxpr = self._jaxpr(inputs, outputs, forms, numbered)
         return Stage(name, inputs, outputs, jaxpr, forms)
 
     def _forms(self, told: dict[str, Any], member: str, numbered: bool) -> Forms:
         form = lambda end: Form(
-            self.members[f"{member}{end}.jexp"], self.members[f"{member}{end}.mlirbc"],
+            self._member(f"{member}{end}.jexp"), self._member(f"{member}{end}.mlirbc"),
             f"{member}{end} of the plan file {self.path}",
         )  # fmt: skip
         return Forms(
             form(""),
             form(".batch") if numbered else None,
             numbered and told["in_turn"] is True,
-            self.members[f"{member}.jaxpr.txt"].decode(),
+            self._member(f"{member}.jaxpr.txt").decode(),
             tuple(map(self._constant, told["consts"])),
             tuple(map(_text, told["custom_calls"])),
             self.origin,
@@ -175,7 +235,7 @@ class _Reader:
     def _constant(self, told: dict[str, Any]) -> np.ndarray:
         name = told["member"]
         if name not in self._consts:
-            data = np.load(io.BytesIO(self.members[name]), allow_pickle=False)
+            data = _array(self._member(name))
             self._consts[name] = data.view(_dtype(told["dtype"]))
         return self._consts[name]
 
@@ -216,6 +276,21 @@ def _value(name: str, told: dict[str, Any], size: int) -> Value:
     return new_value(name, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 
+def _array(data: bytes) -> np.ndarray:
+    """An array in numpy's format; numpy itself would allocate whatever it declares."""
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"a constant has version {version} of numpy's format")
+    first = np.lib.format.read_array_header_1_0
+    second = np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = (first if version == (1, 0) else second)(file)
+    size = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or is_fortran or len(data) - file.tell() != size:
+        raise ValueError(f"a constant of {dtype}{[*shape]} has not that many bytes")
+    return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape)
+
+
 def _dtype(name: str) -> Any:
     if found := re.fullmatch(r"key:(\w+)", _text(name)):
         return key_dtype(found[1])
@@ -236,8 +311,14 @@ def _tree(told: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
 
 
 def _text(x: Any) -> str:
-    if not isinstance(x, str):
-        raise ValueError(f"{str(x)[:60]} is not a text")
+    if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
+        raise ValueError(f"{x!r:.60} is not a text")
+    return x
+
+
+def _list(x: Any) -> list:
+    if not isinstance(x, list):
+        raise ValueError(f"{str(x)[:60]} is not a list")
     return x
 
 

@@ -1,17 +1,22 @@
 """`load_plan`: a plan from its file."""
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
 
-from drjax._errors import PlanFileError
+from drjax import _storage
+from drjax._errors import DrjaxTypeError, PlanFileError
 from drjax._planning import planning
 from drjax.interpret.files import archive
 from drjax.interpret.files.decode import decode
 from drjax.plan import Plan
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(
+    path: str | os.PathLike[str], *, custom_calls: Collection[str] = ()
+) -> Plan:
     """Read a plan that `plan.save` wrote; its source is not needed.
 
     Print it, draw it, ask for its communication, and run it by any backend. It cannot
@@ -22,15 +27,20 @@ def load_plan(path: str | Path) -> Plan:
     compiled stages ever runs, and nothing is written.
 
     Args:
-      path: The file.
+      path: The file: a path, or a URL such as `gs://bucket/plan.drjax` of any file
+        system that fsspec knows.
+      custom_calls: Names of code outside of the file that its stages may call,
+        besides linear algebra and what else is on drjax's list. Such code (kernels,
+        for one) gets what operands the file gives it, so name it only if you trust who
+        wrote the file. `python -m drjax inspect` lists what a file calls.
 
     Returns:
       A `drjax.plan.Plan`.
 
     Raises:
-      PlanFileError: The file is damaged, or changed, or of another version; or holds
-        64-bit values and jax_enable_x64 is off; or this JAX is too old or too new to
-        read it.
+      PlanFileError: The file is damaged, or changed, or of another version; or is no
+        regular file; or calls code that is not on the list; or holds 64-bit values and
+        jax_enable_x64 is off; or this JAX is too old or too new to read it.
       OSError: The file cannot be opened.
 
     Source: Rush et al. 2024, section 5.
@@ -43,11 +53,28 @@ def load_plan(path: str | Path) -> Plan:
       >>> print(drjax.backends.xla.compile(plan)(jnp.arange(4.0)))
       6.0
     """
-    return unpacked(Path(path))
+    try:
+        found = _storage.locate(path)
+    except (TypeError, ValueError) as error:
+        raise PlanFileError(f"drjax.load_plan cannot read a file: {error}.") from error
+    return unpacked(found, custom_calls=custom_calls)
 
 
-def unpacked(path: Path, data: bytes | None = None) -> Plan:
-    """As `load_plan`, of a file or of what is in one."""
+def unpacked(
+    path: Path | str,
+    data: bytes | None = None,
+    *,
+    custom_calls: Collection[str] | None = (),
+) -> Plan:
+    """As `load_plan`, of a file or of what is in one.
+
+    `custom_calls=None` is for the bytes of a plan of this process: it may make any.
+    """
+    if isinstance(custom_calls, str):
+        raise DrjaxTypeError(
+            "custom_calls must be a list of names, got the text "
+            f"{custom_calls!r}. Write custom_calls=[{custom_calls!r}]."
+        )
     manifest, members = archive.read(path, data)
     if manifest.get("x64") and not jax.config.read("jax_enable_x64"):
         raise PlanFileError(
@@ -55,4 +82,4 @@ def unpacked(path: Path, data: bytes | None = None) -> Plan:
             "jax_enable_x64. Load and run it in `with jax.enable_x64(True):`."
         )
     with planning(False):
-        return decode(path, manifest, members)
+        return decode(path, manifest, members, allowed=custom_calls)

@@ -1,10 +1,12 @@
 """What a plan file says of itself, for people; no stage of it is read."""
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 
+from drjax import _storage
+from drjax._errors import PlanFileError
 from drjax._listing import size
 from drjax._planning import planning
 from drjax.interpret.files import archive
@@ -13,17 +15,20 @@ from drjax.interpret.files.forms import Forms
 from drjax.plan import Plan
 
 
-def inspect(path: str | Path) -> tuple[Plan, str]:
+def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
     """The plan of a file, to print and draw but not to run, and a report.
 
     Raises:
       PlanFileError: The file is damaged, or changed, or of another version.
       OSError: The file cannot be opened.
     """
-    path = Path(path)
-    manifest, members = archive.read(path)
+    try:
+        found = _storage.locate(path)
+    except (TypeError, ValueError) as error:
+        raise PlanFileError(f"No file can be inspected: {error}.") from error
+    manifest, members = archive.read(found)
     with planning(False), jax.enable_x64(True):
-        plan = decode(path, manifest, members, run=False)
+        plan = decode(found, manifest, members, run=False)
     lines = [str(plan), "", str(plan.communication()), "", *_origin(manifest)]
     lines += ["", "stages", *_stages(plan)]
     whole = sum(map(len, members.values()))

@@ -1,21 +1,28 @@
 """`plan.save`: a plan as a file."""
 
-from pathlib import Path
+import os
 
 import jax
 import numpy as np
 
+from drjax import _storage
+from drjax._errors import PlanFileError
 from drjax._planning import planning
 from drjax.interpret.files import archive
 from drjax.interpret.files.manifest import encode
 from drjax.plan import Plan
 
 
-def save(plan: Plan, path: str | Path) -> None:
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file; see `Plan.save`."""
-    data, path = packed(plan), Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    data = packed(plan)
+    try:
+        _storage.write_file(_storage.locate(path), data)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise PlanFileError(
+            f"The plan file {path} cannot be written: {error}. What was there before "
+            "is unchanged: free space there, or give another path."
+        ) from error
 
 
 def packed(plan: Plan) -> bytes:

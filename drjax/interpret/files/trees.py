@@ -37,7 +37,7 @@ class Tree:
 
     @property
     def num_leaves(self) -> int:
-        return sum(1 for _ in self.paths())
+        return _leaves(self.node)
 
     def unflatten(self, leaves) -> Any:
         return _unflatten(self.node, iter(leaves))
@@ -122,6 +122,12 @@ def _children(node: Node) -> list[tuple[str, Node]]:
     if kind == "dict":
         return [(f"[{key!r}]", child) for key, child in parts]
     return [(f"[{i}]", child) for i, child in enumerate(parts)]
+
+
+def _leaves(node: Node) -> int:
+    if isinstance(node, str):
+        return node == "leaf"
+    return sum(_leaves(child) for _, child in _children(node))
 
 
 def _paths(node: Node, path: str) -> Iterator[str]:
