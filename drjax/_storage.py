@@ -36,7 +36,7 @@ def locate(path: Any) -> Path | str:
     text = str(path)
     if not text:
         raise ValueError("a path or a URL is needed, got an empty text")
-    if re.match(f"{_SCHEME}(//|:)", text):
+    if re.match(f"{_SCHEME}(//|:.+://)", text):
         for scheme in ("file://", "local://"):
             if text.startswith(scheme):
                 return Path(text.removeprefix(scheme))
@@ -279,7 +279,15 @@ class RemoteFolder:
 
     def create(self, name: str, data: bytes) -> None:
         path, url = self._path_of(name), self.location(name)
-        write = lambda: self._system.pipe_file(path, data, mode="create")
+
+        def write() -> None:
+            try:
+                self._system.pipe_file(path, data, mode="create")
+            except TypeError:  # a file system that cannot do both at once
+                if self._system.exists(path):
+                    raise FileExistsError from None
+                self._system.pipe_file(path, data)
+
         try:
             _write_remote(self._system, path, url, write)
         except OSError as error:

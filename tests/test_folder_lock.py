@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 
+import fsspec
 import pytest
 
 from drjax import _storage
@@ -116,3 +117,17 @@ def test_a_lease_of_another_machine_holds_while_it_is_renewed():
     finally:
         done.set()
         thread.join()
+
+
+def test_a_file_system_that_cannot_create_a_file_only_if_it_is_new(monkeypatch):
+    memory = fsspec.get_filesystem_class("memory")
+    whole = memory.pipe_file
+    monkeypatch.setattr(
+        memory, "pipe_file", lambda self, path, value: whole(self, path, value)
+    )
+    folder = _storage.RemoteFolder(f"memory://{uuid.uuid4().hex}")
+    lock = folder_lock.acquire(folder)
+    with pytest.raises(folder_lock.LockedError):
+        folder_lock.acquire(folder)
+    lock.release()
+    assert folder.names() == []

@@ -53,6 +53,7 @@ class Remote:
         (Path("run/x"), Path("run/x")),
         (b"run/x", Path("run/x")),
         ("C:/x", Path("C:/x")),
+        ("a::b", Path("a::b")),
         ("file:///tmp/x", Path("/tmp/x")),
         ("gs://bucket/x", "gs://bucket/x"),
         ("simplecache::s3://bucket/x", "simplecache::s3://bucket/x"),

@@ -202,7 +202,7 @@ class Saved(Notes):
             return
         try:
             saving.result()
-        except OSError as error:
+        except Exception as error:
             kept = "What was saved before is kept. " if self._steps else ""
             raise self._error(
                 f"step-{self._step:09}", "cannot be written", error,
@@ -210,8 +210,8 @@ class Saved(Notes):
                 "again.",
             ) from error  # fmt: skip
 
-    def _error(self, name: str, what: str, error: OSError, fix: str) -> EngineError:
-        why = error.strerror or error
+    def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EngineError(
             f"The checkpoint file {self._folder.location(name)} {what}: {why}. {fix}"
         )

@@ -1,6 +1,6 @@
 """Rows that stay where workers can read them, so that they are sent once.
 
-Data that is the same in each round need not travel in each round. Whether it is the same
+Data that is the same in each round need not travel in each round. Whether it is so
 is not believed but looked up: a block's rows are compared, bit by bit, with what was
 stored, which takes a tenth of the time of storing them again. A caller may thus change
 an array in place.
