@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
-_PART = re.compile(r"\.(.+)\.part")
 
 
 def locate(path: Any) -> Path | str:
@@ -183,6 +182,11 @@ class Folder(Protocol):
         ...
 
 
+def part_name(name: str) -> str:
+    """What a local file is called while it is written."""
+    return f".{name}.part"
+
+
 class LocalFolder:
     """A folder of this machine's file systems."""
 
@@ -207,7 +211,7 @@ class LocalFolder:
 
     def write(self, name: str, chunks: Iterable[Any]) -> None:
         final = self.path / name
-        part = self.path / f".{name}.part"
+        part = self.path / part_name(name)
         try:
             with open(part, "wb") as file:
                 for chunk in chunks:
@@ -227,12 +231,6 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
-
-    def remove_parts(self) -> None:
-        """Remove what a process that died was writing."""
-        for name in self.names():
-            if _PART.fullmatch(name):
-                self.remove(name)
 
 
 def _sync(folder: Path) -> None:

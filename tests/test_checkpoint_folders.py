@@ -157,11 +157,12 @@ def test_files_of_others_stay(plan, tmp_path):
     crash(plan, tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "99").mkdir()
+    (tmp_path / ".theirs.part").write_text("of another program")
     (tmp_path / ".step-000000009.part").write_text("of a process that died")
     run = run_on(InProcess(), plan, tmp_path)
     run(*ARGS)
     assert stages(run) == STEPS - 3
-    assert {x.name for x in tmp_path.iterdir()} == {"notes.txt", "99"}
+    assert {x.name for x in tmp_path.iterdir()} == {"notes.txt", "99", ".theirs.part"}
 
 
 def test_arrays_of_every_shape_and_dtype_come_back(tmp_path):

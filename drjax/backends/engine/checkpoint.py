@@ -36,6 +36,7 @@ Note = list[np.ndarray]
 
 _MAGIC = b"drjax checkpoint 1\n"
 _STEP = re.compile(r"step-(\d+)")
+_PART = re.compile(_storage.part_name(_STEP.pattern).replace(".", r"\."))
 _KEPT = 2
 _HASH = hashlib.sha256().digest_size
 
@@ -114,9 +115,10 @@ class Saved(Notes):
     def _restore(self) -> None:
         """Take the entries of the newest step that is whole."""
         try:
-            if isinstance(self._folder, _storage.LocalFolder):
-                self._folder.remove_parts()
             names = self._folder.names()
+            for name in names:
+                if _PART.fullmatch(name):  # what a driver that died was writing
+                    self._folder.remove(name)
         except OSError as error:
             raise self._error(
                 "", "cannot be read", error, "Make it readable, or give another folder."
