@@ -193,7 +193,7 @@ def along_features(x, j):
         lambda: x * lax.stop_gradient(lax.linalg.lu(_squares(x))[0][:, 0]),
         lambda: x * lax.stop_gradient(jnp.linalg.inv(_squares(x))[:, 0]),
         lambda: lax.top_k(x + jnp.arange(f)[None] * 0.0137, 2)[0][:, :1] * jnp.cos(x),
-        lambda: lax.conv(x[:, None], np.full((1, 1, 2), 0.5), (1,), "SAME")[:, 0],
+        lambda: lax.conv(x[:, None], jnp.full((1, 1, 2), 0.5), (1,), "SAME")[:, 0],
         lambda: jnp.fft.rfft(lax.stop_gradient(x), axis=1).real[:, :1] * jnp.cos(x),
         lambda: _pooled(lax.add, 0.0, x),
         lambda: x[jnp.arange(N), (1 + jnp.arange(N)) % 2][:, None] * jnp.cos(x),

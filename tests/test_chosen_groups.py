@@ -8,6 +8,7 @@ from jax import lax
 
 import drjax
 from drjax.backends import reference
+from drjax.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -17,7 +18,7 @@ X = np.cos(np.arange(N * 6.0, dtype=np.float32)).reshape(N, 3, 2)
 I = np.array([4, 1], np.int32)
 
 
-def agree(fn, *args) -> drjax.plan.Plan:
+def agree(fn, *args) -> Plan:
     """The plan gives what `jax.jit` gives, in value and gradient; returns its plan."""
     plan = drjax.make_plan(fn)(*args)
     want = jax.jit(fn)(*args)
