@@ -488,3 +488,16 @@ def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
                 f"{_show(where.mesh)}, is abstract. Use jax.set_mesh, or pass mesh=."
             )
     return NamedSharding(mesh, spec)
+
+
+def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
+    """The sharding of a product, if both operands contract sharded dimensions."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    (left, right) = (jax.typeof(v).sharding for v in (x, y))
+    contracted = zip(lc, rc, strict=True)
+    if not any(left.spec[a] and right.spec[b] for a, b in contracted):
+        return None
+    parts = [left.spec[a] or right.spec[b] for a, b in zip(lb, rb, strict=True)]
+    parts += [s for d, s in enumerate(left.spec) if d not in (*lc, *lb)]
+    parts += [s for d, s in enumerate(right.spec) if d not in (*rc, *rb)]
+    return NamedSharding(left.mesh, P(*parts))

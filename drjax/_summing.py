@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._sharding import sharding_of_product
 
 _THROUGH = (
     "neg", "transpose", "reshape", "squeeze", "broadcast_in_dim", "add", "add_any",
@@ -129,5 +130,6 @@ def _contract(eqn, a, b=None):
         (shift(batch_a), shift(batch_b)),
     )
     return lax.dot_general(
-        a, b, dims, eqn.params["precision"], eqn.params["preferred_element_type"]
-    )
+        a, b, dims, eqn.params["precision"], eqn.params["preferred_element_type"],
+        out_sharding=sharding_of_product(dims, a, b),
+    )  # fmt: skip

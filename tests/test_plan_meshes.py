@@ -115,6 +115,21 @@ def test_explicit_axes(kinds, step):
             jax.tree.map(np.testing.assert_allclose, found, jax.jit(f)(x, w))
 
 
+@pytest.mark.parametrize("step", [None, 1])
+@pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
+def test_gradients_of_rows_on_explicit_axes(kinds, step):
+    """They contract the axis over which the model is sharded."""
+    loss = mean_loss(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    both = jax.value_and_grad(loss, (0, 1))
+    want = jax.jit(both)(W, X)
+    mesh = make_mesh({"clients": 4, "model": 2}, kinds)
+    with jax.set_mesh(mesh):
+        args = placed(mesh) if kinds[0] == EXPLICIT else (placed(mesh)[0], X)
+        found = drjax.jit(both, groups_per_step=step)(*args)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, found, want)
+
+
 def test_nested_programs_use_their_own_axis():
     inner = drjax.program(clients=4)
     outer = drjax.program(pods=4)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from drjax import _compat
 from drjax._extrema import across_devices
 from drjax._padding import (
     for_real_groups,
@@ -22,6 +21,7 @@ from drjax._partials import Running, accumulator, identity, is_compensated, part
 from drjax._primitives import LOW_PRECISION, psum
 from drjax._sharding import Layout, vary
 from drjax._summing import row_sums
+from drjax.interpret.evaluation import evaluate_on_mesh
 from drjax.interpret.files.forms import run_batch
 from drjax.plan import Reduce
 
@@ -212,7 +212,7 @@ def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:
 
 def call(stage, args) -> list:
     """The outputs of a stage, as arrays: what is constant is a number in a jaxpr."""
-    outs = _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+    outs = evaluate_on_mesh(stage.jaxpr, args)
     return [
         y if isinstance(y, jax.Array) else jnp.asarray(y, value.dtype)
         for y, value in zip(outs, stage.outputs, strict=True)
