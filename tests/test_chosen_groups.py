@@ -9,6 +9,7 @@ from jax import lax
 import drjax
 from drjax.backends import reference
 from drjax.plan import Plan
+from tests.meshes import in_mesh_of
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -110,6 +111,26 @@ def test_batches():
     fn = program(lambda x, i: rows(x)[i[0]])
     agree(jax.vmap(fn, (2, None), 1), X, I)
     agree(jax.vmap(program(lambda x, i: rows(x).at[i].add(1.0)), (2, None), 1), X, I)
+
+
+@pytest.mark.parametrize("shape", [{"clients": 4}, {"clients": 2, "model": 2}])
+def test_on_meshes(shape):
+    """Groups are chosen by their index, whatever device has them."""
+
+    @program
+    def fn(x, i):
+        y = rows(x).at[i].add(1.0)
+        y = lax.dynamic_update_slice(y, jnp.ones((2, 3, 1)), (i[1], 0, 0))
+        chosen = y[:2] + jnp.take(y, i + 1, axis=0).at[0].set(0.0) + y[1:5:2]
+        return drjax.reduce_mean(lax.map(jnp.tanh, y)) * chosen.sum(0) + y[3:].max(0)
+
+    both = jax.value_and_grad(lambda x, i: jnp.sum(fn(x, i)))
+    want = jax.jit(both)(X, I)
+    with in_mesh_of(shape):
+        for step in (None, 1):
+            got = drjax.jit(both, groups_per_step=step)(X, I)
+            close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            jax.tree.map(close, got, want)
 
 
 def test_work_does_not_grow_with_the_square_of_the_groups():
