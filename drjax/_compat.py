@@ -395,6 +395,15 @@ def scan_sizes(eqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def with_equations(jaxpr, eqns: list):
+    """A jaxpr with other equations."""
+    raw = open_jaxpr(jaxpr)
+    changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
+    if _MERGED:
+        return changed.with_consts(consts) if (consts := jaxpr.consts) else changed
+    return changed if jaxpr is raw else Jaxpr(changed, jaxpr.consts)
+
+
 # ---------------------------------------------------------------------------------
 # Jaxprs on another mesh
 

@@ -39,6 +39,7 @@ from jax import lax
 from drjax import _compat
 from drjax._index import GroupAxis
 from drjax._padding import for_real_groups, like_nothing, own_rows, unless_empty
+from drjax._random_bits import in_turn
 from drjax._sharding import (
     Layout,
     first_row_numbers,
@@ -125,7 +126,8 @@ def _on_padded_rows(where: Layout, fn: Callable, by_rows, effects: bool, *args) 
 
 def inside(where: Layout, jaxpr):
     """A per-group jaxpr for the inside of a `shard_map` over the partition's axes."""
-    return _compat.with_manual_axes(jaxpr, where.axes) if where.sharded else jaxpr
+    jaxpr = _compat.with_manual_axes(jaxpr, where.axes) if where.sharded else jaxpr
+    return in_turn(jaxpr)
 
 
 def on_each(where: Layout, jaxpr, by_vmap: bool):

@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._random_bits import in_turn_p
 from drjax._sharding import sharding_of_product
 
 _THROUGH = (
@@ -116,6 +117,8 @@ row_sums = _compat.weakref_lru_cache(RowSums)
 def _is_plain(eqn) -> bool:
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
+    if eqn.primitive is in_turn_p:  # a loop, once it is batched
+        return False
     return not _compat.jaxprs_in(eqn.params)
 
 

@@ -26,7 +26,8 @@ LAYERS = (
     {
         "_compat", "_compat_checks", "_structure", "_summing", "_fused", "_rules",
         "_scope", "_sharding", "_planning", "_primitives", "_index", "_map",
-        "_map_lowering", "_padding", "_extrema", "_partials", "primitives",
+        "_map_lowering", "_padding", "_random_bits", "_extrema", "_partials",
+        "primitives",
     },
     {
         "_trees", "_functions", "_mapping", "_checks", "_program", "_operands",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from drjax import _compat
 from drjax._extrema import across_devices
 from drjax._padding import (
     for_real_groups,
