@@ -30,6 +30,8 @@ def _count(number: int, what: str) -> str:
 
 def size(nbytes: int) -> str:
     """Bytes for people: `812 B`, `12.3 kB`."""
+    if not isinstance(nbytes, int):  # a symbolic dimension
+        return f"{nbytes} B"
     units = ("B", "kB", "MB", "GB", "TB")
     power = 0 if nbytes < 10_000 else min(4, (len(str(nbytes)) - 2) // 3)
     return f"{nbytes / 1000**power:.4g} {units[power]}"

@@ -43,7 +43,8 @@ def is_compensated(reduce, steps: int) -> bool:
         return False
     if accumulator(source.dtype) not in (jnp.float32, jnp.complex64):
         return False
-    return steps > MANY_STEPS or math.prod(source.shape) <= FEW_NUMBERS
+    size = math.prod(source.shape)  # unknown with symbolic dimensions
+    return steps > MANY_STEPS or (isinstance(size, int) and size <= FEW_NUMBERS)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -281,7 +281,7 @@ class Message:
     def __str__(self) -> str:
         times = "".join(f" × {t}" for t in self.times)
         where = f"{self.round:>9}  {self.op:9}"
-        return f"{where}  {self.nbytes:>13,}  {self.value}{times}"
+        return f"{where}  {_digits(self.nbytes):>13}  {self.value}{times}"
 
 
 @dataclass(frozen=True)
@@ -336,13 +336,18 @@ class Ledger:
     def __str__(self) -> str:
         head = f"{'round':>9}  {'':9}  {'bytes a group':>13}  value"
         total = (
-            f"total: {self.down():,} bytes down and {self.up():,} up for each group; "
-            f"on {self.devices} devices {self.reduced_per_device():,} bytes reduced "
-            "per device"
+            f"total: {_digits(self.down())} bytes down and {_digits(self.up())} up for "
+            f"each group; on {self.devices} devices "
+            f"{_digits(self.reduced_per_device())} bytes reduced per device"
         )
         if self.open_loops:
             total += f"; for one step of {', '.join(self.open_loops)}"
         return "\n".join([head, *map(str, self.messages), total])
+
+
+def _digits(number) -> str:
+    """A number for people; one with symbolic dimensions as it is."""
+    return f"{number:,}" if isinstance(number, int) else str(number)
 
 
 def _messages(plan: Plan, where: str, times: tuple[int | str, ...]) -> Iterator:

@@ -113,7 +113,8 @@ def ending(plan: Plan, number: int, where: Layout) -> Ending | None:
     if plan.rounds[number].loops or where.manual:
         return None
     found = Ending(plan, number)
-    worth = found.places and found.in_place >= LARGE
+    size = found.in_place  # unknown with symbolic dimensions
+    worth = found.places and isinstance(size, int) and size >= LARGE
     return found if worth and found.possible else None
 
 

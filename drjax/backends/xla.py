@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._errors import DrjaxValueError
+from drjax._errors import DrjaxValueError, PlanError
 from drjax._map_lowering import by_device, lowers_by_vmap, on_each
 from drjax._sharding import Layout, as_operand, find_mesh, layout, on_devices
 from drjax.backends import chunks
@@ -176,6 +176,8 @@ class _Run:
             return False
         assert where is not None
         streams = self.step is not None and self.step < where.per_device
+        if streams and where.sharded:
+            _check_known_shapes(stage)
         end = ending(self.plan, number, where) if streams else None
         sums = a_round.partials
         kept = [v for v in stage.outputs if v.name in self.kept]
@@ -259,6 +261,18 @@ class _Run:
         xs = inputs[first + loop.carry :]
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
         return [*carry, *ys]
+
+
+def _check_known_shapes(stage) -> None:
+    """Refuse symbolic dimensions in a loop in a `shard_map`, where XLA crashes."""
+    for value in (*stage.inputs, *stage.outputs):
+        if not all(isinstance(size, int) for size in value.shape):
+            raise PlanError(
+                f"{value} has symbolic dimensions, and with groups_per_step= on a mesh "
+                "the work of the groups is a loop in a shard_map, where XLA cannot "
+                "compile them. Export it without groups_per_step=, or without a mesh, "
+                "or for known shapes."
+            )
 
 
 def _store(values: dict[str, Any], names: tuple[Value, ...], found) -> None:

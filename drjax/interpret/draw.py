@@ -9,6 +9,7 @@ from typing import Any
 from drjax._errors import DrjaxValueError
 from drjax.interpret.columns import LINE, PAD
 from drjax.interpret.picture import TITLE, Arrow, Box, Picture, layout
+from drjax.interpret.symbolic import check_known_shapes
 from drjax.plan import Plan
 
 SETTINGS: Any = {
@@ -37,6 +38,7 @@ def draw(plan: Plan, path: str | Path) -> None:
             "Plan.draw needs a path that ends in .svg or .png, the two formats that it "
             f"writes, got {str(path)!r}."
         )
+    check_known_shapes(plan, "drawn")
     _paint(layout(plan), path)
 
 

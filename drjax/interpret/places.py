@@ -1,10 +1,10 @@
 """Where values are: what a stage calls them, and how a group gets its row of each."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Literal
 
 from drjax import primitives
@@ -142,5 +142,5 @@ def spread(eqn, axis: int, operand):
 
 def new_value(name: str, aval: Any, axis: int | None) -> Value:
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
-    nbytes = int(np.prod(shape, dtype=np.int64)) * aval.dtype.itemsize
+    nbytes = math.prod(shape) * aval.dtype.itemsize
     return Value(name, tuple(shape), aval.dtype, axis is not None, nbytes, axis or 0)

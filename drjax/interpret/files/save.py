@@ -10,6 +10,7 @@ from drjax._errors import PlanFileError
 from drjax._planning import planning
 from drjax.interpret.files import archive
 from drjax.interpret.files.manifest import encode
+from drjax.interpret.symbolic import check_known_shapes
 from drjax.plan import Plan
 
 
@@ -27,6 +28,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def packed(plan: Plan) -> bytes:
     """What a plan file holds."""
+    check_known_shapes(plan, "saved")
     nowhere = jax.sharding.Mesh(np.empty((), object), ())
     with jax.set_mesh(nowhere), planning(False):  # of no number of devices
         manifest, members = encode(plan)
