@@ -106,6 +106,35 @@ class TestRay(Conformance):
             assert not run.report.lost
             assert len(pids & {state.pid for state in actors.states()}) == 1
 
+    def test_rows_that_stay_the_same_are_sent_once(self, actors, monkeypatch):
+        engine, sent = importlib.import_module("ray"), []
+        put = engine.put
+        monkeypatch.setattr(engine, "put", lambda x: (sent.append(x), put(x))[1])
+        n = 1000
+        x = np.arange(n * 100, dtype=np.float32).reshape(n, 100) / n
+        groups = Groups([*x])
+
+        @drjax.program(clients=n)
+        def scaled(scale, x):
+            rows = drjax.map_fn(jnp.multiply, (drjax.broadcast(scale), x))
+            return drjax.reduce_mean(rows)
+
+        plan = drjax.make_plan(scaled)(np.float32(1), x)
+        right = lambda scale: np.testing.assert_allclose(
+            run(np.float32(scale), x), scale * x.mean(0), rtol=1e-5
+        )
+        with self.compile(plan, block_size=250) as run:
+            for scale in range(3):
+                right(scale)
+            assert sum(isinstance(y, list) for y in sent) == 4
+            x[300] += 1  # in place: one block is another one
+            right(2)
+            assert sum(isinstance(y, list) for y in sent) == 5
+            np.testing.assert_array_equal(
+                run(np.float32(2), groups), run(np.float32(2), x)
+            )
+            assert sum(isinstance(y, list) for y in sent) == 5
+
     def test_a_block_that_takes_too_long(self):
         n = 4
         options = {"timeout": 8.0, "retries": 0, "on_error": "drop"}

@@ -12,20 +12,18 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from drjax._errors import EngineError
-from drjax.backends.engine import flights, work
+from drjax.backends.engine import flights
+from drjax.backends.engine.actor import Worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Call, Lost, Results
 from drjax.backends.engine.resident import ResidentRows
 from drjax.backends.engine.watch import Listener
-from drjax.backends.engine.work import Done, File, State, Work
+from drjax.backends.engine.work import Done, State, Work
 from drjax.plan import Plan
 
-Arrays = list[np.ndarray]
 _START = 120  # seconds for all workers to start
 _ANSWER = 10  # seconds for a worker to say what it does
 _LOOK = 1.0  # seconds between looks whether Ray is still there
@@ -94,7 +92,7 @@ class Actors:
         self._raylet: Listener | None = None
         self._rows: ResidentRows
         self._actors: list[Any] = []
-        self._files: dict[Any, set[Any]] = {}  # those that each actor has
+        self._files: dict[Any, set[str]] = {}  # those that each actor has
         self._at: dict[Any, Any] = {}  # of each block in flight: its actor, its number
         self._left: dict[Any, Any] = {}  # the same of blocks that nobody waits for
         self.session = 0
@@ -117,13 +115,12 @@ class Actors:
                 ray.init(log_to_driver=False, **settings)
             if ours:
                 _starters.add(self)
-        here, limit = ray.get_runtime_context().get_node_id(), 0
+        here, store = ray.get_runtime_context().get_node_id(), 0.0
         for node in ray.nodes():
             if node["NodeID"] == here:
                 self._raylet = Listener(node["RayletSocketName"])
                 store = node["Resources"].get("object_store_memory", 0)
-                limit = int(_RESIDENT * store)
-        self._rows = ResidentRows(self.share, self._get, limit)
+        self._rows = ResidentRows(self.share, self._get, _RESIDENT * store)
         self._actors = [self._start() for _ in range(self.workers)]
         self._started(self._actors)
 
@@ -154,11 +151,11 @@ class Actors:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
-        kind = self._live().remote(concurrency_groups={"asked": 1})(_Worker)
+        kind = self._live().remote(concurrency_groups={"asked": 1})(Worker)
         return kind.options(max_restarts=0, **options).remote()
 
     def _started(self, actors: list[Any]) -> None:
-        ready = [actor.state.remote() for actor in actors]
+        ready = [_ask(actor.state) for actor in actors]
         if self._wait(ready, len(ready), _START)[1]:
             resources = self._ray.cluster_resources()
             self.close()
@@ -189,9 +186,8 @@ class Actors:
         return self._live().put(x)
 
     def _get(self, reference: Any) -> Any:
-        if isinstance(reference, list):
-            return reference
-        return self._live().get(reference)
+        stored = not isinstance(reference, list)
+        return self._live().get(reference) if stored else reference
 
     def submit(self, work: Work, file: Any, shared: Any) -> Any:
         self._live()
@@ -199,13 +195,17 @@ class Actors:
         for actor, _ in (*self._at.values(), *self._left.values()):
             load[id(actor)] = load.get(id(actor), 0) + 1
         actor = min(self._actors, key=lambda actor: load[id(actor)])
-        block, known = work.block, self._files.setdefault(actor, set())
-        key = file, work.stage, int(block.groups[0]), len(block.groups)
+        block, known, name = (
+            work.block,
+            self._files.setdefault(actor, set()),
+            file.hex(),
+        )
+        key = name, work.stage, int(block.groups[0]), len(block.groups)
         rows = self._rows.reference(key, block.rows)
         work = replace(work, block=replace(block, rows=[]))
-        given = None if file in known else file
-        known.add(file)
-        flight = actor.run.remote(file.hex(), given, work, rows, shared)
+        given = None if name in known else file
+        known.add(name)
+        flight = actor.run.remote(name, given, work, rows, shared)
         self._at[flight] = actor, work.number
         return flight
 
@@ -229,7 +229,7 @@ class Actors:
         # in the order of its tasks for ever, and is taken for dead.
         if flight in self._at:  # and Ray has not ended
             actor, number = self._left[flight] = self._at.pop(flight)
-            actor.skip.remote(number)
+            _ask(actor.skip, number)
 
     def _settle(self, timeout: float | None) -> None:
         """Let go of what a call that failed has left at work.
@@ -259,7 +259,7 @@ class Actors:
 
     def states(self) -> list[State]:
         found, errors = [], self._ray.exceptions
-        for state in [actor.state.remote() for actor in self._actors]:
+        for state in [_ask(actor.state) for actor in self._actors]:
             # It is being replaced, or has no time to answer.
             with suppress(errors.RayActorError, errors.GetTimeoutError):
                 found.append(self._ray.get(state, timeout=_ANSWER))
@@ -278,26 +278,6 @@ class Actors:
 _open, _starters = set[Actors](), set[Actors]()  # who is at work; who started Ray
 
 
-class _Worker:
-    """What an actor is."""
-
-    def __init__(self):
-        self._files: dict[str, File] = {}
-
-    def run(
-        self, key: str, file: File | None, task: Work, rows: Arrays, shared: Arrays
-    ) -> Done:
-        if file is not None:
-            self._files[key] = file
-        task = replace(task, block=replace(task.block, rows=rows))
-        return work.run(self._files[key], task, shared)
-
-    def skip(self, number: int) -> None:
-        work.skip(number)
-
-    def state(self) -> State:
-        return work.state()
-
-
-for _method in (_Worker.skip, _Worker.state):  # what is done while a block runs
-    _method.__ray_concurrency_group__ = "asked"
+def _ask(method: Any, *args: Any) -> Any:
+    """Call a method of an actor that may be at work."""
+    return method.options(concurrency_group="asked").remote(*args)

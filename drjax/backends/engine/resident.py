@@ -1,6 +1,6 @@
 """Rows that stay where workers can read them, so that they are sent once.
 
-Data that is the same in each round need not travel in each round. Whether it is so
+Data that is the same in each round need not be sent in each. Whether it is the same
 is not believed but looked up: a block's rows are compared, bit by bit, with what was
 stored, which takes a tenth of the time of storing them again. A caller may thus change
 an array in place.
@@ -36,7 +36,7 @@ class ResidentRows:
         self,
         put: Callable[[list[np.ndarray]], Any],
         get: Callable[[Any], list[np.ndarray]],
-        limit: int,
+        limit: float,
     ):
         self._put, self._get, self._limit = put, get, limit
         self._entries: dict[Hashable, _Entry] = {}
@@ -50,7 +50,7 @@ class ResidentRows:
         """What stands for the rows of a block; `key`: which block it is."""
         entry = self._entries.get(key)
         if entry is not None:
-            if all(map(_same, entry.rows, rows)):
+            if len(entry.rows) == len(rows) and all(map(_same, entry.rows, rows)):
                 entry.used = self._runs
                 return entry.reference
             self._remove(key)

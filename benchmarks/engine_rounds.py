@@ -1,0 +1,230 @@
+"""Rounds on Ray: small ones beside an actor loop by a user, many groups, large results.
+
+    python -m benchmarks.engine_rounds --out benchmarks/results      # needs '.[ray]'
+
+*Small rounds*: 1000 groups take five steps of gradient descent on 2.6 MB of data. The
+hand-written baseline keeps each half of the data in an actor and sends the model. *Many
+groups*: a million of eight numbers. *Large results*: 100 groups, each with a result of
+100 MB; the memory of a worker is what is its own, at most.
+"""
+
+import argparse
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import drjax
+from benchmarks import report, run
+from benchmarks.engines import reduced
+from benchmarks.report import Goal
+from benchmarks.worker import hello
+from drjax.backends import ray as backend
+
+SMALL, FEATURES, TURNS, ROUNDS = 1000, 16, 10, 20
+SLOWER, SECONDS = 1.5, 1.0  # the goals
+
+
+def work(model, x, y):
+    def loss(m, batch):
+        return jnp.mean((batch[0] @ m["w"] + m["b"] - batch[1]) ** 2)
+
+    def step(m, batch):
+        grads = jax.grad(loss)(m, batch)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, m, grads), None
+
+    return jax.lax.scan(step, model, (x, y))[0]
+
+
+class Hand:
+    """An actor with a part of the data; its `run` sums up what its groups give."""
+
+    def __init__(self, x, y):
+        self.data = jnp.asarray(x), jnp.asarray(y)
+        batch = jax.vmap(work, (None, 0, 0))
+        add_up = lambda *args: jax.tree.map(lambda a: a.sum(0), batch(*args))
+        self.total = jax.jit(add_up)
+
+    def run(self, model):
+        return jax.tree.map(np.asarray, self.total(model, *self.data))
+
+
+def small_rounds() -> dict[str, Any]:
+    """Milliseconds of a round, by who runs it, in turn."""
+    ray = importlib.import_module("ray")
+    draw = np.random.default_rng(0)
+    data = (
+        draw.normal(size=(SMALL, 5, 8, FEATURES)).astype(np.float32),
+        draw.normal(size=(SMALL, 5, 8)).astype(np.float32),
+    )
+    model = {"w": np.zeros(FEATURES, np.float32), "b": np.zeros((), np.float32)}
+
+    @drjax.program(clients=SMALL)
+    def train(model, data):
+        return drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(model), *data)))
+
+    plan, half = drjax.make_plan(train)(model, data), SMALL // 2
+    alone = {"env_vars": {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}}
+    with backend.compile(plan, workers=2, ray_options={"num_cpus": 0}) as on_ray:
+        on_ray(model, data)
+        actor = ray.remote(Hand).options(num_cpus=0, runtime_env=alone)
+        actors = [actor.remote(*(a[i : i + half] for a in data)) for i in (0, half)]
+
+        def by_hand(model):
+            sent = ray.put(model)
+            parts = ray.get([actor.run.remote(sent) for actor in actors])
+            return jax.tree.map(lambda a, b: (a + b) / SMALL, *parts)
+
+        loops = {"drjax": lambda model: on_ray(model, data), "by hand": by_hand}
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        found = {}
+        for turn in range(TURNS + 1):
+            for name, loop in loops.items():
+                now = model
+                for _ in range(ROUNDS):
+                    begin = time.perf_counter()
+                    now = jax.block_until_ready(loop(now))
+                    if turn:
+                        times[name].append(1e3 * (time.perf_counter() - begin))
+                found[name] = now
+        blocks = on_ray.report.stages[0].blocks
+    far = np.max(np.abs(found["drjax"]["w"] - found["by hand"]["w"]))
+    return {"times": times, "difference": float(far), "blocks": blocks}
+
+
+def many_groups(n: int = 1_000_000, runs: int = 6) -> list[dict[str, Any]]:
+    """Seconds of a round of tiny groups, by the size of blocks."""
+    rows = np.random.default_rng(0).normal(size=(n, 8)).astype(np.float32)
+    plan = drjax.make_plan(reduced(n))(np.float32(1), rows)
+    found = []
+    for size in (None, 8192, 256):
+        with backend.compile(plan, workers=2, block_size=size) as on_ray:
+            times = _times(lambda: on_ray(np.float32(1), rows), runs)
+            blocks = on_ray.report.stages[0].blocks
+        found.append({"size": size, "seconds": times, "blocks": blocks})
+    return found
+
+
+def large_results(n: int = 100, floats: int = 25_000_000) -> list[dict[str, Any]]:
+    """Seconds of a round and the most memory of a worker, by the size of blocks."""
+
+    @drjax.program(clients=n)
+    def scaled(model, x):
+        rows = drjax.map_fn(lambda m, x: m * x, (drjax.broadcast(model), x))
+        return drjax.reduce_mean(rows)
+
+    args = np.ones(floats, np.float32), np.ones(n, np.float32)
+    plan, found = drjax.make_plan(scaled)(*args), []
+    for size in (None, 1, 13):
+        with backend.compile(plan, workers=2, block_size=size) as on_ray:
+            on_ray.engine.open()
+            engine: Any = on_ray.engine
+            with _Own([state.pid for state in engine.states()]) as memory:
+                times = _times(lambda: on_ray(*args), 2)
+            blocks = on_ray.report.stages[0].blocks
+        found.append(
+            {"size": size, "seconds": times, "blocks": blocks, "peak": memory.peak}
+        )
+    return found
+
+
+def _times(fn: Callable[[], Any], runs: int) -> list[float]:
+    found = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        jax.block_until_ready(fn())
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+class _Own:
+    """The most memory of one of some processes that no other process shares."""
+
+    def __init__(self, pids: list[int]):
+        self._pids, self.peak = pids, 0
+
+    def __enter__(self) -> "_Own":
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.05):
+            for pid in self._pids:
+                try:
+                    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                except OSError:  # it has ended
+                    continue
+                own = [x.split()[1] for x in lines if x.startswith("Private_")]
+                self.peak = max(self.peak, 1024 * sum(map(int, own)))
+
+
+def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
+    who, ray = hello(), importlib.import_module("ray")
+    medians = {name: float(np.median(t)) for name, t in small["times"].items()}
+    slower = report.ratio(small["times"]["drjax"], small["times"]["by hand"])
+    warm = min(many[0]["seconds"][2:])
+    goals: list[Goal] = [
+        ("a small round, drjax / by hand", f"≤ {SLOWER:g}", f"{slower:.2f}",
+         slower <= SLOWER),
+        ("a round of 1,000,000 groups, s", f"≤ {SECONDS:g}", f"{warm:.2f}",
+         warm <= SECONDS),
+    ]  # fmt: skip
+    parts = [
+        f"JAX {who['jax']}, Python {who['python']}, Ray {ray.__version__}, "
+        f"{os.cpu_count()} CPU cores, 2 workers.",
+        report.goal_table(goals),
+        f"## Small rounds\n\n{SMALL:,} groups, 2.6 MB, {TURNS * ROUNDS} rounds of each "
+        f"in turn; {small['blocks']} blocks. Largest difference: "
+        f"{small['difference']:.1g}.",
+        report.table(
+            ["a round", "median, ms", "p90, ms"],
+            [[name, f"{medians[name]:.1f}", f"{np.percentile(t, 90):.1f}"]
+             for name, t in small["times"].items()],
+        ),
+        "## Many groups\n\n1,000,000 groups of eight numbers.",
+        report.table(
+            ["block_size", "blocks", "first round, s", "third, s", "best, s"],
+            [[str(x["size"] or "default"), str(x["blocks"]),
+              *(f"{t:.2f}" for t in (x["seconds"][0], x["seconds"][2])),
+              f"{min(x['seconds'][2:]):.2f}"] for x in many],
+        ),
+        "## Large results\n\n100 groups with a result of 100 MB each.",
+        report.table(
+            ["block_size", "blocks", "second round, s", "a worker's own memory, MB"],
+            [[str(x["size"] or "default"), str(x["blocks"]), f"{x['seconds'][1]:.1f}",
+              f"{x['peak'] / 1e6:,.0f}"] for x in large],
+        ),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    small, many, large = small_rounds(), many_groups(), large_results()
+    tables = markdown(small, many, large)
+    print(tables)
+    if options.out:
+        name = f"engine-rounds-jax-{jax.__version__}"
+        found = {"small": small, "many": many, "large": large}
+        run.write(options.out, found, name, {name: tables})
+
+
+if __name__ == "__main__":
+    main()
