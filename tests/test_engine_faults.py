@@ -1,5 +1,6 @@
 """Workers that are lost, groups that never end, groups whose data is wrong."""
 
+import importlib
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import drjax
 from drjax.backends.engine import local, work
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.exchange import Exchange
-from drjax.backends.engine.groups import Groups
+from drjax.backends.engine.groups import Groups, Parquet
 from drjax.backends.engine.local import InProcess
 from drjax.backends.engine.options import Options
 from drjax.backends.engine.pool import Lost
@@ -244,6 +245,21 @@ def test_a_sequence_of_another_length():
     run = local.compile(weighted_plan(N + 1))
     text = "The plan is for 9 groups, got 8"
     raises(drjax.DrjaxError, text, run, np.float32(2), Groups(Data(np.copy)))
+
+
+def test_lists_of_other_lengths_in_a_file_keep_their_dtype(tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    lists = [[1.0, 2.0], [3.0, 4.0, 5.0], None, [1.0, None, 2.0], [1.0, 1.0, 1.0]]
+    table = pa.table({"x": pa.array(lists, pa.list_(pa.float32()))})
+    pq.write_table(table, tmp_path / "groups.parquet")
+    total = drjax.program(clients=5)(drjax.reduce_sum)
+    plan = drjax.make_plan(total)(np.zeros((5, 3), np.float32))
+    run = local.compile(plan, on_error="drop")
+    found = run(Parquet(tmp_path / "groups.parquet"))
+    np.testing.assert_array_equal(found, [4, 5, 6])
+    assert sorted(run.report.dropped) == [0, 2, 3]
+    assert "float32[2]" in run.report.dropped[0]
+    assert "object[3]" in run.report.dropped[3]
 
 
 @pytest.mark.parametrize("bad", [[0, 2999], [1234], range(2900), range(3000)])

@@ -199,11 +199,20 @@ def _cells(column: Any) -> Any:
     while hasattr(at.type, "value_type"):
         lengths = at.value_lengths()
         if at.null_count or len(lengths.unique()) > 1:
-            return [np.asarray(x) for x in column.to_pylist()]
+            return _one_by_one(column)
         at = at.flatten()
-    if at.null_count:
-        return [np.asarray(x) for x in column.to_pylist()]
-    return _array(column)
+    return _one_by_one(column) if at.null_count else _array(column)
+
+
+def _one_by_one(column: Any) -> list[np.ndarray]:
+    """The values of a column; those with nulls are arrays of objects."""
+    kind = column.type
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    values = map(np.asarray, column.to_pylist())
+    return [
+        x if x.dtype == object else x.astype(kind.to_pandas_dtype()) for x in values
+    ]
 
 
 def _array(column: Any) -> np.ndarray:
