@@ -157,8 +157,28 @@ def markdown(results: dict[str, Any]) -> str:
             "`jax.jit(f).lower()` together; the last column to the shortest program.",
             f"## {many[0]['n']:,} groups on one device",
             table(_MANY_HEADER, [_many_cells(row, many) for row in many]),
+            *digits_table(results["digits"]),
         ]
     )
+
+
+def digits_table(rows: list[Row]) -> list[str]:
+    """The digits of running sums: a title and a table."""
+    names = {0: "jax.jit", None: "drjax.jit, all"}
+    body = [
+        [
+            "0.1" if row["equal"] else "random",
+            names.get(row["chunk"], f"drjax.jit, {row['chunk']}"),
+            f"{row['error']:.1e}", f"{row['temp_bytes'] / 1e3:,.1f}",
+            _milliseconds(row["run_s"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["numbers", "implementation", "relative error", "temp kB", "run ms"]
+    return [
+        f"## Float32 mean of {rows[0]['n']:,} numbers, one a group",
+        table(header, body),
+    ]
 
 
 def _memory_table(rows: list[Row]) -> str:

@@ -94,6 +94,18 @@ def measure_planning(worker: run.Worker, settings: Settings) -> list[report.Row]
     return rows
 
 
+def measure_digits(worker: run.Worker, n: int) -> list[report.Row]:
+    """The error of a float32 mean of n numbers, and what it costs, by chunk."""
+    asked = itertools.product((False, True), (0, None, 1000, 100, 10, 1))
+    return [
+        {
+            "n": n, "chunk": chunk, "equal": equal,
+            **worker.ask("digits", n=n, chunk=chunk, equal=equal),
+        }
+        for equal, chunk in asked
+    ]  # fmt: skip
+
+
 def measure(
     settings: Settings, peer_python: str | None, show_progress: bool = True
 ) -> dict[str, Any]:
@@ -135,6 +147,8 @@ def measure(
             row for row in results["rows"]
             if row["implementation"] in (*compiled, peer.NAME)
         ]  # fmt: skip
+        progress.set_description(f"digits of {settings.many:,} groups")
+        results["digits"] = measure_digits(ours, settings.many)
         progress.set_description(f"{settings.many:,} groups")
         many = {"n": settings.many, "devices": 1, "arrival": "sharded"}
         results["many"] = run.measure_case(

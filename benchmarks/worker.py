@@ -178,6 +178,36 @@ def run(slot: str, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def digits(n: int, chunk: int | None, equal: bool) -> dict[str, Any]:
+    """The error of a float32 mean of n numbers, relative to float64, and its costs.
+
+    Args:
+      n: The number of groups.
+      chunk: How many of them at once; 0: by `jax.jit`.
+      equal: Whether all numbers are 0.1, whose roundings do not cancel.
+    """
+    random = np.random.default_rng(0).random(n, np.float32)
+    x = np.full(n, 0.1, np.float32) if equal else random
+
+    @drjax.program(clients=n)
+    def mean(x):
+        return drjax.reduce_mean(drjax.map_fn(lambda x: 1.0 * x, x))
+
+    run = jax.jit(mean) if chunk == 0 else drjax.jit(mean, groups_per_step=chunk)
+    x, exact = jnp.asarray(x), np.mean(x, dtype=np.float64)
+    memory: Any = run.lower(x).compile().memory_analysis()
+    error = abs(float(run(x)) / exact - 1)
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        jax.block_until_ready(run(x))
+        times.append(time.perf_counter() - start)
+    return {
+        "error": error, "temp_bytes": memory.temp_size_in_bytes,
+        "run_s": times,
+    }  # fmt: skip
+
+
 def drop(slot: str) -> None:
     _compiled.pop(slot, None)
 
@@ -251,7 +281,7 @@ def _alive() -> tuple[int, int]:
 
 _COMMANDS = {
     f.__name__: f
-    for f in (hello, build, run, drop, plan, plan_long, probe, compiles, leaks)
+    for f in (hello, build, run, digits, drop, plan, plan_long, probe, compiles, leaks)
 }  # fmt: skip
 
 
