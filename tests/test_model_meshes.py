@@ -199,6 +199,21 @@ def test_reductions_of_narrow_floats(shape, dtype):
             np.testing.assert_allclose(run(jax.grad(loss))(x), slope, rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype, unit", [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_the_rounding_of_narrow_sums_has_a_bound(dtype, unit):
+    """Those in README: CPUs add the devices' sums in float32 only for bfloat16."""
+    x = jnp.asarray(RNG.randn(8, 1000), dtype)
+    exact = np.asarray(x, np.float64)
+    of_devices = exact.reshape(4, 2, 1000).sum(1)
+    with jax.set_mesh(make_mesh({"clients": 4})):
+        found = jax.jit(eight(drjax.reduce_sum))(x)
+    error = np.abs(np.asarray(found, np.float64) - exact.sum(0))
+    summed = np.abs(of_devices).sum(0)
+    bound = 4 * summed if dtype == "float16" else summed + np.abs(exact.sum(0))
+    assert (error <= 1.01 * unit * bound).all()  # second-order terms
+    assert (error > 0).any()
+
+
 def test_a_sum_of_narrow_floats_is_one_all_reduce():
     with jax.set_mesh(make_mesh(AXES)):
         text = hlo_text(eight(drjax.reduce_sum), jnp.ones((8, 3), "bfloat16"))
