@@ -19,9 +19,7 @@ from drjax.interpret.files.keys import is_key, raw_type, to_raw
 from drjax.plan import Plan, Value
 
 
-class Indexed(Protocol):
-    """Items that are read one by one."""
-
+class Indexed(Protocol):  # items that are read one by one
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -307,8 +305,7 @@ class Source:
         if group < self.n - 1:
             why += (
                 f"; groups {group + 1} to {self.n - 1} cannot be read either, as an "
-                "iterator ends where it raises: give Groups a sequence, with __len__ "
-                "and __getitem__, whose items are read one by one"
+                "iterator ends where it raises: give Groups a sequence, read by index"
             )
         raise EngineError(why, group=group) from error
 
