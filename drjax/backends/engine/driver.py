@@ -270,7 +270,7 @@ class _Run:
         who = "The groups' work" if group is None else f"Group {group}"
         return EngineError(
             f"{who} failed in round {here} of {self.runner.plan.name}, in "
-            f"{stage.name}: {why}.", here, stage.name, group,
+            f"{stage.name}: {why.rstrip('.')}.", here, stage.name, group,
         )  # fmt: skip
 
     def _bar(self, n: int, text: str) -> Any:
