@@ -54,9 +54,14 @@ def like_nothing(values):
 def _zeros(like):
     if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jnp.zeros(like.shape, like.dtype)
-    raw = jax.eval_shape(jax.random.key_data, like)
-    zeros = jnp.zeros(raw.shape, raw.dtype)
-    return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(like))
+    impls = []
+
+    def data(key):
+        impls.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    raw = jax.eval_shape(data, jax.ShapeDtypeStruct(like.shape, like.dtype))
+    return jax.random.wrap_key_data(jnp.zeros(raw.shape, raw.dtype), impl=impls[0])
 
 
 def for_real_groups(

@@ -158,15 +158,22 @@ def test_gradients(n, devices):
             jax.tree.map(close, found, expected)
 
 
-def test_keys():
-    f = drjax.program(clients=5)(
-        lambda keys: drjax.gather(drjax.map_fn(jax.random.normal, keys))
-    )
-    keys = jax.random.split(jax.random.key(0), 5)
-    expected = f(keys)
-    with jax.set_mesh(meshes(4)):
+@pytest.mark.parametrize("effects", [False, True])
+@every_size
+def test_keys(effects, n, devices):
+    def work(key):
+        if effects:
+            jax.debug.callback(lambda: None)
+        return jax.random.split(key), jax.random.normal(key)
+
+    f = drjax.program(clients=n)(lambda keys: drjax.gather(drjax.map_fn(work, keys)))
+    keys = jax.random.split(jax.random.key(0), n)
+    expected_keys, expected = f(keys)
+    with jax.set_mesh(meshes(devices)):
         for run in RUNS.values():
-            np.testing.assert_array_equal(run(f)(keys), expected)
+            new_keys, found = run(f)(keys)
+            assert (new_keys == expected_keys).all()
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("n", [6, 10])
