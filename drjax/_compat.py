@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax._src import api_util, config, core, dtypes, mesh, source_info_util, util
 from jax._src import linear_util as lu
+from jax._src.effects import partial_eval_kept_effects
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lib.mlir import ir
@@ -271,6 +272,9 @@ def partial_eval_by_tracers(
     )  # fmt: skip
     for tracer in out_tracers:
         tracer.recipe = recipe
+    if partial_eval_kept_effects.filter_in(unknown_jaxpr.effects):
+        # Else it would be dead code where no result is used, as in the body of a scan.
+        trace.effect_handles.append(pe.EffectHandle(in_tracers, recipe))
     unknown_iter = iter(out_tracers)
     return [next(unknown_iter if u else known_iter) for u in unknown_out]
 

@@ -138,7 +138,8 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    split = _keep if _compat.effects_of(jaxpr) else _repeat
+    keep = functools.partial(_keep, is_vjp)
+    split = keep if _compat.effects_of(jaxpr) else _repeat
     outs, nonzeros_out, residuals, on_dense = split(
         nonzeros, primals, jaxpr, options, types
     )
@@ -178,10 +179,13 @@ def _repeat(nonzeros, primals, jaxpr, options: Options, types):
     return outs, nonzeros_out, residuals, linear
 
 
-def _keep(nonzeros, primals, jaxpr, options: Options, types):
-    """Linearise; what has effects is not done again, and leaves rows for all groups."""
+def _keep(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
+    """Linearise; what has effects is not done again, and leaves rows for all groups.
+
+    For a VJP, JAX gives a linear part that can be transposed only, not run.
+    """
     with planning(options.bound):
-        split = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
+        split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
     bind = functools.partial(_bind_jaxpr, options=options)
     outs, nonzeros_out, residuals, tangent = _rules.linearize_and_keep(
         bind, jaxpr, primals, split

@@ -41,7 +41,8 @@ class Levels:
             elif kinds.is_loop(eqn):
                 self.loops.setdefault(level, []).append(eqn)
                 after = level + 1
-            elif any(kinds[v].partitioned for v in eqn.outvars):
+            elif any(kinds[v].partitioned for v in eqn.outvars or eqn.invars):
+                # What has no results is work for its effects, where its operands are.
                 self.local.setdefault(level, []).append(eqn)
             else:
                 self.server.setdefault(level, []).append(eqn)
