@@ -55,6 +55,9 @@ class Machine:
     """Processes of the CPU, joined by jax.distributed."""
     group: int = 2
     """Devices of a group: its model is sharded over them."""
+    fsdp: int = 1
+    """Of these, how many share the batch and the parameters of a tensor-parallel
+    model, as fully-sharded data parallelism does; the mesh has an axis for them."""
     layout: Literal["tensor parallel", "fsdp"] = "tensor parallel"
     """Megatron's, or all parameters sharded and gathered where they are used."""
     server: Literal["replicated", "sharded"] = "replicated"
@@ -65,6 +68,16 @@ class Machine:
             raise ValueError(
                 f"{self.devices} devices cannot be divided among {self.processes} "
                 "processes."
+            )
+        if self.group % self.fsdp:
+            raise ValueError(
+                f"A group of {self.group} devices cannot be divided by fsdp = "
+                f"{self.fsdp}: set fsdp to a divisor of group."
+            )
+        if self.fsdp > 1 and self.layout != "tensor parallel":
+            raise ValueError(
+                f"fsdp = {self.fsdp} adds an axis to layout 'tensor parallel', not to "
+                f"{self.layout!r}, which has one axis: leave out one of the two."
             )
 
     @property

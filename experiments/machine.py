@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.config import Config, Machine
 from experiments.model import specs
-from experiments.variants import GROUPS, MODEL
+from experiments.variants import FSDP, GROUPS, MODEL
 
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
@@ -47,6 +47,8 @@ def devices(machine: Machine) -> np.ndarray:
 def mesh_of(machine: Machine) -> Mesh:
     """A mesh of all groups of devices, each of `machine.group` devices.
 
+    It has the axis `fsdp` only if more than one device is along it.
+
     Raises:
       ValueError: The devices cannot be divided so.
     """
@@ -56,16 +58,21 @@ def mesh_of(machine: Machine) -> Mesh:
             f"{len(found)} devices cannot be divided into groups of {machine.group}: "
             "set machine.group to a divisor."
         )
-    return Mesh(found.reshape(-1, machine.group), (GROUPS, MODEL))
+    if machine.fsdp == 1:
+        return Mesh(found.reshape(-1, machine.group), (GROUPS, MODEL))
+    shape = -1, machine.fsdp, machine.group // machine.fsdp
+    return Mesh(found.reshape(shape), (GROUPS, FSDP, MODEL))
 
 
 def shardings(config: Config, mesh: Mesh, params: Any) -> tuple[Any, NamedSharding]:
     """How the parameters and the text lie on the mesh."""
-    laid = specs(params, config.machine.layout, MODEL)
+    fsdp = FSDP if config.machine.fsdp > 1 else None
+    laid = specs(params, config.machine.layout, MODEL, fsdp)
     if config.machine.server == "sharded":
         share = lambda x, spec: _divided(x.shape, spec, mesh.shape[GROUPS])
         laid = jax.tree.map(share, params, laid)
-    rows = P() if config.replicated_data else P(GROUPS)
+    by_batch = () if fsdp is None else (None, fsdp)  # [groups, steps, batch, ...]
+    rows = P() if config.replicated_data else P(GROUPS, *by_batch)
     on = lambda spec: NamedSharding(mesh, spec)
     return jax.tree.map(on, laid, is_leaf=lambda x: isinstance(x, P)), on(rows)
 

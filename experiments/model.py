@@ -48,7 +48,7 @@ def local_sgd(graphdef: nnx.GraphDef, config: Round) -> Callable:
     return work
 
 
-def specs(params: Params, layout: str, axis: str) -> Params:
+def specs(params: Params, layout: str, axis: str, fsdp: str | None = None) -> Params:
     """How parameters lie on the devices of a group.
 
     Args:
@@ -57,17 +57,18 @@ def specs(params: Params, layout: str, axis: str) -> Params:
         (Shoeybi et al. 2019, arXiv 1909.08053, section 3); the embedding by its
         words. `"fsdp"`: each matrix by its first dimension that is not the layers'.
       axis: The mesh axis of a group's devices.
+      fsdp: A second one, over which the matrices' other dimension is divided.
     """
     by_rows = layout == "fsdp"
 
     def spec(path: tuple, leaf: Any) -> P:
         names = [str(getattr(key, "key", key)) for key in path]
         if "embedding" in names:
-            return P(axis)
+            return P(axis, fsdp) if fsdp else P(axis)
         if "kernel" not in names:
             return P()
         layers = (None,) * (leaf.ndim - 2)
         rows = by_rows or "out" in names or "down" in names
-        return P(*layers, axis) if rows else P(*layers, None, axis)
+        return P(*layers, axis, fsdp) if rows else P(*layers, fsdp, axis)
 
     return jax.tree_util.tree_map_with_path(spec, params)

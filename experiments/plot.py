@@ -34,6 +34,7 @@ PAPER = {
     "groups_per_device": "Not in the paper: more groups than devices.",
     "8b_float32": "Not in the paper: what makes 8B in float32 fit a core of TPU v2.",
     "chips": "Not in the paper: newer chips.",
+    "fsdp_tensor": "Not in the paper: a group's model over two axes, FSDP and tensor.",
 }
 PANELS = (
     ("flops, 10¹² per device", lambda r: r["flops"] / 1e12),
@@ -67,9 +68,10 @@ def formula(record: Record) -> float:
     computed again backwards and the products of attention come on top, and where a
     device works for other groups, that too.
     """
-    told, devices = record["settings"]["round"], record["mesh"]["model"]
+    told, mesh = record["settings"]["round"], record["mesh"]
+    devices = record["devices"] // mesh["groups"]
     tokens = told["steps"] * told["batch"] * told["length"]
-    groups = told["groups"] / record["mesh"]["groups"]
+    groups = told["groups"] / mesh["groups"]
     return 6 * record["parameters"] * tokens * groups / devices
 
 

@@ -2,8 +2,9 @@
 
 `params` are the global parameters, `windows` the text of n groups: tokens
 `[n, steps, batch, length + 1]` and lengths `[n, steps, batch]`. All run on a mesh with
-the axes `groups` and `model`. A group's model is left to the compiler, which lays it
-out over `model` by how the parameters come in.
+the axes `groups` and `model`, and `fsdp` between them if a group's devices have two
+axes. A group's model is left to the compiler, which lays it out over these by how the
+parameters come in.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from experiments.config import Variant
 
-GROUPS, MODEL = "groups", "model"
+GROUPS, FSDP, MODEL = "groups", "fsdp", "model"
 Work = Callable[[Any, Any], tuple[Any, Any]]
 
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from tests import models
 from tests.compiled import count, hlo_text
 from tests.meshes import AUTO, EXPLICIT, make_mesh
 
@@ -257,106 +258,22 @@ def test_mapped_results_without_operands(fn, shape, how):
 # Layers as in large models
 
 
-def _attention(x, w, mesh):
-    """Heads over "tensor", by a shard_map over the whole mesh."""
-
-    def heads(q, k, v):
-        scores = jnp.einsum("shd,thd->hst", q, k) * q.shape[-1] ** -0.5
-        return jnp.einsum("hst,thd->shd", jax.nn.softmax(scores), v)
-
-    q, k, v = jnp.split(x @ w, 3, -1)
-    q, k, v = (y.reshape(-1, 2, 4) for y in (q, k, v))
-    spec = P(None, "tensor")
-    y = jax.shard_map(
-        heads, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
-    )(q, k, v)
-    return x + y.reshape(x.shape)
-
-
-def _experts(x, w, mesh):
-    """A sparse layer: each device along "tensor" has one expert, and adds its part."""
-
-    def expert(x, w, route):
-        mine = route == lax.axis_index("tensor")
-        return lax.psum(jnp.where(mine[:, None], x @ w[0], 0), "tensor")
-
-    route = jnp.argmax(x[:, :2], -1)
-    y = jax.shard_map(
-        expert, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P()
-    )(x, w, route)
-    return x + jnp.tanh(y)
-
-
-def _model(params, tokens, mesh):
-    """An embedding, and a scan over layers of attention and experts."""
-    x = params["table"][tokens]
-    x = lax.with_sharding_constraint(x, jax.NamedSharding(mesh, P("fsdp")))
-
-    def layer(x, w):
-        return _experts(_attention(x, w["qkv"], mesh), w["experts"], mesh), None
-
-    x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
-    logits = x @ params["table"].T
-    one_hot = jax.nn.one_hot(jnp.roll(tokens, -1), logits.shape[-1], dtype=x.dtype)
-    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * one_hot, -1))
-
-
-def _params(dtype):
-    normal = lambda *shape: jnp.asarray(0.3 * RNG.randn(*shape), dtype)
-    layers = {"qkv": normal(2, 8, 24), "experts": normal(2, 2, 8, 8)}
-    return {"table": normal(16, 8), "layers": layers}
-
-
-SPECS = {
-    "table": P("tensor", "fsdp"),
-    "layers": {
-        "qkv": P(None, "fsdp", "tensor"),
-        "experts": P(None, "tensor", "fsdp"),
-    },
-}
-
-
-def _work(mesh):
-    """Two local steps of SGD; returns the change."""
-
-    def work(params, tokens):
-        def step(p, t):
-            grads = jax.grad(_model)(p, t, mesh)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), None
-
-        new, _ = lax.scan(step, params, tokens)
-        return jax.tree.map(jnp.subtract, new, params)
-
-    return work
-
-
-def _round(mesh):
-    """A DiLoCo round: the mean of the groups' changes."""
-
-    @drjax.program(clients=4)
-    def train(params, tokens):
-        change = drjax.map_fn(_work(mesh), (drjax.broadcast(params), tokens))
-        return jax.tree.map(jnp.add, params, drjax.reduce_mean(change))
-
-    return train
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", ["jax.jit", "drjax.jit"])
 def test_a_round_of_a_model_with_two_axes(how, dtype):
-    params, tokens = _params(dtype), RNG.randint(0, 16, (4, 2, 8))
+    params, tokens = models.initial(dtype), RNG.randint(0, 16, (4, 2, 8))
     alone = make_mesh(AXES | {"clients": 1})
     with jax.set_mesh(alone):
-        changes = [jax.jit(_work(alone))(params, t) for t in tokens]
+        changes = [jax.jit(models.local_sgd(alone))(params, t) for t in tokens]
     wide = lambda x: np.asarray(x, np.float32)
     mean = jax.tree.map(lambda *x: np.mean(list(map(wide, x)), 0), *changes)
     expected = jax.tree.map(lambda p, x: wide(p) + x, params, mean)
     mesh = make_mesh(AXES)
     with jax.set_mesh(mesh):
         place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-        placed = jax.tree.map(place, params, SPECS)
+        placed = jax.tree.map(place, params, models.SPECS)
         run = jax.jit if how == "jax.jit" else lambda f: drjax.jit(f, 1)
-        found = run(_round(mesh))(placed, place(tokens, P("clients")))
+        found = run(models.diloco_round(mesh, 4))(placed, place(tokens, P("clients")))
     tolerance = 2e-5 if dtype == "float32" else 0.02
     close = lambda a, b: np.testing.assert_allclose(
         wide(a), b, rtol=tolerance, atol=tolerance

@@ -36,6 +36,8 @@ class TransformerConfig:
     """Compile one block for all layers, and compute it again in the backward pass."""
     attention_axis: str | None = None
     """A mesh axis over which attention is a `jax.shard_map` of its own, by heads."""
+    batch_axis: str | None = None
+    """A mesh axis over which activations are sharded, by their first dimension."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What is computed in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -55,6 +57,14 @@ def rotate(x: Array, base: float = 10_000.0) -> Array:
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def by_batch(x: Array, axis: str | None) -> Array:
+    """Activations [batch, ...], sharded over this mesh axis if there is one."""
+    if axis is None:
+        return x
+    free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axis, *free))
 
 
 class Attention(nnx.Module):
@@ -87,6 +97,7 @@ class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         width, hidden = config.d_model, config.mlp_ratio * config.d_model
         keywords: dict[str, Any] = {"rngs": rngs, **config.dtypes}
+        self.batch_axis = config.batch_axis
         self.attention_norm = nnx.RMSNorm(width, **keywords)
         self.attention = Attention(config, rngs)
         self.mlp_norm = nnx.RMSNorm(width, **keywords)
@@ -95,6 +106,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Maps [..., time, d_model] to the same shape."""
+        x = by_batch(x, self.batch_axis)
         x = x + self.attention(self.attention_norm(x))
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
 
