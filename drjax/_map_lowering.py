@@ -125,9 +125,28 @@ def _on_padded_rows(where: Layout, fn: Callable, by_rows, effects: bool, *args) 
 
 
 def inside(where: Layout, jaxpr):
-    """A per-group jaxpr for the inside of a `shard_map` over the partition's axes."""
-    jaxpr = _compat.with_manual_axes(jaxpr, where.axes) if where.sharded else jaxpr
+    """A per-group jaxpr for the inside of a `shard_map` over the partition's axes.
+
+    Where the mesh has no other axes, nothing in it needs the mesh. Without one it fits
+    libraries that compare types when it is lowered with those of when it was traced.
+    """
+    if where.sharded and (where.partly_manual or is_bound_to_devices(jaxpr)):
+        jaxpr = _compat.with_manual_axes(jaxpr, where.axes)
+    elif where.sharded:
+        jaxpr = _compat.without_mesh_types(jaxpr)
     return in_turn(jaxpr)
+
+
+@_compat.weakref_lru_cache
+def is_bound_to_devices(jaxpr) -> bool:
+    """Whether a jaxpr names devices or a layout on them, at any depth."""
+    return any(
+        eqn.primitive.name in ("sharding_constraint", "shard_map")
+        or any(
+            map(is_bound_to_devices, map(_compat.closed, _compat.jaxprs_in(eqn.params)))
+        )
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    )
 
 
 def on_each(where: Layout, jaxpr, by_vmap: bool):

@@ -48,20 +48,7 @@ def unless_empty(where: Layout, first, work: Callable, otherwise: Callable):
 
 def like_nothing(values):
     """Zeros in the shapes and dtypes of a tree, for results that nobody sees."""
-    return jax.tree.map(_zeros, values)
-
-
-def _zeros(like):
-    if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(like.shape, like.dtype)
-    impls = []
-
-    def data(key):
-        impls.append(jax.random.key_impl(key))
-        return jax.random.key_data(key)
-
-    raw = jax.eval_shape(data, jax.ShapeDtypeStruct(like.shape, like.dtype))
-    return jax.random.wrap_key_data(jnp.zeros(raw.shape, raw.dtype), impl=impls[0])
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
 
 
 def for_real_groups(

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType
 
 from drjax import _compat
+from drjax._map_lowering import is_bound_to_devices
 from drjax._scope import planned
 
 
@@ -63,7 +64,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
             raise
         with planning(True):
             jaxpr, rest = trace()
-        if _is_bound(jaxpr):
+        if is_bound_to_devices(jaxpr):
             raise
     with planning(False):
         return _compat.without_mesh_types(jaxpr), rest
@@ -75,13 +76,4 @@ def _takes_from_mesh(jaxpr) -> bool:
     return any(
         isinstance(v.aval, _compat.ShapedArray) and not v.aval.sharding.mesh.empty
         for v in (*raw.constvars, *raw.invars)
-    )
-
-
-def _is_bound(jaxpr) -> bool:
-    """Whether an equation is bound to devices, at any depth."""
-    return any(
-        eqn.primitive.name in ("sharding_constraint", "shard_map")
-        or any(map(_is_bound, _compat.jaxprs_in(eqn.params)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
