@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import lineax
 import numpy as np
 import pytest
 from jax import lax
@@ -188,3 +189,29 @@ def test_no_collective_more_than_for_even_sizes(n):
 
     with jax.set_mesh(meshes(4)):
         assert count(text(n)) == count(text(8)) == {"all-reduce": 1}
+
+
+@pytest.mark.usefixtures("leaks_unchecked")
+@pytest.mark.parametrize("n", [6, 8])
+@pytest.mark.parametrize("run", ["jax.jit", "drjax.jit"])
+def test_solvers_that_check_for_singular_matrices(run, n):
+    """lineax raises for a padded zero matrix, and compares types when it is lowered."""
+
+    @drjax.program(clients=n)
+    def f(matrices):
+        def solve(a):
+            return lineax.linear_solve(
+                lineax.MatrixLinearOperator(a), jnp.ones(2)
+            ).value
+
+        return jnp.sum(drjax.reduce_mean(drjax.map_fn(solve, matrices)))
+
+    matrices = np.random.RandomState(0).rand(n, 2, 2).astype(np.float32) + 2 * np.eye(2)
+    matrices = jnp.asarray(matrices, jnp.float32)
+    solutions = np.linalg.solve(matrices, np.ones((n, 2, 1), np.float32))
+    with jax.set_mesh(meshes(4)):
+        value, grad = RUNS[run](jax.value_and_grad(f))(matrices)
+    np.testing.assert_allclose(value, solutions.mean(0).sum(), rtol=1e-5)
+    inverses = np.linalg.inv(np.swapaxes(matrices, 1, 2))
+    cotangents = -(inverses @ np.ones((2, 1))) @ np.swapaxes(solutions, 1, 2) / n
+    np.testing.assert_allclose(grad, cotangents, rtol=1e-4, atol=1e-6)
