@@ -24,8 +24,12 @@ os.environ.update(_NO_TPU_HERE)
 jax.config.update("jax_platforms", "cpu")
 
 
-def devices(machine: Machine) -> np.ndarray:
+def devices(machine: Machine, slices: int = 1) -> np.ndarray:
     """All devices: virtual ones, or those of a TPU topology that is not there.
+
+    Args:
+      machine: What to compile for.
+      slices: Of TPUs, how many such topologies a data centre's network joins.
 
     Raises:
       ModuleNotFoundError: libtpu, the compiler for TPUs, is not installed.
@@ -39,7 +43,7 @@ def devices(machine: Machine) -> np.ndarray:
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=machine.topology
+        platform="tpu", topology_name=machine.topology, num_slices=slices
     )
     return np.array(topology.devices)
 
