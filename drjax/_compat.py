@@ -554,7 +554,7 @@ class _Retyped:
     def _eqn(self, eqn):
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
-        if dissolves and name in self._LAYOUT_ONLY:
+        if (dissolves and name in self._LAYOUT_ONLY) or self._says_nothing(eqn):
             for new, old in zip(eqn.outvars, eqn.invars, strict=True):
                 self._vars[new] = self._atom(old)
             return None
@@ -571,6 +571,19 @@ class _Retyped:
             params=params,
             ctx=self._context(eqn.ctx),
         )
+
+    def _says_nothing(self, eqn) -> bool:
+        """Whether an equation constrains a layout where all axes become Manual.
+
+        There is nothing left to lay out, and vmap refuses such a constraint.
+        """
+        if eqn.primitive.name != "sharding_constraint":
+            return False
+        old = eqn.params["sharding"]
+        if not isinstance(old, jax.sharding.NamedSharding) or old.memory_kind:
+            return False
+        new = self._mesh(old.mesh.abstract_mesh)
+        return not new.empty and new.are_all_axes_manual
 
     def _param(self, value):
         if isinstance(value, JAXPR_TYPES):

@@ -91,6 +91,19 @@ def test_meshes_given_inside_a_group(form, how, other):
     np.testing.assert_allclose(gradient, ct, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("spec", [P(), P(None)], ids=str)
+@pytest.mark.parametrize("shape", [{"clients": 4}, {"clients": 4, "one": 1}], ids=str)
+def test_a_constraint_without_axes(shape, spec):
+    """Layers with optional axes write it; all axes may be the partition's."""
+    with jax.set_mesh(make_mesh(shape)):
+        layer = lambda x: jnp.sin(lax.with_sharding_constraint(x, spec))
+        f = eight(lambda x: drjax.map_fn(layer, x))
+        for run in (jax.jit, drjax.jit):
+            np.testing.assert_allclose(run(f)(X), np.sin(X), rtol=1e-5)
+            found = run(jax.grad(lambda x: jnp.sum(f(x))))(X)
+            np.testing.assert_allclose(found, np.cos(X), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_within_a_group_stay_in_it(form):
     """The derivative of a shard_map over all axes adds up over the model's alone."""
