@@ -25,7 +25,7 @@ import functools
 import jax
 from jax.interpreters import ad, batching
 
-from drjax import _compat, _rules
+from drjax import _compat, _compat_meshes, _rules
 from drjax._map_lowering import run_groups
 from drjax._primitives import broadcast_p
 from drjax._scope import enter_mapped
@@ -47,7 +47,7 @@ def _group_context(where: Layout):
         stack.enter_context(enter_mapped(where.partition))
         if where.sharded:
             stack.enter_context(jax.sharding.use_abstract_mesh(where.abstract_mesh))
-        stack.enter_context(_compat.spmd_axes(axes_of_groups(where)))
+        stack.enter_context(_compat_meshes.spmd_axes(axes_of_groups(where)))
         yield
 
 

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from drjax import _compat
+from drjax import _compat, _compat_meshes
 from drjax._index import GroupAxis
 from drjax._padding import for_real_groups, like_nothing, own_rows, unless_empty
 from drjax._random_bits import in_turn
@@ -131,9 +131,9 @@ def inside(where: Layout, jaxpr):
     libraries that compare types when it is lowered with those of when it was traced.
     """
     if where.sharded and (where.partly_manual or is_bound_to_devices(jaxpr)):
-        jaxpr = _compat.with_manual_axes(jaxpr, where.axes)
+        jaxpr = _compat_meshes.with_manual_axes(jaxpr, where.axes)
     elif where.sharded:
-        jaxpr = _compat.without_mesh_types(jaxpr)
+        jaxpr = _compat_meshes.without_mesh_types(jaxpr)
     return in_turn(jaxpr)
 
 
@@ -154,7 +154,7 @@ def on_each(where: Layout, jaxpr, by_vmap: bool):
     if jaxpr is None or not by_vmap:
         return jaxpr and inside(where, jaxpr)
     axes = _spmd_axes(where)
-    return jaxpr if axes is None else _compat.with_whole_shard_maps(jaxpr, axes)
+    return jaxpr if axes is None else _compat_meshes.with_whole_shard_maps(jaxpr, axes)
 
 
 def by_device(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from drjax import _compat
+from drjax import _compat, _compat_meshes
 from drjax._map_lowering import is_bound_to_devices
 from drjax._scope import planned
 
@@ -67,7 +67,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
         if is_bound_to_devices(jaxpr):
             raise
     with planning(False):
-        return _compat.without_mesh_types(jaxpr), rest
+        return _compat_meshes.without_mesh_types(jaxpr), rest
 
 
 def _takes_from_mesh(jaxpr) -> bool:

@@ -1,0 +1,221 @@
+"""Jaxprs on another mesh: copies with other axis types, for inside of a `shard_map`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core, dtypes
+
+from drjax import _compat
+from drjax._compat import (
+    JAXPR_TYPES,
+    Jaxpr,
+    ShapedArray,
+    jaxpr_consts,
+    open_jaxpr,
+    weakref_lru_cache,
+)
+
+_MERGED = _compat._MERGED
+
+
+def spmd_axes(axes: Sequence[str]):
+    """The context of code that `vmap(spmd_axis_name=axes)` surrounds.
+
+    In it, the derivative of a `shard_map` that maps over all axes of the mesh does not
+    add up over these axes, along which each device works on something else.
+    """
+    return core.add_spmd_axis_names(tuple(axes))
+
+
+@weakref_lru_cache
+def with_manual_axes(jaxpr, axes: tuple[str, ...]):
+    """A jaxpr as if traced where these axes are Manual, for use inside a `shard_map`.
+
+    Each `shard_map` in it gives up these axes, over which it is inside of one already.
+    """
+    return _Retyped(_manual(axes), lambda manual: manual - set(axes)).jaxpr(jaxpr)
+
+
+@weakref_lru_cache
+def with_whole_shard_maps(jaxpr, axes: tuple[str, ...]):
+    """A jaxpr in which each `shard_map` maps over these axes, too.
+
+    `vmap(spmd_axis_name=axes)` needs that.
+    """
+    return _Retyped(lambda mesh: mesh, lambda manual: manual | set(axes)).jaxpr(jaxpr)
+
+
+@weakref_lru_cache
+def without_mesh_types(jaxpr):
+    """A jaxpr as if traced without any mesh.
+
+    Changes of layout in types vanish. What is bound to devices stays as it is: a
+    `shard_map`, a sharding constraint.
+    """
+    empty = jax.sharding.AbstractMesh((), ())
+    return _Retyped(lambda mesh: empty, lambda manual: manual).jaxpr(jaxpr)
+
+
+def _manual(axes: Sequence[str]) -> Callable:
+    def changed(mesh):
+        own = [axis for axis in axes if axis in mesh.axis_names]
+        kinds = dict.fromkeys(own, jax.sharding.AxisType.Manual)
+        return mesh.update_axis_types(kinds) if own else mesh
+
+    return changed
+
+
+class _Retyped:
+    """Copies a jaxpr with other axis types of the mesh under which it was traced.
+
+    The mesh is part of the types of variables, of the context of each equation, and of
+    parameters: shardings, meshes, types and jaxprs, also within tuples and dicts.
+    Python functions (rules of `custom_jvp` and `custom_vjp`) stay as they are, so a
+    copy is for use after all derivatives have been taken.
+
+    Args:
+      mesh: From an `AbstractMesh` to the one in its place.
+      shard_map_axes: From the axes that a `shard_map` makes Manual to new ones. If it
+        adds some, they are Manual inside.
+    """
+
+    _LAYOUT_ONLY = ("reshard", "mesh_cast")
+
+    def __init__(self, mesh: Callable, shard_map_axes: Callable):
+        self._mesh, self._shard_map_axes = mesh, shard_map_axes
+        self._vars: dict[Any, Any] = {}
+        self._known: dict[int, Any] = {}
+        self._contexts: dict[Any, Any] = {}
+
+    def jaxpr(self, jaxpr):
+        if id(jaxpr) not in self._known:
+            self._known[id(jaxpr)] = self._copy(jaxpr)
+        return self._known[id(jaxpr)]
+
+    def _copy(self, jaxpr):
+        raw = open_jaxpr(jaxpr)
+        changed = raw.replace(
+            constvars=list(map(self._atom, raw.constvars)),
+            invars=list(map(self._atom, raw.invars)),
+            eqns=[new for eqn in raw.eqns if (new := self._eqn(eqn)) is not None],
+            outvars=list(map(self._atom, raw.outvars)),
+            debug_info=raw.debug_info,
+        )
+        consts = list(map(self._const, jaxpr_consts(jaxpr)))
+        if _MERGED:
+            return changed.with_consts(consts) if consts else changed
+        return changed if jaxpr is raw else Jaxpr(changed, consts)
+
+    def _const(self, value):
+        """An array that a jaxpr holds; without a mesh, it leaves the mesh, too."""
+        mesh = getattr(getattr(value, "sharding", None), "mesh", None)
+        if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
+            return value
+        if dtypes.issubdtype(value.dtype, dtypes.prng_key):
+            data: Any = np.asarray(jax.random.key_data(value))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        return jax.numpy.asarray(np.asarray(value))
+
+    def _atom(self, atom):
+        if isinstance(atom, core.Literal):
+            return core.Literal(self._literal(atom.val), self._aval(atom.aval))
+        if atom not in self._vars:
+            if type(atom) is not core.Var:  # a result that nobody uses
+                self._vars[atom] = atom
+            else:
+                self._vars[atom] = core.Var(self._aval(atom.aval))
+        return self._vars[atom]
+
+    def _literal(self, value: Any):
+        """The value of a literal; an array of the host may hold its type."""
+        known: Any = getattr(value, "aval", None)
+        if known is None or not isinstance(value, np.ndarray):
+            return value
+        aval, make = self._aval(known), type(value)
+        return value if aval is known else make(np.asarray(value), aval)
+
+    def _aval(self, aval):
+        inner = getattr(aval, "inner_aval", None)
+        if inner is not None:
+            return aval.update(inner_aval=self._aval(inner))
+        if not isinstance(aval, ShapedArray):
+            return aval
+        mesh = aval.sharding.mesh
+        new = self._mesh(mesh)
+        if new == mesh:
+            return aval
+        if new.empty:
+            return ShapedArray(aval.shape, aval.dtype, aval.weak_type)
+        return aval.update(sharding=aval.sharding.update(mesh=new))
+
+    def _context(self, context):
+        if context not in self._contexts:
+            new = self._mesh(context.cur_abstract_mesh)
+            if new != context.cur_abstract_mesh:
+                with context.manager, jax.sharding.use_abstract_mesh(new):
+                    context = core.JaxprEqnContext()
+            self._contexts[context] = context
+        return self._contexts[context]
+
+    def _eqn(self, eqn):
+        name = eqn.primitive.name
+        dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
+        if (dissolves and name in self._LAYOUT_ONLY) or self._says_nothing(eqn):
+            for new, old in zip(eqn.outvars, eqn.invars, strict=True):
+                self._vars[new] = self._atom(old)
+            return None
+        params = {k: self._param(v) for k, v in eqn.params.items()}
+        if name == "shard_map":
+            old = eqn.params["newly_manual_axes"]
+            new = params["newly_manual_axes"] = frozenset(self._shard_map_axes(old))
+            if added := new - old:
+                inside = _Retyped(_manual(tuple(added)), lambda manual: manual)
+                params["jaxpr"] = inside.jaxpr(eqn.params["jaxpr"])
+        return eqn.replace(
+            invars=list(map(self._atom, eqn.invars)),
+            outvars=list(map(self._atom, eqn.outvars)),
+            params=params,
+            ctx=self._context(eqn.ctx),
+        )
+
+    def _says_nothing(self, eqn) -> bool:
+        """Whether an equation constrains a layout where all axes become Manual.
+
+        There is nothing left to lay out, and vmap refuses such a constraint.
+        """
+        if eqn.primitive.name != "sharding_constraint":
+            return False
+        old = eqn.params["sharding"]
+        if not isinstance(old, jax.sharding.NamedSharding) or old.memory_kind:
+            return False
+        new = self._mesh(old.mesh.abstract_mesh)
+        return not new.empty and new.are_all_axes_manual
+
+    def _param(self, value):
+        if isinstance(value, JAXPR_TYPES):
+            return self.jaxpr(value)
+        if isinstance(value, jax.sharding.AbstractMesh):
+            return self._mesh(value)
+        if isinstance(value, jax.sharding.Mesh):
+            new = self._mesh(value.abstract_mesh)
+            return value if new == value.abstract_mesh else new
+        if isinstance(value, jax.sharding.NamedSharding):
+            mesh = self._param(value.mesh)
+            if mesh is value.mesh:
+                return value
+            if mesh.empty:
+                return None
+            return jax.sharding.NamedSharding(
+                mesh, value.spec, memory_kind=value.memory_kind
+            )
+        if isinstance(value, ShapedArray):
+            return self._aval(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self._param, value))
+        if type(value) in (tuple, list):
+            return type(value)(map(self._param, value))
+        if type(value) is dict:
+            return {k: self._param(v) for k, v in value.items()}
+        return value
