@@ -73,6 +73,30 @@ def test_devices_that_cannot_be_divided_among_processes():
         Machine(devices=5, processes=2)
 
 
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"group": 4, "fsdp": 3}, "group of 4 devices cannot be divided by fsdp = 3"),
+        ({"group": 4, "fsdp": 2, "layout": "fsdp"}, "leave out one of the two"),
+    ],
+)
+def test_two_axes_that_do_not_fit(settings, error):
+    with pytest.raises(ValueError, match=error):
+        Machine(**settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["drjax", "drjax jit"])
+def test_two_axes_give_the_same_losses(variant, by_hand):
+    two = dataclasses.replace(
+        TINY, model=dataclasses.replace(TINY.model, batch_axis="fsdp"),
+        machine=Machine(group=4, fsdp=2),
+    )  # fmt: skip
+    found = worker.measure(two, variant)
+    assert found["mesh"] == {"groups": 2, "fsdp": 2, "model": 2}
+    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
+
+
 def test_flags_are_in_the_name_of_a_run(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[round]\ngroups = 3\n")
