@@ -173,3 +173,19 @@ def test_make_plan_points_to_drjax_jit():
             drjax.make_plan(PROGRAMS["constraints"])(W, X)
         with pytest.raises(drjax.PlanError, match="drjax.jit plans the function with"):
             drjax.check(PROGRAMS["shard_map"])(W, X)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_of_what_is_scattered_implicitly(n, whole):
+    """There, JAX reshards the cotangent from the mesh's type to one without a mesh."""
+
+    @drjax.program(clients=n)
+    def f(x, y):
+        return drjax.reduce_sum(drjax.map_fn(jnp.cos, x + drjax.map_fn(jnp.sin, y)))
+
+    x, y = jnp.arange(1.0, n + 1), jnp.linspace(0.1, 0.9, n)
+    expected = jax.grad(f)(x, y)
+    derivative = drjax.jit(jax.grad(f)) if whole else jax.grad(drjax.jit(f))
+    with in_mesh_of({"clients": 3}):
+        np.testing.assert_allclose(derivative(x, y), expected, rtol=1e-6)

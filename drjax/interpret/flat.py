@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import AxisType
 
 from drjax import _compat, primitives
 from drjax._partition import Partition
@@ -174,6 +175,9 @@ def _changes_nothing(eqn) -> bool:
     """Whether the results of an equation are its operands, one by one."""
     if eqn.primitive.name == "device_put":
         return all(device is None for device in eqn.params["devices"])
+    if eqn.primitive.name == "reshard":
+        # As derivatives do on a mesh in context, to a type without any Explicit axis.
+        return AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
     return eqn.primitive.name == "optimization_barrier"
 
 
