@@ -67,7 +67,7 @@ def _indexes(jaxpr) -> bool:
     """Whether a jaxpr gathers or scatters at any depth."""
     return any(
         eqn.primitive.name in _INDEXING
-        or any(map(_indexes, map(_compat.closed, _compat.jaxprs_in(eqn.params))))
+        or any(map(_indexes, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
 
@@ -142,9 +142,7 @@ def is_bound_to_devices(jaxpr) -> bool:
     """Whether a jaxpr names devices or a layout on them, at any depth."""
     return any(
         eqn.primitive.name in ("sharding_constraint", "shard_map")
-        or any(
-            map(is_bound_to_devices, map(_compat.closed, _compat.jaxprs_in(eqn.params)))
-        )
+        or any(map(is_bound_to_devices, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
 

@@ -38,7 +38,7 @@ def in_turn(jaxpr):
 def _draws(jaxpr) -> bool:
     return any(
         _is_draw(eqn)
-        or any(map(_draws, map(_compat.closed, _compat.jaxprs_in(eqn.params))))
+        or any(map(_draws, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
 
