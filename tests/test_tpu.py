@@ -158,6 +158,7 @@ def test_all_reductions_of_look_ups(shape, dtype, gradient):
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("gradient", [False, True], ids=["value", "gradient"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
