@@ -37,8 +37,7 @@ def in_turn(jaxpr):
 @_compat.weakref_lru_cache
 def _draws(jaxpr) -> bool:
     return any(
-        _is_draw(eqn)
-        or any(map(_draws, _compat.jaxprs_in(eqn.params)))
+        _is_draw(eqn) or any(map(_draws, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
 
