@@ -32,7 +32,6 @@ UndefinedPrimal = ad.UndefinedPrimal
 Zero = ad.Zero
 cache = util.cache  # an LRU cache whose key includes JAX's whole trace context
 weakref_lru_cache = util.weakref_lru_cache
-extend_axis_env = core.extend_axis_env_nd
 jaxpr_as_fun = core.jaxpr_as_fun
 frames_in_locations = config.traceback_in_locations_limit  # a context of so many
 moveaxis = batching.moveaxis
@@ -345,6 +344,16 @@ def jaxprs_in(params) -> list:
     return list(core.jaxprs_in_params(params))
 
 
+@weakref_lru_cache
+def holds(jaxpr, names: tuple[str, ...]) -> bool:
+    """Whether a jaxpr holds an equation of one of these primitives, at any depth."""
+    return any(
+        eqn.primitive.name in names
+        or any(holds(inner, names) for inner in jaxprs_in(eqn.params))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
 def bind_equation(eqn, operands, **params) -> list:
     """Bind an equation again, from the same source line; `params` replace its own."""
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
@@ -361,11 +370,6 @@ def select_outputs(jaxpr, outvars: list):
     changed = changed if _MERGED else pe.close_jaxpr(changed)
     live, used = dce_jaxpr(changed, [True] * len(outvars))
     return jaxpr_as_fun(live), used
-
-
-def manual_axis_context(axes, sizes):
-    """Bind mesh axes while tracing code for the inside of a shard_map."""
-    return extend_axis_env(list(zip(axes, sizes, strict=True)))
 
 
 def new_var(aval):

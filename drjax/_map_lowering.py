@@ -59,16 +59,8 @@ def lowers_by_vmap(where: Layout, jaxpr) -> bool:
     """Whether the work of the groups is partitioned by the compiler; see above."""
     if not where.sharded or jaxpr is None:
         return False
-    return _compat.check_vma() or (len(other_axes(where)) > 1 and _indexes(jaxpr))
-
-
-@_compat.weakref_lru_cache
-def _indexes(jaxpr) -> bool:
-    """Whether a jaxpr gathers or scatters at any depth."""
-    return any(
-        eqn.primitive.name in _INDEXING
-        or any(map(_indexes, _compat.jaxprs_in(eqn.params)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    return _compat.check_vma() or (
+        len(other_axes(where)) > 1 and _compat.holds(jaxpr, _INDEXING)
     )
 
 
@@ -137,14 +129,9 @@ def inside(where: Layout, jaxpr):
     return in_turn(jaxpr)
 
 
-@_compat.weakref_lru_cache
 def is_bound_to_devices(jaxpr) -> bool:
     """Whether a jaxpr names devices or a layout on them, at any depth."""
-    return any(
-        eqn.primitive.name in ("sharding_constraint", "shard_map")
-        or any(map(is_bound_to_devices, _compat.jaxprs_in(eqn.params)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
-    )
+    return _compat.holds(jaxpr, ("sharding_constraint", "shard_map"))
 
 
 def on_each(where: Layout, jaxpr, by_vmap: bool):

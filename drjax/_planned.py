@@ -209,7 +209,7 @@ def _bind_jaxpr(jaxpr, args, options: Options, types=None):
 
 def _primal(nonzeros, primals, jaxpr, options: Options, types):
     """The results, of the forward rule of each `custom_vjp`: they have derivatives."""
-    if not _holds(jaxpr, "custom_vjp_call"):
+    if not _compat.holds(jaxpr, ("custom_vjp_call",)):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
     with planning(options.bound):
         forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
@@ -218,15 +218,6 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
     jaxpr, used = _compat.dce_jaxpr(forward, wanted)
     args = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
     return _bind_jaxpr(jaxpr, args, options, types)
-
-
-def _holds(jaxpr, name: str) -> bool:
-    """Whether a jaxpr holds an equation of this primitive, at any depth."""
-    return any(
-        eqn.primitive.name == name
-        or any(_holds(j, name) for j in _compat.jaxprs_in(eqn.params))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
-    )
 
 
 def _transpose(cts, *args, jaxpr, options: Options, types):
