@@ -33,6 +33,14 @@ def sgd_plan():
     return drjax.make_plan(step)(jnp.ones(3), jnp.ones((N, 5, 3)))
 
 
+def saved_sgd_plan(tmp_path_factory):
+    """The path of a good plan file, for a fixture of a module."""
+    path = tmp_path_factory.mktemp("good") / "plan.drjax"
+    with jax.check_tracer_leaks(False):
+        sgd_plan().save(path)
+    return path
+
+
 def read_manifest(path):
     with zipfile.ZipFile(path) as archive:
         return json.loads(archive.read("manifest.json"))

@@ -8,7 +8,6 @@ import time
 import warnings
 import zipfile
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,14 @@ import drjax
 from drjax.interpret.files import archive
 from drjax.interpret.files.report import inspect
 from tests.cases import N
-from tests.plan_files import forge, program, read_members, rewrite, sgd_plan
+from tests.plan_files import (
+    forge,
+    program,
+    read_members,
+    rewrite,
+    saved_sgd_plan,
+    sgd_plan,
+)
 from tests.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -27,10 +33,7 @@ STAGE = "stages/1.groups"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    path = tmp_path_factory.mktemp("good") / "plan.drjax"
-    with jax.check_tracer_leaks(False):
-        sgd_plan().save(path)
-    return path
+    return saved_sgd_plan(tmp_path_factory)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from drjax.backends.engine.options import Options
 from drjax.backends.engine.spool import Job
 from drjax.interpret.files.report import inspect
 from tests.cases import N
-from tests.plan_files import forge, program, read_members, sgd_plan
+from tests.plan_files import forge, program, read_members, saved_sgd_plan
 from tests.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -26,10 +26,7 @@ STAGE = "stages/1.groups"
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory):
-    path = tmp_path_factory.mktemp("good") / "plan.drjax"
-    with jax.check_tracer_leaks(False):
-        sgd_plan().save(path)
-    return read_members(path)
+    return read_members(saved_sgd_plan(tmp_path_factory))
 
 
 def lists(calls):

@@ -10,7 +10,7 @@ import pytest
 
 import drjax
 from drjax.interpret.files.report import inspect
-from tests.plan_files import read_members, rewrite, sgd_plan
+from tests.plan_files import read_members, rewrite, saved_sgd_plan
 from tests.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -18,10 +18,7 @@ pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    path = tmp_path_factory.mktemp("good") / "plan.drjax"
-    with jax.check_tracer_leaks(False):
-        sgd_plan().save(path)
-    return path
+    return saved_sgd_plan(tmp_path_factory)
 
 
 @pytest.fixture
