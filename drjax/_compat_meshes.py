@@ -1,5 +1,6 @@
 """Jaxprs on another mesh: copies with other axis types, for inside of a `shard_map`."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +21,39 @@ from drjax._compat import (
 _MERGED = _compat._MERGED
 
 
+@contextlib.contextmanager
 def spmd_axes(axes: Sequence[str]):
     """The context of code that `vmap(spmd_axis_name=axes)` surrounds.
 
     In it, the derivative of a `shard_map` that maps over all axes of the mesh does not
     add up over these axes, along which each device works on something else.
     """
-    return core.add_spmd_axis_names(tuple(axes))
+    outer = core.trace_ctx.axis_env
+    names = _SpmdAxes(outer.spmd_axis_names | set(axes))
+    inner = core.AxisEnv(outer.axis_sizes, names, outer.explicit_mesh_axis_names)
+    core.trace_ctx.set_axis_env(inner)
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_axis_env(outer)
+
+
+class _SpmdAxes(frozenset):
+    """Axes for derivatives to leave out, and for nothing else.
+
+    JAX's batching rules ask whether there are such axes, and if so, make what they
+    insert vary over them. That is right in a batching rule of the surrounding vmap. It
+    is wrong in a vmap of the user's inside of a `shard_map(check_vma=True)`, whose
+    other values do not vary over these axes. So to these rules there are none.
+    """
+
+    def __bool__(self):
+        return False
+
+    def __eq__(self, other):
+        return isinstance(other, _SpmdAxes) and super().__eq__(other)
+
+    __hash__ = frozenset.__hash__
 
 
 @weakref_lru_cache

@@ -158,19 +158,30 @@ def by_device(
       `(stacks of the devices' values, [m, *s]; partitioned results, [n, *s])`.
     """
     m, k = where.devices, where.per_device
-    axes = tuple(0 if rows else None for rows in (*by_rows, True))
-    mapped = jax.vmap(fn, axes, axis_size=m, spmd_axis_name=_spmd_axes(where))
     counts = []
 
     def run(*args):
         split = lambda x: x.reshape(m, k, *x.shape[1:])
         args = [split(x) if rows else x for x, rows in zip(args, by_rows, strict=True)]
-        own, stacks = mapped(*args, first_row_numbers(where))
+        args.append(first_row_numbers(where))
+        # Traced first: the vmaps in `fn` must not know of the axes of the one around.
+        rows = (*by_rows, True)
+        avals = [_one(x) if r else x for x, r in zip(args, rows, strict=True)]
+        jaxpr, (own, stacks) = jax.make_jaxpr(fn, return_shape=True)(*avals)
+        one = _compat.jaxpr_as_fun(jaxpr)
+        axes = tuple(0 if r else None for r in rows)
+        mapped = jax.vmap(one, axes, axis_size=m, spmd_axis_name=_spmd_axes(where))
         counts.append(len(own))
+        outs = mapped(*args)
+        own, stacks = outs[: len(own)], outs[len(own) :]
         return [*own, *(x.reshape(m * k, *x.shape[2:]) for x in stacks)]
 
     outs = on_all_devices(where, run, args, by_rows)
     return outs[: counts[0]], outs[counts[0] :]
+
+
+def _one(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _spmd_axes(where: Layout) -> tuple[str, ...] | None:

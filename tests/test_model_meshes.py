@@ -1,6 +1,7 @@
 """Models in a group, sharded over other mesh axes as large models are written."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -116,6 +117,38 @@ def test_gradients_within_a_group_stay_in_it(form):
         for run in (jax.jit, lambda f: drjax.jit(f, groups_per_step=1)):
             found = run(eight(lambda x: drjax.map_fn(steps, x)))(X)
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("run", [jax.jit, drjax.jit])
+@pytest.mark.parametrize("other", [{"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_a_vmap_in_a_shard_map_of_the_model(other, run, check_vma):
+    """Attention: its own vmaps are inside; with two axes, look-ups choose vmap."""
+    heads = P(None, None, "tensor")
+    attend = jax.shard_map(
+        functools.partial(jax.nn.dot_product_attention, is_causal=True),
+        in_specs=(heads,) * 3, out_specs=heads, check_vma=check_vma,
+    )  # fmt: skip
+
+    def loss(table, tokens):
+        q = table[tokens].reshape(*tokens.shape, 2, 4)
+        return jnp.sum(attend(q, jnp.sin(q), q) ** 2)
+
+    @drjax.program(clients=4)
+    def step(table, tokens):
+        work = jax.value_and_grad(loss)
+        return drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(table), tokens)))
+
+    shape = {"clients": 2, **other}
+    with jax.set_mesh(make_mesh(shape)):
+        each = [jax.jit(jax.value_and_grad(loss))(TABLE[0], t) for t in TOKENS]
+        expected = jax.tree.map(lambda *ys: np.mean(ys, 0), *each)
+        placed = jax.device_put(TABLE[0], P("tensor", shape.get("fsdp") and "fsdp"))
+        found = run(step)(placed, TOKENS)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+        found, expected,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), (EXPLICIT, EXPLICIT)], ids=str)
