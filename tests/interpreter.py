@@ -41,7 +41,7 @@ def interpreted(fn, **options):
         if module is None:
             return compiled(*args)
         with module.context:
-            flat = [np.asarray(x) for x in jax.tree.leaves(args)]
+            flat = [np.asarray(x) for x in map(_raw, jax.tree.leaves(args))]
             found = stablehlo.eval_module(
                 module,
                 [
@@ -55,8 +55,7 @@ def interpreted(fn, **options):
             )
             infos, tree = jax.tree.flatten(out)
             return tree.unflatten(
-                np.array(x).reshape(info.shape).astype(info.dtype)
-                for x, info in zip(found, infos, strict=True)
+                _like(info, np.array(x)) for x, info in zip(found, infos, strict=True)
             )
 
     return run
@@ -65,20 +64,17 @@ def interpreted(fn, **options):
 def _module(fn, args):
     """The module of a function; None where XLA must run it, for a kernel of its own."""
     leaves, tree = jax.tree.flatten(args)
-    kinds = [np.asarray(x).dtype for x in leaves]
+    kinds = [x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in leaves]
     out = None
 
     def with_bytes(*flat):
         nonlocal out
-        flat = [
-            x != 0 if kind == np.bool_ else x
-            for x, kind in zip(flat, kinds, strict=True)
-        ]
+        flat = [_typed(x, kind) for x, kind in zip(flat, kinds, strict=True)]
         found = jax.tree.map(jnp.asarray, fn(*tree.unflatten(flat)))
         out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
-        return _as_bytes(jax.tree.leaves(found))
+        return _as_bytes(list(map(_raw, jax.tree.leaves(found))))
 
-    flat = _as_bytes([np.asarray(x) for x in leaves])
+    flat = _as_bytes([np.asarray(x) for x in map(_raw, leaves)])
     lowered = jax.jit(with_bytes, keep_unused=True).lower(*flat)
     module: Any = lowered.compiler_ir("stablehlo")
     text = str(module)
@@ -91,9 +87,32 @@ def _module(fn, args):
     return module, out
 
 
+def _is_key(dtype) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _raw(x):
+    """An array without its keys' type."""
+    return jax.random.key_data(x) if hasattr(x, "dtype") and _is_key(x.dtype) else x
+
+
+def _typed(x, dtype):
+    """The opposite of `_raw` and `_as_bytes`."""
+    if _is_key(dtype):
+        return jax.random.wrap_key_data(x)
+    return x != 0 if dtype == np.bool_ else x.astype(dtype)
+
+
+def _like(info, x):
+    if _is_key(info.dtype):
+        return jax.random.wrap_key_data(x.reshape(*info.shape, -1))
+    return x.reshape(info.shape).astype(info.dtype)
+
+
 def _as_bytes(values):
-    """Booleans as bytes: numpy cannot read the interpreter's arrays of single bits."""
-    return [x.astype(np.int8) if x.dtype == bool else x for x in values]
+    """Booleans as bytes, bfloat16 as float32: numpy has neither single bits nor it."""
+    wider = {np.dtype(bool): np.int8, jnp.dtype(jnp.bfloat16): np.float32}
+    return [x.astype(wider[x.dtype]) if x.dtype in wider else x for x in values]
 
 
 def stage_runner():

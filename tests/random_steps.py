@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import drjax
+from tests.plain_blocks import blocks
 
-N = 4
-four = drjax.program(clients=N)
 GLOBAL, ROWS = ("g0", "g1", "gn"), ("p0", "p1")
 
 
@@ -165,7 +163,7 @@ def along_features(x, j):
         lambda: x * lax.cummax(lax.stop_gradient(x), axis=1),
         lambda: x * lax.cummin(lax.stop_gradient(x), axis=1, reverse=True),
         lambda: jnp.sin(x.T).T,
-        lambda: jnp.cos(x.reshape(N, f, 1))[..., 0],
+        lambda: jnp.cos(x.reshape(-1, f, 1))[..., 0],
         lambda: jnp.pad(x, ((0, 0), (1, 2)), constant_values=0.5)[:, 1 : f + 1],
         lambda: jnp.concatenate([x[:, 1:], jnp.sin(x[:, :1])], axis=1),
         lambda: jnp.roll(x, 1, axis=1),
@@ -181,12 +179,12 @@ def along_features(x, j):
         lambda: x.at[:, 0].multiply(0.5),
         lambda: jnp.stack([x, jnp.sin(x)], axis=1).sum(1),
         lambda: jnp.moveaxis(jnp.stack([x, x * x]), 1, 0)[:, 0],
-        lambda: x.reshape(N, 1, f).repeat(2, axis=1).mean(1),
+        lambda: x.reshape(-1, 1, f).repeat(2, axis=1).mean(1),
         lambda: x.at[:, 1].add(jnp.sin(x[:, 0])),
         lambda: jnp.sin(x).at[:, 0].max(0.2345 + x[:, 1]),
         lambda: jnp.sin(x).at[:, 0].min(0.2345 + x[:, 1]),
         lambda: x.at[:, 0].subtract(jnp.cos(x[:, 1])),
-        lambda: lax.bitcast_convert_type(x, jnp.int64) % 3 * x,
+        lambda: lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}") % 3 * x,
         lambda: x * lax.stop_gradient(jnp.linalg.cholesky(_squares(x))[:, 0]),
         lambda: x * lax.stop_gradient(lax.linalg.svd(_squares(x))[1]),
         lambda: x * lax.stop_gradient(lax.linalg.eigh(_squares(x))[1]),
@@ -196,7 +194,9 @@ def along_features(x, j):
         lambda: lax.conv(x[:, None], jnp.full((1, 1, 2), 0.5), (1,), "SAME")[:, 0],
         lambda: jnp.fft.rfft(lax.stop_gradient(x), axis=1).real[:, :1] * jnp.cos(x),
         lambda: _pooled(lax.add, 0.0, x),
-        lambda: x[jnp.arange(N), (1 + jnp.arange(N)) % 2][:, None] * jnp.cos(x),
+        lambda: (
+            x[jnp.arange(len(x)), (1 + jnp.arange(len(x))) % 2][:, None] * jnp.cos(x)
+        ),
     )
     return works[j % len(works)]()
 
@@ -276,13 +276,13 @@ def windows(x, g, j):
 def _apart_features(x):
     """Bounded rows, partitioned, without ties between neighbors."""
     apart = jnp.sqrt(2.0 + jnp.arange(x.shape[1]))
-    return drjax.map_fn(lambda row: bounded(row) + 0.37 * apart, x)
+    return blocks.map_fn(lambda row: bounded(row) + 0.37 * apart, x)
 
 
 @step("p1 g1", "g1", variants=11)
 def written(x, g, j):
     """Reductions over the groups that are written as such of any array."""
-    x = _apart(drjax.map_fn(jnp.cos, x))
+    x = _apart(blocks.map_fn(jnp.cos, x))
     works = (
         lambda: x.sum(0),
         lambda: g * jnp.mean(x),
@@ -302,22 +302,25 @@ def written(x, g, j):
 @step("p1 g0 g1", "p1", variants=3)
 def changed(x, g, h, j):
     """Some of the groups get other values."""
-    x = drjax.map_fn(jnp.cos, x)
+    x, n = blocks.map_fn(jnp.cos, x), len(x)
     works = (
-        lambda: x.at[1].set(h),
-        lambda: x.at[jnp.int32(4 * g)].add(h * g),
-        lambda: lax.dynamic_update_slice_in_dim(x, jnp.stack([h, h]), 1, 0),
+        lambda: x.at[1 % n].set(h),
+        lambda: x.at[jnp.int32(n * g)].add(h * g),
+        lambda: lax.dynamic_update_slice_in_dim(x, jnp.stack([h, h])[:n], 1, 0),
     )
     return works[j % len(works)]()
 
 
 @step("p1 g0", "g1", variants=3)
 def one_row(x, g, j):
-    x = drjax.map_fn(jnp.cos, x)  # which is partitioned, whoever else uses x
+    n, x = (
+        len(x),
+        blocks.map_fn(jnp.cos, x),
+    )  # which is partitioned, whoever else uses x
     works = (
-        lambda: x[1],
+        lambda: x[1 % n],
         lambda: x[-1] * g,
-        lambda: lax.dynamic_index_in_dim(x, jnp.int32(4 * g), 0, keepdims=False),
+        lambda: lax.dynamic_index_in_dim(x, jnp.int32(n * g), 0, keepdims=False),
     )
     return works[j % len(works)]()
 
@@ -328,12 +331,12 @@ def square(x, g, j):
     f, x = x.shape[1], lax.stop_gradient(jnp.sin(x[:, :1] + jnp.cos(x[:, 1:2]).T))
     v = jnp.sin(x[:, 0] * g)
     works = (
-        lambda: drjax.reduce_mean(x * x.T),
-        lambda: drjax.reduce_mean(drjax.map_fn(jnp.square, x.T) + x),
-        lambda: drjax.reduce_mean(drjax.map_fn(jnp.square, x) + v),
-        lambda: drjax.reduce_sum(drjax.map_fn(jnp.square, x) * v[:, None] + v),
+        lambda: blocks.reduce_mean(x * x.T),
+        lambda: blocks.reduce_mean(blocks.map_fn(jnp.square, x.T) + x),
+        lambda: blocks.reduce_mean(blocks.map_fn(jnp.square, x) + v),
+        lambda: blocks.reduce_sum(blocks.map_fn(jnp.square, x) * v[:, None] + v),
     )
-    return works[j % len(works)]()[:f]
+    return jnp.tile(works[j % len(works)](), f)[:f]
 
 
 @step("p0 g1", "p1", variants=5)
@@ -342,7 +345,7 @@ def outer(x, g, j):
         lambda: x[:, None] * g[None],
         lambda: jnp.outer(x, g),
         lambda: jnp.stack([x] * g.shape[0], axis=1) * 0.5,
-        lambda: jnp.broadcast_to(x[:, None], (N, g.shape[0])),
+        lambda: jnp.broadcast_to(x[:, None], (len(x), len(g))),
         lambda: x[:, None] + jnp.arange(g.shape[0])[None] * 0.1,
     )
     return works[j % len(works)]()
@@ -353,22 +356,22 @@ def outer(x, g, j):
 
 @step("g0", "p0")
 def broadcast0(x, j):
-    return drjax.broadcast(x)
+    return blocks.broadcast(x)
 
 
 @step("g1", "p1")
 def broadcast1(x, j):
-    return drjax.broadcast(x)
+    return blocks.broadcast(x)
 
 
 @step("gn", "p1")
 def scatter(x, j):
-    return drjax.scatter(x)
+    return blocks.scatter(x)
 
 
 @step("p1", "gn")
 def gather(x, j):
-    return drjax.gather(x)
+    return blocks.gather(x)
 
 
 @step("p1 p1 g1", "p1", variants=9)
@@ -377,7 +380,7 @@ def mapped(x, y, g, j):
         return lax.scan(lambda c, t: (bounded(c + t * b), c.sum()), a, a)[0]
 
     def numbered(a, b):
-        return a * jnp.cos(1.0 * drjax.partition_index()) + b
+        return a * jnp.cos(1.0 * blocks.partition_index()) + b
 
     def chosen(a, b):
         return lax.cond(a.sum() > 0.0123, jnp.sin, jnp.cos, a * b)
@@ -396,37 +399,37 @@ def mapped(x, y, g, j):
         jax.jit(lambda a, b: jnp.sort(a) * b[::-1]),
         lambda a, b: scaled_sin(a * scaled_cos(b)),
     )
-    return bounded(drjax.map_fn(works[j % len(works)], (x, y)))
+    return bounded(blocks.map_fn(works[j % len(works)], (x, y)))
 
 
 @step("p1 p0", "p0")
 def mapped_mixed(x, y, j):
-    return drjax.map_fn(lambda a, b: bounded(jnp.dot(a, a) * b), (x, y))
+    return blocks.map_fn(lambda a, b: bounded(jnp.dot(a, a) * b), (x, y))
 
 
 @step("p0", "p0")
 def index(x, j):
-    number = drjax.partition_index()
+    number = blocks.partition_index()
     return jnp.where(number % 2 == j % 2, x, 0.1 * number)
 
 
 def _apart(x):
     """Bounded rows without ties between groups."""
-    number = jnp.sqrt(2.0 + drjax.partition_index())
-    return bounded(x) + 0.37 * number.reshape(N, *(1,) * (x.ndim - 1))
+    number = jnp.sqrt(2.0 + blocks.partition_index())
+    return bounded(x) + 0.37 * number.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _reductions(rows: str, result: str) -> None:
     def where(x):
-        return drjax.reduce_mean(x, where=drjax.partition_index() != 1)
+        return blocks.reduce_mean(x, where=blocks.partition_index() != 1)
 
     works = {
-        "sum": lambda x, w: bounded(drjax.reduce_sum(x)),
-        "mean": lambda x, w: drjax.reduce_mean(x),
-        "max": lambda x, w: drjax.reduce_max(_apart(x)) - 1,
-        "min": lambda x, w: drjax.reduce_min(_apart(x)),
-        "weighted": lambda x, w: drjax.reduce_weighted_mean(x, 1.2 + jnp.sin(w)),
-        "select": lambda x, w: drjax.select(x, 2),
+        "sum": lambda x, w: bounded(blocks.reduce_sum(x)),
+        "mean": lambda x, w: blocks.reduce_mean(x),
+        "max": lambda x, w: blocks.reduce_max(_apart(x)) - 1,
+        "min": lambda x, w: blocks.reduce_min(_apart(x)),
+        "weighted": lambda x, w: blocks.reduce_weighted_mean(x, 1.2 + jnp.sin(w)),
+        "select": lambda x, w: blocks.select(x, 2 % len(x)),
         "where": lambda x, w: where(x),
     }
     _add_table(f"reduce_{rows}", f"{rows} p0", result, works)
@@ -443,8 +446,8 @@ def over_rows(x, g, j):
         lambda: jnp.sort(x[:, 0]).sum() * g,
         lambda: jnp.cumsum(x, axis=0)[-1] * 0.25,
         lambda: (x.T @ x @ g) * 0.1,
-        lambda: x[1] - x[-1],
-        lambda: x.reshape(-1)[: g.shape[0]],
+        lambda: x[1 % len(x)] - x[-1],
+        lambda: x.reshape(-1)[: len(g)],
         lambda: jnp.linalg.norm(x[:, 0]) * g,
     )
     return bounded(works[j % len(works)]())
@@ -457,4 +460,4 @@ def inner(a, b, j):
 
 @step("g1", "gn")
 def to_rows(g, j):
-    return jnp.outer(jnp.arange(1.0, N + 1) * 0.3, g)
+    return jnp.outer(jnp.arange(1.0, blocks.partition_size() + 1) * 0.3, g)

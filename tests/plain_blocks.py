@@ -1,0 +1,134 @@
+"""What the blocks mean, in plain `jax.numpy`: an oracle that shares no code with drjax.
+
+`blocks` is drjax, and within `plainly()` these functions: one program text has both
+meanings.
+"""
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import drjax
+
+# Programs and mapped functions that are being traced, the innermost last: the names and
+# sizes of partitions, and the index of the group in a mapped function.
+_scopes: list[tuple[str, int, Any]] = []
+
+
+@contextlib.contextmanager
+def _in_scope(name: str, size: int, index=None):
+    _scopes.append((name, size, index))
+    try:
+        yield
+    finally:
+        _scopes.pop()
+
+
+def program(**partition):
+    [(name, size)] = partition.items()
+
+    def decorate(fn):
+        @functools.wraps(fn)
+        def call(*args):
+            with _in_scope(name, size):
+                return fn(*args)
+
+        return call
+
+    return decorate
+
+
+def partition_size():
+    return _scopes[-1][1]
+
+
+def partition_index(partition=None):
+    [wanted] = [_scopes[-1][0]] if partition is None else partition
+    _, size, index = [scope for scope in _scopes if scope[0] == wanted][-1]
+    return jnp.arange(size, dtype=jnp.int32) if index is None else index
+
+
+def map_fn(fn, arg):
+    name, size, _ = _scopes[-1]
+
+    def one(index, *args):
+        with _in_scope(name, size, index):
+            return jax.tree.map(jnp.asarray, fn(*args))
+
+    args = arg if type(arg) is tuple else (arg,)
+    return jax.vmap(one)(jnp.arange(size, dtype=jnp.int32), *args)
+
+
+def broadcast(x):
+    return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * partition_size()), x)
+
+
+def _each(fn):
+    return lambda x, *args, **kwargs: jax.tree.map(
+        lambda leaf: fn(leaf, *args, **kwargs), x
+    )
+
+
+def _columns(w, x):
+    return w.reshape(w.shape + (1,) * (x.ndim - w.ndim))
+
+
+def _sum(x, where=None):
+    where = None if where is None else _columns(where, x)
+    return jnp.sum(x, axis=0, where=where)
+
+
+def _mean(x, where=None):
+    where = None if where is None else _columns(where, x)
+    return jnp.mean(x, axis=0, where=where)
+
+
+PLAIN = types.SimpleNamespace(
+    program=program,
+    partition_size=partition_size,
+    partition_index=partition_index,
+    map_fn=map_fn,
+    broadcast=broadcast,
+    gather=lambda x: x,
+    scatter=lambda x: x,
+    reduce_sum=_each(_sum),
+    reduce_mean=_each(_mean),
+    reduce_max=_each(lambda x: jnp.max(x, axis=0)),
+    reduce_min=_each(lambda x: jnp.min(x, axis=0)),
+    reduce_weighted_mean=_each(
+        lambda x, w: jnp.sum(x * _columns(w, x), axis=0) / jnp.sum(w)
+    ),
+    select=_each(lambda x, i: x[i]),
+    jit=lambda fn, **options: jax.jit(fn),
+)
+
+
+class _Blocks:
+    """drjax or its plain meaning."""
+
+    plain = False
+    calls: list = []  # of host callbacks: group indices
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(PLAIN if self.plain else drjax, name)
+
+    def record(self, index, *args) -> None:
+        """An effect, of which the plain meaning keeps nothing."""
+        if not self.plain:
+            jax.debug.callback(lambda i, *_: self.calls.append(int(i)), index, *args)
+
+
+blocks = _Blocks()
+
+
+@contextlib.contextmanager
+def plainly():
+    blocks.plain = True
+    try:
+        yield
+    finally:
+        blocks.plain = False
