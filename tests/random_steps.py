@@ -184,7 +184,11 @@ def along_features(x, j):
         lambda: jnp.sin(x).at[:, 0].max(0.2345 + x[:, 1]),
         lambda: jnp.sin(x).at[:, 0].min(0.2345 + x[:, 1]),
         lambda: x.at[:, 0].subtract(jnp.cos(x[:, 1])),
-        lambda: lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}") % 3 * x,
+        lambda: (
+            lax.bitcast_convert_type(jnp.round(8 * x), f"int{8 * x.dtype.itemsize}")
+            % 3
+            * x
+        ),
         lambda: x * lax.stop_gradient(jnp.linalg.cholesky(_squares(x))[:, 0]),
         lambda: x * lax.stop_gradient(lax.linalg.svd(_squares(x))[1]),
         lambda: x * lax.stop_gradient(lax.linalg.eigh(_squares(x))[1]),
