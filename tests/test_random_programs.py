@@ -74,6 +74,7 @@ def _covering() -> list[Program]:
         # As many features as groups, but not where JAX lets residuals of branches share
         # a slot because their shapes are the same: there, such programs are refused.
         branches = recipe[0][0] in ("cond", "switch")
+        windows = "windows" in str(recipe)
         meshes = [k for k, mesh in enumerate(MESHES) if fits(n, *mesh)]
         program = Program(
             recipe,
@@ -81,10 +82,11 @@ def _covering() -> list[Program]:
             f=n if i % 4 == 0 and not branches else n % 3 + 2,
             dtype="float64" if i % 3 else "float32",
             half=("bfloat16", "float16")[i % 2],
-            mode="grad" if "windows" in str(recipe) else MODES[1:][i // 2 % 4],
+            # A batched branch is a select, and windows are refused under vmap.
+            mode="grad" if branches or windows else MODES[1:][i // 2 % 4],
             closed=((), (), (0, 4, 7))[i % 3],
             mesh=meshes[i // 2 % len(meshes)] if i % 2 else None,
-            runner=("drjax", "drjax", "inner")[i % 3],
+            runner="drjax" if windows else ("drjax", "drjax", "inner")[i % 3],
             step=(None, 1, 2)[i // 2 % 3],
             seed=i,
         )
