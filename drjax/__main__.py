@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from drjax._errors import DrjaxError
-from drjax.interpret.files.report import inspect
+from drjax._plan_file.inspect import inspect
 
 
 def main(arguments: list[str] | None = None) -> int:

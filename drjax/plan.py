@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drjax._listing import lines
+from drjax._errors import PlanError
 from drjax._partition import Partition
 
 
@@ -57,7 +57,7 @@ class Stage:
       jaxpr: A `jax.extend.core.ClosedJaxpr` from inputs to outputs. That of a local
         stage takes the number of the group, int32 `[]`, as its first argument.
       forms: Of a stage read from a file, what the file holds of it: a
-        `drjax.interpret.files.forms.Forms`.
+        `drjax._plan_file.exported_stage.Forms`.
     """
 
     name: str
@@ -223,7 +223,7 @@ class Plan:
           >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
           >>> drjax.make_plan(mean)(jnp.arange(4.0)).draw("runs/plans/mean.svg")
         """
-        from drjax.interpret.draw import draw
+        from drjax._drawing.draw import draw
 
         draw(self, path)
 
@@ -247,11 +247,13 @@ class Plan:
           >>> print(drjax.backends.reference.compile(plan)(jnp.arange(4.0)))
           1.5
         """
-        from drjax.interpret.files.save import save
+        from drjax._plan_file.save import save
 
         save(self, path)
 
     def __str__(self) -> str:
+        from drjax._drawing.text import lines
+
         return "\n".join(lines(self))
 
 
@@ -366,3 +368,18 @@ def _messages(plan: Plan, where: str, times: tuple[int | str, ...]) -> Iterator:
                 steps = (loop.name if loop.length is None else loop.length,)
             for body in loop.bodies:
                 yield from _messages(body, f"{here}.{loop.name}.", times + steps)
+
+
+def check_known_shapes(plan: Plan, what: str) -> None:
+    """Refuse a plan with symbolic dimensions, which inputs alone bring in.
+
+    Raises:
+      PlanError: It has some.
+    """
+    for value in plan.inputs:
+        if not all(isinstance(size, int) for size in value.shape):
+            raise PlanError(
+                f"A plan can be {what} only if it has known shapes, but {value} has "
+                "symbolic dimensions. Plan the program for the shapes that are needed, "
+                "or export drjax.jit of it with jax.export."
+            )

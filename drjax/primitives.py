@@ -49,13 +49,13 @@ program stands inside the jaxpr of a `map_fn_p`, with another partition.
 `examples/count_rounds.py` is an interpreter written against this page only.
 """
 
-import drjax._fused  # registers lowerings # noqa: F401
-from drjax._extrema import reduce_max_p as reduce_max_p
-from drjax._extrema import reduce_min_p as reduce_min_p
-from drjax._index import partition_index_p as partition_index_p
-from drjax._map import map_fn_p as map_fn_p
-from drjax._primitives import broadcast_p as broadcast_p
-from drjax._primitives import gather_p as gather_p
-from drjax._primitives import reduce_mean_p as reduce_mean_p
-from drjax._primitives import reduce_sum_p as reduce_sum_p
-from drjax._primitives import scatter_p as scatter_p
+import drjax._primitives.fused_lowering  # registers lowerings # noqa: F401
+from drjax._primitives.collectives import broadcast_p as broadcast_p
+from drjax._primitives.collectives import gather_p as gather_p
+from drjax._primitives.collectives import reduce_mean_p as reduce_mean_p
+from drjax._primitives.collectives import reduce_sum_p as reduce_sum_p
+from drjax._primitives.collectives import scatter_p as scatter_p
+from drjax._primitives.extrema import reduce_max_p as reduce_max_p
+from drjax._primitives.extrema import reduce_min_p as reduce_min_p
+from drjax._primitives.map_fn import map_fn_p as map_fn_p
+from drjax._primitives.partition_index import partition_index_p as partition_index_p

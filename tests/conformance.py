@@ -29,7 +29,7 @@ import pytest
 import drjax
 from drjax.backends import reference
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.groups import Groups, Parquet
+from drjax.backends.groups import Groups, Parquet
 from tests import dying_driver
 from tests.cases import CASES, N, on_mesh
 from tests.plan_files import program

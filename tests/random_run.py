@@ -24,10 +24,10 @@ import jax.extend
 import numpy as np
 
 import drjax
-from drjax.backends import in_place
-from drjax.interpret import rows
-from drjax.interpret.kind import SIGNATURES
-from drjax.interpret.kinds import Kinds
+from drjax._planner.partitioning.infer import Kinds
+from drjax._planner.partitioning.kind import SIGNATURES
+from drjax._planner.unbatching.rules import ROW_RULES
+from drjax.backends.xla import reuse_accumulators
 from tests.interpreter import interpreted, stage_runner
 from tests.meshes import in_mesh
 from tests.plain_blocks import blocks, plainly
@@ -63,12 +63,12 @@ def check(program: Program) -> None:
     # Compiles in less time, but computes anew what an extremum is compared with.
     extrema = re.search("max|min", str(program.recipe))
     options = {} if extrema else {"xla_backend_optimization_level": 0}
-    large = 0 if program.step == 1 else in_place.LARGE
+    large = 0 if program.step == 1 else reuse_accumulators.LARGE
     plan = functools.partial(drjax.jit, groups_per_step=program.step)
 
     with (
         strict(program.dtype == "float64"),
-        mock.patch.object(in_place, "LARGE", large),
+        mock.patch.object(reuse_accumulators, "LARGE", large),
     ):
         with plainly():
             fn, given = used(program, make(program), arguments(program))
@@ -109,7 +109,7 @@ def counting():
 
         return run
 
-    count_rules = {name: counted(name, rule) for name, rule in rows.ROW_RULES.items()}
+    count_rules = {name: counted(name, rule) for name, rule in ROW_RULES.items()}
     check_equation = Kinds._check
 
     def check_counted(self, eqn):
@@ -123,7 +123,7 @@ def counting():
         return check_equation(self, eqn)
 
     with (
-        mock.patch.dict(rows.ROW_RULES, count_rules),
+        mock.patch.dict(ROW_RULES, count_rules),
         mock.patch.object(Kinds, "_check", check_counted),
     ):
         yield rules, kinds

@@ -19,7 +19,7 @@ import pytest
 
 import drjax
 from drjax.backends import beam
-from drjax.backends.engine.groups import Parquet
+from drjax.backends.groups import Parquet
 from tests.cases import CASES
 from tests.conformance import (
     Conformance,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends.engine import local
+from drjax.backends import in_process
 from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.local import InProcess
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.work import Done
+from drjax.backends.engine.messages import Done
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.in_process import InProcess
 from tests.conformance import rows_for, survivors, weighted_plan
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -87,11 +87,11 @@ def test_later_rounds_have_fewer_blocks():
             return flight
 
     n, args = 64, (np.float32(2), rows_for(64))
-    run = Runner(weighted_plan(n), Quick(2), Options.checked())
+    run = Runner(weighted_plan(n), Quick(2), EngineOptions.checked())
     for blocks in (8, 2):
         survivors(run(*args), np.ones(n, bool))
         assert [stage.blocks for stage in run.report.stages] == [blocks] * 2
-    run = local.compile(weighted_plan(n), block_size=5)
+    run = in_process.compile(weighted_plan(n), block_size=5)
     for _ in range(2):
         run(*args)
         assert [stage.blocks for stage in run.report.stages] == [13] * 2

@@ -16,11 +16,12 @@ import pytest
 
 import drjax
 from drjax import _storage
-from drjax.backends.engine import folder_lock, local
+from drjax.backends import in_process
+from drjax.backends.engine import folder_lock
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.groups import Groups
-from drjax.backends.engine.local import InProcess
-from drjax.backends.engine.options import Options
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.groups import Groups
+from drjax.backends.in_process import InProcess
 from tests.full_disk import files_of_at_most
 from tests.raising import raises
 
@@ -73,7 +74,7 @@ def crash_in(block):
 
 
 def run_on(pool, plan, folder):
-    return Runner(plan, pool, Options.checked(block_size=N, checkpoint=folder))
+    return Runner(plan, pool, EngineOptions.checked(block_size=N, checkpoint=folder))
 
 
 def crash(plan, folder, rounds=3):
@@ -87,7 +88,7 @@ def stages(run):
 
 
 def result_of(plan):
-    return local.compile(plan, block_size=N)(*ARGS)
+    return in_process.compile(plan, block_size=N)(*ARGS)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -182,7 +183,7 @@ def test_arrays_of_every_shape_and_dtype_come_back(tmp_path):
     run = run_on(InProcess(), plan, tmp_path)
     found = run(x)
     assert stages(run) == 1
-    for a, b in zip(found, local.compile(plan, block_size=N)(x), strict=True):
+    for a, b in zip(found, in_process.compile(plan, block_size=N)(x), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
 
@@ -219,10 +220,10 @@ def test_a_file_in_place_of_the_folder(plan, tmp_path):
     needs = "checkpoint= needs a folder that can be written"
     for path in ("file", "file/below"):
         path = str(tmp_path / path)
-        run = local.compile(plan, checkpoint=path)
+        run = in_process.compile(plan, checkpoint=path)
         text = raises(drjax.EngineError, needs, run, *ARGS)
         assert path in text and "Give another folder" in text
-    run = local.compile(plan, checkpoint="memory://of-files/file")
+    run = in_process.compile(plan, checkpoint="memory://of-files/file")
     raises(drjax.EngineError, "memory://of-files/file is a file", run, *ARGS)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -238,16 +239,16 @@ def test_a_file_in_place_of_the_folder(plan, tmp_path):
 )
 def test_what_is_no_folder(path, text, plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    raises(drjax.EngineError, text, local.compile(plan, checkpoint=path), *ARGS)
+    raises(drjax.EngineError, text, in_process.compile(plan, checkpoint=path), *ARGS)
     assert not [*tmp_path.iterdir()]  # no local folder named gs:
 
 
 def test_urls_without_fsspec(plan, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    run = local.compile(plan, checkpoint="gs://bucket/run")
+    run = in_process.compile(plan, checkpoint="gs://bucket/run")
     text = "fsspec, which is not installed here. Install it, and the package"
     raises(drjax.EngineError, text, run, *ARGS)
-    local.compile(plan, checkpoint=f"file://{tmp_path}/run")(*ARGS)
+    in_process.compile(plan, checkpoint=f"file://{tmp_path}/run")(*ARGS)
     assert (tmp_path / "run").is_dir()
 
 

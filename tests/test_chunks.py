@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import chunks
+from drjax.backends.xla import step_size
 from tests.compiled import temp_bytes
 from tests.meshes import in_mesh_of
 from tests.test_plan import make_parallel_maml_loss, maml_args
@@ -29,7 +29,7 @@ def test_the_largest_number_that_fits(temp, budget):
         asked.append(step)
         return temp(step)
 
-    found = chunks.largest(64, counted, budget)
+    found = step_size.largest(64, counted, budget)
     assert temp(found) <= budget
     assert found == 64 or temp(found + 1) > budget
     assert len(asked) == len(set(asked)) <= 8
@@ -37,7 +37,7 @@ def test_the_largest_number_that_fits(temp, budget):
 
 def test_not_even_one_fits():
     with pytest.raises(drjax.DrjaxValueError, match=r"needs 1,010 bytes .* is 500\."):
-        chunks.largest(64, LINEAR, 500)
+        step_size.largest(64, LINEAR, 500)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_lowered_blocks_are_shard_maps_with_pcast_and_psum():
 
 def test_lowering_functions_in_terms_of_jax():
     """What the primitives lower to, as jaxprs."""
-    from drjax import _primitives as p
+    from drjax._primitives import collectives as p
 
     partition = drjax.Partition("clients", 16)
     mesh = make_mesh({"clients": 8}).abstract_mesh

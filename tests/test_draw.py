@@ -10,9 +10,9 @@ import matplotlib
 import pytest
 
 import drjax
-from drjax.interpret import draw
-from drjax.interpret.columns import SHOWN
-from drjax.interpret.picture import Box, Picture, layout
+from drjax._drawing import draw
+from drjax._drawing.columns import SHOWN
+from drjax._drawing.render import Box, Picture, layout
 from tests import test_examples
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")

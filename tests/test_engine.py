@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import reference
-from drjax.backends.engine import local
+from drjax.backends import in_process, reference
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.groups import Groups
-from drjax.backends.engine.local import InProcess
-from drjax.backends.engine.options import Options
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.groups import Groups
+from drjax.backends.in_process import InProcess
 from tests.conformance import Conformance, rows_for, runs, survivors, weighted_plan
 from tests.raising import raises
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 
 class TestLocal(Conformance):
-    compile = staticmethod(local.compile)
+    compile = staticmethod(in_process.compile)
 
 
 def test_rows_of_dropped_groups_are_empty():
@@ -38,7 +37,7 @@ def test_rows_of_dropped_groups_are_empty():
 
     w = np.where(np.arange(n) == 2, -w, w)
     plan = drjax.make_plan(late)((x, w))
-    run = local.compile(plan, on_error="drop", check_nans=True)
+    run = in_process.compile(plan, on_error="drop", check_nans=True)
     for args in ((x, w), Groups([*zip(x, w, strict=True)])):
         out = run(args)
         good = np.arange(n) != 2
@@ -78,7 +77,7 @@ def test_groups_are_made_a_bounded_number_at_a_time():
 
     most: list[int] = []
     plan = drjax.make_plan(total)({"x": x, "w": w})
-    run = Runner(plan, Watched(2), Options.checked(block_size=4))
+    run = Runner(plan, Watched(2), EngineOptions.checked(block_size=4))
     largest, data = run(Groups(items))
     assert largest == pytest.approx(64 - (x * w).mean(), rel=1e-6)
     np.testing.assert_array_equal(data["x"], x)
@@ -87,7 +86,7 @@ def test_groups_are_made_a_bounded_number_at_a_time():
 
 def test_groups_that_do_not_fit():
     plan = weighted_plan(3)
-    run = local.compile(plan)
+    run = in_process.compile(plan)
     x, w = rows_for(3)
     items = [*zip(x, w, strict=True)]
     fails = lambda text, *args: raises(drjax.DrjaxError, text, run, *args)
@@ -141,7 +140,7 @@ def same(found, wanted):
 
 def test_loops_of_every_sort():
     plan, args = rounds_plan()
-    run = local.compile(plan, block_size=4)
+    run = in_process.compile(plan, block_size=4)
     same(run(*args), reference.compile(plan)(*args))
     rounds = [stage.round for stage in run.report.stages]
     assert rounds.count("1.scan.0.1") == 3, rounds
@@ -168,10 +167,10 @@ class Crashing(InProcess):
 @pytest.mark.parametrize("after", [3])
 def test_a_call_goes_on_where_it_ended(after, tmp_path):
     plan, args = rounds_plan()
-    options = Options.checked(block_size=6, checkpoint=tmp_path / "run")
+    options = EngineOptions.checked(block_size=6, checkpoint=tmp_path / "run")
     with pytest.raises(Crash):
         Runner(plan, Crashing(after), options)(*args)
-    whole = local.compile(plan, block_size=6)
+    whole = in_process.compile(plan, block_size=6)
     same(wanted := whole(*args), reference.compile(plan)(*args))
     again = Runner(plan, InProcess(), options)
     jax.tree.map(np.testing.assert_array_equal, again(*args), wanted)
@@ -184,7 +183,7 @@ def test_a_call_goes_on_where_it_ended(after, tmp_path):
 
 def test_a_checkpoint_of_another_call(tmp_path):
     plan, args = rounds_plan()
-    options = Options.checked(checkpoint=tmp_path / "run")
+    options = EngineOptions.checked(checkpoint=tmp_path / "run")
     with pytest.raises(Crash):
         Runner(plan, Crashing(4), options)(*args)
     run = Runner(plan, InProcess(), options)
@@ -198,7 +197,7 @@ def test_dropped_groups_stay_dropped_when_a_call_goes_on(tmp_path):
     bad = np.isin(np.arange(9), [3, 6])
     args = np.float32(2), (np.where(bad, -x, x), w)
     keys = {"on_error": "drop", "check_nans": True, "block_size": 4}
-    options = Options.checked(checkpoint=tmp_path / "run", **keys)
+    options = EngineOptions.checked(checkpoint=tmp_path / "run", **keys)
     with pytest.raises(Crash):  # in the second round
         Runner(weighted_plan(9), Crashing(4), options)(*args)
     again = Runner(weighted_plan(9), InProcess(), options)
@@ -217,7 +216,7 @@ def test_dtypes(dtype, tmp_path):
 
     x = jnp.asarray(np.arange(27).reshape(9, 3) % 5, dtype)
     plan = drjax.make_plan(f)(x)
-    run = local.compile(plan, block_size=2, checkpoint=tmp_path / "run")
+    run = in_process.compile(plan, block_size=2, checkpoint=tmp_path / "run")
     for a, b in zip(run(x), reference.compile(plan)(x), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
@@ -228,14 +227,14 @@ def test_a_loaded_plan_and_one_without_groups(tmp_path):
     plan.save(tmp_path / "plan.drjax")
     loaded = drjax.load_plan(tmp_path / "plan.drjax")
     args = np.float32(2), rows_for(5)
-    same(local.compile(loaded)(*args), reference.compile(plan)(*args))
+    same(in_process.compile(loaded)(*args), reference.compile(plan)(*args))
     alone = drjax.make_plan(lambda x, y: {"y": jnp.sin(x), "x": y})(1.0, 2.0)
-    assert local.compile(alone)(0.0, 3.0) == {"y": 0.0, "x": 3.0}
+    assert in_process.compile(alone)(0.0, 3.0) == {"y": 0.0, "x": 3.0}
 
 
 def test_options():
     wrong = lambda error, text, **options: raises(
-        error, text, lambda: local.compile(weighted_plan(3), **options)
+        error, text, lambda: in_process.compile(weighted_plan(3), **options)
     )
     wrong(drjax.DrjaxTypeError, "Engines take the options block_size, ", blocks=3)
     wrong(drjax.DrjaxValueError, 'must be "raise" or "drop", got', on_error="skip")
@@ -245,7 +244,7 @@ def test_options():
 
 
 def test_progress(capfd):
-    local.compile(weighted_plan(3), progress=True)(np.float32(2), rows_for(3))
+    in_process.compile(weighted_plan(3), progress=True)(np.float32(2), rows_for(3))
     assert "round 1" in capfd.readouterr().err
 
 
@@ -263,6 +262,6 @@ def test_drjax_does_not_import_engines():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("public", [Options, Groups, local.compile])
+@pytest.mark.parametrize("public", [EngineOptions, Groups, in_process.compile])
 def test_docstring_example_runs(public):
     assert runs(public)

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends.engine import local, work
+from drjax.backends import in_process
+from drjax.backends.engine import messages
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.exchange import Exchange
-from drjax.backends.engine.groups import Groups, Parquet
-from drjax.backends.engine.local import InProcess
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Lost
-from drjax.backends.engine.work import State
+from drjax.backends.engine.file_exchange import Exchange
+from drjax.backends.engine.messages import State
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.protocols import Lost
+from drjax.backends.groups import Groups, Parquet
+from drjax.backends.in_process import InProcess
 from tests.conformance import rows_for, survivors, weighted_plan
 from tests.raising import raises
 
@@ -68,7 +69,9 @@ class Unreliable(InProcess):
 
 
 def run_on(pool, n=9, **options):
-    runner = Runner(weighted_plan(n), pool, Options.checked(block_size=4, **options))
+    runner = Runner(
+        weighted_plan(n), pool, EngineOptions.checked(block_size=4, **options)
+    )
     return runner, lambda: runner(np.float32(2), rows_for(n))
 
 
@@ -156,7 +159,7 @@ def test_a_block_is_not_blamed_for_another_one():
 
     n = 2
     pool = OneWorker(fatal=[0])
-    options = Options.checked(block_size=2, on_error="drop", retries=0)
+    options = EngineOptions.checked(block_size=2, on_error="drop", retries=0)
     run = Runner(weighted_plan(n), pool, options)
     survivors(run(np.float32(2), rows_for(n)), np.arange(n) == 1)
     assert [*run.report.dropped] == [0]
@@ -216,7 +219,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_group_whose_data_is_wrong(what, how):
     bad, text = WRONG[what]
-    run = local.compile(weighted_plan(N), block_size=2, on_error=how)
+    run = in_process.compile(weighted_plan(N), block_size=2, on_error=how)
     if how == "raise":
         with pytest.raises(drjax.EngineError, match=text) as error:
             run(np.float32(2), Groups(Data(bad)))
@@ -230,7 +233,7 @@ def test_a_group_whose_data_is_wrong(what, how):
 @pytest.mark.parametrize("how", ["raise", "drop"])
 def test_an_iterator_ends_where_it_raises(how):
     data = Data(OSError("no disk"))
-    run = local.compile(weighted_plan(N), block_size=2, on_error=how)
+    run = in_process.compile(weighted_plan(N), block_size=2, on_error=how)
     text = (
         "Group 3 failed in round 1 of step, in first.*: loading group 3 raised "
         "OSError: no disk; groups 4 to 7 cannot be read either, as an iterator ends "
@@ -242,7 +245,7 @@ def test_an_iterator_ends_where_it_raises(how):
 
 
 def test_a_sequence_of_another_length():
-    run = local.compile(weighted_plan(N + 1))
+    run = in_process.compile(weighted_plan(N + 1))
     text = "The plan is for 9 groups, got 8"
     raises(drjax.DrjaxError, text, run, np.float32(2), Groups(Data(np.copy)))
 
@@ -254,7 +257,7 @@ def test_lists_of_other_lengths_in_a_file_keep_their_dtype(tmp_path):
     pq.write_table(table, tmp_path / "groups.parquet")
     total = drjax.program(clients=5)(drjax.reduce_sum)
     plan = drjax.make_plan(total)(np.zeros((5, 3), np.float32))
-    run = local.compile(plan, on_error="drop")
+    run = in_process.compile(plan, on_error="drop")
     found = run(Parquet(tmp_path / "groups.parquet"))
     np.testing.assert_array_equal(found, [4, 5, 6])
     assert sorted(run.report.dropped) == [0, 2, 3]
@@ -270,12 +273,12 @@ def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
         tried.append(len(suspects))
         return one_by_one(self, work, stage, block, shared, suspects)
 
-    one_by_one = work.Loaded._failing
-    monkeypatch.setattr(work.Loaded, "_failing", failing)
+    one_by_one = messages.Loaded._failing
+    monkeypatch.setattr(messages.Loaded, "_failing", failing)
     n, (x, w) = 3000, rows_for(3000)
     good = ~np.isin(np.arange(n), bad)
     keys = {"on_error": "drop", "check_nans": True, "min_groups": 0}
-    run = local.compile(weighted_plan(n), block_size=n, **keys)
+    run = in_process.compile(weighted_plan(n), block_size=n, **keys)
     out = run(np.float32(2), (np.where(good, x, -x), w))
     assert sorted(run.report.dropped) == [*bad]
     assert sum(tried) <= (128 if len(bad) < 3 else n)

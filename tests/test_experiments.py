@@ -283,8 +283,8 @@ def test_a_tpu_program():
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler"
 )
 def test_groups_of_a_tpu_need_no_more_memory_than_one(monkeypatch):
-    """The running sum lies where the results will; see `drjax/backends/in_place.py`."""
-    monkeypatch.setattr("drjax.backends.in_place.LARGE", 1)
+    """The running sum lies where the results will; see `reuse_accumulators.py`."""
+    monkeypatch.setattr("drjax.backends.xla.reuse_accumulators.LARGE", 1)
     model = dataclasses.replace(TINY.model, d_model=256)
 
     def temp_bytes(groups: int) -> int:

@@ -18,8 +18,8 @@ import pytest
 
 import drjax
 from drjax.backends import flower
-from drjax.backends.engine import spool
-from drjax.backends.engine.work import Done
+from drjax.backends.engine import wire_format
+from drjax.backends.engine.messages import Done
 from tests.flower_clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
@@ -112,8 +112,8 @@ def done(change):
     """A lie: `change(block, done)` in place of what became of the group."""
 
     def lie(message, reply):
-        block, honest = spool.unpacked_done(bytes(reply.content["drjax"]["done"]))
-        made = spool.packed_done(block, change(honest))
+        block, honest = wire_format.unpacked_done(bytes(reply.content["drjax"]["done"]))
+        made = wire_format.packed_done(block, change(honest))
         return config(done=made)(message, reply)
 
     return lie
@@ -197,9 +197,9 @@ LIES = {
 
 
 def _for(group, reply):
-    block, honest = spool.unpacked_done(bytes(reply.content["drjax"]["done"]))
+    block, honest = wire_format.unpacked_done(bytes(reply.content["drjax"]["done"]))
     other = replace(block, groups=np.array([group], np.int32))
-    return spool.packed_done(other, honest)
+    return wire_format.packed_done(other, honest)
 
 
 @pytest.mark.parametrize("name", LIES)

@@ -9,9 +9,9 @@ import pytest
 
 import drjax
 from drjax import _compat
-from drjax._planning import planning
+from drjax._planner.make_plan import plan_of_jaxpr
+from drjax._sharding.planning_context import planning
 from drjax.backends import reference
-from drjax.interpret.make import plan_of_jaxpr
 from tests.cases import CASES
 
 N = 4

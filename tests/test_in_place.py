@@ -1,4 +1,4 @@
-"""Rounds that go chunk by chunk and end in place; see `drjax/backends/in_place.py`.
+"""Rounds that go chunk by chunk and end in place; see `reuse_accumulators.py`.
 
 That their numbers are right, `test_planned.py` and the random programs see too.
 """
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._sharding import find_mesh, layout
-from drjax.backends import in_place
+from drjax._sharding.layout import find_mesh, layout
+from drjax.backends.xla import reuse_accumulators
 from tests.compiled import count, hlo_text
 from tests.meshes import in_mesh_of
 
@@ -19,7 +19,7 @@ N = 8
 
 @pytest.fixture(autouse=True)
 def even_small_ones(monkeypatch):
-    monkeypatch.setattr(in_place, "LARGE", 1)
+    monkeypatch.setattr(reuse_accumulators, "LARGE", 1)
 
 
 @drjax.program(clients=N)
@@ -78,7 +78,9 @@ def endings(fn, *args) -> list[int]:
     plan = drjax.make_plan(fn)(*args)
     assert plan.partition is not None
     where = layout(plan.partition, find_mesh(plan.partition))
-    found = (in_place.ending(plan, i, where) for i, _ in enumerate(plan.rounds))
+    found = (
+        reuse_accumulators.ending(plan, i, where) for i, _ in enumerate(plan.rounds)
+    )
     return [end.in_place for end in found if end is not None]
 
 
@@ -143,7 +145,7 @@ def test_donated_arguments():
 
 
 def test_small_ones_are_left_to_the_compiler(monkeypatch):
-    monkeypatch.setattr(in_place, "LARGE", ONE)
+    monkeypatch.setattr(reuse_accumulators, "LARGE", ONE)
     assert endings(momentum, *ARGS) == [ONE]
-    monkeypatch.setattr(in_place, "LARGE", ONE + 1)
+    monkeypatch.setattr(reuse_accumulators, "LARGE", ONE + 1)
     assert endings(momentum, *ARGS) == []

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.interpret.files import archive
-from drjax.interpret.files.report import inspect
+from drjax._plan_file import container
+from drjax._plan_file.inspect import inspect
 from tests.cases import N
 from tests.plan_files import (
     forge,
@@ -90,11 +90,11 @@ def test_the_name_of_a_member_too_many(members, tmp_path):
 
 def test_a_manifest_has_a_limit(members, tmp_path, monkeypatch):
     path, text = tmp_path / "plan.drjax", members["manifest.json"]
-    large = text + b" " * (archive.MANIFEST_LIMIT + 1 - len(text))
+    large = text + b" " * (container.MANIFEST_LIMIT + 1 - len(text))
     rewrite(path, {**members, "manifest.json": large})
     monkeypatch.setattr(json, "loads", None)  # it is not parsed
     refused(path, "has a manifest.json of 33,554,433 bytes, more than the 33,554,432")
-    monkeypatch.setattr(archive, "MANIFEST_LIMIT", len(text) - 1)
+    monkeypatch.setattr(container, "MANIFEST_LIMIT", len(text) - 1)
     raises(drjax.PlanFileError, "Plan fewer rounds", sgd_plan().save, path)
 
 

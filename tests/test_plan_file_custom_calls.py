@@ -9,12 +9,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 import drjax
-from drjax.backends.engine import remote, work
+from drjax._plan_file.inspect import inspect
+from drjax.backends.engine import client_data, messages
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.local import InProcess
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.spool import Job
-from drjax.interpret.files.report import inspect
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.wire_format import Job
+from drjax.backends.in_process import InProcess
 from tests.cases import N
 from tests.plan_files import forge, program, read_members, saved_sgd_plan
 from tests.raising import raises
@@ -207,23 +207,23 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
     plan = drjax.load_plan(path, custom_calls=["mine"])
     assert plan.rounds[0].local.forms.custom_calls == ("mine",)
     # Workers of an engine may call what the driver may, but clients of a server not.
-    run = Runner(plan, InProcess(), Options())
+    run = Runner(plan, InProcess(), EngineOptions())
     assert run.file.custom_calls == ("mine",)
     job = Job(run.file, 0, "", (), 1, False, False, [])
     again = Job.unpacked(job.packed())
     assert again.file == run.file
-    work.Loaded(again.file)
+    messages.Loaded(again.file)
 
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
         about = {"tree": None, "rows": []}
-        request = remote.spool.packed(
+        request = client_data.wire_format.packed(
             about, [np.frombuffer(job.packed(), np.uint8), np.zeros(1), np.ones(1)]
         )
         with pytest.raises(ZeroDivisionError):
-            remote.answer(request, lambda: None)
-    raises(drjax.PlanFileError, "may make: 'mine'", work.Loaded, seen[0])
+            client_data.answer(request, lambda: None)
+    raises(drjax.PlanFileError, "may make: 'mine'", messages.Loaded, seen[0])
 
 
 LINEAR = {

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import drjax
-from drjax.interpret.files.report import inspect
+from drjax._plan_file.inspect import inspect
 from tests.plan_files import read_members, rewrite, saved_sgd_plan
 from tests.raising import raises
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax._plan_file.inspect import inspect
 from drjax.backends import reference, xla
-from drjax.interpret.files.report import inspect
 from tests.cases import CASES, GRID, MESHES, N, on_mesh
 from tests.meshes import in_mesh_of
 from tests.plan_files import program, read_manifest, saved, sgd_plan

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import drjax
+from drjax._planner.arguments import flat_inputs
 from drjax.backends import reference
-from drjax.interpret.arguments import flat_inputs
 from examples import local_sgd, maml
 from examples.common.sinusoid import init, sample_task
 from examples.common.transformer import Transformer, TransformerConfig

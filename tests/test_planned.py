@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import in_place, reference
+from drjax.backends import reference
+from drjax.backends.xla import reuse_accumulators
 from tests.cases import CASES, GRID, MESHES, N, on_mesh, some
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -97,7 +98,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(("case", "name", "mesh", "step"), [*pairs()])
 def test_jit(case, name, mesh, step, monkeypatch):
     if step == 1:
-        monkeypatch.setattr(in_place, "LARGE", 0)
+        monkeypatch.setattr(reuse_accumulators, "LARGE", 0)
     with on_mesh(case, mesh) as args:
         found = drjax.jit(TRANSFORMS[name](case), groups_per_step=step)(*args)
     assert_same(found, expected(case, name))

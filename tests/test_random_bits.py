@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._random_bits import in_turn
+from drjax._primitives.rbg_per_group import in_turn
 from tests.meshes import AUTO, in_mesh, make_mesh
 
 N = 6

@@ -25,9 +25,9 @@ import jaxlib
 import pytest
 
 import drjax
-from drjax.interpret import rows
-from drjax.interpret.flat import CONTROL
-from drjax.interpret.kind import SIGNATURES
+from drjax._planner.inline import CONTROL
+from drjax._planner.partitioning.kind import SIGNATURES
+from drjax._planner.unbatching.rules import ELEMENTWISE, ROW_RULES
 from tests.random_programs import MESHES, MODES, Program, covering, fits, valid
 from tests.random_run import check, counting, is_known, run
 from tests.test_row_rules import INTERNAL
@@ -48,7 +48,7 @@ def reached():
 def report(reached) -> None:
     rules, kinds = reached
     print("row rules:", dict(rules.most_common()))
-    print("not reached:", sorted(set(rows.ROW_RULES) - set(rules)))
+    print("not reached:", sorted(set(ROW_RULES) - set(rules)))
     print("kinds:", dict(kinds.most_common()))
 
 
@@ -61,7 +61,7 @@ def assert_all_rules(reached) -> None:
         scatter-add slice""".split()
     meanings = {f"means {name}" for name in combining}
     assert found >= {p.name for p in SIGNATURES} | set(CONTROL) | meanings
-    others = set(rows.ROW_RULES) - rows.ELEMENTWISE
+    others = set(ROW_RULES) - ELEMENTWISE
     assert len(set(rules) - others) > 20
     assert not others - set(rules) - INTERNAL
 

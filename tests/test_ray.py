@@ -12,7 +12,7 @@ import pytest
 
 import drjax
 from drjax.backends import ray
-from drjax.backends.engine.groups import Groups, Parquet
+from drjax.backends.groups import Groups, Parquet
 from tests.conformance import (
     ROOT,
     Conformance,

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from drjax.backends.engine import resident
-from drjax.backends.engine.resident import ResidentRows
+from drjax.backends.engine import resident_slices
+from drjax.backends.engine.resident_slices import ResidentRows
 
 
 class Store:
@@ -53,7 +53,7 @@ def test_no_more_stays_than_the_limit():
     refer = lambda key: store.rows.reference(key, [x])
     store.rows.begin()
     assert [refer(key) for key in "abcabc"] == [0, 1, 2, 0, 1, 3]
-    for _ in range(resident._OLD + 1):
+    for _ in range(resident_slices._OLD + 1):
         store.rows.begin()
         refer("a")
     assert [refer("c"), refer("c"), refer("a")] == [4, 4, 0]  # for b, which was old

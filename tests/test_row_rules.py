@@ -18,9 +18,9 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching
 
 from drjax import _compat
-from drjax.interpret.files.keys import is_key
-from drjax.interpret.flat import flatten
-from drjax.interpret.rows import ELEMENTWISE, ROW_RULES, by_rows
+from drjax._jaxprs.prng_keys import is_key
+from drjax._planner.inline import flatten
+from drjax._planner.unbatching.rules import ELEMENTWISE, ROW_RULES, by_rows
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax import _partials
+from drjax._primitives import reduce_ops
 from tests.compiled import temp_bytes
 from tests.meshes import in_mesh_of
 
@@ -35,8 +35,8 @@ def test_a_mean_of_a_million_groups_has_all_digits(mesh, step):
 
 
 def test_large_sums_have_all_digits_from_many_steps_on():
-    many = _partials.MANY_STEPS
-    wide = _partials.FEW_NUMBERS + 1
+    many = reduce_ops.MANY_STEPS
+    wide = reduce_ops.FEW_NUMBERS + 1
     errors = []
     for n in (many, many + 1):
         f = drjax.program(clients=n)(

@@ -15,8 +15,8 @@ import pytest
 import drjax
 from drjax import _storage
 from drjax.__main__ import main
-from drjax.backends.engine import local
-from drjax.backends.engine.groups import Parquet
+from drjax.backends import in_process
+from drjax.backends.groups import Parquet
 from tests.full_disk import files_of_at_most
 from tests.plan_files import sgd_plan
 from tests.raising import raises
@@ -123,7 +123,7 @@ def test_errors_of_file_systems_name_the_url():
         drjax.load_plan("broken://x/y")
     raises(drjax.PlanFileError, text, sgd_plan().save, "broken://x/y")
     raises(drjax.DrjaxValueError, text, Parquet, "broken://x/y")
-    run = local.compile(sgd_plan(), checkpoint="broken://x/y")
+    run = in_process.compile(sgd_plan(), checkpoint="broken://x/y")
     args = np.ones(3, np.float32), np.ones((8, 5, 3), np.float32)
     raises(drjax.EngineError, text, run, *args)
 
@@ -170,7 +170,7 @@ def test_groups_from_parquet_files_at_urls(url):
     program = drjax.program(clients=n)(lambda x: (drjax.reduce_sum(x), x))
     plan = drjax.make_plan(program)(jax.ShapeDtypeStruct((n,), np.float32))
     for source in (groups, pickle.loads(pickle.dumps(groups))):
-        run = local.compile(plan, block_size=8, checkpoint=f"{url}/run")
+        run = in_process.compile(plan, block_size=8, checkpoint=f"{url}/run")
         total, rows = run(source)
         assert total == x.sum()
         np.testing.assert_array_equal(rows, x)

@@ -14,9 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax import _compat, _extrema, _index, _map, _primitives
-from drjax._map import trace_group
-from drjax._sharding import as_operand, find_mesh, layout
+from drjax import _compat
+from drjax._primitives import collectives, extrema, map_fn, partition_index
+from drjax._primitives.map_fn import trace_group
+from drjax._sharding.layout import as_operand, find_mesh, layout
 from tests.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 MESHES = {
@@ -32,15 +33,15 @@ DTYPES = ("float32", "bfloat16", "float16", "complex64", "int8", "uint32", "bool
 
 def lowerings():
     """Name -> (primitive, lowering, whether the operand is partitioned)."""
-    p = _primitives
+    p = collectives
     yield "broadcast", (p.broadcast_p, p.execute_broadcast, False)
     yield "reduce_sum", (p.reduce_sum_p, p.execute_reduce_sum, True)
     yield "reduce_mean", (p.reduce_mean_p, p._reduce_mean, True)
     yield "gather", (p.gather_p, p._gather, True)
     yield "scatter", (p.scatter_p, p._scatter, None)
     for name in ("max", "min"):
-        execute = _extrema._executor(getattr(jnp, name), name == "max")
-        primitive = getattr(_extrema, f"reduce_{name}_p")
+        execute = extrema._executor(getattr(jnp, name), name == "max")
+        primitive = getattr(extrema, f"reduce_{name}_p")
         yield f"reduce_{name}", (primitive, execute, True)
 
 
@@ -112,11 +113,11 @@ def test_map_fn_and_index(mesh):
 
             return types_of(f, np.ones((8, 4), np.float32), np.ones((8, 4), np.float32))
 
-        assert_same_type(both(_map.map_fn_p.bind), both(_map.execute_map))
+        assert_same_type(both(map_fn.map_fn_p.bind), both(map_fn.execute_map))
         index = {**where, "per_group": False}
         assert_same_type(
-            types_of(lambda: _index.partition_index_p.bind(**index)),
-            types_of(lambda: _index._partition_index(**index)),
+            types_of(lambda: partition_index.partition_index_p.bind(**index)),
+            types_of(lambda: partition_index._partition_index(**index)),
         )
 
 

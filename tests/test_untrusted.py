@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends.engine import local, spool, untrusted
+from drjax.backends import in_process
+from drjax.backends.engine import untrusted, wire_format
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
+from drjax.backends.engine.messages import Block, Done
 from drjax.backends.engine.untrusted import BadReply, Partial
-from drjax.backends.engine.work import Block, Done
 from tests.raising import raises
 
 GROUP = 3
@@ -38,7 +39,7 @@ VALUES: list[Any] = [
 def reply(values=VALUES, failed=None, rows=(), group=GROUP, valid=True, **done):
     block = Block(np.array([group], np.int32), np.array([valid]), [])
     fields = {"pid": 7, "seconds": 0.5} | done
-    return spool.packed_done(block, Done(values, [*rows], failed or {}, **fields))
+    return wire_format.packed_done(block, Done(values, [*rows], failed or {}, **fields))
 
 
 def checked(data, check_nans=True):
@@ -208,18 +209,18 @@ def test_what_is_checked_is_what_stages_give():
     args = jnp.ones((4, 2), jnp.bfloat16), jnp.arange(4, dtype=jnp.int8)
     seen = []
 
-    class Checking(local.InProcess):
+    class Checking(in_process.InProcess):
         def results(self, call):
             wanted = untrusted.partials_of(call.file)[call.stage]
             for block, done in super().results(call):
-                data = spool.packed_done(block, done)
+                data = wire_format.packed_done(block, done)
                 group = int(block.groups[0])
                 again = untrusted.checked(data, group, wanted, True)
                 seen.append({str(partial) for partial in wanted})
                 yield block, again
 
     plan = drjax.make_plan(step)(*args)
-    run = local.compile(plan, block_size=1)
+    run = in_process.compile(plan, block_size=1)
     run.engine = Checking()
     found = run(*args)
     for a, b in zip(found, drjax.backends.reference.compile(plan)(*args), strict=True):
@@ -227,7 +228,7 @@ def test_what_is_checked_is_what_stages_give():
     assert {"float32[2]", "int8[]"} in seen and {"int32[]"} in seen and len(seen) == 16
     with jax.enable_x64(True):
         wide = drjax.make_plan(drjax.program(clients=2)(drjax.reduce_sum))(np.ones(2))
-        file = local.compile(wide).file
+        file = in_process.compile(wide).file
     assert [*map(str, untrusted.partials_of(file)[0])] == ["float64[]"]
 
 

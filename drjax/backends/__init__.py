@@ -1,4 +1,33 @@
-"""Backends: each turns a plan into something that runs. None imports another."""
+"""Backends: each turns a plan into something that runs. None imports another.
+
+reference, xla                on this machine, with JAX alone
+in_process, ray, beam, flower engines: `compile` takes the fields of `EngineOptions`
+Groups, Parquet               arguments of engines that are made group by group
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from drjax.backends import reference as reference
 from drjax.backends import xla as xla
+
+if TYPE_CHECKING:
+    from drjax.backends import in_process as in_process
+    from drjax.backends.engine.options import EngineOptions as EngineOptions
+    from drjax.backends.groups import Groups as Groups
+    from drjax.backends.groups import Parquet as Parquet
+
+_LAZY = {  # so that `import drjax` does not pay for engines
+    "EngineOptions": "engine.options",
+    "Groups": "groups",
+    "Parquet": "groups",
+}
+_MODULES = ("beam", "flower", "in_process", "ray")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"drjax.backends.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"drjax.backends.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxValueError, EngineError
-from drjax.backends.engine import flights, remote, untrusted
+from drjax.backends.engine import client_data, pool_scheduler, untrusted
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.groups import Remote
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Call, Results
+from drjax.backends.engine.messages import Done, File, State, Work, rounds_of, rows_of
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.protocols import Call, Results
 from drjax.backends.engine.untrusted import BadReply
-from drjax.backends.engine.work import Done, File, State, Work, rounds_of, rows_of
+from drjax.backends.groups import Remote
 from drjax.plan import Plan
 
 Clients = Remote
@@ -78,7 +78,7 @@ def compile(
       ...         model = run(model, drjax.backends.flower.Clients())
     """
     needed("flwr.app", "flower", "drjax.backends.flower")
-    checked = replace(Options.checked(**options), block_size=1)
+    checked = replace(EngineOptions.checked(**options), block_size=1)
     for owner, a_round in rounds_of(plan):
         if rows := rows_of(owner, a_round):
             raise DrjaxValueError(
@@ -120,7 +120,7 @@ def client(load: Callable[[Any], Any]) -> Any:
     @app.train()
     def train(message: Any, context: Any) -> Any:
         request = message.content["drjax"]["request"]
-        return reply(message, done=remote.answer(request, lambda: load(context)))
+        return reply(message, done=client_data.answer(request, lambda: load(context)))
 
     return app
 
@@ -135,7 +135,7 @@ class _Sent:
 
 
 class Nodes:
-    """The clients, as an engine: a `drjax.backends.engine.pool.Pool` of nodes.
+    """The clients, as an engine: a `drjax.backends.engine.protocols.Pool` of nodes.
 
     A reply is pulled by the number of its request, alone, so that one that cannot be
     read spoils no other. It must bear that number too: the SuperLink adds whatever else
@@ -234,12 +234,12 @@ class Nodes:
     def results(self, call: Call) -> Results:
         # Clients that came later, or came back.
         self._find(np.flatnonzero(call.alive), min(5.0, self._start), late=False)
-        self._requests = remote.Requests(call)
+        self._requests = client_data.Requests(call)
         self._check_nans = call.options.check_nans
         if "partials" not in call.known:
             call.known["partials"] = untrusted.partials_of(call.file)
         self._partials = call.known["partials"][call.stage]
-        yield from flights.results(self, call)
+        yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
         return x

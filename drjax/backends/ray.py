@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from drjax._errors import EngineError
-from drjax.backends.engine import flights
+from drjax.backends.engine import pool_scheduler
 from drjax.backends.engine.actor import Worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Call, Lost, Results
-from drjax.backends.engine.resident import ResidentRows
-from drjax.backends.engine.watch import Listener
-from drjax.backends.engine.work import Done, State, Work
+from drjax.backends.engine.memory_watch import Listener
+from drjax.backends.engine.messages import Done, State, Work
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.protocols import Call, Lost, Results
+from drjax.backends.engine.resident_slices import ResidentRows
 from drjax.plan import Plan
 
 _START = 120  # seconds for all workers to start
@@ -73,14 +73,14 @@ def compile(
       ...     print(run(jnp.arange(4.0)))
       1.5
     """
-    checked = Options.checked(**options)
+    checked = EngineOptions.checked(**options)
     if isinstance(workers, Actors):
         return Runner(plan, workers, checked, owner=False)
     return Runner(plan, Actors(workers, address, ray_options), checked)
 
 
 class Actors:
-    """Workers as actors: a `drjax.backends.engine.pool.Pool`.
+    """Workers as actors: a `drjax.backends.engine.protocols.Pool`.
 
     The arguments are those of `compile`.
     """
@@ -178,7 +178,7 @@ class Actors:
     def results(self, call: Call) -> Results:
         self._settle(call.options.timeout)
         self._rows.begin()
-        return flights.results(self, call)
+        return pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
         if isinstance(x, list) and sum(y.nbytes for y in x) <= _INLINE:

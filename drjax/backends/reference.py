@@ -15,9 +15,9 @@ from jax.core import Tracer
 
 from drjax import _compat
 from drjax._errors import DrjaxError
-from drjax.backends import loops, origin
-from drjax.interpret.arguments import flat_inputs
-from drjax.interpret.files.keys import from_raw, to_raw
+from drjax._jaxprs.prng_keys import from_raw, to_raw
+from drjax._planner.arguments import flat_inputs
+from drjax.backends import _locate_failure, _python_loops
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
 
 
@@ -110,7 +110,7 @@ class _Run:
             try:
                 outs = _run(stage, inputs)
             except Exception as error:
-                line = origin.of_error(stage, inputs)
+                line = _locate_failure.of_error(stage, inputs)
                 raise GroupError(
                     f"Group {group} failed in {where}, in {stage.name}"
                     f"{'' if line is None else f', at {line}'}: "
@@ -125,7 +125,7 @@ class _Run:
 
     def _loop(self, loop: Loop, inputs: list) -> list:
         bodies = [_Run(body, self.check_nans) for body in loop.bodies]
-        return loops.run(loop, bodies, inputs, self.plan.size, jnp)
+        return _python_loops.run(loop, bodies, inputs, self.plan.size, jnp)
 
 
 def _stack(column: tuple) -> Any:
@@ -146,10 +146,10 @@ def _run(stage: Stage, args: list) -> list:
 
 def _check_nans(outs, group: int, stage: Stage, inputs: list, where: str) -> None:
     for value, out in zip(stage.outputs, outs, strict=True):
-        if origin.has_nan(out):
+        if _locate_failure.has_nan(out):
             raise GroupError(
                 f"Group {group} yields NaN as {value.name} in {where}, "
-                f"in {stage.name}: {origin.of_nan(stage, inputs)}.",
+                f"in {stage.name}: {_locate_failure.of_nan(stage, inputs)}.",
                 group, stage, inputs,
             )  # fmt: skip
 

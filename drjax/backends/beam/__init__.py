@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from drjax._errors import DrjaxValueError
-from drjax.backends.beam import files
+from drjax.backends.beam import file_sinks
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.exchange import Exchange, Order, Run
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.options import Options
+from drjax.backends.engine.file_exchange import Exchange, Order, Run
+from drjax.backends.engine.options import EngineOptions
 from drjax.plan import Plan
 
 _QUIET = "--default_sdk_harness_log_level=ERROR"
@@ -63,7 +63,7 @@ def compile(
       1.5
     """
     needed("apache_beam", "beam", "drjax.backends.beam")
-    checked = Options.checked(**options)
+    checked = EngineOptions.checked(**options)
     if checked.timeout is not None:
         raise DrjaxValueError(
             "Beam takes no timeout: give the runner's own limits as flags."
@@ -93,12 +93,12 @@ class Pipelines(Exchange):
     def __init__(
         self, workers: int, flags: list[str], folder: str | None, here: bool
     ):  # fmt: skip
-        super().__init__(workers, files, folder)
+        super().__init__(workers, file_sinks, folder)
         self._flags, self._here = flags, here
 
     def start(self, order: Order, folder: Path) -> Run:
         from drjax.backends.beam import transforms
-        from drjax.backends.engine import process
+        from drjax.backends.engine import subprocess_run
 
         run = functools.partial(transforms.run, order, self._flags)
-        return (process.Here if self._here else process.Own)(run, folder)
+        return (subprocess_run.Here if self._here else subprocess_run.Own)(run, folder)

@@ -12,12 +12,12 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from drjax.backends.engine import single
+from drjax.backends.engine import one_round
 from drjax.backends.engine.blocks import Cut, block_of
 from drjax.backends.engine.combine import Totals, add
-from drjax.backends.engine.exchange import Order
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.spool import Job
+from drjax.backends.engine.file_exchange import Order
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.wire_format import Job
 from drjax.plan import Plan
 
 
@@ -137,7 +137,9 @@ class MapReduce(beam.PTransform):
 
     def __init__(self, plan: Plan, *args: Any, **options: Any):
         super().__init__()
-        self.call, self.finish = single.split(plan, args, Options.checked(**options))
+        self.call, self.finish = one_round.split(
+            plan, args, EngineOptions.checked(**options)
+        )
 
     def expand(self, input_or_inputs: Any) -> Any:
         call, job = self.call, Job.of(self.call)

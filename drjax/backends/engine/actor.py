@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from drjax.backends.engine import work
-from drjax.backends.engine.work import Done, File, State, Work
+from drjax.backends.engine import messages
+from drjax.backends.engine.messages import Done, File, State, Work
 
 Arrays = list[np.ndarray]
 
@@ -27,12 +27,12 @@ class Worker:
         if file is not None:
             self._files[name] = file
         task = replace(task, block=replace(task.block, rows=rows))
-        return work.run(self._files[name], task, shared)
+        return messages.run(self._files[name], task, shared)
 
     def skip(self, number: int) -> None:
-        """See `drjax.backends.engine.work.skip`."""
-        work.skip(number)
+        """See `drjax.backends.engine.messages.skip`."""
+        messages.skip(number)
 
     def state(self) -> State:
         """What the worker is doing."""
-        return work.state()
+        return messages.state()

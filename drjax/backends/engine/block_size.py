@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drjax.backends.engine.work import Done
-from drjax.interpret.files.keys import raw_type
+from drjax._jaxprs.prng_keys import raw_type
+from drjax.backends.engine.messages import Done
 from drjax.plan import Round, Value
 
 _BYTES = 16 << 20  # of inputs and results of a block: sent in some 10 ms

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxError, DrjaxValueError
-from drjax.backends.engine.groups import Lazy
-from drjax.backends.engine.work import Block
+from drjax.backends.engine.messages import Block
+from drjax.backends.groups import Lazy
 
 Cut = tuple[Block, dict[int, str]]
 

@@ -29,8 +29,8 @@ import numpy as np
 from drjax import _storage
 from drjax._errors import EngineError
 from drjax.backends.engine import folder_lock
-from drjax.backends.engine.groups import Lazy
-from drjax.backends.engine.options import Options
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.groups import Lazy
 
 Note = list[np.ndarray]
 
@@ -295,7 +295,7 @@ def _bytes(x: np.ndarray) -> memoryview:
     return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
-def key_of(plan_key: str, inputs: list[Any], options: Options) -> str:
+def key_of(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
     """The fingerprint of a call: the plan, its arguments, and what fails a group.
 
     Arrays are known by what is in them, files by their names and sizes; of iterables

@@ -15,20 +15,20 @@ import jax
 import numpy as np
 
 from drjax._errors import EngineError
-from drjax.backends import loops
+from drjax._jaxprs.prng_keys import from_raw
+from drjax._plan_file.load import unpacked
+from drjax._plan_file.save import packed
+from drjax._plan_file.stage_features import ALLOWED
+from drjax.backends import _python_loops
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.combine import Totals, add, result
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.groups import Lazy, empty_rows, inputs, survivors
-from drjax.backends.engine.options import Options
-from drjax.backends.engine.pool import Call, Engine
-from drjax.backends.engine.report import Report, StageReport
-from drjax.backends.engine.work import Block, Done, File, rounds_of, rows_of
-from drjax.interpret.files.contents import ALLOWED
-from drjax.interpret.files.keys import from_raw
-from drjax.interpret.files.load import unpacked
-from drjax.interpret.files.save import packed
+from drjax.backends.engine.messages import Block, Done, File, rounds_of, rows_of
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.progress import Report, StageReport
+from drjax.backends.engine.protocols import Call, Engine
+from drjax.backends.groups import Lazy, empty_rows, inputs, survivors
 from drjax.plan import Loop, Plan, Round, Stage
 
 
@@ -48,7 +48,7 @@ class Runner:
     """
 
     def __init__(
-        self, plan: Plan, engine: Engine, options: Options, owner: bool = True
+        self, plan: Plan, engine: Engine, options: EngineOptions, owner: bool = True
     ):
         self.plan, self.engine, self.options = plan, engine, options
         self._owner = owner
@@ -74,7 +74,7 @@ class Runner:
         return jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64")))
 
     def flat(self, given: list) -> Any:
-        """The results, of what `drjax.backends.engine.groups.inputs` gives."""
+        """The results, of what `drjax.backends.groups.inputs` gives."""
         plan = self.plan
         with self._precision(), self._notes(given) as notes:
             self.report = Report()
@@ -184,7 +184,7 @@ class _Run:
             for i, body in enumerate(loop.bodies)
         ]
         steps = _NotedSteps(self.notes, at)
-        return loops.run(loop, bodies, given, plan.size, np, steps)
+        return _python_loops.run(loop, bodies, given, plan.size, np, steps)
 
     # -----------------------------------------------------------------------------
     # The groups' work
@@ -280,7 +280,7 @@ class _Run:
         return tqdm(total=n, desc=text, unit="group", leave=False)
 
 
-class _NotedSteps(loops.Steps):
+class _NotedSteps(_python_loops.Steps):
     """How far a loop is, as a note."""
 
     def __init__(self, notes: checkpoint.Notes, at: str):

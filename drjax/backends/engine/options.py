@@ -9,7 +9,7 @@ from drjax._errors import DrjaxTypeError, DrjaxValueError
 
 
 @dataclass(frozen=True)
-class Options:
+class EngineOptions:
     """How an engine runs a plan. Give these to its `compile`, by name.
 
     Attributes:
@@ -38,8 +38,8 @@ class Options:
       progress: Whether to show a bar of the groups done; needs tqdm.
 
     Example:
-      >>> from drjax.backends.engine.options import Options
-      >>> Options.checked(on_error="drop", min_groups=2).retries
+      >>> from drjax.backends import EngineOptions
+      >>> EngineOptions.checked(on_error="drop", min_groups=2).retries
       2
     """
 
@@ -53,19 +53,19 @@ class Options:
     progress: bool = False
 
     @staticmethod
-    def checked(**given: Any) -> "Options":
-        """Options from keywords.
+    def checked(**given: Any) -> "EngineOptions":
+        """EngineOptions from keywords.
 
         Raises:
           DrjaxTypeError: There is no such option.
           DrjaxValueError: It cannot have that value.
         """
-        known = [field.name for field in dataclasses.fields(Options)]
+        known = [field.name for field in dataclasses.fields(EngineOptions)]
         if unknown := sorted(set(given) - set(known)):
             raise DrjaxTypeError(
                 f"Engines take the options {', '.join(known)}, got {unknown[0]!r}."
             )
-        options = Options(**given)
+        options = EngineOptions(**given)
         if options.on_error not in ("raise", "drop"):
             raise DrjaxValueError(
                 f'on_error must be "raise" or "drop", got {options.on_error!r}.'

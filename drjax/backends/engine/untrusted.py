@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from drjax.backends.engine.work import Done, File, rounds_of
-from drjax.interpret.files.load import unpacked
+from drjax._plan_file.load import unpacked
+from drjax.backends.engine.messages import Done, File, rounds_of
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
 

@@ -1,0 +1,276 @@
+"""The building blocks over pytrees, but for the reductions: checks, then binds."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+
+import drjax._api.checkify_groups  # registers rules # noqa: F401
+from drjax._api.resolve import (
+    MeshLike,
+    PartitionLike,
+    PyTree,
+    each_global,
+    each_row,
+    resolve,
+    rows_of,
+)
+from drjax._api.trace_map import call_mapped
+from drjax._api.validate import flatten, flatten_partitioned
+from drjax._context import current_scope, resolve_partition
+from drjax._errors import DrjaxTypeError
+from drjax._partition import Partition, as_partition
+from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
+from drjax._primitives.partition_index import partition_index_p
+from drjax._sharding.layout import as_operand, host_sharding, layout
+
+
+def broadcast(
+    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+) -> PyTree:
+    """Give each of the n groups a copy of a global value. No communication.
+
+    Args:
+      x: Tree of global arrays `[*s]` (numbers too), any dtype, typed keys included.
+      mesh: The mesh. Default: the program's, then the one in context.
+      partition: Where to broadcast. Default: the program's partition.
+
+    Returns:
+      The same tree with leaves `[n, *s]`, partitioned.
+
+    Raises:
+      ScopeError: No partition in force. DrjaxTypeError: a leaf is not an array.
+
+    Example:
+      >>> import drjax
+      >>> print(drjax.program(partition_size=3)(drjax.broadcast)(2.0))
+      [2. 2. 2.]
+
+    Source: Rush et al. 2024, section 3.
+    """
+    where = resolve("broadcast", mesh, partition)
+    leaves, tree = flatten("broadcast", x)
+    return tree.unflatten(each_global(leaves, where, broadcast_p.bind))
+
+
+def map_fn(
+    fn: Callable,
+    arg: PyTree,
+    *,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Apply a function to each group's values. No communication.
+
+    Args:
+      fn: Called once, by tracing, with one group's values. It may close over
+        arrays and tracers (which are then broadcast) and use all of JAX except
+        collectives over the partition's own axis.
+      arg: Tree of partitioned arrays `[n, *s]`. A plain tuple is unpacked into the
+        arguments of `fn`; a list or a NamedTuple is one argument.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      What `fn` returns, with leaves `[n, *t]`, partitioned.
+
+    Raises:
+      ScopeError: No partition in force.
+      DrjaxValueError: A leaf has another leading axis than n.
+      DrjaxTypeError: A leaf of the argument or of the result is not an array.
+      MeshError: `fn` uses a collective over the partition's own mesh axes, or shards
+        a value over them.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> @drjax.program(partition_size=2)
+      ... def f(x, y):
+      ...     return drjax.map_fn(lambda a, b: a * b, (x, y))
+      >>> print(f(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
+      [3. 8.]
+
+    Source: Rush et al. 2024, section 3.
+    """
+    if not callable(fn):
+        raise DrjaxTypeError(
+            "drjax.map_fn needs a function and then its argument, "
+            f"drjax.map_fn(fn, arg), got {type(fn).__name__} as the function: {fn!r}."
+        )
+    where = resolve("map_fn", mesh, partition)
+    args = arg if type(arg) is tuple else (arg,)
+    leaves, tree = flatten_partitioned(
+        "map_fn", args, where["partition"], rows_of(where), "args"
+    )
+    return call_mapped(fn, leaves, tree, **where)
+
+
+def gather(
+    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+) -> PyTree:
+    """All groups' rows as a global value. One all-gather on a mesh.
+
+    Args:
+      x: Tree of partitioned arrays `[n, *s]`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree, global leaves `[n, *s]`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> f = drjax.program(partition_size=3)(lambda x: drjax.gather(x).cumsum())
+      >>> print(f(jnp.arange(3.0)))
+      [0. 1. 3.]
+
+    Source: `all_gather_invariant` of JAX note 17111.
+    """
+    return each_row("gather", x, mesh, partition, gather_p.bind)
+
+
+def scatter(
+    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+) -> PyTree:
+    """Hand row i of a global value to group i. No communication.
+
+    Args:
+      x: Tree of global arrays `[n, *s]`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree, partitioned leaves `[n, *s]`. The transpose of `drjax.gather`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> @drjax.program(partition_size=3)
+      ... def f(x):
+      ...     return drjax.map_fn(jnp.square, drjax.scatter(x))
+      >>> print(f(jnp.arange(3.0)))
+      [0. 1. 4.]
+
+    Source: `pscatter` of JAX note 17111.
+    """
+    where = resolve("scatter", mesh, partition)
+    found = where["partition"]
+    leaves, tree = flatten_partitioned("scatter", x, found, found.size)
+    return tree.unflatten(each_global(leaves, where, scatter_p.bind))
+
+
+def partition_index(
+    *, mesh: MeshLike = None, partition: PartitionLike = None
+) -> jax.Array:
+    """The numbers of the groups, 0 to n - 1. No communication.
+
+    Args:
+      mesh: As for `drjax.broadcast`.
+      partition: Default: the program's; inside a mapped function, the one mapped over.
+
+    Returns:
+      In a program: partitioned int32 `[n]`. Inside the function given to
+      `drjax.map_fn`: this group's number, int32 `[]`. It depends on the group only,
+      never on devices, so `jax.random.fold_in(key, drjax.partition_index())` gives
+      each group its own reproducible randomness.
+
+    Raises:
+      ScopeError: No partition in force.
+
+    Example:
+      >>> import drjax
+      >>> print(drjax.program(partition_size=3)(drjax.partition_index)())
+      [0 1 2]
+    """
+    mapped = _mapped_partition(partition)
+    if mapped is not None:
+        return partition_index_p.bind(partition=mapped, mesh=None, per_group=True)
+    where = resolve("partition_index", mesh, partition)
+    index = partition_index_p.bind(**where, per_group=False)
+    return as_operand(index, layout(**where), True)
+
+
+def partition_size(*, partition: PartitionLike = None) -> int:
+    """The number n of groups, a Python int.
+
+    Args:
+      partition: Default: the program's; inside a mapped function, the one mapped over.
+
+    Raises:
+      ScopeError: No partition in force.
+
+    Example:
+      >>> import drjax
+      >>> drjax.program(partition_size=3)(drjax.partition_size)()
+      3
+    """
+    mapped = _mapped_partition(partition)
+    if mapped is not None:
+        return mapped.size
+    return resolve_partition("partition_size", None, partition)[0].size
+
+
+def shard(
+    tree: PyTree, mesh: MeshLike = None, *, partition: PartitionLike = None
+) -> PyTree:
+    """Place host data `[n, ...]` over the mesh axes that carry the partition.
+
+    Args:
+      tree: Tree of arrays `[n, *s]`. With several processes, each passes the whole
+        array and keeps only its own rows.
+      mesh: The mesh. Default: the program's, then the one in context.
+      partition: A `drjax.Partition`, a mapping `{"clients": n}`, or a program.
+        Default: the program's partition.
+
+    Returns:
+      The tree, with each leaf divided over the devices by groups. If n is not a
+      multiple of the number of devices, JAX cannot store uneven shards: the leaf is
+      replicated, and divided once inside a jitted program. Without a mesh that
+      carries the partition, the leaves are placed on the default device.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+
+    Example:
+      >>> import drjax, numpy as np
+      >>> x = drjax.shard(np.zeros((8, 2)), partition={"clients": 8})
+      >>> x.shape
+      (8, 2)
+    """
+    found, mesh = resolve_partition("shard", mesh, partition)
+    leaves, treedef = flatten_partitioned("shard", tree, found, found.size, "tree")
+    sharding = host_sharding(found, mesh)
+    return treedef.unflatten([_place(leaf, sharding) for leaf in leaves])
+
+
+# ---------------------------------------------------------------------------------
+# What several blocks need
+
+
+def _place(leaf, sharding):
+    if sharding is None:
+        return leaf
+    if isinstance(leaf, core.Tracer) or sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if not leaf.is_fully_addressable:  # it lies on several processes already
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _place(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)  # each process hands over the rows of its own devices
+    return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
+
+
+def _mapped_partition(partition: PartitionLike) -> Partition | None:
+    """The partition of a surrounding map_fn that is meant, if one is."""
+    scope = current_scope()
+    if partition is None:
+        return scope.mapped[-1] if scope.mapped and scope.partition is None else None
+    wanted = as_partition(partition)
+    return wanted if wanted in scope.mapped else None

@@ -1,0 +1,96 @@
+"""Rules of `jax.experimental.checkify`: the errors of groups, combined.
+
+Checkify turns a function with checks into one that returns an error, too. A mapped
+function returns one for each group. They are gathered, and of each kind of error the
+one of the first group that has any is that of the program; its message names the group.
+So a program with checks has a plan, and no round more.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+from drjax import _compat
+from drjax._api.trace_map import call_mapped
+from drjax._compat import checkify_rules
+from drjax._partition import Partition
+from drjax._primitives.collectives import gather_p, reduce_mean_p, reduce_sum_p
+from drjax._primitives.map_fn import map_fn_p
+
+
+class GroupCheckError(checkify_rules.CheckError):
+    """A check that failed in one group.
+
+    Attributes:
+      error: What failed.
+      group: The number of the group.
+    """
+
+    def __init__(self, error, group, partition: Partition):
+        super().__init__(error.traceback_info)
+        self.error, self.group, self.partition = error, group, partition
+
+    def __str__(self):
+        return f"in group {self.group} of {self.partition}: {self.error}"
+
+    def tree_flatten(self):
+        return (self.error, self.group), self.partition
+
+    @classmethod
+    def tree_unflatten(cls, metadata, payload):
+        error, group = payload
+        return cls(error, group, metadata)
+
+    def get_effect_type(self):
+        return _in_group(self.error.get_effect_type())
+
+
+def _in_group(effect):
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return checkify_rules.CheckEffect(effect.error_type, (*effect.shape_dtypes, number))
+
+
+def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str):
+    run: Any = _compat.jaxpr_as_fun(jaxpr)
+    checked: Any = checkify.checkify(run, enabled)
+
+    def fn(*args):
+        return checked(*args)
+
+    fn.__name__ = name
+    tree = jax.tree.structure((0,) * len(args))
+    where = {"partition": partition, "mesh": mesh}
+    errors, outs = call_mapped(fn, [*args], tree, **where)
+    return _first_error(errors, **where), outs
+
+
+def _first_error(errors, partition: Partition, mesh: Any):
+    """The global error of an error with leaves `[n, ...]`."""
+    rows = jax.tree.map(
+        lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
+    )
+    happened, codes, trees, leaves = checkify_rules.error_parts(rows)
+    found: tuple[dict, dict, dict] = {}, {}, {}
+    for effect, failed in happened.items():
+        first = jnp.argmax(failed).astype(jnp.int32)
+        of_first = [x[first] for x in (failed, codes[effect], *leaves[effect])]
+        failed, code, *payload = of_first
+        parts = failed, code, [*payload, first]
+        for table, part in zip(found, parts, strict=True):
+            table[_in_group(effect)] = part
+    happened, codes, leaves = found
+    trees = {code: _name_group(tree, partition) for code, tree in trees.items()}
+    return type(errors)(happened, codes, trees, leaves)
+
+
+def _name_group(tree, partition: Partition):
+    """The structure of an error, from that of the error in a group."""
+    error = tree.unflatten([0] * tree.num_leaves)
+    return jax.tree.structure(GroupCheckError(error, 0, partition))
+
+
+checkify_rules.register_error_check(map_fn_p, _check_map)
+checkify_rules.register_nan_check(reduce_sum_p)
+checkify_rules.register_nan_check(reduce_mean_p)

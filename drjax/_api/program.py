@@ -1,0 +1,125 @@
+"""The decorator that declares a program and its partition."""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from drjax._api.function_arguments import check_plain_function
+from drjax._context import program_scope
+from drjax._errors import DrjaxTypeError, MeshError
+from drjax._partition import Partition, as_partition
+
+_KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_mesh")
+
+
+def program(
+    *args: Any,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    mesh_axes: str | tuple[str, ...] | None = None,
+    use_abstract_mesh: bool | None = None,
+    **partition: Any,
+) -> Callable[[Callable], Callable]:
+    """Declare that a function is a MapReduce program over a partition of n groups.
+
+    One keyword names the partition and gives its size: `partition_size=3`,
+    `clients=100`. On a mesh with an axis of that name the groups are divided over
+    the devices along it; on any other mesh, and with none, the program runs locally.
+
+    Args:
+      mesh: The mesh to run on. Default: the mesh in context (`jax.set_mesh`).
+      mesh_axes: The mesh axis or axes that carry the partition, major first.
+        Default: the axis with the partition's name.
+      use_abstract_mesh: Accepted for code written for google/drjax; no effect.
+      **partition: Exactly one `name=size`, or `placements={name: size}`.
+
+    Returns:
+      A decorator. The program is an ordinary function with the same signature,
+      name and docstring; its attribute `partition` is the `Partition`.
+
+    Raises:
+      DrjaxTypeError: No partition or more than one, a misspelt keyword, a size that
+        is not an integer, or an async or generator function.
+      DrjaxValueError: A size below one.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> @drjax.program(partition_size=3)
+      ... def broadcast_double_and_sum(x):
+      ...     y = drjax.broadcast(x)
+      ...     z = drjax.map_fn(lambda a: 2 * a, y)
+      ...     return drjax.reduce_sum(z)
+      >>> print(broadcast_double_and_sum(jnp.float32(1.0)))
+      6.0
+
+    Source: Rush et al. 2024, "DrJAX", section 3.
+    """
+    del use_abstract_mesh
+    if args:
+        raise DrjaxTypeError(
+            "drjax.program takes the partition as a keyword: write "
+            "@drjax.program(partition_size=3). Got without a keyword: "
+            + ", ".join(map(repr, args))
+            + "."
+        )
+    declared = _declared_partition(partition, mesh_axes)
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        raise MeshError(
+            "drjax.program(mesh=) needs a jax.sharding.Mesh or AbstractMesh, got "
+            f"{type(mesh).__name__}: {mesh!r}."
+        )
+
+    enter = program_scope(declared, mesh)
+
+    def decorate(fn: Callable) -> Callable:
+        _check_plain_function(fn)
+
+        @functools.wraps(fn)
+        def call(*args, **kwargs):
+            with enter():
+                return fn(*args, **kwargs)
+
+        setattr(call, "partition", declared)  # noqa: B010  (a wrapper has no such field)
+        return call
+
+    return decorate
+
+
+def _declared_partition(keywords: dict[str, Any], mesh_axes: Any) -> Partition:
+    for key in keywords:
+        close = difflib.get_close_matches(key, _KEYWORDS, n=1, cutoff=0.75)
+        if close and close[0] != key:
+            raise DrjaxTypeError(
+                f"drjax.program got the keyword {key!r}; did you mean {close[0]!r}?"
+            )
+    if len(keywords) != 1:
+        raise DrjaxTypeError(
+            "drjax.program needs exactly one partition, given as one keyword: "
+            "@drjax.program(clients=100). Got "
+            + (", ".join(f"{k}={v!r}" for k, v in keywords.items()) or "none")
+            + ". Further keywords are mesh=, mesh_axes=."
+        )
+    [(name, size)] = keywords.items()
+    if name != "placements":
+        return Partition(name, size, () if mesh_axes is None else mesh_axes)
+    if not isinstance(size, Mapping):
+        raise DrjaxTypeError(
+            "drjax.program(placements=) needs a mapping from the partition's name to "
+            "its size, such as {'clients': 100}, got "
+            f"{type(size).__name__}: {size!r}."
+        )
+    return as_partition(size, mesh_axes)
+
+
+def _check_plain_function(fn: Any) -> None:
+    if not callable(fn):
+        hint = ""
+        if isinstance(fn, classmethod | property):
+            hint = f" Write @{type(fn).__name__} above @drjax.program."
+        raise DrjaxTypeError(
+            f"@drjax.program decorates a function, got {type(fn).__name__}: {fn!r}."
+            + hint
+        )
+    check_plain_function("@drjax.program", fn)

@@ -1,0 +1,389 @@
+"""The building blocks that turn partitioned values into global ones, over pytrees."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from drjax import _compat
+from drjax._api.resolve import (
+    MeshLike,
+    PartitionLike,
+    PyTree,
+    each_row,
+    map_leaves,
+    resolve,
+    rows_of,
+)
+from drjax._api.validate import check_weights, flatten_partitioned
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._primitives.collectives import broadcast_p, reduce_mean_p, reduce_sum_p
+from drjax._primitives.extrema import reduce_max_p, reduce_min_p
+from drjax._primitives.partition_index import partition_index_p
+from drjax._sharding.layout import as_operand, layout
+
+
+def reduce_sum(
+    x: PyTree,
+    where: ArrayLike | Sequence[bool] | None = None,
+    *,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Sum a partitioned value over the groups. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned arrays `[n, *s]`. Integers and bools are promoted as by
+        `jnp.sum`. 16-bit floats are added in float32 on each device; what travels
+        between devices has the dtype of the input.
+      where: Optional bool `[n]`: the groups to sum. Of none the sum is 0.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`.
+
+    Raises:
+      ScopeError: No partition in force.
+      DrjaxValueError: A leaf, or `where`, has another leading axis than n.
+      DrjaxTypeError: A leaf is not a numeric array, or `where` is not bool.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> print(drjax.program(partition_size=3)(drjax.reduce_sum)(jnp.arange(3.0)))
+      3.0
+
+    Source: Rush et al. 2024, section 3.
+    """
+    x = _chosen("reduce_sum", x, where, mesh, partition)
+
+    def bind(leaf, **where):
+        _check_numeric("reduce_sum", leaf)
+        return reduce_sum_p.bind(_promote_sum(leaf), **where)
+
+    return each_row("reduce_sum", x, mesh, partition, bind)
+
+
+def reduce_mean(
+    x: PyTree,
+    where: ArrayLike | Sequence[bool] | None = None,
+    *,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Average a partitioned value over the groups. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned arrays `[n, *s]`. Integers and bools become float32 (of 64
+        bits: float64), as by `jnp.mean`. 16-bit floats are added in float32 on each
+        device and travel, divided by n, in 16 bits; with `where=`, in float32.
+      where: Optional bool `[n]`: the groups to average. Of none the mean is NaN, as
+        by `jnp.mean`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> print(drjax.program(partition_size=3)(drjax.reduce_mean)(jnp.arange(3.0)))
+      1.0
+
+    Source: Rush et al. 2024, section 3.
+    """
+    if where is not None:
+        weights = _check_where("reduce_mean", where, mesh, partition)
+        x = _chosen("reduce_mean", x, where, mesh, partition)
+        return _weighted_mean("reduce_mean", x, weights, mesh, partition)
+
+    def bind(leaf, **where):
+        _check_numeric("reduce_mean", leaf)
+        return reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **where)
+
+    return each_row("reduce_mean", x, mesh, partition, bind)
+
+
+def reduce_weighted_mean(
+    x: PyTree,
+    w: PyTree,
+    *,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Weighted average over the groups: sum_i w_i x_i / sum_i w_i.
+
+    Args:
+      x: Tree of partitioned arrays `[n, *s]`. 16-bit floats are accumulated in
+        float32 throughout, also between devices; integers become floats as by
+        `jnp.mean`.
+      w: Real weights: one array `[n]`, or a tree with the structure of `x` whose
+        leaves have the leading axes of the leaves of `x`. If they add up to zero
+        the result is NaN. A NaN in a group of weight zero makes the result NaN; to
+        leave groups out, use `drjax.reduce_mean(x, where=...)`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and the
+        trees or shapes do not match.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> mean = drjax.program(partition_size=2)(drjax.reduce_weighted_mean)
+      >>> print(mean(jnp.array([0.0, 4.0]), jnp.array([3.0, 1.0])))
+      1.0
+
+    Source: McMahan et al. 2017, "Federated averaging", algorithm 1.
+    """
+    return _weighted_mean("reduce_weighted_mean", x, w, mesh, partition)
+
+
+def reduce_max(
+    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+) -> PyTree:
+    """Maximum over the groups, elementwise. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned real or bool arrays `[n, *s]`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]` and unchanged dtypes. NaN wins, and in
+      the gradient ties share equally, as for `jnp.max`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> print(drjax.program(partition_size=3)(drjax.reduce_max)(jnp.arange(3.0)))
+      2.0
+    """
+    return _reduce_extremum("reduce_max", reduce_max_p, x, mesh, partition)
+
+
+def reduce_min(
+    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+) -> PyTree:
+    """Minimum over the groups, elementwise. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned real or bool arrays `[n, *s]`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      As `drjax.reduce_max`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> print(drjax.program(partition_size=3)(drjax.reduce_min)(jnp.arange(3.0)))
+      0.0
+    """
+    return _reduce_extremum("reduce_min", reduce_min_p, x, mesh, partition)
+
+
+def select(
+    x: PyTree,
+    i: ArrayLike,
+    *,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """One group's values as global values. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
+      i: The group, an integer; negative counts from the end. A traced index out of
+        bounds is clamped, as by JAX indexing.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`. Infinities and NaNs of other groups
+      do not leak in.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
+        `i` is not an integer, or is a known number out of bounds.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> f = drjax.program(partition_size=3)(lambda x: drjax.select(x, 1))
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      6.0
+    """
+    resolved = resolve("select", mesh, partition)
+    n = resolved["partition"].size
+    i = _check_index(i, n)
+    index = partition_index_p.bind(**resolved, per_group=False)
+    wanted = broadcast_p.bind(jnp.where(i < 0, i + n, i).clip(0, n - 1), **resolved)
+
+    def bind(leaf, **where):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = bind(map_leaves(jax.random.key_data, leaf, **where), **where)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        kept = map_leaves(_keep_chosen_group, index, wanted, leaf, **where)
+        if leaf.dtype == jnp.bool_:
+            return reduce_max_p.bind(kept, **where)
+        return reduce_sum_p.bind(kept, **where)
+
+    return each_row("select", x, mesh, partition, bind)
+
+
+# ---------------------------------------------------------------------------------
+# What several blocks need
+
+
+def _chosen(block: str, x: PyTree, chosen, mesh, partition) -> PyTree:
+    """`x` with zeros in the groups that are left out."""
+    if chosen is None:
+        return x
+    chosen = _check_where(block, chosen, mesh, partition)
+
+    def bind(leaf, **where):
+        return map_leaves(_zero_unless, chosen, leaf, **where)
+
+    return each_row(block, x, mesh, partition, bind)
+
+
+def _check_where(block: str, chosen, mesh, partition):
+    resolved = resolve(block, mesh, partition)
+    rows = rows_of(resolved)
+    if not isinstance(chosen, jax.Array):
+        try:
+            chosen = jnp.asarray(chosen)
+        except (TypeError, ValueError):
+            raise DrjaxTypeError(
+                f"drjax.{block} needs where= as bool [{rows}], got "
+                f"{type(chosen).__name__}: {chosen!r}."
+            ) from None
+    if chosen.dtype != jnp.bool_:
+        raise DrjaxTypeError(
+            f"drjax.{block} needs where= as bool [{rows}], got dtype {chosen.dtype}. "
+            "Write for instance where=counts > 0."
+        )
+    if chosen.shape != (rows,):
+        raise DrjaxValueError(
+            f"drjax.{block} needs where= as bool [{rows}], one for each group of "
+            f"{resolved['partition']}, got shape {chosen.shape}."
+        )
+    return jnp.asarray(chosen)
+
+
+def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
+    where = resolve(block, mesh, partition)
+    leaves, tree = flatten_partitioned(block, x, where["partition"], rows_of(where))
+    weights = check_weights(w, tree, leaves, where["partition"])
+    at = layout(**where)
+    totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
+    means = []
+    for leaf, weight in zip(leaves, weights, strict=True):
+        _check_numeric(block, leaf)
+        real = jnp.finfo(_wide(leaf.dtype)).dtype
+        key = (id(weight), real)
+        if key not in totals:
+            wide_weight = lax.convert_element_type(as_operand(weight, at, True), real)
+            totals[key] = reduce_sum_p.bind(wide_weight, **where)
+        share = reduce_sum_p.bind(map_leaves(_weigh, weight, leaf, **where), **where)
+        total = lax.expand_dims(totals[key], range(totals[key].ndim, share.ndim))
+        means.append(lax.convert_element_type(share / total, _mean_dtype(leaf.dtype)))
+    return tree.unflatten(means)
+
+
+def _wide(dtype):
+    """The dtype in which a weighted mean accumulates: float32 or wider."""
+    dtype = _mean_dtype(dtype)
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
+
+
+def _weigh(weight, leaf):
+    wide = _wide(leaf.dtype)
+    weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
+    return weight.astype(jnp.finfo(wide).dtype) * leaf.astype(wide)
+
+
+def _zero_unless(chosen, leaf):
+    return jnp.where(chosen, leaf, jnp.zeros((), leaf.dtype))
+
+
+def _keep_chosen_group(index, wanted, leaf):
+    return _zero_unless(index == wanted, leaf)
+
+
+def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTree:
+    def bind(leaf, **where):
+        _check_numeric(block, leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise DrjaxTypeError(
+                f"drjax.{block} needs leaves with an order, got dtype {leaf.dtype}. "
+                "Reduce the magnitude, or the real and imaginary part."
+            )
+        return primitive.bind(leaf, **where)
+
+    return each_row(block, x, mesh, partition, bind)
+
+
+def _check_numeric(block: str, leaf) -> None:
+    if leaf.dtype == jax.dtypes.float0:
+        raise DrjaxTypeError(
+            f"drjax.{block} needs leaves that are numbers, got dtype float0, JAX's "
+            "tangent of an integer. Leave integers out of what is differentiated."
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise DrjaxTypeError(
+            f"drjax.{block} needs leaves that are numbers, got dtype {leaf.dtype}. To "
+            "take one group's key, use drjax.select."
+        )
+
+
+def _promote_sum(leaf):
+    """`leaf` in the dtype in which `jnp.sum` would add it up."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    return leaf.astype(_sum_dtype(leaf.dtype))
+
+
+@_compat.cache()
+def _sum_dtype(dtype):
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
+
+
+def _mean_dtype(dtype):
+    """The dtype that `jnp.mean` would return."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
+
+
+def _check_index(i, n: int):
+    """`i` as an int32 scalar; a known number is checked against the bounds."""
+    if isinstance(i, jax.Array | np.ndarray | np.generic):
+        is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
+    else:
+        is_number = isinstance(i, int) and not isinstance(i, bool)
+    if not is_number:
+        raise DrjaxTypeError(
+            "drjax.select needs the number of one group, an integer scalar, got "
+            f"{type(i).__name__}: {i!r}."
+        )
+    if _compat.is_concrete(i) and not -n <= int(i) < n:
+        raise DrjaxValueError(
+            f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
+        )
+    return jnp.asarray(i, jnp.int32)

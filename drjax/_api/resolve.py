@@ -1,0 +1,44 @@
+"""What every building block does first: find the partition, check the operands."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from drjax._api.trace_map import call_mapped
+from drjax._api.validate import flatten_partitioned
+from drjax._context import resolve_partition
+from drjax._sharding.layout import as_operand, find_mesh, layout
+
+PyTree = Any
+MeshLike = jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+PartitionLike = Any
+
+
+def resolve(block: str, mesh, partition) -> dict[str, Any]:
+    found, mesh = resolve_partition(block, mesh, partition)
+    return {"partition": found, "mesh": find_mesh(found, mesh)}
+
+
+def rows_of(where: dict[str, Any]) -> int:
+    return layout(**where).rows
+
+
+def each_row(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
+    """Apply `bind(leaf, **where)` to the leaves of a partitioned tree."""
+    where = resolve(block, mesh, partition)
+    leaves, tree = flatten_partitioned(block, x, where["partition"], rows_of(where))
+    at = layout(**where)
+    return tree.unflatten([bind(as_operand(x, at, True), **where) for x in leaves])
+
+
+def each_global(leaves, where: dict[str, Any], bind: Callable) -> list:
+    """Apply `bind(leaf, **where)` to global leaves."""
+    at = layout(**where)
+    return [bind(as_operand(x, at, False), **where) for x in leaves]
+
+
+def map_leaves(fn, *leaves, partition, mesh):
+    """`map_fn` of a function of arrays with one result."""
+    tree = jax.tree_util.tree_structure((0,) * len(leaves))
+    return call_mapped(fn, list(leaves), tree, partition=partition, mesh=mesh)

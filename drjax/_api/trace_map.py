@@ -1,0 +1,136 @@
+"""From a Python function on pytrees to a bound `map_fn` equation.
+
+The function is traced at each call, as cheaply as `jax.make_jaxpr`, so that an eager
+program never acts on a stale closure or global; executables are shared by the
+structure of the jaxpr (`_primitives/dispatch_cache.py`), so that nothing is compiled
+twice.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from drjax import _compat
+from drjax._api.function_arguments import (
+    check_accepts,
+    check_plain_function,
+    function_name,
+)
+from drjax._api.validate import as_array
+from drjax._errors import DrjaxError, MeshError
+from drjax._partition import Partition
+from drjax._primitives.map_fn import for_groups, map_fn_p, trace_group
+from drjax._sharding.layout import as_operand, layout
+
+
+def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
+    """Bind `map_fn` for `fn(*tree)` on checked, partitioned leaves."""
+    where = layout(partition, mesh)
+    leaves = [as_operand(x, where, True) for x in leaves]
+    avals = tuple(_compat.typeof(x) for x in leaves)
+    name = function_name(fn)
+    jaxpr, out_tree, consts = _trace(fn, tree, avals, where, name)
+    params = {"partition": partition, "mesh": mesh, "name": name}
+    operands = [*for_groups(consts, **params), *leaves]
+    outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)
+    # The results, too, are visible on the mesh: they may depend on no operand.
+    return out_tree.unflatten([as_operand(y, where, True) for y in outs])
+
+
+def _trace(fn, tree, avals, where, name):
+    out_tree: Any = None
+
+    def flat_fn(*leaves):
+        nonlocal out_tree
+        out = fn(*tree.unflatten(leaves))
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(out)
+        what, fix = f"the result of {name}", "Return arrays, numbers or None."
+        return [as_array("map_fn", what, *found, fix) for found in paths]
+
+    check_plain_function("drjax.map_fn", fn)
+    try:
+        jaxpr, consts = trace_group(flat_fn, avals, where, name)
+    except DrjaxError:
+        raise
+    except (NameError, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, NameError) and _names_own_axis(str(error), where):
+            raise _collective_error(where, name) from error
+        if isinstance(error, TypeError):
+            check_accepts(fn, tree.unflatten(avals))
+        raise
+    if _collective_axes(jaxpr) & set(where.partition.mesh_axes):
+        raise _collective_error(where, name)
+    if where.sharded:
+        _check_layouts(jaxpr, consts, where, name)
+    return jaxpr, out_tree, consts
+
+
+def _check_layouts(jaxpr, consts, where, name) -> None:
+    """Refuse layouts over the partition's own axes, along which the groups are."""
+    if any(_mentions(_compat.typeof(c).sharding, where.axes) for c in consts):
+        raise MeshError(
+            f"The function {name} given to drjax.map_fn closes over an array that is "
+            f"sharded over {where.axes}, along which the groups of "
+            f"{where.partition} are. Pass it as an argument: "
+            f"drjax.map_fn({name}, (drjax.broadcast(params), x))."
+        )
+    if _lays_out_over(jaxpr, where.axes):
+        raise MeshError(
+            f"The function {name} given to drjax.map_fn shards a value over "
+            f"{where.axes}, along which the groups of {where.partition} are; it sees "
+            "one group only. Leave these axes out of its shardings and specs."
+        )
+
+
+def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
+    """Whether a sharding or a spec in a jaxpr mentions one of these axes."""
+    return any(
+        any(_mentions(value, axes) for value in eqn.params.values())
+        or any(_lays_out_over(inner, axes) for inner in _compat.jaxprs_in(eqn.params))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+        if "partition" not in eqn.params
+    )
+
+
+def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
+    if isinstance(value, jax.sharding.NamedSharding):
+        value = value.spec
+    if isinstance(value, jax.sharding.PartitionSpec):
+        named = (a if isinstance(a, tuple) else (a,) for a in value)
+        return any(axis in axes for entry in named for axis in entry)
+    if isinstance(value, tuple | list):
+        return any(_mentions(part, axes) for part in value)
+    return False
+
+
+def _names_own_axis(text: str, where) -> bool:
+    """Whether JAX complains about an unbound axis, and it is the partition's own."""
+    found = re.search(r"unbound axis name: (\w+)", text)
+    return found is not None and found[1] in (
+        where.partition.name, *where.partition.mesh_axes,
+    )  # fmt: skip
+
+
+def _collective_error(where, name):
+    return MeshError(
+        f"The function {name} given to drjax.map_fn uses a collective over the axis of "
+        f"partition {where.partition} itself, {where.partition.mesh_axes}; it sees "
+        "one group only. Return the value and combine it outside with "
+        "drjax.reduce_sum, drjax.reduce_max or drjax.gather; for the group's number "
+        "use drjax.partition_index()."
+    )
+
+
+def _collective_axes(jaxpr) -> set[str]:
+    """The mesh axes over which a jaxpr communicates or asks for its place."""
+    found: set[str] = set()
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            axes = axes if isinstance(axes, tuple | list) else (axes,)
+            found.update(axis for axis in axes if isinstance(axis, str))
+        for inner in _compat.jaxprs_in(eqn.params):
+            found |= _collective_axes(inner)
+    return found

@@ -1,0 +1,1 @@
+"""Plans as pictures and as text: columns -> render, and text."""

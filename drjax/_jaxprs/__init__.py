@@ -1,0 +1,1 @@
+"""Tools on jaxprs that know nothing of groups: evaluation, provenance, keys."""

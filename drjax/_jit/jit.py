@@ -1,0 +1,145 @@
+"""`drjax.jit`: a program in normal form, compiled."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from drjax import _compat
+from drjax._errors import DrjaxValueError
+from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace
+from drjax._planner.naming import argument_names, function_name
+from drjax._sharding.planning_context import is_bound
+from drjax.backends import xla
+from drjax.backends.xla import step_size
+from drjax.backends.xla.step_size import GroupsPerStep
+
+
+def jit(
+    fn: Callable,
+    groups_per_step: int | str | None = None,
+    residuals: str = "recompute",
+    memory_budget: int | None = None,
+    **jit_kwargs: Any,
+) -> Any:
+    """`jax.jit` of a program in normal form, in memory that does not grow with n.
+
+    Each round of communication becomes one loop over chunks of a device's groups with
+    running accumulators, and one all-reduce. Broadcast values are not copied for each
+    group. Derivatives of the result are planned too; `drjax.jit(jax.grad(f))` plans
+    value and derivative together and is cheaper than `jax.grad(drjax.jit(f))`.
+
+    Args:
+      fn: A program, or a function that calls programs over one partition, such as
+        `jax.value_and_grad(program)` or a loop over rounds.
+      groups_per_step: How many of a device's groups work at once. `"auto"`: as many as
+        fit in memory, found by compiling a few times; what was found is logged at INFO.
+        Default: all.
+      residuals: What a round needs of an earlier round's work in the groups:
+        `"recompute"` it, or `"store"` it for all groups. Work with effects is stored.
+      memory_budget: With `"auto"`, bytes of temporary memory for each device. Default:
+        what the devices have left.
+      **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
+
+    Returns:
+      What `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
+      As with `jax.jit`, what is compiled is kept by function and options, as long as
+      the function lives: `drjax.jit(f)(x)` in a loop compiles once.
+
+    Raises:
+      PlanError: (when called) the program has no plan; `jax.jit` still runs it.
+      DrjaxValueError, DrjaxTypeError: A wrong option.
+
+    Example:
+      >>> import drjax, jax, jax.numpy as jnp
+      >>> @drjax.program(clients=1000)
+      ... def mean_square(x):
+      ...     return drjax.reduce_mean(drjax.map_fn(jnp.square, x))
+      >>> step = drjax.jit(jax.grad(mean_square), groups_per_step=10)
+      >>> print(step(jnp.ones(1000))[:2])
+      [0.002 0.002]
+
+    Source: Rush et al. 2024, sections 4 and 5.
+    """
+    groups = step_size.checked(groups_per_step, memory_budget)
+    if residuals not in ("recompute", "store"):
+        raise DrjaxValueError(
+            f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
+        )
+
+    planned = _planned(fn, groups, residuals == "recompute")
+    return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn)
+
+
+class _Planned:
+    """A function with its options, for `jax.jit`, which caches by this object.
+
+    It holds the function weakly: what `drjax.jit` returns keeps that alive.
+    """
+
+    __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_recompute")
+
+    def __init__(self, fn: Callable[[], Callable], groups, recompute: bool):
+        self._fn, self._groups, self._recompute = fn, groups, recompute
+        self.__name__ = function_name(getattr(fn(), "__name__", "program"))
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self._fn()
+
+    def __call__(self, *args, **kwargs):
+        flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
+        dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
+        fn, name = self._fn(), self.__name__
+        out_tree: Any = None
+
+        def flat(*arrays):
+            nonlocal out_tree
+            leaves = list(flat_args)
+            for i, x in zip(dynamic, arrays, strict=True):
+                leaves[i] = x
+            inner_args, inner_kwargs = tree.unflatten(leaves)
+            out = fn(*inner_args, **inner_kwargs)
+            leaves, out_tree = jax.tree_util.tree_flatten(out)
+            return list(map(jnp.asarray, leaves))
+
+        arrays = [flat_args[i] for i in dynamic]
+        avals = list(map(_compat.typeof, arrays))
+        bound = is_bound()
+        jaxpr, consts = trace(flat, avals, name, bound)
+        names = argument_names(fn, args, kwargs)
+        given = tuple(
+            [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
+        )
+        options = Options(name, given, self._groups, self._recompute, bound)
+        plan = plan_of(jaxpr, options)  # errors now, and not when it is lowered
+        operands = xla.on_mesh(plan, [*consts, *arrays])
+        outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
+        return out_tree.unflatten(outs)
+
+
+_known: Any = weakref.WeakKeyDictionary()
+
+
+def _planned(fn: Callable, groups: GroupsPerStep, recompute: bool) -> _Planned:
+    """The same object for the same function and options, as long as `fn` lives.
+
+    Functions that are compared by value (methods, some callable objects) get a new one
+    each time: an equal one may go on living when the first one dies.
+    """
+    try:
+        if type(fn).__hash__ is not object.__hash__:
+            raise TypeError
+        of_fn = _known.setdefault(fn, {})
+        reference: Any = weakref.ref(fn)
+    except TypeError:
+        return _Planned(lambda: fn, groups, recompute)
+    new = _Planned(reference, groups, recompute)
+    return of_fn.setdefault((groups, recompute), new)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)

@@ -1,0 +1,281 @@
+"""The primitive behind `drjax.jit`: a program in normal form, compiled.
+
+`planned_p[jaxpr, options, types]` runs the plan of a jaxpr. Its rules transform the
+jaxpr and bind the primitive again, so that a derivative is planned too, instead of
+being taken through the loops of the plan:
+
+    JVP        planned(f')(x, dx)
+    linearize  planned(f)(x); the linear part takes x: it is planned(f')(x, .)
+    transpose  planned(f'^T)(x, ct)
+    batching   planned(batched f)
+
+A linear part comes with the types of its results, as it is planned only where it runs:
+in reverse mode it is just transposed, and that of a `custom_vjp` cannot be run.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jax.interpreters import ad, batching
+
+from drjax import _compat
+from drjax._compat import checkify_rules
+from drjax._planner.make_plan import plan_of_jaxpr
+from drjax._primitives import registration
+from drjax._sharding.planning_context import planning, trace_without_mesh
+from drjax.backends import xla
+from drjax.backends.xla.step_size import GroupsPerStep
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan is made and runs.
+
+    Attributes:
+      name: That of the program.
+      names: Those of the arguments.
+      groups_per_step: How many of a device's groups work at once.
+      recompute: Whether to compute again what a round needs of an earlier one.
+      bound: Whether the program is traced under the mesh in context.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    groups_per_step: GroupsPerStep
+    recompute: bool
+    bound: bool = False
+
+    def of(self, count: int) -> "Options":
+        """The options of a derived program with so many arguments."""
+        names = tuple(f"{self.name}.{i}" for i in range(count))
+        return replace(self, names=names)
+
+
+planned_p = registration.new_primitive("jit", multiple_results=True)
+
+
+def _cached(fn: Callable) -> Callable:
+    """Cached by what is in context, in which no mesh has two forms."""
+    cached = _compat.weakref_lru_cache(fn)
+
+    @functools.wraps(fn)
+    def call(*args):
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            return cached(*args)
+
+    return call
+
+
+@_cached
+def plan_of(jaxpr, options: Options):
+    given = [None] * len(jaxpr.in_avals)
+    with planning(options.bound):
+        return plan_of_jaxpr(
+            jaxpr, options.name, options.names, given, recompute=options.recompute
+        )
+
+
+@_cached
+def _traced(jaxpr, options: Options, avals: tuple):
+    """What runs the plan, in the mesh in context."""
+
+    def run(*args):
+        plan = plan_of(jaxpr, options)
+        return xla.run_flat(plan, list(args), options.groups_per_step)
+
+    return jax.make_jaxpr(run)(*avals)
+
+
+def _execute(*args, jaxpr, options: Options, types):
+    traced = _traced(jaxpr, options, tuple(map(_compat.typeof, args)))
+    return _compat.jaxpr_as_fun(traced)(*args)
+
+
+def _abstract_eval(*avals, jaxpr, options: Options, types):
+    found = _traced(jaxpr, options, avals).out_avals if types is None else types
+    return list(found), _compat.effects_of(jaxpr)
+
+
+def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
+    """`(jaxpr, what the function closes over)`."""
+    if bound:
+        with planning(True):
+            return _compat.trace_to_jaxpr(fn, list(map(_without_mesh, avals)), name)
+
+    def traced():
+        free = jax.sharding.get_abstract_mesh().empty
+        known = map(_without_mesh, avals) if free else avals
+        return _compat.trace_to_jaxpr(fn, list(known), name)
+
+    return trace_without_mesh(traced)
+
+
+def _without_mesh(aval):
+    return _compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
+
+
+def _bind(fn: Callable, args: Sequence[Any], options: Options):
+    """Bind the primitive for a flat function without closures."""
+    avals = [_compat.typeof(x) for x in args]
+    jaxpr, consts = trace(fn, avals, options.name, options.bound)
+    return _bind_jaxpr(jaxpr, [*consts, *args], options)
+
+
+# ---------------------------------------------------------------------------------
+# Rules
+
+
+def _jvp(primals, tangents, *, jaxpr, options: Options, types):
+    """Values and tangents apart, so that a checkpoint may know the values alone."""
+    nonzeros = [type(t) is not _compat.Zero for t in tangents]
+    outs, _, residuals, linear = _linearize(
+        False, nonzeros, *primals, jaxpr=jaxpr, options=options, types=types
+    )
+    return outs, linear(residuals, *tangents)
+
+
+def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
+    keep = functools.partial(_keep, is_vjp)
+    split = keep if _compat.effects_of(jaxpr) else _repeat
+    outs, nonzeros_out, residuals, on_dense = split(
+        nonzeros, primals, jaxpr, options, types
+    )
+
+    def linear(residuals, *tangents):
+        dense = registration.instantiated(tangents, nonzeros)
+        found = on_dense(residuals, dense)
+        return registration.fill_zeros(jaxpr.out_avals, nonzeros_out, found)
+
+    return outs, nonzeros_out, residuals, linear
+
+
+def _types_of_tangents(outs, nonzeros_out) -> tuple:
+    return tuple(
+        _compat.typeof(out).to_tangent_aval()
+        for out, nonzero in zip(outs, nonzeros_out, strict=True)
+        if nonzero
+    )
+
+
+def _repeat(nonzeros, primals, jaxpr, options: Options, types):
+    """Linearise; the linear part computes again what it needs."""
+    outs = _primal(nonzeros, primals, jaxpr, options, types)
+    with planning(options.bound):
+        both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
+    both, consts = _compat.without_consts(both)
+    wanted = [i >= len(outs) for i in range(len(both.out_avals))]
+    tangent, used = _compat.dce_jaxpr(both, wanted)
+    known = [*consts, *primals]
+    n, of_tangents = len(known), _types_of_tangents(outs, nonzeros_out)
+    residuals = [x for x, u in zip(known, used[:n], strict=True) if u]
+
+    def linear(residuals, tangents):
+        args = [*residuals, *(t for t, u in zip(tangents, used[n:], strict=True) if u)]
+        return _bind_jaxpr(tangent, args, options, of_tangents)
+
+    return outs, nonzeros_out, residuals, linear
+
+
+def _keep(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
+    """Linearise; what has effects is not done again, and leaves rows for all groups.
+
+    For a VJP, JAX gives a linear part that can be transposed only, not run.
+    """
+    with planning(options.bound):
+        split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
+    bind = functools.partial(_bind_jaxpr, options=options)
+    outs, nonzeros_out, residuals, tangent = registration.linearize_and_keep(
+        bind, jaxpr, primals, split
+    )
+    of_tangents = _types_of_tangents(outs, nonzeros_out)
+
+    def linear(residuals, tangents):
+        operands = registration.with_kept(residuals, tangents)
+        return _bind_jaxpr(tangent, operands, options, of_tangents)
+
+    return outs, nonzeros_out, residuals, linear
+
+
+def _bind_jaxpr(jaxpr, args, options: Options, types=None):
+    """Bind a derived jaxpr, whose rules may have closed over arrays."""
+    jaxpr, consts = _compat.without_consts(jaxpr)
+    args = [*consts, *args]
+    options = options.of(len(args))
+    return planned_p.bind(*args, jaxpr=jaxpr, options=options, types=types)
+
+
+def _primal(nonzeros, primals, jaxpr, options: Options, types):
+    """The results, of the forward rule of each `custom_vjp`: they have derivatives."""
+    if not _compat.holds(jaxpr, ("custom_vjp_call",)):
+        return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
+    with planning(options.bound):
+        forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
+    wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
+    forward, consts = _compat.without_consts(forward)
+    jaxpr, used = _compat.dce_jaxpr(forward, wanted)
+    args = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
+    return _bind_jaxpr(jaxpr, args, options, types)
+
+
+def _transpose(cts, *args, jaxpr, options: Options, types):
+    linear = [ad.is_undefined_primal(x) for x in args]
+    known = [x for x, lin in zip(args, linear, strict=True) if not lin]
+    nonzero = [type(ct) is not _compat.Zero for ct in cts]
+    dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
+    fn = _compat.jaxpr_as_fun(jaxpr)
+    avals = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if lin]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+    def transposed(*values):
+        known_values = values[: len(known)]
+        given = iter(values[len(known) :])
+        full = [
+            next(given) if nz else jnp.zeros(aval.shape, aval.dtype)
+            for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
+        ]
+
+        def forward(*tangents):
+            rest, tangents = iter(known_values), iter(tangents)
+            return fn(*(next(tangents) if lin else next(rest) for lin in linear))
+
+        return list(jax.linear_transpose(forward, *shapes)(full))
+
+    outs = iter(_bind(transposed, [*known, *dense], options))
+    return [next(outs) if lin else None for lin in linear]
+
+
+def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
+    with planning(options.bound):
+        batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
+    return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
+
+
+def _check(enabled, *args, jaxpr, options: Options, types):
+    """What checkify finds in the jaxpr, planned."""
+    tree: Any = None
+
+    def checked(*args):
+        nonlocal tree
+        fn = checkify.checkify(_compat.jaxpr_as_fun(jaxpr), enabled)
+        leaves, tree = jax.tree.flatten(fn(*args))
+        return list(map(jnp.asarray, leaves))
+
+    outs = _bind(checked, args, options)
+    return tree.unflatten(outs)
+
+
+planned_p.def_effectful_abstract_eval(_abstract_eval)
+registration.register_execution(planned_p, _execute)
+_compat.register_jaxpr_lowering(
+    planned_p, lambda *avals, jaxpr, options, types: _traced(jaxpr, options, avals)
+)
+ad.primitive_jvps[planned_p] = _jvp
+ad.primitive_transposes[planned_p] = _transpose
+_compat.register_linearization(planned_p, _linearize)
+batching.fancy_primitive_batchers[planned_p] = _batch
+checkify_rules.register_error_check(planned_p, _check)

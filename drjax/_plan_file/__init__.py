@@ -1,0 +1,8 @@
+"""Plans as files.
+
+    save: plan -> export_stage -> encode -> container
+    load: container -> decode -> exported_stage -> plan
+
+`stage_features` are what a stage needs of the process that loads it; `inspect` prints
+what a file holds without running any of it.
+"""

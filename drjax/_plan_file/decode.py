@@ -1,0 +1,334 @@
+"""From a manifest and members to a plan; nothing in them is believed unchecked."""
+
+import io
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drjax._errors import DrjaxError, PlanFileError
+from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
+from drjax._partition import Partition
+from drjax._plan_file import pytrees
+from drjax._plan_file.container import check_used, malformed
+from drjax._plan_file.encode import batch_results, ledger
+from drjax._plan_file.exported_stage import Form, Forms
+from drjax._plan_file.stage_features import ALLOWED
+from drjax._planner.stage_values import new_value
+from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
+
+_ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
+_REDUCES, _LOOPS = ("sum", "mean", "max", "min", "gather"), ("scan", "while", "cond")
+
+
+def decode(
+    path: Path | str,
+    manifest: dict[str, Any],
+    members: dict[str, bytes],
+    run: bool = True,
+    allowed: Collection[str] | None = (),
+) -> Plan:
+    """The plan of a file.
+
+    Args:
+      path: The file, for errors.
+      manifest: Its manifest.
+      members: Its members by name.
+      run: Whether the stages are to be run; else their bytes are not looked at.
+      allowed: Custom calls that stages to be run may make besides
+        `drjax._plan_file.stage_features.ALLOWED`; None: any.
+
+    Raises:
+      PlanFileError: The manifest is malformed, or this JAX cannot read a stage, or a
+        stage makes a custom call that is not allowed.
+    """
+    try:
+        origin = _origin(manifest)
+        reader = _Reader(path, members, origin, False)
+        plan = reader.plan(manifest["plan"])
+        if ledger(plan) != manifest["ledger"]:
+            raise ValueError("its ledger is not that of its plan")
+        check_used(path, members, reader.used)
+        if run:  # only now is any stage looked at
+            if allowed is not None:
+                _check_calls(path, plan, {*ALLOWED, *allowed})
+            plan = _Reader(path, members, origin, True).plan(manifest["plan"])
+    except PlanFileError:
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, DrjaxError, LookupError,
+        MemoryError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise malformed(path, f"{type(error).__name__}: {error}") from error
+    return plan
+
+
+def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Where and how a file was written, of the types that are printed."""
+    origin = {key: manifest[key] for key in _ORIGIN}
+    if type(origin["x64"]) is not bool:
+        raise ValueError("x64 must be true or false")
+    _count(origin["calling_convention"])
+    for key in ("platforms", "prng"):
+        origin[key] = [_text(x) for x in _list(origin[key])]
+    producer = {**origin["producer"]}
+    origin["producer"] = {_text(name): _text(x) for name, x in producer.items()}
+    return origin
+
+
+def _check_calls(path: Path | str, plan: Plan, allowed: set[str]) -> None:
+    """Refuse a plan with a custom call that is not allowed, as its manifest lists them.
+
+    That a stage makes no others is checked when it is read.
+    """
+    for where, stage in plan.stages():
+        calls = () if stage.forms is None else stage.forms.custom_calls
+        if unknown := sorted(set(calls) - allowed):
+            names = ", ".join(repr(name[:100]) for name in unknown[:5])
+            raise PlanFileError(
+                f"The plan file {path} makes custom calls in {where} that are not on "
+                f"the list of those that plans may make: {names}. They run code "
+                "outside of the file with operands that it chooses. If you trust who "
+                "wrote it, pass the names to drjax.load_plan(path, custom_calls=[...])."
+            )
+
+
+class _Reader:
+    """Reads plans that are written as data.
+
+    Attributes:
+      used: The names of the members that were needed.
+    """
+
+    def __init__(
+        self, path: Path | str, members: dict, origin: dict[str, Any], run: bool
+    ):
+        self.path, self.origin, self.run = path, origin, run
+        self.used: set[str] = set()
+        self._members, self._consts = members, dict[str, np.ndarray]()
+
+    def _member(self, name: str) -> bytes:
+        self.used.add(name)
+        return self._members[name]
+
+    def plan(self, told: dict[str, Any]) -> Plan:
+        partition = told["partition"]
+        if partition is not None:
+            axes = tuple(partition["mesh_axes"])
+            partition = Partition(partition["name"], partition["size"], axes)
+        size = 0 if partition is None else partition.size
+        table = {
+            name: _value(_text(name), about, size)
+            for name, about in told["values"].items()
+        }
+        values = lambda names: tuple(table[name] for name in names)
+        known = set(told["inputs"])
+
+        def use(names: Iterable[str]) -> None:
+            if unknown := set(names) - known:
+                raise ValueError(f"{sorted(unknown)} are used before they are made")
+
+        rounds = []
+        for about in told["rounds"]:
+            a_round = self._round(about, values)
+            use(v.name for v in a_round.server.inputs)
+            known |= {v.name for v in a_round.server.outputs}
+            use(v.name for v in (*a_round.broadcast, *(w for w, _ in a_round.scatter)))
+            known |= {rows.name for _, rows in a_round.scatter}
+            use(v.name for v in a_round.local.inputs)
+            known |= {v.name for v in a_round.local.outputs}
+            use(r.source.name for r in a_round.reduces)
+            known |= {r.result.name for r in a_round.reduces}
+            for loop in a_round.loops:
+                use(v.name for v in loop.inputs)
+                known |= {v.name for v in loop.outputs}
+            rounds.append(a_round)
+        server = self._stage(told["server"], values, numbered=False)
+        use(v.name for v in server.inputs)
+        known |= {v.name for v in server.outputs}
+        use(told["outputs"])
+        inputs, outputs = values(told["inputs"]), values(told["outputs"])
+        in_tree = _tree(told["in_tree"], inputs)
+        out_tree = _tree(told["out_tree"], outputs)
+        plan = Plan(
+            _text(told["name"]), partition, tuple(rounds), server, inputs, outputs,
+            in_tree, out_tree,
+        )  # fmt: skip
+        kept = plan.kept()
+        for about, a_round in zip(told["rounds"], rounds, strict=True):
+            results = batch_results(a_round, kept)
+            if results != {key: about["groups"][key] for key in results}:
+                raise ValueError("a batch gives other results than the round needs")
+        return plan
+
+    def _round(self, told: dict[str, Any], values) -> Round:
+        reduces = []
+        for about in told["reduces"]:
+            source, result = values(about["values"])
+            reduces.append(Reduce(_one_of(_REDUCES, about["op"]), source, result))
+        scatter = []
+        for pair in told["scatter"]:
+            whole, rows = values(pair)
+            scatter.append((whole, rows))
+        return Round(
+            self._stage(told["server"], values, numbered=False),
+            values(told["broadcast"]),
+            tuple(scatter),
+            self._stage(told["groups"], values, numbered=True),
+            tuple(reduces),
+            tuple(self._loop(about, values) for about in told["loops"]),
+        )
+
+    def _loop(self, told: dict[str, Any], values) -> Loop:
+        bodies = tuple(map(self.plan, told["bodies"]))
+        consts, carry, length = told["consts"], told["carry"], told["length"]
+        return Loop(
+            _one_of(_LOOPS, told["op"]), _text(told["name"]), values(told["inputs"]),
+            values(told["outputs"]), bodies, tuple(map(_count, consts)), _count(carry),
+            None if length is None else _count(length), told["reverse"] is True,
+        )  # fmt: skip
+
+    # -----------------------------------------------------------------------------
+    # Stages
+
+    def _stage(self, told: dict[str, Any], values, numbered: bool) -> Stage:
+        inputs, outputs = values(told["inputs"]), values(told["outputs"])
+        name, member = _text(told["name"]), told["member"]
+        if (member is None) != (not outputs):
+            raise ValueError(f"stage {name} has results and no member, or the reverse")
+        forms = None if member is None else self._forms(told, member, numbered)
+        if not self.run:
+            return Stage(name, inputs, outputs, None, forms)
+        if forms is not None:
+            parts = [form for form in (forms.one, forms.batch) if form]
+            found = [form.custom_calls for form in parts]
+            if set(forms.custom_calls) != set().union(*found):
+                raise ValueError(f"stage {name} calls other code than it is said to")
+            for form in parts:
+                if form.function.mlir_module_serialized != form.stablehlo:
+                    raise ValueError(
+                        f"the .mlirbc of stage {name} is not the code of its .jexp"
+                    )
+        jaxpr = self._jaxpr(inputs, outputs, forms, numbered)
+        return Stage(name, inputs, outputs, jaxpr, forms)
+
+    def _forms(self, told: dict[str, Any], member: str, numbered: bool) -> Forms:
+        form = lambda end: Form(
+            self._member(f"{member}{end}.jexp"), self._member(f"{member}{end}.mlirbc"),
+            f"{member}{end} of the plan file {self.path}",
+        )  # fmt: skip
+        return Forms(
+            form(""),
+            form(".batch") if numbered else None,
+            numbered and told["in_turn"] is True,
+            self._member(f"{member}.jaxpr.txt").decode(),
+            tuple(map(self._constant, told["consts"])),
+            tuple(map(_text, told["custom_calls"])),
+            self.origin,
+        )
+
+    def _constant(self, told: dict[str, Any]) -> np.ndarray:
+        name = told["member"]
+        if name not in self._consts:
+            data = _array(self._member(name))
+            self._consts[name] = data.view(_dtype(told["dtype"]))
+        return self._consts[name]
+
+    def _jaxpr(
+        self, inputs: Sequence[Value], outputs: Sequence[Value], forms: Forms | None,
+        numbered: bool,
+    ) -> Any:  # fmt: skip
+        """A jaxpr that calls what was exported."""
+
+        def run(*args):
+            if forms is None:
+                return []
+            raw = map(to_raw, args)
+            outs = forms.one.call(*map(jnp.asarray, forms.consts), *raw)
+            return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
+
+        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
+        if numbered:
+            types = [jax.ShapeDtypeStruct((), np.int32), *types]
+        if forms is not None:
+            found = [(x.shape, x.dtype) for x in forms.one.function.out_avals]
+            if found != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
+                raise ValueError("a stage gives other types than it is said to")
+        return jax.make_jaxpr(run)(*types)
+
+
+# ---------------------------------------------------------------------------------
+# Values
+
+
+def _value(name: str, told: dict[str, Any], size: int) -> Value:
+    shape, axis = tuple(map(_count, told["shape"])), told["group_axis"]
+    dtype = _dtype(told["dtype"])
+    if axis is not None:
+        if _count(axis) > len(shape) or not size:
+            raise ValueError(f"{name} has no group axis {axis}")
+        shape = (*shape[:axis], size, *shape[axis:])
+    return new_value(name, jax.ShapeDtypeStruct(shape, dtype), axis)
+
+
+def _array(data: bytes) -> np.ndarray:
+    """An array in numpy's format; numpy itself would allocate whatever it declares."""
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"a constant has version {version} of numpy's format")
+    first = np.lib.format.read_array_header_1_0
+    second = np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = (first if version == (1, 0) else second)(file)
+    size = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or is_fortran or len(data) - file.tell() != size:
+        raise ValueError(f"a constant of {dtype}{[*shape]} has not that many bytes")
+    return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape)
+
+
+def _dtype(name: str) -> Any:
+    if found := re.fullmatch(r"key:(\w+)", _text(name)):
+        return key_dtype(found[1])
+    dtype = np.dtype(name)
+    number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
+    if str(dtype) != name or not number:
+        raise ValueError(f"no dtype is called {name}")
+    return dtype
+
+
+def _tree(told: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
+    if told is None:
+        return None
+    tree = pytrees.Tree(pytrees.check(told["node"]))
+    if tree.num_leaves != len(values):
+        raise ValueError(f"a pytree of {tree.num_leaves} leaves holds {len(values)}")
+    return tree
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
+        raise ValueError(f"{x!r:.60} is not a text")
+    return x
+
+
+def _list(x: Any) -> list:
+    if not isinstance(x, list):
+        raise ValueError(f"{str(x)[:60]} is not a list")
+    return x
+
+
+def _count(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{str(x)[:60]} is not a count")
+    return x
+
+
+def _one_of(known: tuple[str, ...], x: Any) -> str:
+    if x not in known:
+        raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
+    return x

@@ -1,0 +1,154 @@
+"""From a stage to its exported forms: see `exported_stage.py`."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from drjax import _compat
+from drjax._errors import PlanFileError
+from drjax._jaxprs.eval_jaxpr import evaluate
+from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
+from drjax._plan_file.exported_stage import PLATFORMS, Form, Forms
+from drjax._plan_file.stage_features import contents, custom_calls
+from drjax._primitives.reduce_ops import identity, partial
+from drjax.plan import Reduce, Stage, Value
+
+_HOISTED = 1024  # constants of so many bytes are members of the file
+_GROUP = jax.ShapeDtypeStruct((), np.int32)
+_MASK = jax.ShapeDtypeStruct((), np.bool_)
+
+
+class Exporter:
+    """Exports the forms of one stage.
+
+    Args:
+      stage: The stage.
+      where: Where it is in the plan, for errors.
+      origin: Where and how it is exported, for the manifest.
+    """
+
+    def __init__(self, stage: Stage, where: str, origin: dict[str, Any]):
+        self.stage, self.where, self.origin = stage, where, origin
+        self._values = list(_compat.jaxpr_consts(stage.jaxpr))
+        self._hoisted = [
+            i for i, x in enumerate(self._values)
+            if is_key(x.dtype) or x.nbytes >= _HOISTED
+        ]  # fmt: skip
+        self._consts = [np.asarray(to_raw(self._values[i])) for i in self._hoisted]
+        self._types = [raw_type(v) for v in stage.inputs]
+
+    def server(self) -> Forms:
+        """The form of a stage of the server."""
+        return self._forms(*self._export("one", self._one, self._types))
+
+    def local(self, reduces: Sequence[Reduce], rows: Sequence[Value]) -> Forms:
+        """The forms of a stage of the groups.
+
+        Args:
+          reduces: What of its outputs is reduced in a batch.
+          rows: The outputs that a batch gives as rows.
+        """
+        one, calls = self._export("one", self._one, [_GROUP, *self._types])
+        (b,) = export.symbolic_shape("b")
+        many = lambda t: jax.ShapeDtypeStruct((b, *t.shape), t.dtype)
+        types = [many(_MASK), many(_GROUP)] + [
+            many(t) if value.partitioned else t
+            for value, t in zip(self.stage.inputs, self._types, strict=True)
+        ]
+
+        def batch(over_groups: Callable):
+            fn = self._batch(reduces, rows, over_groups)
+            return self._export("batch", fn, types)
+
+        in_turn = contents(self.stage.jaxpr, self.where).in_turn
+        if not in_turn:
+            try:
+                found, more = batch(jax.vmap)
+            except PlanFileError:  # what JAX cannot batch for an unknown b
+                in_turn = True
+        if in_turn:
+            found, more = batch(_in_turn)
+        return self._forms(one, calls | more, found, in_turn)
+
+    def _forms(
+        self, one: Form, calls: set[str], batch: Form | None = None, in_turn=False
+    ) -> Forms:
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
+        consts, calls_ = tuple(self._consts), tuple(sorted(calls))
+        return Forms(one, batch, in_turn, text, consts, calls_, self.origin)
+
+    def _one(self, *args):
+        count, values = len(self._hoisted), list(self._values)
+        for i, x in zip(self._hoisted, args[:count], strict=True):
+            values[i] = from_raw(x, values[i].dtype)
+        inputs = list(args[count:])  # the group's number first, if it takes that
+        first = len(inputs) - len(self.stage.inputs)
+        for i, value in enumerate(self.stage.inputs, first):
+            inputs[i] = from_raw(inputs[i], value.dtype)
+        outs = evaluate(self.stage.jaxpr, inputs, consts=values)
+        return list(map(to_raw, outs))
+
+    def _batch(self, reduces, rows, over_groups: Callable) -> Callable:
+        names = [v.name for v in self.stage.outputs]
+        sources = [names.index(r.source.name) for r in reduces]
+        kept = [names.index(v.name) for v in rows]
+        count = len(self._hoisted)
+        axes = [None] * count + [0]
+        axes += [0 if v.partitioned else None for v in self.stage.inputs]
+
+        def batch(*args):
+            mask, others = args[count], [*args[:count], *args[count + 1 :]]
+            outs = over_groups(self._one, axes)(*others)
+            partials = []
+            for reduce, i in zip(reduces, sources, strict=True):
+                partials.append(partial(reduce.op, _masked(reduce.op, outs[i], mask)))
+            return [*partials, *(outs[i] for i in kept)]
+
+        return batch
+
+    def _export(self, name: str, fn: Callable, types: list) -> tuple[Form, set[str]]:
+        """`(fn for all platforms, the custom calls in it)`."""
+
+        def run(*args):
+            return fn(*args)
+
+        run.__name__ = name
+        consts = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._consts]
+        try:
+            jitted = jax.jit(run, keep_unused=True)
+            with _compat.frames_in_locations(0):  # of nobody's file system
+                found = export.export(jitted, platforms=PLATFORMS)(*consts, *types)
+            data = bytes(found.serialize()), bytes(found.mlir_module_serialized)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise PlanFileError(
+                f"{self.where} ({self.stage.name}) has no form for "
+                f"{', '.join(PLATFORMS)} that other versions of JAX can read: {error}"
+            ) from error
+        return Form(*data, self.where), custom_calls(data[1])
+
+
+def _in_turn(fn: Callable, axes: list) -> Callable:
+    """As `jax.vmap`, but one row after another."""
+
+    def run(*args):
+        def one(rows):
+            rows = iter(rows)
+            return fn(
+                *(x if axis is None else next(rows)
+                  for x, axis in zip(args, axes, strict=True))
+            )  # fmt: skip
+
+        rows = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
+        return lax.map(one, rows)
+
+    return run
+
+
+def _masked(op: str, x, mask):
+    chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
+    return jnp.where(chosen, x, jnp.asarray(identity(op, x.dtype), x.dtype))

@@ -1,0 +1,130 @@
+"""A stage in the forms in which a file holds it: functions exported by JAX.
+
+    server stage    one(*consts, *inputs) -> outputs
+    local stage     one(*consts, group, *inputs) -> outputs
+                    batch(*consts, mask, groups, *inputs) -> (*partials, *rows)
+
+`one` is the work of one group, int32 `[]`. `batch` is that of b groups, int32 `[b]`,
+for any b: of partitioned inputs it takes a row for each, of global ones the value. Of
+those groups whose `mask`, bool `[b]`, is true it gives the partial sum, maximum or
+minimum for each reduction of the round but a gather, and it gives all rows that are
+needed later. 16-bit floats are added up in float32. PRNG keys pass as raw data.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from drjax._errors import PlanFileError
+from drjax._jaxprs.prng_keys import from_raw, to_raw
+from drjax._plan_file.stage_features import custom_calls
+from drjax.plan import Stage, Value
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One exported function.
+
+    Attributes:
+      exported: What `jax.export.Exported.serialize` gave.
+      stablehlo: The StableHLO in it, as a portable artifact.
+      source: Where it is from, for errors.
+    """
+
+    exported: bytes
+    stablehlo: bytes
+    source: str
+
+    @functools.cached_property
+    def call(self) -> Callable[..., list]:
+        """The function; JAX can neither differentiate nor batch what was exported."""
+        refuse = _refusal(self.source)
+        call = jax.custom_batching.custom_vmap(self.function.call)
+        call.def_vmap(refuse)
+        call = jax.custom_jvp(call)
+        call.defjvp(refuse)
+        return call
+
+    @property
+    def function(self) -> export.Exported:
+        return self._read[0]
+
+    @property
+    def custom_calls(self) -> set[str]:
+        return self._read[1]
+
+    @functools.cached_property
+    def _read(self) -> tuple[export.Exported, set[str]]:
+        """The function and its custom calls.
+
+        Raises:
+          PlanFileError: This version of JAX cannot read it.
+        """
+        try:
+            found = export.deserialize(bytearray(self.exported))
+            return found, custom_calls(found.mlir_module_serialized)
+        except Exception as error:
+            raise PlanFileError(
+                f"This JAX, {jax.__version__}, cannot read {self.source}: "
+                f"{type(error).__name__}: {error}. JAX reads what versions some months "
+                "older wrote, and newer ones by some weeks: save the plan anew with a "
+                "version near this one."
+            ) from error
+
+
+def _refusal(source: str) -> Callable:
+    def refuse(*_):
+        raise PlanFileError(
+            f"{source} is compiled: it can be run, but neither differentiated nor "
+            "vmapped. Plan jax.grad(f) or jax.vmap(f) where the program f is, and save "
+            "that."
+        )
+
+    return refuse
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What a file holds of one stage.
+
+    Attributes:
+      one: The work of the server, or of one group.
+      batch: Of a local stage, the work of many groups.
+      in_turn: Whether the groups of a batch work one after another.
+      text: The jaxpr of `one`, for people.
+      consts: Large arrays that the stage takes besides its inputs; raw data of keys.
+      custom_calls: Names of the code outside StableHLO that it calls.
+      origin: Where and how it was exported, as the manifest tells it.
+    """
+
+    one: Form
+    batch: Form | None
+    in_turn: bool
+    text: str
+    consts: tuple[np.ndarray, ...]
+    custom_calls: tuple[str, ...]
+    origin: dict[str, Any]
+
+
+def run_batch(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
+    """The batch form of a stage from a file: `(partial results, rows)`.
+
+    Args:
+      rows: The outputs of the stage that it gives as rows.
+      mask: Which groups count, bool `[b]`.
+      groups: Their numbers, int32 `[b]`.
+      inputs: Those of the stage; a row for each group of partitioned ones.
+    """
+    forms = stage.forms
+    raw = map(to_raw, inputs)
+    outs = forms.batch.call(*forms.consts, mask, groups, *raw)
+    count = len(outs) - len(rows)
+    found = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
+    return outs[:count], found

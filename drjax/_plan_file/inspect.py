@@ -1,0 +1,59 @@
+"""What a plan file says of itself, for people; no stage of it is read."""
+
+import os
+from collections.abc import Iterator
+
+import jax
+
+from drjax import _storage
+from drjax._drawing.text import size
+from drjax._errors import PlanFileError
+from drjax._plan_file import container
+from drjax._plan_file.decode import decode
+from drjax._plan_file.exported_stage import Forms
+from drjax._sharding.planning_context import planning
+from drjax.plan import Plan
+
+
+def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
+    """The plan of a file, to print and draw but not to run, and a report.
+
+    Raises:
+      PlanFileError: The file is damaged, or changed, or of another version.
+      OSError: The file cannot be opened.
+    """
+    try:
+        found = _storage.locate(path)
+    except (TypeError, ValueError) as error:
+        raise PlanFileError(f"No file can be inspected: {error}.") from error
+    manifest, members = container.read(found)
+    with planning(False), jax.enable_x64(True):
+        plan = decode(found, manifest, members, run=False)
+    lines = [str(plan), "", str(plan.communication()), "", *_origin(manifest)]
+    lines += ["", "stages", *_stages(plan)]
+    whole = sum(map(len, members.values()))
+    consts = sum(len(x) for name, x in members.items() if name.startswith("consts/"))
+    lines += ["", f"{len(members)} members of {size(whole)}, {size(consts)} constants"]
+    return plan, "\n".join(lines)
+
+
+def _origin(manifest: dict) -> Iterator[str]:
+    made = manifest["producer"]
+    yield f"format {container.VERSION}, written by " + ", ".join(
+        f"{name} {version}" for name, version in made.items()
+    )
+    yield f"calling convention {manifest['calling_convention']} of jax.export"
+    yield f"for {', '.join(manifest['platforms'])}"
+    yield f"64-bit values: {'yes' if manifest['x64'] else 'no'}"
+    yield f"random keys: {', '.join(manifest['prng']) or 'none'}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    for where, stage in plan.stages():
+        forms: Forms | None = stage.forms
+        if forms is not None:
+            parts = [f for f in (forms.one, forms.batch) if f is not None]
+            nbytes = size(sum(len(form.exported) for form in parts))
+            calls = ", ".join(forms.custom_calls) or "none"
+            turn = "; groups of a batch in turn" * forms.in_turn
+            yield f"  {where}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"

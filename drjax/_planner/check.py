@@ -1,0 +1,139 @@
+"""`drjax.check`: the signature of a program, with the kind of each value."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from drjax._partition import Partition
+from drjax._planner.make_plan import infer, prepare
+from drjax._planner.naming import function_name, result_names
+from drjax._sharding.layout import find_mesh, layout
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An argument or a result of a program.
+
+    Attributes:
+      name: Its name and tree path.
+      shape: Its shape, group axis included.
+      dtype: Its dtype.
+      axis: The axis along which it is partitioned; None: it is global.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    axis: int | None
+
+    @property
+    def kind(self) -> str:
+        if self.axis is None:
+            return "global"
+        return "partitioned" + (f" along axis {self.axis}" if self.axis else "")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What `drjax.check` finds. Print it to read it.
+
+    Attributes:
+      name: The program's name.
+      partition: Its partition; None if it calls no building block.
+      arguments: Its arguments, flat.
+      results: Its results, flat.
+      axes: The mesh axes that carry the partition here, () if it runs locally.
+      devices: The number of devices along those axes.
+    """
+
+    name: str
+    partition: Partition | None
+    arguments: tuple[Typed, ...]
+    results: tuple[Typed, ...]
+    axes: tuple[str, ...]
+    devices: int
+
+    def __str__(self) -> str:
+        rows = [
+            (x.name, f"{x.dtype}[{','.join(map(str, x.shape))}]", x.kind)
+            for x in (*self.arguments, *self.results)
+        ]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        lines = [
+            f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {kind}"
+            for name, dtype, kind in rows
+        ]
+        count = len(self.arguments)
+        title = f"{self.name}: calls no drjax building block"
+        if self.partition is not None:
+            title = f"{self.name} over partition {self.partition}, {self._place()}"
+        return "\n".join([title, *lines[:count], "returns", *lines[count:]])
+
+    def _place(self) -> str:
+        assert self.partition is not None
+        if not self.axes:
+            return "run locally (no mesh with such an axis in context)"
+        rows = -(-self.partition.size // self.devices)
+        padded = " at most" if self.partition.size % self.devices else ""
+        names = ", ".join(map(repr, self.axes))
+        return (
+            f"on mesh axis {names} of {self.devices} devices with {rows} groups each"
+            + padded
+        )
+
+
+def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
+    """What is global and what is partitioned in a program, and where it runs.
+
+    Args:
+      fn: As for `drjax.make_plan`.
+      partitioned: As for `drjax.make_plan`.
+
+    Returns:
+      A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
+      their shapes) and returns a `Signature`: print it.
+
+    Raises:
+      PlanError: As `drjax.make_plan`.
+
+    Example:
+      >>> import drjax, jax, jax.numpy as jnp
+      >>> @drjax.program(clients=4)
+      ... def loss(model, data):
+      ...     y = drjax.map_fn(jnp.multiply, (drjax.broadcast(model), data))
+      ...     return drjax.reduce_mean(y)
+      >>> print(drjax.check(loss)(jnp.float32(2), jnp.ones(4, jnp.float32)))
+      loss over partition clients:4, run locally (no mesh with such an axis in context)
+        model   float32[]   global
+        data    float32[4]  partitioned
+      returns
+        result  float32[]   global
+
+    Source: Rush et al. 2024, section 5.
+    """
+
+    @functools.wraps(fn)
+    def checker(*args, **kwargs) -> Signature:
+        traced = prepare(fn, partitioned, args, kwargs)
+        program, kinds = infer(traced.closed, traced.names, traced.given)
+        outs = result_names(traced.out_tree)
+
+        def typed(var, name):
+            return Typed(name, var.aval.shape, var.aval.dtype, kinds[var].axis)
+
+        partition = kinds.partition
+        axes, devices = (), 1
+        if partition is not None:
+            where = layout(partition, find_mesh(partition))
+            axes, devices = where.axes, where.devices
+        return Signature(
+            function_name(getattr(fn, "__name__", "program")),
+            partition,
+            tuple(map(typed, program.invars, traced.names)),
+            tuple(map(typed, program.outvars, outs)),
+            axes,
+            devices,
+        )
+
+    return checker

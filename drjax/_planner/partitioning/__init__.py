@@ -1,0 +1,1 @@
+"""Which values are global and which partitioned: a fixed point over the jaxpr."""

@@ -1,0 +1,245 @@
+"""The communication primitives and all of their rules.
+
+Each is one object with the partition as a parameter. Written for one leaf: `[*s]` is
+a global value and `[n, *s]` a partitioned one. All but the extrema are linear, and
+the transpose of each is another one of them (Rush et al. 2024, section 3; JAX note
+17111, "Efficient transposition of replication-inducing collectives"):
+
+    broadcast^T = reduce_sum        reduce_sum^T = broadcast
+    scatter^T   = gather            gather^T     = scatter
+    reduce_mean^T = broadcast o (1/n)
+
+On a mesh, broadcast is a `pcast` to varying (no communication), a reduction is a sum
+over the device's own rows and one `psum`, scatter is a slice (no communication) and
+gather an all-gather whose result does not vary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from drjax import _compat
+from drjax._errors import MeshError
+from drjax._primitives import registration
+from drjax._sharding.layout import (
+    Layout,
+    global_aval,
+    layout,
+    on_devices,
+    partitioned_aval,
+    vary,
+)
+
+LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+
+
+# ---------------------------------------------------------------------------------
+# broadcast: [*s] -> [n, *s]
+
+broadcast_p = registration.new_primitive("broadcast")
+
+
+def execute_broadcast(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x):
+        rows = (where.per_device, *jnp.shape(x))
+        dims = tuple(range(1, jnp.ndim(x) + 1))
+        return [vary(lax.broadcast_in_dim(x, rows, dims), where.axes)]
+
+    return on_devices(where, body, [x], [False], [True])[0]
+
+
+def _broadcast_abstract_eval(x, *, partition, mesh):
+    return partitioned_aval(x, layout(partition, mesh))
+
+
+# <broadcast(x), y> = sum_i <x, y_i> = <x, reduce_sum(y)>
+def _broadcast_transpose(ct, x, **params):
+    return [reduce_sum_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# reduce_sum: [n, *s] -> [*s]
+
+reduce_sum_p = registration.new_primitive("reduce_sum")
+
+
+def _local_sum(where: Layout, x, numbers, scale=None):
+    """Sum of this device's rows, accumulated in float32 for 16-bit floats."""
+    x = where.mask_padding(x, numbers, 0)
+    dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
+    total = jnp.sum(x, axis=0, dtype=dtype)
+    return (total if scale is None else total * scale).astype(x.dtype)
+
+
+def psum(where: Layout, *xs):
+    """The sums of values over the partition's devices, in one collective.
+
+    XLA's CPU compiler aborts the process for an all-reduce of bfloat16 in code that is
+    Manual over some axes of the mesh only, where it means to promote the all-reduce to
+    float32. There it is promoted here: same bytes, same sum.
+    """
+    axes = where.axes
+    if not axes:
+        return xs
+    xs = [vary(x, axes) for x in xs]
+    plain = lambda *xs: lax.psum(xs, axes)
+    if not where.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
+        return plain(*xs)
+
+    def promoted(*xs):
+        wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in xs]
+        sums = plain(*wide)
+        return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
+
+    return lax.platform_dependent(*xs, cpu=promoted, default=plain)
+
+
+def execute_reduce_sum(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x, numbers=None):
+        return psum(where, _local_sum(where, x, numbers))
+
+    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+
+
+def _reduce_abstract_eval(x, *, partition, mesh):
+    return global_aval(x, layout(partition, mesh))
+
+
+# <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
+def _reduce_sum_transpose(ct, x, **params):
+    return [broadcast_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# reduce_mean: [n, *s] -> [*s], inexact dtypes only (the API promotes the others)
+
+reduce_mean_p = registration.new_primitive("reduce_mean")
+
+
+def _reduce_mean(x, *, partition, mesh):
+    where, n = layout(partition, mesh), partition.size
+
+    def body(x, numbers=None):
+        if x.dtype in LOW_PRECISION:  # divide first: a 16-bit sum may overflow
+            return psum(where, _local_sum(where, x, numbers, 1 / n))
+        return [y / n for y in psum(where, _local_sum(where, x, numbers))]
+
+    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+
+
+def _reduce_mean_transpose(ct, x, *, partition, mesh):
+    return [broadcast_p.bind(ct / partition.size, partition=partition, mesh=mesh)]
+
+
+# ---------------------------------------------------------------------------------
+# gather: partitioned [n, *s] -> the same rows as a global [n, *s]
+
+gather_p = registration.new_primitive("gather")
+
+
+def _gather(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x):
+        if not where.axes:
+            return [x]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            (data,) = body(jax.random.key_data(x))
+            return [jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))]
+        to = "invarying" if _compat.check_vma() else "varying"
+        x = lax.all_gather(vary(x, where.axes), where.axes, tiled=True, to=to)
+        return [lax.slice_in_dim(x, 0, partition.size)]
+
+    return on_devices(where, body, [x], [True], [False])[0]
+
+
+def _gather_abstract_eval(x, *, partition, mesh):
+    where = layout(partition, mesh)
+    row = global_aval(x, where)
+    spec = (None, *row.sharding.spec)
+    sharding = row.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+    shape = (partition.size, *row.shape)
+    return _compat.group_aval(row, shape, sharding, _compat.varying(row))
+
+
+def _gather_transpose(ct, x, **params):
+    return [scatter_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# scatter: a global [n, *s] -> partitioned: row i goes to group i
+
+scatter_p = registration.new_primitive("scatter")
+
+
+def _scatter(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x):
+        if not where.manual:  # each device was handed its own rows
+            return [x]
+        x, k = vary(x, where.axes), where.per_device
+        return [lax.dynamic_slice_in_dim(x, lax.axis_index(where.axes) * k, k)]
+
+    return on_devices(where, body, [x], [True], [True])[0]
+
+
+def _scatter_abstract_eval(x, *, partition, mesh):
+    where = layout(partition, mesh)
+    return partitioned_aval(global_aval(x, where), where)
+
+
+def _scatter_transpose(ct, x, **params):
+    return [gather_p.bind(ct, **params)]
+
+
+# ---------------------------------------------------------------------------------
+# All registrations
+
+
+def _check_transposable(where: Layout) -> None:
+    """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
+
+    There, each of m devices gets 1 / m of a replicated result's cotangent, but all of
+    any other, and nobody knows which one it has got.
+    """
+    if where.manual and not _compat.check_vma():
+        raise MeshError(
+            f"A reverse-mode derivative over partition {where.partition} inside a "
+            f"jax.shard_map(check_vma=False) over its axes {where.axes}, where JAX's "
+            "cotangents are ambiguous. Leave out check_vma=False."
+        )
+
+
+def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=True):
+    def checked_transpose(ct, x, **params):
+        _check_transposable(layout(**params))
+        return transpose(ct, x, **params)
+
+    registration.register_execution(primitive, execute)
+    primitive.def_abstract_eval(abstract_eval)
+    ad.deflinear2(primitive, checked_transpose)
+    registration.register_batching(primitive, out_shift, rows_in)
+
+
+_register(
+    broadcast_p,
+    execute_broadcast,
+    _broadcast_abstract_eval,
+    _broadcast_transpose,
+    +1,
+    False,
+)
+_register(
+    reduce_sum_p, execute_reduce_sum, _reduce_abstract_eval, _reduce_sum_transpose, -1
+)
+_register(
+    reduce_mean_p, _reduce_mean, _reduce_abstract_eval, _reduce_mean_transpose, -1
+)
+_register(gather_p, _gather, _gather_abstract_eval, _gather_transpose, 0)
+_register(scatter_p, _scatter, _scatter_abstract_eval, _scatter_transpose, 0)

@@ -1,0 +1,109 @@
+"""The primitives `reduce_max` and `reduce_min` and all of their rules.
+
+Their derivative is written with the other primitives, so that it is again a
+MapReduce program. With y = max_i x_i and ties shared equally, as in `jnp.max`:
+
+    dy = sum_i w_i * dx_i,   w_i = [x_i = y] / #{j : x_j = y}
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from drjax._primitives import registration
+from drjax._primitives.collectives import broadcast_p, reduce_sum_p
+from drjax._primitives.map_fn import map_rows
+from drjax._sharding.layout import global_aval, layout, on_devices, vary
+
+reduce_max_p = registration.new_primitive("reduce_max")
+reduce_min_p = registration.new_primitive("reduce_min")
+
+
+def _executor(local, largest: bool):
+    def execute(x, *, partition, mesh):
+        where = layout(partition, mesh)
+        fill = lowest(x.dtype) if largest else highest(x.dtype)
+
+        def body(x, numbers=None):
+            y = local(where.mask_padding(x, numbers, fill), axis=0)
+            return [across_devices(y, where.axes, largest) if where.axes else y]
+
+        return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+
+    return execute
+
+
+def across_devices(x, axes, largest: bool):
+    """`pmax` or `pmin` in which NaN wins, as in `jnp.max`.
+
+    Collectives of some backends lose NaN. So the devices compare integers: the bits of
+    floats in the order of the floats, with NaN beyond the infinities.
+    """
+    collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return collective(x, axes)
+    dtype = x.dtype
+    if dtype.itemsize == 1:
+        x = x.astype(jnp.float32)
+    bits = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    limits = jnp.iinfo(bits)
+    flip = lambda i: jnp.where(i < 0, i ^ limits.max, i)  # its own inverse
+    nan = limits.max if largest else limits.min
+    order = flip(lax.bitcast_convert_type(x, bits))
+    order = collective(jnp.where(jnp.isnan(x), jnp.asarray(nan, bits), order), axes)
+    return lax.bitcast_convert_type(flip(order), x.dtype).astype(dtype)
+
+
+def lowest(dtype):
+    return _limit(dtype, -jnp.inf, "min")
+
+
+def highest(dtype):
+    return _limit(dtype, jnp.inf, "max")
+
+
+def _limit(dtype, infinity: float, side: str):
+    if dtype == jnp.bool_:
+        return side == "max"
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return getattr(jnp.iinfo(dtype), side)
+    if np.isinf(np.asarray(infinity, dtype)):
+        return infinity
+    return getattr(jnp.finfo(dtype), side)  # some 8-bit floats have no infinities
+
+
+def _is_extremum(x, y):
+    return jnp.where(x == y, 1, 0).astype(x.dtype)
+
+
+def _jvp_rule(primitive):
+    def jvp(primals, tangents, *, partition, mesh):
+        (x,), (dx,) = primals, tangents
+        where = dict(partition=partition, mesh=mesh)
+        # The compiler may compute x once for the extremum and again, rounded in
+        # another way, for the comparison, which then finds nothing: keep one x.
+        x = lax.optimization_barrier(x)
+        y = primitive.bind(x, **where)
+        hit = map_rows(_is_extremum, x, broadcast_p.bind(y, **where), **where)
+        count = reduce_sum_p.bind(hit, **where)
+        share = broadcast_p.bind(lax.reciprocal(count), **where)
+        weight = map_rows(lax.mul, hit, share, **where)
+        dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **where), **where)
+        return y, dy
+
+    return jvp
+
+
+def _abstract_eval(x, *, partition, mesh):
+    return global_aval(x, layout(partition, mesh))
+
+
+for _primitive, _execute in (
+    (reduce_max_p, _executor(jnp.max, True)),
+    (reduce_min_p, _executor(jnp.min, False)),
+):
+    registration.register_execution(_primitive, _execute)
+    _primitive.def_abstract_eval(_abstract_eval)
+    ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)
+    registration.register_batching(_primitive, -1, rows_in=True)

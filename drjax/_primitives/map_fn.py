@@ -1,0 +1,249 @@
+"""The higher-order primitive `map_fn` and all of its rules.
+
+`map_fn[jaxpr, partition, mesh, name] x_1 ... x_k` applies `jaxpr`, which is written
+for one group, to the rows of its operands: k x `[n, *s_i]` -> l x `[n, *t_j]`. The
+jaxpr is closed and has no constants: what the function closed over is an operand.
+
+The rules transform the per-group jaxpr and bind `map_fn` again, so a derivative of a
+program is a program with the same primitives. For y_i = f(x_i):
+
+    JVP        (y_i, dy_i) = f'(x_i, dx_i)                  one map
+    linearize  (y_i, r_i)  = f_lin(x_i); dy_i = L(r_i, dx_i) two maps; r is partitioned
+    transpose  ct_x_i      = L^T(r_i, ct_y_i)               one map
+    batching   f is batched behind the group axis
+
+Sharp edges: a per-group jaxpr is bound to the mesh around it, so every rule that traces
+or evaluates it enters `_group_context` first. `map_lowering.py` runs it on the mesh:
+the `shard_map` of a map inherits the surrounding `check_vma` (off at top level), as
+users' scans and nested shard_maps would otherwise need casts, and AD never transposes
+through it.
+"""
+
+import contextlib
+import functools
+
+import jax
+from jax.interpreters import ad, batching
+
+from drjax import _compat
+from drjax._compat import retype_mesh
+from drjax._context import enter_mapped
+from drjax._primitives import registration
+from drjax._primitives.collectives import broadcast_p
+from drjax._primitives.map_lowering import run_groups
+from drjax._sharding.layout import (
+    Layout,
+    axes_of_groups,
+    group_aval,
+    layout,
+    partitioned_aval,
+)
+
+map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
+
+
+@contextlib.contextmanager
+def _group_context(where: Layout):
+    """What surrounds the code of one group while it is traced or transformed."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(enter_mapped(where.partition))
+        if where.sharded:
+            stack.enter_context(jax.sharding.use_abstract_mesh(where.abstract_mesh))
+        stack.enter_context(retype_mesh.spmd_axes(axes_of_groups(where)))
+        yield
+
+
+def trace_group(fn, avals, where: Layout, name: str):
+    """Trace a flat function for one group; returns `(jaxpr, closed-over values)`.
+
+    Args:
+      fn: Takes and returns flat sequences of per-group arrays.
+      avals: Types of the partitioned operands, `[rows, *s]`.
+    """
+    with _group_context(where):
+        avals = [group_aval(aval, where) for aval in avals]
+        return _compat.trace_to_jaxpr(fn, avals, name)
+
+
+def map_rows(fn, *args, partition, mesh):
+    """`map_fn` of a module-level, one-result `fn` on arrays, for use in rules."""
+    avals = tuple(_compat.typeof(x) for x in args)
+    jaxpr = _trace_rows(fn, avals, layout(partition, mesh))
+    (out,) = map_fn_p.bind(
+        *args, jaxpr=jaxpr, partition=partition, mesh=mesh, name=_name(fn)
+    )
+    return out
+
+
+@_compat.cache()
+def _trace_rows(fn, avals, where):
+    jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, where, _name(fn))
+    return jaxpr
+
+
+def _name(fn) -> str:
+    return getattr(fn, "__name__", type(fn).__name__).strip("_")
+
+
+# ---------------------------------------------------------------------------------
+# Types and execution
+
+
+def _abstract_eval(*avals, jaxpr, partition, mesh, name):
+    where = layout(partition, mesh)
+    outs = [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
+    return outs, _compat.effects_of(jaxpr)
+
+
+def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
+    """Run a map; operands marked in `shared` are global, the same for each group."""
+    by_rows = [True] * len(args) if shared is None else [not s for s in shared]
+    return run_groups(layout(partition, mesh), jaxpr, args, by_rows)
+
+
+# ---------------------------------------------------------------------------------
+# Derivatives
+
+
+def _outer_avals(jaxpr, params):
+    where = layout(params["partition"], params["mesh"])
+    return [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
+
+
+def _bind(jaxpr, args, **params):
+    """Bind a derivative, whose rules may have closed over arrays."""
+    jaxpr, consts = _compat.without_consts(jaxpr)
+    return map_fn_p.bind(*for_groups(consts, **params), *args, jaxpr=jaxpr, **params)
+
+
+def for_groups(consts, *, partition, mesh, name):
+    """Operands for what a function for one group closed over."""
+    return [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
+
+
+def _jvp(primals, tangents, *, jaxpr, **params):
+    nonzeros = [type(t) is not _compat.Zero for t in tangents]
+    with _group_context(layout(params["partition"], params["mesh"])):
+        jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
+    dense = [t for t, nz in zip(tangents, nonzeros, strict=True) if nz]
+    outs = _bind(jvp_jaxpr, [*primals, *dense], **params)
+    n = len(jaxpr.out_avals)
+    avals = _outer_avals(jaxpr, params)
+    return outs[:n], registration.fill_zeros(avals, nonzeros_out, outs[n:])
+
+
+def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
+    with _group_context(layout(params["partition"], params["mesh"])):
+        split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
+    bind = functools.partial(_bind, **params)
+    outs, nonzeros_out, residuals, tangent = registration.linearize_and_keep(
+        bind, jaxpr, primals, split
+    )
+    avals = _outer_avals(jaxpr, params)
+
+    def linear(residuals, *tangents):
+        dense = registration.instantiated(tangents, nonzeros)
+        found = bind(tangent, registration.with_kept(residuals, dense))
+        return registration.fill_zeros(avals, nonzeros_out, found)
+
+    return outs, nonzeros_out, residuals, linear
+
+
+def _transpose(cts, *args, jaxpr, **params):
+    linear = tuple(ad.is_undefined_primal(x) for x in args)
+    nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
+    residuals = [x for x, lin in zip(args, linear, strict=True) if not lin]
+    dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
+    avals = tuple(_compat.typeof(x) for x in (*residuals, *dense))
+    where = layout(params["partition"], params["mesh"])
+    transposed, consts, nonzero_in = _transpose_jaxpr(
+        jaxpr, linear, nonzero, avals, where
+    )
+    operands = [*for_groups(consts, **params), *residuals, *dense]
+    outs = iter(map_fn_p.bind(*operands, jaxpr=transposed, **params))
+    found = iter(nonzero_in)
+    return [
+        (next(outs) if next(found) else _compat.Zero(x.aval.to_tangent_aval()))
+        if lin
+        else None
+        for x, lin in zip(args, linear, strict=True)
+    ]
+
+
+@_compat.weakref_lru_cache
+def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
+    """`(transpose of a per-group jaxpr, constants, which linear inputs it is for)`."""
+    nonzero_in = []
+
+    def transposed(*residuals_and_cts):
+        values = iter(residuals_and_cts)
+        args = [
+            _compat.UndefinedPrimal(aval) if lin else next(values)
+            for aval, lin in zip(jaxpr.in_avals, linear, strict=True)
+        ]
+        cts = [
+            next(values) if nz else _compat.Zero(aval.to_tangent_aval())
+            for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
+        ]
+        cts_in = _compat.backward_pass(jaxpr, args, cts)
+        cts_in = [ct for ct, lin in zip(cts_in, linear, strict=True) if lin]
+        nonzero_in[:] = [type(ct) is not _compat.Zero for ct in cts_in]
+        return [ct for ct, nz in zip(cts_in, nonzero_in, strict=True) if nz]
+
+    transposed_jaxpr, consts = trace_group(transposed, avals, where, "transposed")
+    return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
+
+
+# ---------------------------------------------------------------------------------
+# Partial evaluation, dead code, batching
+
+
+def _partial_eval(trace, *tracers, **params):
+    where = layout(params["partition"], params["mesh"])
+    unknown = [not t.pval.is_known() for t in tracers]
+    with _group_context(where):
+        split = _compat.partial_eval_jaxpr(params["jaxpr"], unknown)
+    return _compat.partial_eval_by_tracers(
+        map_fn_p, trace, tracers, unknown, params, split,
+        lambda aval: partitioned_aval(aval, where),
+    )  # fmt: skip
+
+
+def _residual_aval(params, aval):
+    return partitioned_aval(aval, layout(params["partition"], params["mesh"]))
+
+
+def _dce(used_outputs, eqn):
+    if not any(used_outputs) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    jaxpr, used_inputs = _compat.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
+    invars = [v for v, used in zip(eqn.invars, used_inputs, strict=True) if used]
+    outvars = [v for v, used in zip(eqn.outvars, used_outputs, strict=True) if used]
+    params = {**eqn.params, "jaxpr": jaxpr}
+    return used_inputs, _compat.new_eqn(
+        eqn, invars, outvars, params, _compat.effects_of(jaxpr)
+    )
+
+
+def _batch(axis_data, args, dims, *, jaxpr, **params):
+    moved = [
+        (x, d) if d is None else registration.rows_first(x, d)
+        for x, d in zip(args, dims, strict=True)
+    ]
+    args = [x for x, _ in moved]
+    in_axes = [None if d is None else d - 1 for _, d in moved]
+    with _group_context(layout(params["partition"], params["mesh"])):
+        batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, in_axes)
+    outs = map_fn_p.bind(*args, jaxpr=batched, **params)
+    return outs, [None if axis is None else axis + 1 for axis in out_axes]
+
+
+registration.register_execution(map_fn_p, execute_map)
+map_fn_p.def_effectful_abstract_eval(_abstract_eval)
+ad.primitive_jvps[map_fn_p] = _jvp
+ad.primitive_transposes[map_fn_p] = _transpose
+_compat.register_linearization(map_fn_p, _linearize)
+_compat.register_partial_eval(map_fn_p, _partial_eval)
+_compat.register_remat_policy(map_fn_p, "jaxpr", _residual_aval)
+_compat.register_dce(map_fn_p, _dce)
+batching.fancy_primitive_batchers[map_fn_p] = _batch

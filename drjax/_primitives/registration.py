@@ -1,0 +1,105 @@
+"""What all primitives of drjax share: how they run eagerly, lower, batch and print."""
+
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from drjax import _compat
+from drjax._primitives.dispatch_cache import cache_by_params
+
+
+def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
+    """A primitive whose printed name carries the prefix `drjax_`."""
+    primitive = Primitive(f"drjax_{name}")
+    primitive.multiple_results = multiple_results
+    # What its jaxprs hold is lowered when they are run, in that context.
+    setattr(primitive, "is_high", lambda *_, **__: False)  # noqa: B010
+    return primitive
+
+
+def register_execution(primitive: Primitive, fn: Callable) -> None:
+    """Run and lower `primitive` as the traceable function `fn(*args, **params)`.
+
+    Eager calls go through one jitted function for each set of parameters, so that a
+    second call with the same shapes compiles nothing. Under `jax.disable_jit` the
+    function is called as it is.
+    """
+
+    @cache_by_params
+    def compiled(**params):
+        def run(*args):  # fn itself, in which jit finds a concrete mesh
+            return fn(*args, **params)
+
+        run.__name__ = primitive.name
+        return jax.jit(run)
+
+    def impl(*args, **params):
+        if _compat.disable_jit():
+            return fn(*args, **params)
+        return compiled(**params)(*args)
+
+    primitive.def_impl(impl)
+    _compat.register_lowering(primitive, fn)
+    _compat.register_printing(primitive, lambda key, value: value is None)
+
+
+def rows_first(x, dim: int):
+    """Move a batch dimension that stands at the group axis behind it."""
+    return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
+
+
+def register_batching(primitive: Primitive, out_shift: int, rows_in: bool) -> None:
+    """Batch a one-operand primitive whose result has `out_shift` more dimensions.
+
+    The batch dimension stays where it is, relative to the dimensions of one group.
+    """
+
+    def rule(args, dims, **params):
+        x, dim = rows_first(args[0], dims[0]) if rows_in else (args[0], dims[0])
+        return primitive.bind(x, **params), dim + out_shift
+
+    batching.primitive_batchers[primitive] = rule
+
+
+def linearize_and_keep(bind: Callable, jaxpr, primals, split):
+    """A linearisation that keeps what the linear part needs of the primal part.
+
+    Args:
+      bind: Applies a jaxpr to operands: `(jaxpr, operands)`.
+      jaxpr: What is linearised.
+      primals: Its operands.
+      split: What `_compat.linearize_jaxpr` makes of it.
+
+    Returns:
+      `(results, which tangents of results are nonzero, residuals, linear jaxpr)`; the
+      linear jaxpr takes `with_kept(residuals, nonzero tangents)`.
+    """
+    primal, n_flat, nonzeros_out, forwarded, tangent = split
+    outs = bind(primal, primals)
+    n = len(jaxpr.out_avals)
+    new = iter(outs[n : n + n_flat])
+    flat = [next(new) if i is None else primals[i] for i in forwarded]
+    return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), tangent
+
+
+def with_kept(residuals, tangents) -> list:
+    """The operands of a linear jaxpr: see `linearize_and_keep`."""
+    flat, structured = residuals
+    return [*flat, *tangents, *structured]
+
+
+def instantiated(tangents, nonzeros) -> list:
+    """The tangents of what has any, as arrays."""
+    pairs = zip(tangents, nonzeros, strict=True)
+    return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
+
+
+def fill_zeros(avals, nonzeros, values) -> list:
+    """All tangents, from those that are not zero."""
+    values = iter(values)
+    return [
+        next(values) if nz else _compat.Zero(aval.to_tangent_aval())
+        for aval, nz in zip(avals, nonzeros, strict=True)
+    ]

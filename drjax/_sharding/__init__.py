@@ -1,0 +1,1 @@
+"""How a partition maps to a mesh: the only folder that inspects meshes."""

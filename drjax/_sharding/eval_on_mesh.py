@@ -1,0 +1,36 @@
+"""Running a jaxpr on a mesh of which it knew nothing when it was traced."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from drjax import _compat
+from drjax._jaxprs.eval_jaxpr import evaluate
+from drjax._sharding.layout import sharding_of_product
+
+
+def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
+    """The results of a jaxpr that was traced without the mesh of its arguments.
+
+    On Explicit axes, JAX must be told how the result of a product lies that contracts
+    dimensions which both operands have sharded: as the other dimensions do, that is,
+    with one all-reduce. Where the product was traced, nobody knew. What is inside of
+    inner jits and loops is not typed again.
+    """
+    if not any(map(_is_sharded, args)):
+        return _compat.jaxpr_as_fun(jaxpr)(*args)
+
+    def step(eqn, operands):
+        if eqn.primitive is not lax.dot_general_p or eqn.params["out_sharding"]:
+            return None
+        sharding = sharding_of_product(eqn.params["dimension_numbers"], *operands)
+        return sharding and _compat.bind_equation(eqn, operands, out_sharding=sharding)
+
+    return evaluate(jaxpr, args, step)
+
+
+def _is_sharded(x: Any) -> bool:
+    """Whether the type of a value says that it is sharded."""
+    return any(part is not None for part in jax.typeof(x).sharding.spec)

@@ -1,0 +1,95 @@
+"""Padding of n groups that m devices do not divide: what the padded slots do.
+
+Each device has k = ceil(n / m) slots. The last devices have fewer groups: one of them
+has n mod k, the others after it none. Padding may decide neither values, nor control
+flow, nor effects:
+
+* Padded slots of a device that has groups hold copies of its first group, number
+  included. So a loop that ends for every group ends there, too, and a check that holds
+  for every group holds. The copies are made on the device: made before the rows are
+  divided over the devices, they would cost all-gathers.
+* A device without groups skips the work, by a `cond` on its place.
+* Work with effects runs for exactly the groups of a device. Their number is one of
+  three that are known when the work is traced, so there is a branch for each.
+
+Results of padded slots are masked by every reduction, and cut off elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from drjax._sharding.layout import Layout, vary
+
+
+def own_numbers(where: Layout, numbers, first):
+    """The group numbers of slots; of padded ones, that of the device's first group."""
+    if not where.uneven:
+        return numbers
+    return jnp.where(numbers < where.partition.size, numbers, first)
+
+
+def own_rows(where: Layout, numbers, rows, first_row):
+    """The rows of slots; of padded ones, `first_row`, `[1, *s]`."""
+    if not where.uneven:
+        return rows
+    real = numbers < where.partition.size
+    return jnp.where(lax.broadcast_in_dim(real, rows.shape, (0,)), rows, first_row)
+
+
+def unless_empty(where: Layout, first, work: Callable, otherwise: Callable):
+    """`work()`, or `otherwise()` on a device whose first slot is padding already."""
+    if not where.has_empty_devices:
+        return work()
+    return lax.cond(first < where.partition.size, work, otherwise)
+
+
+def like_nothing(values):
+    """Zeros in the shapes and dtypes of a tree, for results that nobody sees."""
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
+
+
+def for_real_groups(
+    where: Layout,
+    numbers,
+    few: int,
+    run: Callable[[int], Callable],
+    operands: Sequence,
+    by_rows: Sequence[bool],
+) -> list:
+    """Work with effects for the slots that are groups; other results are zeros.
+
+    Args:
+      where: An uneven layout.
+      numbers: The numbers of the slots, int32 [slots].
+      few: How many of them are groups on the device that has fewer groups than slots.
+      run: `run(count)(*operands)` works for so many groups.
+      operands: Operands, by rows `[slots, *s]` or shared.
+      by_rows: Which are by rows.
+    """
+    slots = numbers.shape[0]
+    shapes = jax.eval_shape(run(slots), *operands)
+    counts = sorted({slots, few, 0}, reverse=True)
+
+    def branch(count: int) -> Callable:
+        def work(*operands):
+            if not count:
+                return [vary(y, where.axes) for y in like_nothing(list(shapes))]
+            pairs = zip(operands, by_rows, strict=True)
+            outs = run(count)(*(x[:count] if rows else x for x, rows in pairs))
+            return [vary(_padded(y, slots - count), where.axes) for y in outs]
+
+        return work
+
+    real = jnp.sum(numbers < where.partition.size, dtype=jnp.int32)
+    index = sum(jnp.int32(real < count) for count in counts[:-1])
+    return lax.switch(index, [branch(count) for count in counts], *operands)
+
+
+def _padded(x, extra: int):
+    if not extra:
+        return x
+    nothing = like_nothing(jax.ShapeDtypeStruct((extra, *x.shape[1:]), x.dtype))
+    return jnp.concatenate([x, nothing])

@@ -1,0 +1,79 @@
+"""Where the jaxprs of plans are traced: without devices, or under the mesh in context.
+
+A plan that leaves the process is free of devices, so it is traced outside any mesh.
+What `drjax.jit` plans stays under the mesh in context: the work of a group may be
+sharded over the axes that do not carry the partition, and functions may close over
+arrays on the mesh. On a mesh with Explicit axes types carry shardings, of which a plan
+knows nothing: there, functions are traced outside the mesh, or, if they close over its
+arrays, under it and then without these types.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from drjax import _compat
+from drjax._compat import retype_mesh
+from drjax._context import planned
+
+
+@contextlib.contextmanager
+def planning(bound: bool):
+    """The context of the jaxprs that plans are made of.
+
+    Args:
+      bound: Whether they belong to the mesh in context, or to none.
+    """
+    if not bound:
+        with _compat.without_mesh(), planned(False):
+            yield
+        return
+    mesh = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(mesh), planned(True):
+        yield
+
+
+def outside_meshes():
+    """The context for work on jaxprs: what it is, or without any mesh."""
+    return contextlib.nullcontext() if planned.value else planning(False)
+
+
+def is_bound() -> bool:
+    """Whether `drjax.jit` plans under the mesh in context."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
+
+
+def trace_without_mesh(trace: Callable[[], Any]) -> Any:
+    """What `trace` makes outside any mesh; or else under the mesh, free of its types.
+
+    Args:
+      trace: Returns a jaxpr and whatever belongs to it, as a pair.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    try:
+        with planning(False):
+            jaxpr, rest = trace()
+        if not _takes_from_mesh(jaxpr):
+            return jaxpr, rest
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if mesh.empty or "mesh" not in str(error):
+            raise
+        with planning(True):
+            jaxpr, rest = trace()
+        if _compat.is_bound_to_devices(jaxpr):
+            raise
+    with planning(False):
+        return retype_mesh.without_mesh_types(jaxpr), rest
+
+
+def _takes_from_mesh(jaxpr) -> bool:
+    """Whether a jaxpr takes or holds arrays of a mesh."""
+    raw = _compat.open_jaxpr(jaxpr)
+    return any(
+        isinstance(v.aval, _compat.ShapedArray) and not v.aval.sharding.mesh.empty
+        for v in (*raw.constvars, *raw.invars)
+    )

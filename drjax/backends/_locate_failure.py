@@ -1,0 +1,129 @@
+"""Where in a stage something goes wrong: the user's line.
+
+The stage runs again, equation by equation and, in loops, step by step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from drjax import _compat
+from drjax._jaxprs.provenance import source_line
+from drjax._planner.inline import CONTROL, Flat, flatten
+from drjax.plan import Stage
+
+
+class _Found(Exception):
+    """An equation, or an argument of the stage."""
+
+
+def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
+    """The line of the equation that raises; None: none does, or it is not known."""
+    if stage.forms is not None:
+        return None
+    try:
+        _run(flatten(stage.jaxpr), inputs)
+    except _Found as found:
+        return source_line(found.args[0])
+    return None
+
+
+def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
+    """What makes the NaN in the results: an equation of numbers, or an input."""
+    if stage.forms is not None:
+        return "a plan file does not hold the lines of its source"
+    program = flatten(stage.jaxpr)
+    try:
+        _run(program, inputs, find_nan=True)
+    except _Found as found:
+        if found.args[0] in program.invars:
+            at = program.invars.index(found.args[0])
+            first = len(program.invars) - len(stage.inputs)  # after the group's number
+            return f"there is one in its input {stage.inputs[at - first].name}"
+        eqn = found.args[0]
+        return f"made by {eqn.primitive.name} at {source_line(eqn)}"
+    return "made by work that gives none when it runs operation by operation"
+
+
+def has_nan(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
+
+
+def _run(program: Flat, args: Sequence[Any], find_nan: bool = False) -> list:
+    """The results of a program.
+
+    Raises:
+      _Found: What raises; with `find_nan`, what makes the first NaN of the results.
+    """
+    values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in program.eqns:
+        try:
+            outs = _outs(program, eqn, list(map(read, eqn.invars)))
+        except _Found:
+            raise
+        except Exception as error:
+            raise _Found(eqn) from error
+        values.update(zip(eqn.outvars, outs, strict=True))
+    if find_nan:
+        bad = {v for v, x in values.items() if has_nan(x)}
+        for var in program.outvars:
+            if var in bad:
+                raise _Found(_origin(program, var, bad, read))
+    return list(map(read, program.outvars))
+
+
+def _origin(program: Flat, var, bad: set, read: Callable) -> Any:
+    """The equation that makes a NaN of numbers, or the argument that has it."""
+    definition = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    while var in definition:
+        eqn = definition[var]
+        before = [v for v in eqn.invars if not isinstance(v, Literal) and v in bad]
+        if not before:
+            if eqn.primitive.name in CONTROL:
+                _outs(program, eqn, list(map(read, eqn.invars)), find_nan=True)
+            return eqn
+        var = before[0]
+    return var
+
+
+def _outs(program: Flat, eqn, operands: list, find_nan: bool = False) -> list:
+    """The results of an equation: of a loop or branch, step by step."""
+    if eqn.primitive.name not in CONTROL:
+        return _compat.bind_equation(eqn, operands)
+    bodies = [
+        lambda *xs, body=body: _run(body, xs, find_nan) for body in program.bodies(eqn)
+    ]
+    if eqn.primitive.name == "cond":
+        return bodies[np.clip(int(operands[0]), 0, len(bodies) - 1)](*operands[1:])
+    if eqn.primitive.name == "while":
+        n_cond, n_body = (eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
+        first, n = operands[:n_cond], n_cond + n_body
+        second, carry = operands[n_cond:n], operands[n:]
+        while bool(bodies[0](*first, *carry)[0]):
+            carry = bodies[1](*second, *carry)
+        return carry
+    return _scan(eqn, bodies[0], operands)
+
+
+def _scan(eqn, body: Callable, operands: list) -> list:
+    consts, n_carry = _compat.scan_sizes(eqn)
+    carry, stacks = operands[consts : consts + n_carry], operands[consts + n_carry :]
+    steps = range(eqn.params["length"])
+    rows: dict[int, list] = {}
+    for t in reversed(steps) if eqn.params["reverse"] else steps:
+        outs = body(*operands[:consts], *carry, *(x[t] for x in stacks))
+        carry, rows[t] = outs[:n_carry], outs[n_carry:]
+    ys = [
+        jnp.stack([rows[t][i] for t in steps])
+        if rows
+        else jnp.zeros(v.aval.shape, v.aval.dtype)
+        for i, v in enumerate(eqn.outvars[n_carry:])
+    ]
+    return [*carry, *ys]

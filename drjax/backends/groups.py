@@ -1,0 +1,407 @@
+"""Where the groups' data is: in arrays, in an iterable, or in Parquet files."""
+
+import bisect
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from drjax import _storage
+from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
+from drjax._jaxprs.prng_keys import is_key, raw_type, to_raw
+from drjax._plan_file import pytrees
+from drjax._plan_file.stage_features import WIDE
+from drjax._planner.arguments import flat_inputs
+from drjax.backends.engine.extras import needed
+from drjax.plan import Plan, Value
+
+
+class Indexed(Protocol):  # items that are read one by one
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Groups:
+    """An argument of a planned program, group by group: give it in place of the arrays.
+
+    Args:
+      items: One pytree for each group, in order: the group's row of the argument. An
+        iterable that can be gone through again, once for each round that needs the
+        data; or a function that makes one. A sequence, which has `__len__` and
+        `__getitem__`, is read by index: where an item raises, its group alone has
+        failed. An iterator that raises has no more items, so that the call fails.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp, numpy as np
+      >>> from drjax.backends import Groups, in_process
+      >>> plan = drjax.make_plan(drjax.program(clients=3)(drjax.reduce_sum))(
+      ...     jnp.zeros(3))
+      >>> print(in_process.compile(plan)(Groups([np.float32(i) for i in range(3)])))
+      3.0
+    """
+
+    def __init__(self, items: Iterable[Any] | Indexed | Callable[[], Any]):
+        if isinstance(items, Iterator):
+            raise DrjaxTypeError(
+                "Groups needs what it can go through once for each round, got an "
+                f"iterator, {type(items).__name__}. Give a list, or a function that "
+                "makes the iterator."
+            )
+        self.items = items
+
+    def starting(self, group: int) -> Iterator[Any]:
+        """The rows from that of this group on."""
+        items: Any = self.items() if callable(self.items) else self.items
+        indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
+        if indexed and not isinstance(items, Mapping):
+            return _Indexed(items, group)
+        return itertools.islice(items, group, None)
+
+    def bounds(self) -> list[int] | None:
+        """Numbers of groups between which workers can read themselves, 0 first."""
+
+    def identity(self) -> str:
+        """What tells this data from other, as far as that is known."""
+        return ""
+
+
+class _Indexed(Iterator):
+    """The items of a sequence from `start` on; it goes on after one that raises."""
+
+    def __init__(self, items: Any, start: int):
+        self._items, self._next = items, start
+
+    def __next__(self) -> Any:
+        if self._next >= len(self._items):
+            raise StopIteration
+        self._next += 1
+        return self._items[self._next - 1]
+
+
+class Remote(Groups):
+    """The data of groups where it is and stays: with the workers."""
+
+    def __init__(self):
+        super().__init__([])
+
+
+class Parquet(Groups):
+    """Groups from Parquet files: one row of a table for each group.
+
+    Files are read in the order of their names and by batches of rows, so that memory
+    does not grow with the number of groups. Where workers read them (on Beam), a
+    *row group* of a file is what one of them reads. A group whose row cannot be read
+    fails as one whose data does not fit. Needs pyarrow.
+
+    Args:
+      pattern: A pattern of file names, as for `glob.glob`; or of URLs, such as
+        `gs://bucket/groups-*.parquet`, of any file system that fsspec knows.
+      columns: Makes the group's pytree of a dict of its columns: numpy arrays, or
+        scalars. Columns of lists, nested to any depth, are arrays. Default: the dict,
+        or its only column.
+
+    Raises:
+      EngineError: pyarrow is not installed.
+      DrjaxValueError: There is no such file, or one is no Parquet file.
+    """
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str],
+        columns: Callable[[dict], Any] | None = None,
+    ):
+        self._reader = _parquet()
+        self.columns = columns
+        try:
+            paths = _storage.match(_storage.locate(pattern))
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise DrjaxValueError(
+                f"The files {pattern} cannot be listed: {error}. Give a pattern of "
+                "names that can be read here."
+            ) from error
+        if not paths:
+            raise DrjaxValueError(
+                f"There is no file {pattern}: give a pattern of names."
+            )
+        self._parts: list[tuple[str, int, int]] = []  # path, row group, first row
+        self._bounds = [0]
+        for path in paths:
+            try:
+                system, name = _storage.split(path)
+                told = self._reader.read_metadata(name, filesystem=system)
+            except Exception as error:
+                raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
+            for part in range(told.num_row_groups):
+                self._parts.append((path, part, self._bounds[-1]))
+                rows = told.row_group(part).num_rows
+                self._bounds.append(self._bounds[-1] + rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_reader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _reader=_parquet())
+
+    def bounds(self) -> list[int]:
+        return self._bounds
+
+    def identity(self) -> str:
+        paths = sorted({path for path, *_ in self._parts})
+        return str([(path, _storage.file_size(path)) for path in paths])
+
+    def starting(self, group: int) -> Iterator[Any]:
+        at = bisect.bisect_right(self._bounds, group) - 1
+        for (path, part, first), end in zip(
+            self._parts[at:], self._bounds[at + 1 :], strict=True
+        ):
+            rows = self._rows(path, part, end - first)
+            yield from itertools.islice(rows, max(0, group - first), None)
+
+    def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
+        """The rows of a row group, or why they cannot be read."""
+        made = 0
+        try:
+            system, name = _storage.split(path)
+            with self._reader.ParquetFile(name, filesystem=system) as file:
+                for batch in file.iter_batches(1024, row_groups=[part]):
+                    names = batch.schema.names
+                    for row in zip(*map(_cells, batch.columns), strict=True):
+                        yield self._group(dict(zip(names, row, strict=True)))
+                        made += 1
+        except Exception as error:
+            text = f"it cannot be read from {path}, row group {part}: {error}"
+            yield from itertools.repeat(DrjaxValueError(text), count - made)
+
+    def _group(self, row: dict[str, Any]) -> Any:
+        if self.columns is None:
+            return row if len(row) > 1 else next(iter(row.values()))
+        try:
+            return self.columns(row)
+        except Exception as error:
+            text = f"its columns give {type(error).__name__}: {error}"
+            return DrjaxValueError(text)
+
+
+def _parquet() -> Any:
+    return needed("pyarrow.parquet", "ray", "Reading Parquet files")
+
+
+def _cells(column: Any) -> Any:
+    """The values of a column; lists of other lengths and nulls as they are."""
+    at = column
+    while hasattr(at.type, "value_type"):
+        lengths = at.value_lengths()
+        if at.null_count or len(lengths.unique()) > 1:
+            return _one_by_one(column)
+        at = at.flatten()
+    return _one_by_one(column) if at.null_count else _array(column)
+
+
+def _one_by_one(column: Any) -> list[np.ndarray]:
+    """The values of a column; those with nulls are arrays of objects."""
+    kind = column.type
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    values = map(np.asarray, column.to_pylist())
+    return [
+        x if x.dtype == object else x.astype(kind.to_pandas_dtype()) for x in values
+    ]
+
+
+def _array(column: Any) -> np.ndarray:
+    """A column as an array, without a Python object for each number."""
+    shape, count = [], len(column)
+    while hasattr(column.type, "value_type"):  # lists, of one length
+        column = column.flatten()
+        shape.append(len(column) // max(1, count))
+        count = len(column)
+    found = column.to_numpy(zero_copy_only=False)
+    total = int(np.prod(shape)) or 1
+    return found.reshape(len(found) // total, *shape)
+
+
+class Lazy:
+    """A partitioned value that is made group by group: one leaf of a `Groups`.
+
+    `shape` and `dtype` are those of the whole array.
+    """
+
+    def __init__(self, source: "Source", leaf: int, value: Value, n: int, steps=()):
+        self.source, self.leaf, self.value, self.n = source, leaf, value, n
+        self.steps, self.dtype = steps, value.dtype
+        self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
+
+    def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
+        """Rows of one step of a loop: `x[:, t]`."""
+        return Lazy(self.source, self.leaf, self.value, self.n, (*self.steps, index[1]))
+
+    def row(self, leaves: list[np.ndarray]) -> np.ndarray:
+        if isinstance(self.source.groups, Remote):
+            return np.zeros(0)
+        return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
+
+    def whole(self) -> np.ndarray:
+        """All rows, for what needs them at once."""
+        if isinstance(self.source.groups, Remote):
+            raise DrjaxTypeError(
+                f"{self.value.name} stays with the groups, but the plan returns it, or "
+                "needs the rows of all groups in one place."
+            )
+        found = empty_rows(self.value, self.n)
+        for group, leaves in self.source.between(0, self.n):
+            if not isinstance(leaves, Exception):
+                found[group] = self.row(leaves)
+        return found
+
+
+class Source:
+    """The checked rows of a `Groups`: pairs (group, its leaves)."""
+
+    def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
+        self.groups, self.values, self.n = groups, values, n
+        self.wide = any(value.dtype in WIDE for value in values)
+        if (bounds := groups.bounds()) is not None and bounds[-1] != n:
+            raise DrjaxValueError(f"The plan is for {n} groups, got {bounds[-1]}.")
+        self.node, self._tree = pytrees.describe(tree), tree
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tree": None}  # of classes that others may lack
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+        """Leaves are raw arrays; an error where a group's do not fit."""
+        if isinstance(self.groups, Remote):
+            yield from ((group, []) for group in range(start, stop))
+            return
+        group, text = start, f"The plan is for {self.n} groups, got"
+        items = iter(self.groups.starting(start))
+        while True:
+            try:
+                item = next(items)
+            except StopIteration:
+                break
+            except Exception as error:
+                item = self._unread(items, group, error)
+            if group == stop:
+                if stop == self.n:
+                    raise DrjaxValueError(f"{text} more.")
+                return
+            try:
+                yield group, self.leaves(item)
+            except DrjaxError as error:
+                yield group, error
+            group += 1
+        if group < stop:
+            raise DrjaxValueError(f"{text} {group}.")
+
+    def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
+        why = f"loading group {group} raised {type(error).__name__}: {error}"
+        if isinstance(items, _Indexed):
+            return DrjaxValueError(why)
+        if group < self.n - 1:
+            why += (
+                f"; groups {group + 1} to {self.n - 1} cannot be read either, as an "
+                "iterator ends where it raises: give Groups a sequence, read by index"
+            )
+        raise EngineError(why, group=group) from error
+
+    def leaves(self, item: Any) -> list[np.ndarray]:
+        """A group's row as raw arrays; an error if it does not fit."""
+        with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
+            return self._leaves(item)
+
+    def _leaves(self, item: Any) -> list[np.ndarray]:
+        if isinstance(item, DrjaxError):
+            raise item
+        leaves, tree = jax.tree_util.tree_flatten(item)
+        if self._tree is None or tree != self._tree:
+            if pytrees.describe(tree) != self.node:
+                raise DrjaxTypeError(
+                    f"its data has the structure {tree}, not {pytrees.Tree(self.node)}"
+                )
+            self._tree = tree  # of the user's classes
+        found = []
+        for value, leaf in zip(self.values, leaves, strict=True):
+            array = _uncast(value, leaf)
+            if array.shape != value.shape or array.dtype != value.dtype:
+                fix = f": convert it to {value.dtype}" * (array.shape == value.shape)
+                raise DrjaxValueError(
+                    f"its {value.name} is {array.dtype}{[*array.shape]}, but the plan "
+                    f"is for {value.dtype}{[*value.shape]}{fix}"
+                )
+            found.append(np.asarray(to_raw(array)))
+        return found
+
+
+def _uncast(value: Value, leaf: Any) -> Any:
+    """A leaf of a group as an array: numpy's in its own dtype, whatever JAX has."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(leaf)
+    try:
+        return as_array(leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+        text = f"its {value.name} is {leaf!r:.60}, which is no array: {error}"
+        raise DrjaxTypeError(text) from error
+
+
+def as_array(x: Any) -> Any:
+    """A leaf as an array, in the dtype that JAX would give it; numpy's stay numpy's."""
+    if isinstance(x, Lazy):
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+    return jax.numpy.asarray(x)
+
+
+def inputs(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
+    """The inputs of a plan as raw numpy arrays, rows along axis 0, or `Lazy`."""
+    numbers = plan.in_tree.unflatten(range(len(plan.inputs)))
+    args = tuple(
+        _lazy(plan, a, numbers[0][i] if i < len(numbers[0]) else None)
+        for i, a in enumerate(args)
+    )
+    kwargs = {k: _lazy(plan, a, numbers[1].get(k)) for k, a in kwargs.items()}
+    found = []
+    for value, x in zip(
+        plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
+    ):
+        if not isinstance(x, Lazy):
+            x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
+            x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
+        found.append(x)
+    return found
+
+
+def _lazy(plan: Plan, x: Any, numbers: Any) -> Any:
+    if not isinstance(x, Groups) or numbers is None:
+        return x
+    indices, tree = jax.tree_util.tree_flatten(numbers)
+    values = [plan.inputs[i] for i in indices]
+    for value in values:
+        if not value.partitioned:
+            raise DrjaxTypeError(
+                f"{plan.name} takes {value.name} as a global value, got Groups for it."
+            )
+    source = Source(x, tree, values, plan.size)
+    leaves = [Lazy(source, i, v, plan.size) for i, v in enumerate(values)]
+    return tree.unflatten(leaves)
+
+
+def empty_rows(value: Value, n: int) -> np.ndarray:
+    """Rows that no group has given: NaN, or zero for what is no float."""
+    raw = raw_type(value)
+    inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
+    return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
+
+
+def survivors(value: Value, rows: Any, alive: np.ndarray) -> np.ndarray:
+    """Rows along axis 0, empty for groups that take no part any more."""
+    rows = rows.whole() if isinstance(rows, Lazy) else rows
+    if alive.all():
+        return rows
+    rows = np.array(rows)
+    rows[~alive] = empty_rows(value, 1)[0]
+    return rows

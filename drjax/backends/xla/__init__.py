@@ -1,0 +1,5 @@
+"""The XLA backend: a plan as one JAX function, in streaming form."""
+
+from drjax.backends.xla.compile_plan import compile as compile
+from drjax.backends.xla.compile_plan import on_mesh as on_mesh
+from drjax.backends.xla.compile_plan import run_flat as run_flat

@@ -1,0 +1,226 @@
+"""A round's work on one device, for the XLA backend: its groups, chunk by chunk."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from drjax import _compat
+from drjax._plan_file.exported_stage import run_batch
+from drjax._primitives.collectives import LOW_PRECISION, psum
+from drjax._primitives.contract_groups import row_sums
+from drjax._primitives.extrema import across_devices
+from drjax._primitives.reduce_ops import (
+    Running,
+    accumulator,
+    identity,
+    is_compensated,
+    partial,
+)
+from drjax._sharding.eval_on_mesh import evaluate_on_mesh
+from drjax._sharding.layout import Layout, vary
+from drjax._sharding.padding import (
+    for_real_groups,
+    like_nothing,
+    own_numbers,
+    own_rows,
+    unless_empty,
+)
+from drjax.plan import Reduce
+
+
+class LocalWork:
+    """A round's work on one device: its groups, chunk by chunk."""
+
+    def __init__(self, where: Layout, stage, sums: list[Reduce], kept, shared: list):
+        self.where, self.stage, self.sums, self.kept = where, stage, sums, kept
+        self.shared = shared
+        names = [v.name for v in stage.outputs]
+        self._sources = [names.index(r.source.name) for r in sums]
+        self._kept = [names.index(v.name) for v in kept]
+        self._effects = stage.forms is None and _compat.effects_of(stage.jaxpr)
+
+    def run(self, first, rows: list, step: int | None) -> tuple[list, list]:
+        """The device's sums, and the rows to keep; `first`: the number of its first."""
+        where = self.where
+        work = lambda: self._run(first, rows, step)
+
+        def nothing():
+            totals, kept = jax.eval_shape(work)
+            fills = [identity(r.op, r.source.dtype) for r in self.sums]
+            pairs = zip(totals, fills, strict=True)
+            totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
+            vary_all = lambda x: vary(x, where.axes)
+            return jax.tree.map(vary_all, (totals, like_nothing(kept)))
+
+        if self._effects:
+            return work()  # which knows for which groups
+        return unless_empty(where, first, work, nothing)
+
+    def _run(self, first, rows: list, step: int | None) -> tuple[list, list]:
+        count = self.where.per_device
+        step = count if step is None else max(1, min(step, count))
+        steps, rest = divmod(count, step)
+        if steps == 1 and not rest:
+            numbers = first + lax.iota(jnp.int32, count)
+            own = [own_rows(self.where, numbers, x, x[:1]) for x in rows]
+            return self._chunk(first, numbers, own, self.where.few, alone=True)
+
+        def chunk(start, size: int) -> tuple:
+            # The rows are closed over and sliced: given as what the scan goes over,
+            # some versions of the compiler copy them first. Numbers are counted, as an
+            # array of all would be of size n.
+            take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
+            numbers = first + start + lax.iota(jnp.int32, size)
+            own = [own_rows(self.where, numbers, take(x, start), x[:1]) for x in rows]
+            few = self.where.few
+            few = few % step if size == step else max(0, few - steps * step)
+            return self._chunk(first, numbers, own, few)
+
+        def advance(totals, start, size: int = step):
+            new, kept = chunk(start, size)
+            pairs = zip(totals, new, strict=True)
+            return [total.add(x) for total, x in pairs], kept
+
+        def at(carry, _):
+            i, totals = carry
+            totals, kept = advance(totals, i * step)
+            return (i + 1, totals), kept
+
+        init = jnp.int32(0), self._empty(lambda: chunk(jnp.int32(0), step), steps)
+        (_, totals), kept = lax.scan(at, init, length=steps)
+        kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
+        if rest:
+            totals, last = advance(totals, jnp.int32(steps * step), rest)
+            kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
+        return [total.value for total in totals], kept
+
+    def _chunk(
+        self, first, numbers, rows: list, few: int, alone: bool = False
+    ) -> tuple[list, list]:
+        """The groups of a chunk: what they sum up to, and their rows to keep.
+
+        Args:
+          first: The number of the device's first group.
+          numbers: Those of the chunk's slots.
+          rows: What they hold of each partitioned input.
+          few: How many of the slots are groups, where some are padding.
+          alone: Whether this is the only chunk.
+        """
+        args: list = [own_numbers(self.where, numbers, first)]
+        others, shared = iter(rows), iter(self.shared)
+        for value in self.stage.inputs:
+            args.append(next(others) if value.partitioned else next(shared))
+        if self.stage.forms is not None:
+            mask = jnp.ones(numbers.shape, bool)
+            if self.where.uneven:
+                mask = self.where.mask_padding(mask, numbers, False)
+            return run_batch(self.stage, self.kept, mask, args[0], args[1:])
+        count = numbers.shape[0]
+        by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
+        one = lambda *xs: call(self.stage, xs)
+        if self.where.uneven and self._effects:
+            run = lambda count: _over_rows(one, count, by_rows)
+            outs = for_real_groups(self.where, numbers, few, run, args, by_rows)
+        else:
+            outs = _over_rows(one, count, by_rows)(*args)
+        # In a loop the summands of one chunk take little memory: there it is slower.
+        summed = self._summed(count, by_rows, args) if alone else {}
+        totals = [
+            summed[i] if i in summed else self._reduce(reduce, outs[i], numbers)
+            for reduce, i in zip(self.sums, self._sources, strict=True)
+        ]
+        return totals, [outs[i] for i in self._kept]
+
+    def _summed(self, count: int, by_rows: list[bool], args: list) -> dict[int, Any]:
+        """The sums that are better made within the map; see `contract_groups.py`."""
+        if count == 1 or self.where.uneven:
+            return {}
+        sums = row_sums(self.stage.jaxpr)
+        if not sums.indices:
+            return {}
+        used = [i for i, u in enumerate(sums.used) if u]
+        rows = [by_rows[i] for i in used]
+        over_rows = lambda fn: _over_rows(fn, count, rows)
+        totals = sums(count, over_rows, [args[i] for i in used])
+        ops = dict(zip(self._sources, (r.op for r in self.sums), strict=True))
+        found = zip(sums.indices, totals, strict=True)
+        return {i: total for i, total in found if ops.get(i) in ("sum", "mean")}
+
+    def _reduce(self, reduce: Reduce, x, numbers):
+        if self.where.uneven:
+            fill = identity(reduce.op, x.dtype)
+            x = self.where.mask_padding(x, numbers, fill)
+        return partial(reduce.op, x)
+
+    def _empty(self, chunk: Callable[[], tuple], steps: int) -> list[Running]:
+        """What the accumulators start from."""
+        shardings: list[Any] = [None] * len(self.sums)
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
+        found = []
+        for reduce, sharding in zip(self.sums, shardings, strict=True):
+            source, dtype = reduce.source, sum_dtype(reduce)
+
+            def full(fill, source=source, dtype=dtype, sharding=sharding):
+                x = lax.full(source.shape, fill, dtype, sharding=sharding)
+                return vary(x, self.where.axes)
+
+            start = full(identity(reduce.op, source.dtype))
+            compensated = is_compensated(reduce, steps)
+            found.append(Running(reduce.op, start, full(0) if compensated else None))
+        return found
+
+
+def sum_dtype(reduce: Reduce):
+    """The dtype of a device's running sum, or extremum."""
+    dtype = reduce.source.dtype
+    return dtype if reduce.op in ("max", "min") else accumulator(dtype)
+
+
+def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
+    """From the sums of a device to those of all."""
+    n, found = where.partition.size, list(totals)
+    for i, reduce in enumerate(sums):
+        if reduce.op == "mean" and reduce.source.dtype in LOW_PRECISION:
+            found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
+        found[i] = found[i].astype(reduce.source.dtype)
+    axes = where.axes
+    if axes:
+        for i, reduce in enumerate(sums):
+            if reduce.op in ("max", "min"):
+                found[i] = across_devices(found[i], axes, reduce.op == "max")
+        at = [i for i, r in enumerate(sums) if r.op in ("sum", "mean")]
+        if at:  # one psum for all
+            summed = psum(where, *(found[i] for i in at))
+            for i, x in zip(at, summed, strict=True):
+                found[i] = x
+    for i, reduce in enumerate(sums):
+        if reduce.op == "mean" and reduce.source.dtype not in LOW_PRECISION:
+            found[i] = found[i] / n
+    return found
+
+
+def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:
+    """`fn` of one group, for `count` groups: of one without a batch dimension."""
+    if count > 1:
+        return jax.vmap(fn, [0 if p else None for p in by_rows], axis_size=count)
+
+    def only(*args):
+        outs = fn(*(x[0] if p else x for x, p in zip(args, by_rows, strict=True)))
+        return [y[None] for y in outs]
+
+    return only
+
+
+def call(stage, args) -> list:
+    """The outputs of a stage, as arrays: what is constant is a number in a jaxpr."""
+    outs = evaluate_on_mesh(stage.jaxpr, args)
+    return [
+        y if isinstance(y, jax.Array) else jnp.asarray(y, value.dtype)
+        for y, value in zip(outs, stage.outputs, strict=True)
+    ]

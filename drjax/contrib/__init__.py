@@ -1,0 +1,5 @@
+"""Exports to other systems. They may change between versions."""
+
+from drjax.contrib.federated_language import (
+    export_federated_language as export_federated_language,
+)

@@ -1,0 +1,217 @@
+"""A plan as a computation of federated-language: for systems that read that format.
+
+Only an export: federated-language has types, building blocks and protos, and no engine.
+"""
+
+import functools
+import importlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._jaxprs.prng_keys import raw_type
+from drjax._plan_file.load import unpacked
+from drjax._plan_file.save import packed
+from drjax._plan_file.stage_features import opened
+from drjax.backends.engine.extras import needed
+from drjax.plan import Plan, Reduce, Round, Stage, Value
+
+
+def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
+    """A plan as a building block of `federated_language`.
+
+    Global values are at the server and partitioned ones at the clients; rounds become
+    `federated_broadcast`, `federated_map` and `federated_sum`, `_mean`, `_max` or
+    `_min`. Each stage is an `Xla` computation that holds StableHLO: its `hlo_module` is
+    a `google.protobuf.BytesValue` with a portable artifact, as
+    `jaxlib.mlir.dialects.stablehlo.deserialize_portable_artifact` reads it. Parameters
+    and results are the leaves of the planned function's arguments and results, by name;
+    random keys as raw data.
+
+    Args:
+      plan: A plan without loops, whose rounds gather and scatter nothing.
+      platform: That for which stages are lowered.
+
+    Returns:
+      A `federated_language.framework.Lambda`; `.to_proto()` and
+      `.formatted_representation()` are what others read. Where a stage asks for
+      `drjax.partition_index()`, there is one more parameter, `group`, int32 at the
+      clients: the number of each.
+
+    Raises:
+      EngineError: federated-language is not installed.
+      DrjaxValueError: The plan has loops, gathers or scatters.
+      DrjaxTypeError: federated-language has no such dtype.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+      >>> plan = drjax.make_plan(mean)(jnp.zeros(4))
+      >>> print(drjax.export_federated_language(plan).type_signature)
+      (<x={float32}@CLIENTS> -> <result=float32@SERVER>)
+    """
+    return _Export(plan, platform).computation()
+
+
+class _Export:
+    """One export; values are those of federated-language, by their names."""
+
+    def __init__(self, plan: Plan, platform: str):
+        self.fl = needed(
+            "federated_language", "federated-language", "export_federated_language"
+        )
+        self.platform = platform
+        self.plan = unpacked(
+            Path(f"{plan.name}.drjax"), packed(plan), custom_calls=None
+        )
+        for a_round in plan.rounds:
+            _check(plan, a_round)
+
+    def computation(self) -> Any:
+        fl, plan = self.fl, self.plan
+        parameters = [(v.name, self._placed(v)) for v in plan.inputs]
+        numbered = any(_uses_number(r.local) for r in plan.rounds)
+        if numbered:
+            group = fl.FederatedType(np.int32, fl.CLIENTS)
+            parameters.append(("group", group))
+
+        @fl.federated_computation(fl.StructType(parameters))
+        def run(given):
+            values = {v.name: given[i] for i, v in enumerate(plan.inputs)}
+            values[_NUMBER] = given[len(plan.inputs)] if numbered else None
+            for a_round in plan.rounds:
+                self._stage(a_round.server, values, fl.SERVER)
+                self._stage(a_round.local, values, fl.CLIENTS)
+                for reduce in a_round.reduces:
+                    values[reduce.result.name] = self._reduced(reduce, values)
+            self._stage(plan.server, values, fl.SERVER)
+            return OrderedDict((v.name, values[v.name]) for v in plan.outputs)
+
+        return run.to_building_block()
+
+    def _tensor(self, value: Value) -> Any:
+        raw = raw_type(value)
+        if not self.fl.is_valid_dtype(raw.dtype.type):
+            raise DrjaxTypeError(
+                f"federated-language has no {raw.dtype}, the dtype of {value.name} in "
+                f"{self.plan.name}."
+            )
+        return self.fl.TensorType(raw.dtype.type, raw.shape)
+
+    def _placed(self, value: Value) -> Any:
+        fl = self.fl
+        place = fl.CLIENTS if value.partitioned else fl.SERVER
+        return fl.FederatedType(self._tensor(value), place)
+
+    def _reduced(self, reduce: Reduce, values: dict[str, Any]) -> Any:
+        intrinsic = getattr(self.fl, f"federated_{reduce.op}")
+        return intrinsic(values[reduce.source.name])
+
+    def _stage(self, stage: Stage, values: dict[str, Any], place: Any) -> None:
+        """Add what a stage makes to the values."""
+        if stage.forms is None:
+            return
+        fl, given = self.fl, []
+        if place is fl.CLIENTS and _uses_number(stage):
+            given.append(values[_NUMBER])
+        for value in stage.inputs:
+            x = values[value.name]
+            sent = place is fl.CLIENTS and not value.partitioned
+            given.append(fl.federated_broadcast(x) if sent else x)
+        work = self._work(stage, place is fl.CLIENTS)
+        if given:
+            made = fl.federated_map(work, fl.federated_zip(given))
+        else:
+            made = fl.federated_eval(work, place)
+        values.update((v.name, made[i]) for i, v in enumerate(stage.outputs))
+
+    def _work(self, stage: Stage, local: bool) -> Any:
+        """A stage as a computation: its StableHLO for one platform."""
+        fl, pb = self.fl, importlib.import_module(_PROTOS)
+        protobuf = lambda x: importlib.import_module(f"google.protobuf.{x}_pb2")
+        call, consts = stage.forms.one.function.call, stage.forms.consts
+        numbered = local and _uses_number(stage)
+        types = [jax.ShapeDtypeStruct((), np.int32)] if numbered else []
+        types += [raw_type(v) for v in stage.inputs]
+
+        def run(*args):
+            given = args if numbered or not local else (np.int32(0), *args)
+            return call(*consts, *given)
+
+        lowered = export.export(
+            jax.jit(run, keep_unused=True), platforms=[self.platform]
+        )(*types)
+        takes = [fl.TensorType(np.dtype(t.dtype).type, t.shape) for t in types]
+        gives = [self._tensor(v) for v in stage.outputs]
+        function = fl.FunctionType(
+            fl.StructType([(None, t) for t in takes]) if takes else None,
+            fl.StructType([(None, t) for t in gives]),
+        )
+        code = protobuf("any").Any()
+        code.Pack(protobuf("wrappers").BytesValue(value=lowered.mlir_module_serialized))
+        bind = lambda indices: pb.Xla.Binding(struct=pb.Xla.StructBinding(element=[
+            pb.Xla.Binding(tensor=pb.Xla.TensorBinding(index=i)) for i in indices
+        ]))  # fmt: skip
+        return fl.framework.ConcreteComputation(
+            computation_proto=pb.Computation(
+                type=function.to_proto(),
+                xla=pb.Xla(
+                    hlo_module=code,
+                    parameter=bind(range(len(takes))) if takes else None,
+                    result=bind(range(len(gives))),
+                ),
+            ),
+            context_stack=fl.framework.get_context_stack(),
+            annotated_type=function,
+        )
+
+
+_PROTOS = "federated_language.proto.computation_pb2"
+_NUMBER = "the number of the client"
+
+
+def _uses_number(stage: Stage) -> bool:
+    """Whether the work of a group depends on its number."""
+    if stage.forms is None:
+        return False
+    return _uses_argument(stage.forms.one.stablehlo, len(stage.inputs) + 1)
+
+
+@functools.cache
+def _uses_argument(code: bytes, from_last: int) -> bool:
+    with opened(code) as module:
+        functions = {f.name.value: f for f in module.body.operations}
+        arguments = functions["main"].arguments
+        return _used(arguments[len(arguments) - from_last], functions)
+
+
+def _used(argument: Any, functions: dict[str, Any]) -> bool:
+    """Whether anything but unused arguments of functions uses a value."""
+    for use in argument.uses:
+        call = use.owner
+        if call.name != "func.call":
+            return True
+        callee = functions[call.attributes["callee"].value]
+        if _used(callee.arguments[use.operand_number], functions):
+            return True
+    return False
+
+
+def _check(plan: Plan, a_round: Round) -> None:
+    """Refuse what federated-language cannot say."""
+    what = None
+    if a_round.loops:
+        what = f"a loop, {a_round.loops[0].name}: export the plan of one round"
+    elif a_round.scatter:
+        what = f"a row of {a_round.scatter[0][0].name} for each group: give it to them"
+    elif any(reduce.op == "gather" for reduce in a_round.reduces):
+        what = "the rows of all groups in one place"
+    if what is not None:
+        raise DrjaxValueError(
+            f"federated-language cannot say what {plan.name} has: {what}."
+        )
