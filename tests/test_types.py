@@ -17,7 +17,8 @@ import drjax
 from drjax import _compat
 from drjax._primitives import collectives, extrema, map_fn, partition_index
 from drjax._primitives.map_fn import trace_group
-from drjax._sharding.layout import as_operand, find_mesh, layout
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import find_mesh, layout
 from tests.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 MESHES = {

@@ -24,7 +24,8 @@ from drjax._errors import DrjaxTypeError
 from drjax._partition import Partition, as_partition
 from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
 from drjax._primitives.partition_index import partition_index_p
-from drjax._sharding.layout import as_operand, host_sharding, layout
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import host_sharding, layout
 
 
 def broadcast(

@@ -24,7 +24,8 @@ from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.collectives import broadcast_p, reduce_mean_p, reduce_sum_p
 from drjax._primitives.extrema import reduce_max_p, reduce_min_p
 from drjax._primitives.partition_index import partition_index_p
-from drjax._sharding.layout import as_operand, layout
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import layout
 
 
 def reduce_sum(

@@ -8,7 +8,8 @@ import jax
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten_partitioned
 from drjax._context import resolve_partition
-from drjax._sharding.layout import as_operand, find_mesh, layout
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import find_mesh, layout
 
 PyTree = Any
 MeshLike = jax.sharding.Mesh | jax.sharding.AbstractMesh | None

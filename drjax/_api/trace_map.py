@@ -22,7 +22,8 @@ from drjax._api.validate import as_array
 from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
 from drjax._primitives.map_fn import for_groups, map_fn_p, trace_group
-from drjax._sharding.layout import as_operand, layout
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import layout
 
 
 def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):

@@ -8,17 +8,14 @@ import jax
 import numpy as np
 from jax._src import core, dtypes
 
-from drjax import _compat
-from drjax._compat import (
+from drjax._compat.jax_types import (
     JAXPR_TYPES,
+    MERGED,
     Jaxpr,
     ShapedArray,
-    jaxpr_consts,
-    open_jaxpr,
     weakref_lru_cache,
 )
-
-_MERGED = _compat._MERGED
+from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
 
 
 @contextlib.contextmanager
@@ -131,7 +128,7 @@ class _Retyped:
             debug_info=raw.debug_info,
         )
         consts = list(map(self._const, jaxpr_consts(jaxpr)))
-        if _MERGED:
+        if MERGED:
             return changed.with_consts(consts) if consts else changed
         return changed if jaxpr is raw else Jaxpr(changed, consts)
 

@@ -22,14 +22,9 @@ from jax.interpreters import ad
 from drjax import _compat
 from drjax._errors import MeshError
 from drjax._primitives import registration
-from drjax._sharding.layout import (
-    Layout,
-    global_aval,
-    layout,
-    on_devices,
-    partitioned_aval,
-    vary,
-)
+from drjax._sharding.avals import global_aval, partitioned_aval
+from drjax._sharding.execute import on_devices, vary
+from drjax._sharding.layout import Layout, layout
 
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 

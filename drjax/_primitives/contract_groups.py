@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._primitives.rbg_per_group import in_turn_p
-from drjax._sharding.layout import sharding_of_product
+from drjax._sharding.eval_on_mesh import sharding_of_product
 
 _THROUGH = (
     "neg", "transpose", "reshape", "squeeze", "broadcast_in_dim", "add", "add_any",

@@ -14,7 +14,9 @@ from jax.interpreters import ad
 from drjax._primitives import registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_rows
-from drjax._sharding.layout import global_aval, layout, on_devices, vary
+from drjax._sharding.avals import global_aval
+from drjax._sharding.execute import on_devices, vary
+from drjax._sharding.layout import layout
 
 reduce_max_p = registration.new_primitive("reduce_max")
 reduce_min_p = registration.new_primitive("reduce_min")

@@ -29,7 +29,9 @@ from drjax._primitives.collectives import (
 from drjax._primitives.contract_groups import row_sums
 from drjax._primitives.map_fn import execute_map, map_fn_p
 from drjax._primitives.map_lowering import inside, lowers_by_vmap, over_rows
-from drjax._sharding.layout import layout, on_devices, partitioned_aval, vary
+from drjax._sharding.avals import partitioned_aval
+from drjax._sharding.execute import on_devices, vary
+from drjax._sharding.layout import layout
 
 Operand = tuple[Any, Any]  # a lowered value and its type
 

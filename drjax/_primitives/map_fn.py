@@ -31,13 +31,8 @@ from drjax._context import enter_mapped
 from drjax._primitives import registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
-from drjax._sharding.layout import (
-    Layout,
-    axes_of_groups,
-    group_aval,
-    layout,
-    partitioned_aval,
-)
+from drjax._sharding.avals import group_aval, partitioned_aval
+from drjax._sharding.layout import Layout, axes_of_groups, layout
 
 map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
 

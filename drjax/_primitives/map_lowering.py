@@ -40,14 +40,8 @@ from drjax import _compat
 from drjax._compat import retype_mesh
 from drjax._primitives.partition_index import GroupAxis
 from drjax._primitives.rbg_per_group import in_turn
-from drjax._sharding.layout import (
-    Layout,
-    first_row_numbers,
-    on_all_devices,
-    on_devices,
-    other_axes,
-    vary,
-)
+from drjax._sharding.execute import first_row_numbers, on_all_devices, on_devices, vary
+from drjax._sharding.layout import Layout, other_axes
 from drjax._sharding.padding import (
     for_real_groups,
     like_nothing,

@@ -15,14 +15,9 @@ from jax.interpreters import batching
 
 from drjax._partition import Partition
 from drjax._primitives import registration
-from drjax._sharding.layout import (
-    all_row_numbers,
-    layout,
-    number_aval,
-    on_devices,
-    partitioned_aval,
-    vary,
-)
+from drjax._sharding.avals import number_aval, partitioned_aval
+from drjax._sharding.execute import all_row_numbers, on_devices, vary
+from drjax._sharding.layout import layout
 from drjax._sharding.padding import own_numbers
 
 partition_index_p = registration.new_primitive("partition_index")

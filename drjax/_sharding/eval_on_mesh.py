@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._jaxprs.eval_jaxpr import evaluate
-from drjax._sharding.layout import sharding_of_product
 
 
 def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
@@ -34,3 +35,16 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
 def _is_sharded(x: Any) -> bool:
     """Whether the type of a value says that it is sharded."""
     return any(part is not None for part in jax.typeof(x).sharding.spec)
+
+
+def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
+    """The sharding of a product, if both operands contract sharded dimensions."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    (left, right) = (jax.typeof(v).sharding for v in (x, y))
+    contracted = zip(lc, rc, strict=True)
+    if not any(left.spec[a] and right.spec[b] for a, b in contracted):
+        return None
+    parts = [left.spec[a] or right.spec[b] for a, b in zip(lb, rb, strict=True)]
+    parts += [s for d, s in enumerate(left.spec) if d not in (*lc, *lb)]
+    parts += [s for d, s in enumerate(right.spec) if d not in (*rc, *rb)]
+    return NamedSharding(left.mesh, P(*parts))

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from drjax._sharding.layout import Layout, vary
+from drjax._sharding.execute import vary
+from drjax._sharding.layout import Layout
 
 
 def own_numbers(where: Layout, numbers, first):

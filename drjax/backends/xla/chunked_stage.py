@@ -22,7 +22,8 @@ from drjax._primitives.reduce_ops import (
     partial,
 )
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
-from drjax._sharding.layout import Layout, vary
+from drjax._sharding.execute import vary
+from drjax._sharding.layout import Layout
 from drjax._sharding.padding import (
     for_real_groups,
     like_nothing,

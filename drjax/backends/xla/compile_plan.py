@@ -24,7 +24,8 @@ from drjax import _compat
 from drjax._errors import DrjaxValueError, PlanError
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.map_lowering import by_device, lowers_by_vmap, on_each
-from drjax._sharding.layout import Layout, as_operand, find_mesh, layout, on_devices
+from drjax._sharding.execute import as_operand, on_devices
+from drjax._sharding.layout import Layout, find_mesh, layout
 from drjax.backends.xla import step_size
 from drjax.backends.xla.chunked_stage import LocalWork, call, finish
 from drjax.backends.xla.reuse_accumulators import ending, finish_stacked

@@ -18,7 +18,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._sharding.layout import Layout, shard_map, vary
+from drjax._sharding.execute import shard_map, vary
+from drjax._sharding.layout import Layout
 from drjax.backends.xla.chunked_stage import finish, sum_dtype
 from drjax.plan import Plan, Reduce, Value
 

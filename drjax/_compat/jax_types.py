@@ -1,0 +1,21 @@
+"""JAX's own classes and functions, under names that no version changes."""
+
+from typing import Any
+
+import jax
+from jax._src import config, core, util
+from jax._src.interpreters import ad, batching
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
+Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+JAXPR_TYPES = (core.Jaxpr, Jaxpr)
+ShapedArray = core.ShapedArray
+UndefinedPrimal = ad.UndefinedPrimal
+Zero = ad.Zero
+cache = util.cache  # an LRU cache whose key includes JAX's whole trace context
+weakref_lru_cache = util.weakref_lru_cache
+jaxpr_as_fun = core.jaxpr_as_fun
+frames_in_locations = config.traceback_in_locations_limit  # a context of so many
+moveaxis = batching.moveaxis
+typeof = core.typeof

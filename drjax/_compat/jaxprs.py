@@ -1,0 +1,192 @@
+"""Tracing, and work on jaxprs and equations."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src import api_util, core, source_info_util
+from jax._src import linear_util as lu
+from jax._src.interpreters import ad, batching
+from jax._src.interpreters import partial_eval as pe
+
+from drjax._compat.jax_types import (
+    MERGED,
+    Jaxpr,
+    ShapedArray,
+    jaxpr_as_fun,
+    weakref_lru_cache,
+)
+
+
+def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
+    """Trace `fn(*avals)`; returns a closed jaxpr with the constants as first inputs.
+
+    Returns:
+      `(jaxpr, consts)`: `jaxpr` has no constants of its own; `consts` holds the
+      arrays and tracers that `fn` closed over, in the order of its first inputs.
+    """
+    # Without the names of the arguments: finding them costs as much as a small trace.
+    source = api_util.fun_sourceinfo(fn)
+    debug_info = core.DebugInfo(name, source, None, core.initial_result_paths)
+    fun = lu.wrap_init(fn, debug_info=debug_info)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(fun, avals)
+    if not MERGED:
+        jaxpr = Jaxpr(pe.convert_constvars_jaxpr(jaxpr), ())
+    return jaxpr, consts
+
+
+def open_jaxpr(jaxpr):
+    """The object that holds `.invars`, `.outvars` and `.eqns`."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def jaxpr_consts(jaxpr) -> Sequence[Any]:
+    """The arrays that a jaxpr holds."""
+    return getattr(jaxpr, "consts", ())
+
+
+@weakref_lru_cache
+def without_consts(jaxpr):
+    """`(jaxpr that takes its constants as first inputs, constants)`."""
+    consts = jaxpr_consts(jaxpr)
+    if not consts:
+        return jaxpr, ()
+    lifted = pe.convert_constvars_jaxpr(open_jaxpr(jaxpr))
+    return closed(lifted), tuple(consts)
+
+
+def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
+    """`(smaller jaxpr, which inputs it still uses)`, cached."""
+    new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
+    return (new if MERGED else pe.close_jaxpr(new)), used
+
+
+def without_dead_code(jaxpr):
+    """The jaxpr with the same inputs and results, and only the work they need."""
+    new, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
+    return new if MERGED else Jaxpr(new, jaxpr.consts)
+
+
+def backward_pass(jaxpr, args, cts):
+    """Cotangents of the inputs of a linear jaxpr that are `UndefinedPrimal`."""
+    return ad.backward_pass(jaxpr.jaxpr, False, jaxpr.consts, args, cts)
+
+
+def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
+    """`(jaxpr of primals and nonzero tangents, which output tangents are nonzero)`."""
+    return ad.jvp_jaxpr(jaxpr, list(nonzeros), False)
+
+
+def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
+    """Split a jaxpr into a part that computes and a part that is linear.
+
+    Returns:
+      `(primal jaxpr, number of flat residuals, which output tangents are nonzero, for
+      each residual of the tangent jaxpr the input that it is or None, tangent jaxpr)`.
+      The primal jaxpr returns its results, the flat residuals that are not inputs,
+      and (from 0.11 on) the structured residuals. The tangent jaxpr takes all flat
+      residuals, the nonzero tangents, and the structured residuals.
+    """
+    split: Any = ad.linearize_jaxpr(jaxpr, tuple(nonzeros), is_vjp=is_vjp)
+    primal, out, nzs_out, forwarded, tangent = split
+    n_flat = len(out.unpack()[1]) if MERGED else out
+    return primal, n_flat, nzs_out, forwarded, tangent
+
+
+def batch_jaxpr(jaxpr, axis_data, in_axes):
+    return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
+
+
+def effects_of(jaxpr) -> frozenset:
+    """What a jaxpr does to others, which mutable arrays of its own are not."""
+    return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
+
+
+def new_eqn(eqn, invars, outvars, params, effects):
+    return eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects)
+
+
+def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
+    """`(known jaxpr, unknown jaxpr, which outputs are unknown, residual types)`.
+
+    The known jaxpr returns its outputs and then the residuals; the unknown jaxpr
+    takes the residuals and then the unknown inputs.
+    """
+    return pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown_in), instantiate=False)
+
+
+def jaxprs_in(params) -> list:
+    """The jaxprs among an equation's parameters."""
+    return list(core.jaxprs_in_params(params))
+
+
+@weakref_lru_cache
+def is_bound_to_devices(jaxpr) -> bool:
+    """Whether a jaxpr names devices or a layout on them, at any depth."""
+    return holds(jaxpr, ("sharding_constraint", "shard_map"))
+
+
+def holds(jaxpr, names: tuple[str, ...]) -> bool:
+    """Whether a jaxpr holds an equation of one of these primitives, at any depth."""
+    return any(
+        eqn.primitive.name in names
+        or any(holds(inner, names) for inner in jaxprs_in(eqn.params))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
+def bind_equation(eqn, operands, **params) -> list:
+    """Bind an equation again, from the same source line; `params` replace its own."""
+    bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
+    with source_info_util.user_context(eqn.source_info.traceback):
+        outs = eqn.primitive.bind(*operands, **bind_params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def select_outputs(jaxpr, outvars: list):
+    """`(function that returns these variables of a closed jaxpr, inputs it takes)`."""
+    raw = open_jaxpr(jaxpr)
+    debug_info = raw.debug_info.with_unknown_names()
+    changed = raw.replace(outvars=outvars, debug_info=debug_info)
+    changed = changed if MERGED else pe.close_jaxpr(changed)
+    live, used = dce_jaxpr(changed, [True] * len(outvars))
+    return jaxpr_as_fun(live), used
+
+
+def new_var(aval):
+    """A fresh variable for a jaxpr."""
+    return core.Var(aval)
+
+
+def stacked_aval(aval, length: int):
+    """The type of a stack of so many values."""
+    return ShapedArray((length, *aval.shape), aval.dtype, aval.weak_type)
+
+
+def user_frames(eqn):
+    """The user's lines of which an equation is a part, from the innermost."""
+    return source_info_util.user_frames(eqn.source_info.traceback)
+
+
+def closed(jaxpr):
+    """`jaxpr` as a closed jaxpr."""
+    return jaxpr if isinstance(jaxpr, Jaxpr) else Jaxpr(jaxpr, ())
+
+
+def scan_sizes(eqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "sizes" in eqn.params:  # rewritten by the interpreter
+        return eqn.params["sizes"]
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    groups = eqn.params["ft_in"].update([0] * len(eqn.invars)).unpack()
+    consts, carry, _ = map(list, groups)
+    return len(consts), len(carry)
+
+
+def with_equations(jaxpr, eqns: list):
+    """A jaxpr with other equations."""
+    raw = open_jaxpr(jaxpr)
+    changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
+    if MERGED:
+        return changed.with_consts(consts) if (consts := jaxpr.consts) else changed
+    return changed if jaxpr is raw else Jaxpr(changed, jaxpr.consts)

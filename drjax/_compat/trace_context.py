@@ -1,0 +1,62 @@
+"""What surrounds a trace: meshes, and the check of varying manual axes."""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import config, core, mesh
+
+
+def check_vma() -> bool:
+    """Whether the code being traced stands in a `shard_map(check_vma=True)`."""
+    return config._check_vma.value
+
+
+def disable_jit() -> bool:
+    return config.disable_jit.value
+
+
+def is_concrete(x: Any) -> bool:
+    return core.is_concrete(x)
+
+
+def under_trace() -> bool:
+    """Whether a transformation or jit is active, so that binds are not eager."""
+    return not isinstance(core.trace_ctx.trace, core.EvalTrace)
+
+
+def legacy_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of a surrounding `with mesh:` block, if any."""
+    physical = mesh.thread_resources.env.physical_mesh
+    return None if physical.empty else physical
+
+
+def concrete_mesh() -> jax.sharding.Mesh:
+    """The mesh that `jax.set_mesh` set, with its devices, also while tracing."""
+    return mesh.get_concrete_mesh()
+
+
+def group_aval(aval, shape, sharding, varying):
+    """`aval` with another shape, sharding, and set of varying manual axes."""
+    mat = aval.manual_axis_type.update(varying=frozenset(varying))
+    return aval.update(shape=shape, sharding=sharding, manual_axis_type=mat)
+
+
+def varying(aval) -> frozenset[str]:
+    """The manual mesh axes over which a value of this type differs."""
+    return aval.manual_axis_type.varying
+
+
+@contextlib.contextmanager
+def without_mesh():
+    """A context with no mesh at all, neither set nor of a `with mesh:` block."""
+    resources, legacy = mesh.thread_resources, config.mesh_context_manager
+    env, entered = resources.env, legacy.swap_local(())
+    resources.env = env.with_mesh(mesh.Mesh(np.empty((), object), ()))
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            yield
+    finally:
+        resources.env = env
+        legacy.set_local(entered)

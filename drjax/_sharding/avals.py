@@ -1,0 +1,73 @@
+"""Types of global and partitioned values, on meshes with Explicit and Manual axes."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drjax import _compat
+from drjax._partition import Partition
+from drjax._sharding.layout import Layout
+
+
+def _without(spec_entry, axes):
+    if spec_entry is None or spec_entry is P.UNCONSTRAINED:
+        return None
+    entry = spec_entry if isinstance(spec_entry, tuple) else (spec_entry,)
+    left = tuple(a for a in entry if a not in axes)
+    return left[0] if len(left) == 1 else left or None
+
+
+def inner_spec(aval, layout: Layout, skip: int):
+    spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
+    return [_without(entry, layout.axes) for entry in spec[skip:]]
+
+
+def _typed(aval, layout, mesh, shape, spec, varying):
+    if layout.mesh is None:  # keep the operand's own mesh, if it has one
+        mesh = aval.sharding.mesh
+    sharding = NamedSharding(mesh, P(*spec))
+    return _compat.group_aval(aval, shape, sharding, varying)
+
+
+@_compat.cache()
+def partitioned_aval(aval, layout: Layout):
+    """Type of `[rows, *s]` from the type of a global or per-group `[*s]`."""
+    varying = _compat.varying(aval) - set(layout.axes)
+    if layout.manual and _compat.check_vma():
+        varying |= set(layout.axes)
+    return _typed(
+        aval, layout, layout.abstract_mesh, (layout.rows, *aval.shape),
+        (layout.spec_entry, *inner_spec(aval, layout, 0)), varying,
+    )  # fmt: skip
+
+
+@_compat.cache()
+def global_aval(aval, layout: Layout):
+    """Type of `[*s]` from the type of a partitioned `[rows, *s]`."""
+    return _typed(
+        aval, layout, layout.abstract_mesh, aval.shape[1:],
+        inner_spec(aval, layout, 1), _compat.varying(aval) - set(layout.axes),
+    )  # fmt: skip
+
+
+@_compat.cache()
+def group_aval(aval, layout: Layout):
+    """Type of one group's `[*s]` from the type of a partitioned `[rows, *s]`."""
+    varying = _compat.varying(aval)
+    if layout.manual and _compat.check_vma():
+        varying |= set(layout.axes)
+    return _typed(
+        aval, layout, layout.abstract_mesh, aval.shape[1:],
+        inner_spec(aval, layout, 1), varying,
+    )  # fmt: skip
+
+
+def number_aval(partition: Partition | None):
+    """Type of an int32 scalar; if of a partition, the number of one of its groups."""
+    mesh = jax.sharding.get_abstract_mesh()
+    scalar = _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    if partition is None or not _compat.check_vma():
+        return scalar
+    manual = set(partition.mesh_axes) & set(mesh.manual_axes)
+    return _compat.group_aval(scalar, (), scalar.sharding, manual)

@@ -1,0 +1,167 @@
+"""Running a function of one device's rows on all devices.
+
+Input: a function of the k rows that a device holds, and operands for the whole
+partition. Output: its results for the whole partition, or one for each device.
+
+`on_devices` runs it as it stands (local and manual layouts), or inside a `shard_map`
+over the partition's axes with varying-manual-axes checking (sharded ones).
+`on_all_devices` leaves the distribution to the compiler.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drjax import _compat
+from drjax._sharding.avals import inner_spec
+from drjax._sharding.layout import Layout
+
+
+def on_devices(
+    layout: Layout,
+    body: Callable[..., Sequence[Any]],
+    args: Sequence[Any],
+    partitioned_in: Sequence[bool],
+    partitioned_out: Sequence[bool],
+    check_vma: bool = True,
+    numbered: bool = False,
+    first: bool = False,
+) -> list[Any]:
+    """Run `body` on each device's rows; `body` takes and returns a flat sequence.
+
+    With `numbered`, `body` takes as last argument the numbers of its rows, int32 [k];
+    with `first`, that of the first one, int32 [1].
+    """
+    if not layout.sharded:
+        last = [layout.row_numbers()] if numbered or first else []
+        return list(body(*args, *(x[:1] if first else x for x in last)))
+    args = [
+        _pad_rows(as_operand(x, layout, p), layout) if p else x
+        for x, p in zip(args, partitioned_in, strict=True)
+    ]
+    if numbered or first:  # an operand: lax.axis_index costs a nested shard_map each
+        numbers = first_row_numbers(layout) if first else all_row_numbers(layout)
+        args.append(numbers)
+        partitioned_in = (*partitioned_in, True)
+    in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
+    out_specs = tuple(P(layout.axes) if p else P() for p in partitioned_out)
+    run = lambda *xs: tuple(body(*xs))
+    outs = shard_map(layout, run, in_specs, out_specs, check_vma)(*args)
+    n = layout.partition.size  # what has fewer rows has one for each device
+    return [
+        lax.slice_in_dim(y, 0, n) if p and y.shape[0] > n else y
+        for y, p in zip(outs, partitioned_out, strict=True)
+    ]
+
+
+def on_all_devices(
+    layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
+) -> list[Any]:
+    """Run `run`, which the compiler partitions, on the rows of all devices at once.
+
+    Args:
+      layout: A sharded layout.
+      run: From operands, padded to k * m rows, to partitioned results.
+      args: The operands.
+      partitioned_in: Which of them are partitioned.
+    """
+    n = layout.partition.size
+
+    def operand(x):
+        padded = _laid_out(_pad_rows(as_operand(x, layout, True), layout), layout)
+        if not layout.uneven:
+            return padded
+        real = lax.iota(jnp.int32, layout.padded) < n  # the others hold group 0's row
+        real = lax.broadcast_in_dim(real, padded.shape, (0,))
+        return _laid_out(jnp.where(real, padded, padded[:1]), layout)
+
+    pairs = zip(args, partitioned_in, strict=True)
+    args = [operand(x) if p else x for x, p in pairs]
+    # What has fewer rows has one for each device.
+    outs = [_laid_out(y, layout) for y in run(*args)]
+    return [lax.slice_in_dim(y, 0, n) if y.shape[0] > n else y for y in outs]
+
+
+def all_row_numbers(layout: Layout):
+    """int32 [k * m]: the numbers of all rows, laid out over the partition's axes."""
+    return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
+
+
+def first_row_numbers(layout: Layout):
+    """int32 [m]: the number of each device's first row, laid out over the axes."""
+    numbers = lax.iota(jnp.int32, layout.devices) * layout.per_device
+    return as_operand(numbers, layout, True)
+
+
+def _laid_out(x, layout: Layout):
+    """Padded rows, laid out over the partition's axes; Explicit ones are in types."""
+    if layout.spec_entry is not None:
+        return x
+    assert layout.mesh is not None
+    spec = P(layout.axes, *[P.UNCONSTRAINED] * (x.ndim - 1))
+    return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+
+
+def shard_map(
+    layout: Layout, fn: Callable, in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable:
+    """`jax.shard_map` over the partition's axes only."""
+    mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
+    return jax.shard_map(
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+        axis_names=set(layout.axes), check_vma=check_vma,
+    )  # fmt: skip
+
+
+def vary(x, axes):
+    """`pcast(x, to="varying")` over those of `axes` on which `x` does not vary yet.
+
+    This is pbroadcast, the twin of psum under transposition: it costs no
+    communication (JAX note 17111, "Efficient transposition of replication-inducing
+    collectives").
+    """
+    if not _compat.check_vma():
+        return x
+    missing = tuple(a for a in axes if a not in _compat.varying(_compat.typeof(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def as_operand(x, layout: Layout, partitioned: bool):
+    """`x` with the type that a primitive's operand needs, and visible on the mesh.
+
+    Resharding on Explicit axes here, outside the primitive, lets JAX transpose it: a
+    global array used as a partitioned one gets its cotangent back as a global array.
+    For a concrete mesh that is not in JAX's context, a constraint that says nothing
+    else tells the surrounding jit which devices it runs on; it does not look into our
+    primitives for that.
+    """
+    mesh, aval = layout.mesh, _compat.typeof(x)
+    if mesh is None or not layout.sharded:
+        return x
+    auto = AxisType.Auto in mesh.axis_types
+    if isinstance(mesh, Mesh) and _compat.under_trace():
+        if auto or aval.sharding.mesh.empty:
+            free = P(*[P.UNCONSTRAINED if auto else None] * aval.ndim)
+            x = lax.with_sharding_constraint(x, NamedSharding(mesh, free))
+    if AxisType.Explicit in mesh.axis_types:
+        lead = (layout.spec_entry,) if partitioned else ()
+        spec = P(*lead, *inner_spec(aval, layout, len(lead)))
+        if aval.sharding != NamedSharding(layout.abstract_mesh, spec):
+            x = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return x
+
+
+def _pad_rows(x, layout: Layout):
+    extra = layout.per_device * layout.devices - layout.partition.size
+    if not extra:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _pad_rows(jax.random.key_data(x), layout)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    zero = jnp.zeros((), x.dtype)
+    return lax.pad(x, zero, [(0, extra, 0)] + [(0, 0, 0)] * (x.ndim - 1))
