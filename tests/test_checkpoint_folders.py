@@ -258,9 +258,9 @@ import sys, numpy as np
 for name in ("fsspec", "etils", "orbax", "tensorstore"):
     sys.modules[name] = None
 import drjax
-from drjax.backends.engine import local
+from drjax.backends import in_process
 plan = drjax.make_plan(drjax.program(clients=3)(drjax.reduce_sum))(np.ones(3))
-assert local.compile(plan, checkpoint=sys.argv[1])(np.ones(3)) == 3
+assert in_process.compile(plan, checkpoint=sys.argv[1])(np.ones(3)) == 3
 """
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     subprocess.run(command, check=True, timeout=300)

@@ -13,7 +13,7 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
-from drjax.backends.engine import messages
+from drjax.backends.engine import worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.file_exchange import Exchange
 from drjax.backends.engine.messages import State
@@ -273,8 +273,8 @@ def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
         tried.append(len(suspects))
         return one_by_one(self, work, stage, block, shared, suspects)
 
-    one_by_one = messages.Loaded._failing
-    monkeypatch.setattr(messages.Loaded, "_failing", failing)
+    one_by_one = worker.Loaded._failing
+    monkeypatch.setattr(worker.Loaded, "_failing", failing)
     n, (x, w) = 3000, rows_for(3000)
     good = ~np.isin(np.arange(n), bad)
     keys = {"on_error": "drop", "check_nans": True, "min_groups": 0}
@@ -291,7 +291,7 @@ def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
 
 TERMINATED = """
 import os, signal, sys, time
-from drjax.backends.engine.exchange import Exchange
+from drjax.backends.engine.file_exchange import Exchange
 
 own = sys.argv[1] == "own"
 if own:

@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 import drjax
 from drjax._plan_file.inspect import inspect
-from drjax.backends.engine import client_data, messages
+from drjax.backends.engine import client_data, worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.wire_format import Job
@@ -212,7 +212,7 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
     job = Job(run.file, 0, "", (), 1, False, False, [])
     again = Job.unpacked(job.packed())
     assert again.file == run.file
-    messages.Loaded(again.file)
+    worker.Loaded(again.file)
 
     seen = []
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +223,7 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
         )
         with pytest.raises(ZeroDivisionError):
             client_data.answer(request, lambda: None)
-    raises(drjax.PlanFileError, "may make: 'mine'", messages.Loaded, seen[0])
+    raises(drjax.PlanFileError, "may make: 'mine'", worker.Loaded, seen[0])
 
 
 LINEAR = {

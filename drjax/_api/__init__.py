@@ -5,7 +5,7 @@
     reductions     reduce_sum, reduce_mean, ..., select
     trace_map      the function given to map_fn, traced for one group
     resolve        arguments of a block: its partition, its mesh, its leaves
-    validate, function_arguments    what is refused, and the messages
+    validate       what is refused, and the messages
     checkify_groups                 the errors of jax.experimental.checkify
 
 Pytrees and users' functions go in; primitives are bound.

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from drjax._api.function_arguments import check_plain_function
+from drjax._api.validate import check_plain_function
 from drjax._context import program_scope
 from drjax._errors import DrjaxTypeError, MeshError
 from drjax._partition import Partition, as_partition

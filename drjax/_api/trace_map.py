@@ -13,12 +13,12 @@ from typing import Any
 import jax
 
 from drjax import _compat
-from drjax._api.function_arguments import (
+from drjax._api.validate import (
+    as_array,
     check_accepts,
     check_plain_function,
     function_name,
 )
-from drjax._api.validate import as_array
 from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
 from drjax._primitives.map_fn import for_groups, map_fn_p, trace_group

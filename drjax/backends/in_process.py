@@ -6,7 +6,7 @@ For tests of the core, and for groups that come from an iterable or from files.
 from collections.abc import Sequence
 from typing import Any
 
-from drjax.backends.engine import messages, pool_scheduler
+from drjax.backends.engine import pool_scheduler, worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.messages import Done, File, State, Work
 from drjax.backends.engine.options import EngineOptions
@@ -31,10 +31,10 @@ def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
 
     Example:
       >>> import drjax, jax.numpy as jnp
-      >>> from drjax.backends.engine import local
+      >>> from drjax.backends import in_process
       >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
       >>> plan = drjax.make_plan(mean)(jnp.arange(4.0))
-      >>> print(local.compile(plan, block_size=3)(jnp.arange(4.0)))
+      >>> print(in_process.compile(plan, block_size=3)(jnp.arange(4.0)))
       1.5
     """
     return Runner(plan, InProcess(workers), EngineOptions.checked(**options))
@@ -73,7 +73,7 @@ class InProcess:
         pass
 
     def states(self) -> list[State]:
-        return [messages.state()]
+        return [worker.state()]
 
     def close(self) -> None:
         pass
@@ -84,6 +84,6 @@ class _Flight:
         self.done: Any = None
         self.error: Exception | None = None
         try:
-            self.done = messages.run(file, task, shared)
+            self.done = worker.run(file, task, shared)
         except Exception as error:
             self.error = error

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from drjax.backends.engine import messages
+from drjax.backends.engine import worker
 from drjax.backends.engine.messages import Done, File, State, Work
 
 Arrays = list[np.ndarray]
@@ -27,12 +27,12 @@ class Worker:
         if file is not None:
             self._files[name] = file
         task = replace(task, block=replace(task.block, rows=rows))
-        return messages.run(self._files[name], task, shared)
+        return worker.run(self._files[name], task, shared)
 
     def skip(self, number: int) -> None:
-        """See `drjax.backends.engine.messages.skip`."""
-        messages.skip(number)
+        """See `drjax.backends.engine.worker.skip`."""
+        worker.skip(number)
 
     def state(self) -> State:
         """What the worker is doing."""
-        return messages.state()
+        return worker.state()

@@ -82,7 +82,7 @@ class Lost(Exception):
 
 
 class Pool(Protocol):
-    """Workers that run blocks, by `drjax.backends.engine.messages.run`.
+    """Workers that run blocks, by `drjax.backends.engine.worker.run`.
 
     Attributes:
       workers: How many there are.

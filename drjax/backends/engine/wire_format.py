@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax.backends.engine import messages
+from drjax.backends.engine import worker
 from drjax.backends.engine.messages import Block, Done, File, Work
 from drjax.backends.engine.protocols import Call
 
@@ -93,7 +93,7 @@ class Job:
         if block.valid.any():
             task = Work(self.stage, block, self.size, self.check_nans, self.drop)
             try:
-                done = messages.run(self.file, task, self.shared)
+                done = worker.run(self.file, task, self.shared)
             except Exception as error:
                 raise RuntimeError(
                     f"The groups' work failed in {self.where}, in a block from group "

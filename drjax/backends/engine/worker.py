@@ -1,0 +1,215 @@
+"""What a worker does: a block of groups, through one stage of a plan file.
+
+Input: a plan file, a task, and the stage's global inputs, as numpy arrays. Output: a
+`Done`. A worker keeps what it has loaded and compiled for as long as it lives, by the
+hash of the file; `run` is the entry point in a worker's process.
+
+Invariant: a group's failure is that group's. A block that fails or yields NaN is run
+again to find which of its groups do, each alone or by halving the block.
+"""
+
+import functools
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from drjax._plan_file.load import unpacked
+from drjax.backends.engine.messages import Block, Done, File, State, Work, rounds_of
+from drjax.plan import Stage
+
+_FEW = 64  # groups that are tried one by one
+_HALVINGS = 128  # most batches to find them
+
+
+class Loaded:
+    """A plan file in a worker."""
+
+    def __init__(self, file: File):
+        self.file = file
+        with jax.enable_x64(file.x64):
+            plan = unpacked(
+                Path(f"{file.key[:12]}.drjax"),
+                file.data,
+                custom_calls=file.custom_calls,
+            )
+        self._stages = [(r.local, len(r.partials)) for _, r in rounds_of(plan)]
+        self._compiled: dict[tuple[int, bool], Any] = {}
+
+    def run(self, work: Work, shared: list[np.ndarray]) -> Done:
+        """Run a block; `shared`: the global inputs of the stage, in order."""
+        with jax.enable_x64(self.file.x64):
+            return self._run(work, shared)
+
+    def _run(self, work: Work, shared: list[np.ndarray]) -> Done:
+        start = time.perf_counter()
+        stage, partials = self._stages[work.stage]
+        block, failed, outs, error = work.block, {}, [], None
+        for _ in range(2):  # as it is, then without the groups that failed
+            if not block.valid.any():
+                break
+            try:
+                outs, error = self._batch(work, stage, block, shared), None
+            except Exception as caught:
+                outs, error = [], caught
+            if error is None and not (work.check_nans and _nans(outs, block, partials)):
+                break
+            if error is None:
+                suspects = self._suspects(work, stage, block, shared, partials)
+            else:
+                suspects = np.flatnonzero(block.valid)
+            found = self._failing(work, stage, block, shared, suspects)
+            if not found:
+                break
+            failed |= found
+            if not work.drop:
+                break
+            block = block.without_failed(found)
+        if error is not None and (not failed or (work.drop and block.valid.any())):
+            raise error  # of no group alone
+        if not block.valid.any() or (failed and not work.drop):
+            outs = []
+        count = len(block.groups)
+        return Done(
+            outs[:partials], [x[:count] for x in outs[partials:]], failed, os.getpid(),
+            time.perf_counter() - start,
+        )  # fmt: skip
+
+    def _batch(self, work: Work, stage: Stage, block: Block, shared) -> list:
+        padded = block.padded(work.size)
+        args = _inputs(stage, shared, padded.rows)
+        call = self._call(work.stage, batch=True)
+        return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
+
+    def _suspects(
+        self, work: Work, stage: Stage, block: Block, shared, partials: int
+    ) -> np.ndarray:
+        """Some groups among which are all that yield NaN, by halving the block.
+
+        A block may have many groups, of which few yield one; where many do, halving
+        ends: it would be slower than to try each.
+        """
+        found, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
+        while parts:
+            part = parts.pop()
+            if len(part) <= _FEW or left <= 0:
+                found.append(part)
+                continue
+            middle = len(part) // 2
+            for half in (part[middle:], part[:middle]):
+                only = block.without(~np.isin(np.arange(len(block.groups)), half))
+                left -= 1
+                if _nans(self._batch(work, stage, only, shared), only, partials):
+                    parts.append(half)
+        return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
+
+    def _failing(
+        self, work: Work, stage: Stage, block: Block, shared, suspects: np.ndarray
+    ) -> dict[int, str]:
+        """Why groups fail, by number: each alone, in the form for one group."""
+        call, found = self._call(work.stage, batch=False), {}
+        for i in suspects:
+            args = _inputs(stage, shared, [x[i] for x in block.rows])
+            group = block.groups[i]
+            try:
+                outs = [np.asarray(y) for y in call(group, *args)]
+            except Exception as error:
+                found[int(group)] = f"{type(error).__name__}: {error}"
+                continue
+            if work.check_nans:
+                names = [v.name for v, y in zip(stage.outputs, outs, strict=True)
+                         if _has_nan(y)]  # fmt: skip
+                if names:
+                    found[int(group)] = f"it yields NaN as {', '.join(names)}"
+        return found
+
+    def search(self, work: Work, shared: list[np.ndarray], begin: Any) -> Done:
+        """Run the groups that take part one by one; `begin` is told each before it."""
+        start, block = time.perf_counter(), work.block
+        stage = self._stages[work.stage][0]
+        with jax.enable_x64(self.file.x64):
+            call, compiled = self._call(work.stage, batch=False), None
+            for i in np.flatnonzero(block.valid):
+                args = _inputs(stage, shared, [x[i] for x in block.rows])
+                args = *call.args, block.groups[i], *args
+                with suppress(Exception):  # `run` tells of what fails
+                    # Compiling is no part of a group's time.
+                    compiled = compiled or call.func.lower(*args).compile()
+                    begin(int(block.groups[i]), int(block.groups[i]))
+                    jax.block_until_ready(compiled(*args))
+        return Done([], [], {}, os.getpid(), time.perf_counter() - start)
+
+    def _call(self, index: int, batch: bool):
+        """A form of a stage, compiled when it is first used."""
+        if (index, batch) not in self._compiled:
+            forms = self._stages[index][0].forms
+            form = forms.batch if batch else forms.one
+            compiled = jax.jit(form.function.call)
+            self._compiled[index, batch] = functools.partial(compiled, *forms.consts)
+        return self._compiled[index, batch]
+
+
+def _inputs(stage: Stage, shared: list, rows: list) -> list:
+    shared_, rows_ = iter(shared), iter(rows)
+    return [next(rows_ if v.partitioned else shared_) for v in stage.inputs]
+
+
+def _nans(outs: list, block: Block, partials: int) -> bool:
+    return any(map(_has_nan, outs[:partials])) or any(
+        _has_nan(x[: len(block.groups)][block.valid]) for x in outs[partials:]
+    )
+
+
+def _has_nan(x: np.ndarray) -> bool:
+    return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
+
+
+# ---------------------------------------------------------------------------------
+# In a worker's process
+
+_files: dict[str, Loaded] = {}  # the latest last
+_state = State()
+_lock = threading.Lock()
+_skipped: set[int] = set()
+_MOST = 4
+
+
+def run(file: File, work: Work, shared: list[np.ndarray]) -> Done:
+    """Run a block in this process."""
+    if work.number in _skipped:
+        _skipped.remove(work.number)
+        return Done([], [], {}, 0, 0.0)
+    with _lock:
+        loaded = _files.pop(file.key, None) or Loaded(file)
+        _files[file.key] = loaded
+        while len(_files) > _MOST:
+            _files.pop(next(iter(_files)))
+
+    def begin(first: int, last: int) -> None:
+        _state.task, _state.since = work.number, time.time()
+        _state.groups = first, last
+
+    try:
+        if work.search:
+            return loaded.search(work, shared, begin)
+        begin(int(work.block.groups[0]), int(work.block.groups[-1]))
+        return loaded.run(work, shared)
+    finally:
+        _state.groups = None
+        _skipped.discard(work.number)
+
+
+def skip(number: int) -> None:
+    """Do not begin a task that this process was sent: nobody waits for its result."""
+    _skipped.add(number)  # without the lock, which is held while a file is loaded
+
+
+def state() -> State:
+    """What this process is doing."""
+    return replace(_state, seconds=time.time() - _state.since)
