@@ -23,12 +23,12 @@ CODE = [
 
 LAYERS = (
     {"_errors", "_partition", "_storage", "plan"},
-    {"_compat", "_context", "_drawing", "_jaxprs"},
+    {"_compat", "_context", "_jaxprs"},
     {"_sharding"},
     {"_primitives", "primitives"},
     {"_api"},
     {"_planner"},
-    {"_plan_file"},
+    {"_plan_file", "_drawing"},
     {"backends"},
     {"_jit", "contrib", "__main__"},
 )

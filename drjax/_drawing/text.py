@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-_REDUCES = {
-    "sum": "sum over groups",
-    "mean": "mean over groups",
-    "max": "maximum over groups",
-    "min": "minimum over groups",
-    "gather": "all groups' rows",
-}
+from drjax._primitives.reduce_ops import REDUCE_OPS
+
+
+def _phrase(op: str) -> str:
+    return "all groups' rows" if op == "gather" else REDUCE_OPS[op].phrase
 
 
 def lines(plan: Any) -> Iterator[str]:
@@ -57,7 +55,7 @@ def _rounds(plan: Any) -> Iterator[str]:
         for reduce in a_round.reduces:
             source = reduce.source
             yield (
-                f"  {_REDUCES[reduce.op]:<19}  {source}   {size(source.nbytes)} a group"
+                f"  {_phrase(reduce.op):<19}  {source}   {size(source.nbytes)} a group"
                 f" -> {reduce.result.name}"
             )
         for loop in a_round.loops:

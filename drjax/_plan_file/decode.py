@@ -20,10 +20,11 @@ from drjax._plan_file.encode import batch_results, ledger
 from drjax._plan_file.exported_stage import Form, Forms
 from drjax._plan_file.stage_features import ALLOWED
 from drjax._planner.stage_values import new_value
+from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
-_REDUCES, _LOOPS = ("sum", "mean", "max", "min", "gather"), ("scan", "while", "cond")
+_LOOPS = ("scan", "while", "cond")
 
 
 def decode(
@@ -170,7 +171,8 @@ class _Reader:
         reduces = []
         for about in told["reduces"]:
             source, result = values(about["values"])
-            reduces.append(Reduce(_one_of(_REDUCES, about["op"]), source, result))
+            op = _one_of((*REDUCE_OPS, "gather"), about["op"])
+            reduces.append(Reduce(op, source, result))
         scatter = []
         for pair in told["scatter"]:
             whole, rows = values(pair)

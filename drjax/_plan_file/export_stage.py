@@ -15,7 +15,7 @@ from drjax._jaxprs.eval_jaxpr import evaluate
 from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
 from drjax._plan_file.exported_stage import PLATFORMS, Form, Forms
 from drjax._plan_file.stage_features import contents, custom_calls
-from drjax._primitives.reduce_ops import identity, partial
+from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp
 from drjax.plan import Reduce, Stage, Value
 
 _HOISTED = 1024  # constants of so many bytes are members of the file
@@ -106,7 +106,8 @@ class Exporter:
             outs = over_groups(self._one, axes)(*others)
             partials = []
             for reduce, i in zip(reduces, sources, strict=True):
-                partials.append(partial(reduce.op, _masked(reduce.op, outs[i], mask)))
+                op = REDUCE_OPS[reduce.op]
+                partials.append(op.local(_masked(op, outs[i], mask)))
             return [*partials, *(outs[i] for i in kept)]
 
         return batch
@@ -149,6 +150,6 @@ def _in_turn(fn: Callable, axes: list) -> Callable:
     return run
 
 
-def _masked(op: str, x, mask):
+def _masked(op: ReduceOp, x, mask):
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
-    return jnp.where(chosen, x, jnp.asarray(identity(op, x.dtype), x.dtype))
+    return jnp.where(chosen, x, jnp.asarray(op.identity(x.dtype), x.dtype))

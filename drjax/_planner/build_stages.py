@@ -24,7 +24,7 @@ from drjax._planner.naming import function_name
 from drjax._planner.no_rematerialize import exact
 from drjax._planner.partitioning.infer import Kinds
 from drjax._planner.partitioning.kind import Kind
-from drjax._planner.rounds import REDUCTIONS, Levels
+from drjax._planner.rounds import Levels, reduction
 from drjax._planner.stage_values import Places, spread
 from drjax.plan import Loop, Plan, Reduce, Round, Stage
 
@@ -225,7 +225,7 @@ class Cutter:
         stage = _stage(name, tuple(inputs), tuple(outputs), run, numbered=True)
         reduces = tuple(
             Reduce(
-                REDUCTIONS[e.primitive],
+                str(reduction(e.primitive)),
                 self.at.passed(e.invars[0], level)
                 if e.invars[0] in passed
                 else self.at.sent(e.invars[0], 0),

@@ -8,7 +8,7 @@ import jax
 
 from drjax import primitives
 from drjax._planner.inline import CONTROL
-from drjax._planner.rounds import REDUCTIONS
+from drjax._planner.rounds import reduction
 
 
 def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
@@ -64,8 +64,8 @@ class Names:
             if eqn.primitive is primitives.map_fn_p:
                 name = function_name(eqn.params["name"])
                 name += f".{i}" if len(eqn.outvars) > 1 else ""
-            elif eqn.primitive in REDUCTIONS:
-                name = f"{REDUCTIONS[eqn.primitive]}({self.of(eqn.invars[0])})"
+            elif op := reduction(eqn.primitive):
+                name = f"{op}({self.of(eqn.invars[0])})"
             elif eqn.primitive is primitives.partition_index_p:
                 name = "group"
             elif eqn.primitive.name in CONTROL:

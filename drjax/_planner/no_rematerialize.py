@@ -14,9 +14,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._planner.inline import CALLS, Flat
-
-_ALL = (primitives.reduce_max_p, primitives.reduce_min_p, primitives.gather_p)
-_CHOSEN = (primitives.reduce_sum_p, primitives.reduce_mean_p)  # after a select_n
+from drjax._primitives.reduce_ops import of_primitive
 
 _FIRST = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice
@@ -31,8 +29,10 @@ def exact(program: Flat) -> frozenset:
     definition = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     found: set[Any] = set()
     for eqn in program.eqns:
-        if eqn.primitive in _ALL or eqn.primitive in _CHOSEN:
-            rows = _sources(definition, eqn.invars[0], eqn.primitive in _ALL)
+        op, gathers = of_primitive(eqn.primitive), eqn.primitive is primitives.gather_p
+        if op or gathers:  # of what is added up, only what a select_n has chosen
+            every = gathers or (op is not None and op.selects)
+            rows = _sources(definition, eqn.invars[0], every)
             found |= {var for var, chosen in rows if chosen}
     return frozenset(found)
 

@@ -13,14 +13,15 @@ from jax.extend.core import Literal
 from drjax import primitives
 from drjax._planner.inline import Flat
 from drjax._planner.partitioning.infer import Kinds
+from drjax._primitives.reduce_ops import of_primitive
 
-REDUCTIONS = {
-    primitives.reduce_sum_p: "sum",
-    primitives.reduce_mean_p: "mean",
-    primitives.reduce_max_p: "max",
-    primitives.reduce_min_p: "min",
-    primitives.gather_p: "gather",
-}
+
+def reduction(primitive) -> str | None:
+    """The name, in plans, of what this primitive sends from all groups."""
+    if primitive is primitives.gather_p:
+        return "gather"
+    op = of_primitive(primitive)
+    return op and op.name
 
 
 class Levels:
@@ -56,4 +57,6 @@ class Levels:
 
 
 def is_reduction(eqn, kinds: Kinds) -> bool:
-    return eqn.primitive in REDUCTIONS and eqn.params["partition"] == kinds.partition
+    if reduction(eqn.primitive) is None:
+        return False
+    return eqn.params["partition"] == kinds.partition

@@ -17,6 +17,7 @@ from drjax import _compat
 from drjax._errors import DrjaxError
 from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._planner.arguments import flat_inputs
+from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends import _locate_failure, _python_loops
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
 
@@ -159,13 +160,6 @@ def _combine(reduce: Reduce, values: dict[str, Any]):
     rows = values[reduce.source.name]
     if reduce.op == "gather":
         return rows
-    host = np.asarray(rows)
-    if reduce.op in ("max", "min"):
-        return jnp.asarray(getattr(host, reduce.op)(axis=0))
-    wide = host.dtype
-    if jnp.issubdtype(wide, jnp.floating):
-        wide = np.float64
-    total = host.astype(wide).sum(axis=0, dtype=wide)
-    if reduce.op == "mean":
-        total = total / host.shape[0]
-    return jnp.asarray(total, dtype=host.dtype)
+    op, host = REDUCE_OPS[reduce.op], np.asarray(rows)
+    total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
+    return jnp.asarray(op.finish(total, host.shape[0]), dtype=host.dtype)

@@ -38,9 +38,9 @@ from drjax._planner.partitioning.kind import (
     FREE,
     GLOBAL,
     PARTITIONED,
-    SIGNATURES,
     Kind,
-    along,  # fmt: skip
+    along,
+    signature,
 )
 from drjax._planner.unbatching.core import Rows
 from drjax._planner.unbatching.rules import by_rows, candidates, of_one_group
@@ -168,7 +168,7 @@ class Kinds:
     def signature(self, eqn) -> tuple[Kind, Kind] | None:
         if self.partition is None or eqn.params.get("partition") != self.partition:
             return None
-        return SIGNATURES.get(eqn.primitive)
+        return signature(eqn.primitive)
 
     def meaning(self, eqn) -> Meaning | None:
         """What an equation that combines groups means; None for any other."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drjax import primitives
+from drjax._primitives.reduce_ops import of_primitive
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,18 @@ def moved(kind: Kind | None, by: int) -> Kind | None:
     return FREE if axis < 0 else along(axis)
 
 
-# The drjax primitives: the kind of their operands and of their results.
-SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
+# The kind of the operands and of the results of primitives that do not reduce.
+_SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
     primitives.broadcast_p: (GLOBAL, PARTITIONED),
     primitives.map_fn_p: (PARTITIONED, PARTITIONED),
-    primitives.reduce_sum_p: (PARTITIONED, GLOBAL),
-    primitives.reduce_mean_p: (PARTITIONED, GLOBAL),
-    primitives.reduce_max_p: (PARTITIONED, GLOBAL),
-    primitives.reduce_min_p: (PARTITIONED, GLOBAL),
     primitives.gather_p: (PARTITIONED, GLOBAL),
     primitives.scatter_p: (GLOBAL, PARTITIONED),
     primitives.partition_index_p: (GLOBAL, PARTITIONED),
 }
+
+
+def signature(primitive: Any) -> tuple[Kind, Kind] | None:
+    """The kind of a drjax primitive's operands, and that of its results."""
+    if of_primitive(primitive) is not None:
+        return PARTITIONED, GLOBAL
+    return _SIGNATURES.get(primitive)

@@ -8,9 +8,9 @@ without groups gives nothing: no identity of max or min ever mixes in.
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Reduce
 
 Totals = list[np.ndarray | None]  # None: of no groups
@@ -24,32 +24,16 @@ def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
 def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
     if partial is None:
         return total
-    partial = np.asarray(partial)
-    if op not in ("max", "min"):
-        partial = partial.astype(_wide(partial.dtype), copy=False)
+    reduce_op, partial = REDUCE_OPS[op], np.asarray(partial)
+    partial = partial.astype(reduce_op.wide(partial.dtype), copy=False)
     if total is None:
         return np.array(partial)
-    combine = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
-    return combine(total, partial, out=total)
+    return reduce_op.ufunc(total, partial, out=total)
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
     """The reduced value, of so many groups."""
-    source = reduce.source
-    if total is None:  # of no group
-        fill = np.nan if reduce.op == "mean" else 0
-        return np.full(source.shape, fill, source.dtype)
-    if reduce.op == "mean":
-        total = total / groups
-    return np.asarray(total).astype(source.dtype)
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype in which partial sums are added up."""
-    for kind, wide in (
-        (jnp.floating, np.float64), (np.complexfloating, np.complex128),
-        (np.signedinteger, np.int64), (np.unsignedinteger, np.uint64),
-    ):  # fmt: skip
-        if jnp.issubdtype(dtype, kind):
-            return wide
-    return dtype
+    op, source = REDUCE_OPS[reduce.op], reduce.source
+    if total is None:  # no group takes part
+        return np.full(source.shape, op.if_no_group, source.dtype)
+    return np.asarray(op.finish(total, groups)).astype(source.dtype)

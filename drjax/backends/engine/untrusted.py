@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from drjax._plan_file.load import unpacked
+from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends.engine.messages import Done, File, rounds_of
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
@@ -210,8 +211,8 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
     for partial, x in zip(partials, arrays, strict=True):
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
             continue
-        # The identity of a maximum or minimum is what a group without entries gives.
-        neutral = {"max": -np.inf, "min": np.inf}.get(partial.op, 0)
+        # The identity of a reduction is what a group without entries gives to it.
+        neutral = REDUCE_OPS[partial.op].identity(x.dtype) if partial.op else 0
         if not (np.isfinite(x) | (x == neutral)).all():
             found = "NaN" if np.isnan(x).any() else "an infinity"
             raise BadReply(f"it yields {found} as {partial.name}")

@@ -11,16 +11,8 @@ from jax.sharding import AxisType
 
 from drjax import _compat
 from drjax._plan_file.exported_stage import run_batch
-from drjax._primitives.collectives import LOW_PRECISION, psum
 from drjax._primitives.contract_groups import row_sums
-from drjax._primitives.extrema import across_devices
-from drjax._primitives.reduce_ops import (
-    Running,
-    accumulator,
-    identity,
-    is_compensated,
-    partial,
-)
+from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import vary
 from drjax._sharding.layout import Layout
@@ -52,7 +44,7 @@ class LocalWork:
 
         def nothing():
             totals, kept = jax.eval_shape(work)
-            fills = [identity(r.op, r.source.dtype) for r in self.sums]
+            fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.sums]
             pairs = zip(totals, fills, strict=True)
             totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
             vary_all = lambda x: vary(x, where.axes)
@@ -148,15 +140,18 @@ class LocalWork:
         rows = [by_rows[i] for i in used]
         over_rows = lambda fn: _over_rows(fn, count, rows)
         totals = sums(count, over_rows, [args[i] for i in used])
-        ops = dict(zip(self._sources, (r.op for r in self.sums), strict=True))
+        ops = {
+            i: REDUCE_OPS[reduce.op]
+            for i, reduce in zip(self._sources, self.sums, strict=True)
+        }
         found = zip(sums.indices, totals, strict=True)
-        return {i: total for i, total in found if ops.get(i) in ("sum", "mean")}
+        return {i: total for i, total in found if i in ops and ops[i].additive}
 
     def _reduce(self, reduce: Reduce, x, numbers):
+        op = REDUCE_OPS[reduce.op]
         if self.where.uneven:
-            fill = identity(reduce.op, x.dtype)
-            x = self.where.mask_padding(x, numbers, fill)
-        return partial(reduce.op, x)
+            x = self.where.mask_padding(x, numbers, op.identity(x.dtype))
+        return op.local(x)
 
     def _empty(self, chunk: Callable[[], tuple], steps: int) -> list[Running]:
         """What the accumulators start from."""
@@ -171,38 +166,42 @@ class LocalWork:
                 x = lax.full(source.shape, fill, dtype, sharding=sharding)
                 return vary(x, self.where.axes)
 
-            start = full(identity(reduce.op, source.dtype))
+            start = full(REDUCE_OPS[reduce.op].identity(source.dtype))
             compensated = is_compensated(reduce, steps)
             found.append(Running(reduce.op, start, full(0) if compensated else None))
         return found
 
 
 def sum_dtype(reduce: Reduce):
-    """The dtype of a device's running sum, or extremum."""
-    dtype = reduce.source.dtype
-    return dtype if reduce.op in ("max", "min") else accumulator(dtype)
+    """The dtype of a device's running reduction."""
+    return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
 def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
     """From the sums of a device to those of all."""
     n, found = where.partition.size, list(totals)
-    for i, reduce in enumerate(sums):
-        if reduce.op == "mean" and reduce.source.dtype in LOW_PRECISION:
-            found[i] = found[i] / n  # before it is cast: a 16-bit sum may overflow
+    ops = [REDUCE_OPS[reduce.op] for reduce in sums]
+    # A 16-bit sum may overflow: what has a wider accumulator is finished in it.
+    early = [
+        op.additive and total.dtype != reduce.source.dtype
+        for op, total, reduce in zip(ops, totals, sums, strict=True)
+    ]
+    for i, (op, reduce) in enumerate(zip(ops, sums, strict=True)):
+        if early[i]:
+            found[i] = op.finish(found[i], n)
         found[i] = found[i].astype(reduce.source.dtype)
-    axes = where.axes
-    if axes:
-        for i, reduce in enumerate(sums):
-            if reduce.op in ("max", "min"):
-                found[i] = across_devices(found[i], axes, reduce.op == "max")
-        at = [i for i, r in enumerate(sums) if r.op in ("sum", "mean")]
+    if where.axes:
+        for i, op in enumerate(ops):
+            if not op.additive:
+                found[i] = op.across_devices(where, found[i])
+        at = [i for i, op in enumerate(ops) if op.additive]
         if at:  # one psum for all
-            summed = psum(where, *(found[i] for i in at))
+            summed = ops[at[0]].across_devices(where, *(found[i] for i in at))
             for i, x in zip(at, summed, strict=True):
                 found[i] = x
-    for i, reduce in enumerate(sums):
-        if reduce.op == "mean" and reduce.source.dtype not in LOW_PRECISION:
-            found[i] = found[i] / n
+    for i, op in enumerate(ops):
+        if not early[i]:
+            found[i] = op.finish(found[i], n)
     return found
 
 

@@ -1,0 +1,154 @@
+"""A reduction as a plug-in: a primitive, an entry in the table, and a block.
+
+Covers: drjax._primitives.reduce_ops. What is in the first part is all that a new
+reduction needs; every backend then runs it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.interpreters import ad
+
+import drjax
+from drjax._api.resolve import each_row
+from drjax._primitives import reduce_ops, registration
+from drjax._primitives.collectives import broadcast_p, reduce_sum_p
+from drjax._primitives.map_fn import map_rows
+from drjax._sharding.avals import global_aval
+from drjax._sharding.execute import on_devices, vary
+from drjax._sharding.layout import layout
+from drjax.backends import in_process
+from tests.compiled import count, hlo_text
+from tests.meshes import in_mesh_of
+
+# ---------------------------------------------------------------------------------
+# The plug-in
+
+reduce_prod_p = registration.new_primitive("reduce_prod")
+
+
+def across_devices(where, x):
+    return jnp.prod(lax.all_gather(vary(x, where.axes), where.axes, to="invarying"), 0)
+
+
+def execute(x, *, partition, mesh):
+    where = layout(partition, mesh)
+
+    def body(x, numbers=None):
+        y = jnp.prod(where.mask_padding(x, numbers, 1), axis=0)
+        return [across_devices(where, y) if where.axes else y]
+
+    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+
+
+def others(x, zeros, product):
+    """The product of all other groups' numbers, from that of all that are not zero."""
+    of_zero = jnp.where(zeros == 1, product, 0)
+    of_other = jnp.where(zeros == 0, product / jnp.where(x == 0, 1, x), 0)
+    return jnp.where(x == 0, of_zero, of_other)
+
+
+def jvp(primals, tangents, **where):
+    """d prod_i x_i = sum_i (prod_{j != i} x_j) dx_i."""
+    (x,), (dx,) = primals, tangents
+    zeros = map_rows(lambda x: (x == 0).astype(x.dtype), x, **where)
+    zeros = broadcast_p.bind(reduce_sum_p.bind(zeros, **where), **where)
+    nonzero = map_rows(lambda x: jnp.where(x == 0, 1, x), x, **where)
+    product = broadcast_p.bind(reduce_prod_p.bind(nonzero, **where), **where)
+    weight = map_rows(others, x, zeros, product, **where)
+    dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **where), **where)
+    return reduce_prod_p.bind(x, **where), dy
+
+
+def abstract_eval(x, *, partition, mesh):
+    return global_aval(x, layout(partition, mesh))
+
+
+registration.register_execution(reduce_prod_p, execute)
+reduce_prod_p.def_abstract_eval(abstract_eval)
+ad.primitive_jvps[reduce_prod_p] = jvp
+registration.register_batching(reduce_prod_p, -1, rows_in=True)
+
+PROD = reduce_ops.ReduceOp(
+    "prod",
+    reduce_prod_p,
+    "product over groups",
+    np.multiply,
+    lambda dtype: 1,
+    across_devices,
+    if_no_group=1.0,
+)
+
+
+def reduce_prod(x):
+    return each_row("reduce_prod", x, None, None, reduce_prod_p.bind)
+
+
+# ---------------------------------------------------------------------------------
+# Tests
+
+N = 6
+X = np.random.RandomState(0).uniform(0.5, 2, (N, 3))
+X[2, 1] = 0.0
+
+
+@pytest.fixture(autouse=True)
+def plug_in(monkeypatch):
+    monkeypatch.setitem(reduce_ops.REDUCE_OPS, PROD.name, PROD)
+    monkeypatch.setitem(reduce_ops._of_primitive, PROD.primitive, PROD)
+
+
+@drjax.program(clients=N)
+def f(scale, x):
+    y = drjax.map_fn(lambda s, x: jnp.sin(s * x), (drjax.broadcast(scale), x))
+    return reduce_prod(y), drjax.reduce_sum(y)
+
+
+EXPECTED = np.sin(1.5 * X).prod(0), np.sin(1.5 * X).sum(0)
+
+
+def close(found):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, EXPECTED
+    )
+
+
+@pytest.mark.parametrize("shape", [None, {"clients": 2}, {"clients": 4}], ids=str)
+@pytest.mark.parametrize("step", [None, 1, 2])
+def test_xla(shape, step):
+    with in_mesh_of(shape):
+        close(f(1.5, X))
+        close(jax.jit(f)(1.5, X))
+        close(drjax.jit(f, groups_per_step=step)(1.5, X))
+
+
+def test_devices_are_combined_by_one_collective():
+    with in_mesh_of({"clients": 2}):
+        x = drjax.shard(X, partition={"clients": N})
+        text = hlo_text(drjax.jit(drjax.program(clients=N)(reduce_prod)), x)
+    assert sum(count(text).values()) == 1
+
+
+def test_reference():
+    close(drjax.backends.reference.compile(drjax.make_plan(f)(1.5, X))(1.5, X))
+
+
+def test_a_plan_prints_it():
+    assert "product over groups" in str(drjax.make_plan(f)(1.5, X))
+
+
+def test_a_plan_file_and_an_engine(tmp_path):
+    drjax.make_plan(f)(1.5, X).save(tmp_path / "f.drjax")
+    plan = drjax.load_plan(tmp_path / "f.drjax")
+    assert plan.rounds[0].reduces[0].op == "prod"
+    for block_size in (1, 4):
+        close(in_process.compile(plan, block_size=block_size)(1.5, X))
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+def test_the_gradient_is_right_where_a_number_is_zero(jit):
+    g = drjax.program(clients=N)(lambda x: reduce_prod(x).sum())
+    others = [[np.delete(X[:, d], i).prod() for d in range(3)] for i in range(N)]
+    np.testing.assert_allclose(jit(jax.grad(g))(X), others, rtol=1e-6)
