@@ -336,3 +336,22 @@ def test_groups_stay_apart_where_the_compiler_partitions_them():
     with jax.set_mesh(mesh):
         text = hlo_text(f, TABLE, TOKENS)
     assert count(text) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("step", [None, 1])
+def test_fewer_groups_than_devices(n, step):
+    """Each device has sums of its own, also one without groups."""
+    work = lambda t, k: (t[k].sum(0), t[k] ** 2)
+
+    @drjax.program(clients=n)
+    def f(table, tokens):
+        total, rows = drjax.map_fn(work, (drjax.broadcast(table), tokens))
+        return drjax.reduce_sum(total), drjax.reduce_max(rows), rows
+
+    t, k = TABLE[0], TOKENS[:n, 0]
+    with jax.set_mesh(make_mesh({"data": 2, "clients": 2, "model": 2})):
+        found = drjax.jit(f, groups_per_step=step)(t, k)
+        for x, y in zip(found, jax.jit(f)(t, k), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5)
+    np.testing.assert_allclose(found[0], t[k].sum((0, 1)), rtol=1e-5)

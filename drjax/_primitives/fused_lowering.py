@@ -111,9 +111,9 @@ class _LoweredMap:
                 totals = sums(where.per_device, run, operands)
                 return [vary(y, where.axes)[None] for y in totals]
 
-            all_rows = [True] * len(sums.indices)
+            each_device = [None] * len(sums.indices)
             vma = _compat.check_vma()
-            return on_devices(where, body, args, by_rows, all_rows, vma)
+            return on_devices(where, body, args, by_rows, each_device, vma)
 
         operands = [self._operands[i] for i in used]
         outs = _compat.lower_function(ctx, run, operands, True)

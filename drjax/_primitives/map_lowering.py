@@ -77,8 +77,9 @@ def run_groups(
     """
     if lowers_by_vmap(where, jaxpr):
         fn = _compat.jaxpr_as_fun(on_each(where, jaxpr, True))
-        run = _vmap(where, fn, by_rows, where.padded, _spmd_axes(where))
-        return on_all_devices(where, run, args, by_rows)
+        mapped = _vmap(where, fn, by_rows, where.padded, _spmd_axes(where))
+        run = lambda *args: ([], mapped(*args))
+        return on_all_devices(where, run, args, by_rows)[1]
     fn = _compat.jaxpr_as_fun(inside(where, jaxpr))
 
     def body(*operands):
@@ -153,7 +154,6 @@ def by_device(
       `(stacks of the devices' values, [m, *s]; partitioned results, [n, *s])`.
     """
     m, k = where.devices, where.per_device
-    counts = []
 
     def run(*args):
         split = lambda x: x.reshape(m, k, *x.shape[1:])
@@ -166,13 +166,11 @@ def by_device(
         one = _compat.jaxpr_as_fun(jaxpr)
         axes = tuple(0 if r else None for r in rows)
         mapped = jax.vmap(one, axes, axis_size=m, spmd_axis_name=_spmd_axes(where))
-        counts.append(len(own))
         outs = mapped(*args)
         own, stacks = outs[: len(own)], outs[len(own) :]
-        return [*own, *(x.reshape(m * k, *x.shape[2:]) for x in stacks)]
+        return own, [x.reshape(m * k, *x.shape[2:]) for x in stacks]
 
-    outs = on_all_devices(where, run, args, by_rows)
-    return outs[: counts[0]], outs[counts[0] :]
+    return on_all_devices(where, run, args, by_rows)
 
 
 def _one(x) -> jax.ShapeDtypeStruct:

@@ -27,13 +27,14 @@ def on_devices(
     body: Callable[..., Sequence[Any]],
     args: Sequence[Any],
     partitioned_in: Sequence[bool],
-    partitioned_out: Sequence[bool],
+    partitioned_out: Sequence[bool | None],
     check_vma: bool = True,
     numbered: bool = False,
     first: bool = False,
 ) -> list[Any]:
     """Run `body` on each device's rows; `body` takes and returns a flat sequence.
 
+    A result of which `partitioned_out` says None has one row for each device, [m, *s].
     With `numbered`, `body` takes as last argument the numbers of its rows, int32 [k];
     with `first`, that of the first one, int32 [1].
     """
@@ -49,26 +50,30 @@ def on_devices(
         args.append(numbers)
         partitioned_in = (*partitioned_in, True)
     in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
-    out_specs = tuple(P(layout.axes) if p else P() for p in partitioned_out)
+    out_specs = tuple(P() if p is False else P(layout.axes) for p in partitioned_out)
     run = lambda *xs: tuple(body(*xs))
     outs = shard_map(layout, run, in_specs, out_specs, check_vma)(*args)
-    n = layout.partition.size  # what has fewer rows has one for each device
+    n = layout.partition.size
     return [
-        lax.slice_in_dim(y, 0, n) if p and y.shape[0] > n else y
+        lax.slice_in_dim(y, 0, n) if p and layout.uneven else y
         for y, p in zip(outs, partitioned_out, strict=True)
     ]
 
 
 def on_all_devices(
     layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
-) -> list[Any]:
+) -> tuple[list[Any], list[Any]]:
     """Run `run`, which the compiler partitions, on the rows of all devices at once.
 
     Args:
       layout: A sharded layout.
-      run: From operands, padded to k * m rows, to partitioned results.
+      run: From operands, padded to k * m rows, to values of the devices, `[m, *s]`,
+        and partitioned results, `[k * m, *s]`.
       args: The operands.
       partitioned_in: Which of them are partitioned.
+
+    Returns:
+      The values of the devices, and the partitioned results, `[n, *s]`.
     """
     n = layout.partition.size
 
@@ -82,9 +87,8 @@ def on_all_devices(
 
     pairs = zip(args, partitioned_in, strict=True)
     args = [operand(x) if p else x for x, p in pairs]
-    # What has fewer rows has one for each device.
-    outs = [_laid_out(y, layout) for y in run(*args)]
-    return [lax.slice_in_dim(y, 0, n) if y.shape[0] > n else y for y in outs]
+    own, outs = ([_laid_out(y, layout) for y in ys] for ys in run(*args))
+    return own, [lax.slice_in_dim(y, 0, n) if layout.uneven else y for y in outs]
 
 
 def all_row_numbers(layout: Layout):

@@ -213,7 +213,7 @@ class _Run:
         else:
             outs = on_devices(
                 where, body, args, by_rows,
-                [end is not None] * len(sums) + [True] * len(kept),
+                [False if end is None else None] * len(sums) + [True] * len(kept),
                 _compat.check_vma(), first=True,
             )  # fmt: skip
         if end is None:
