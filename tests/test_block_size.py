@@ -11,7 +11,7 @@ import drjax
 from drjax.backends import in_process
 from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.messages import Done
+from drjax.backends.engine.messages import BlockResult
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.in_process import InProcess
 from tests.conformance import rows_for, survivors, weighted_plan
@@ -32,8 +32,10 @@ def block_size(n, *, floats=1, results=1, workers=2, timeout=None) -> BlockSize:
     return BlockSize(plan.rounds[0], n, workers, timeout)
 
 
-def took(seconds, pids=(1, 2), blocks=2) -> list[Done]:
-    return [Done([], [], {}, pid, seconds) for _ in range(blocks) for pid in pids]
+def took(seconds, pids=(1, 2), blocks=2) -> list[BlockResult]:
+    return [
+        BlockResult([], [], {}, pid, seconds) for _ in range(blocks) for pid in pids
+    ]
 
 
 def test_by_bytes_of_inputs_and_results():
@@ -81,10 +83,10 @@ def test_later_rounds_have_fewer_blocks():
     class Quick(InProcess):
         """Blocks that take a millisecond, in two workers."""
 
-        def submit(self, work, file, shared):
-            flight = super().submit(work, file, shared)
-            flight.done = replace(flight.done, seconds=1e-3)
-            return flight
+        def submit(self, task, file, shared):
+            handle = super().submit(task, file, shared)
+            handle.result = replace(handle.result, seconds=1e-3)
+            return handle
 
     n, args = 64, (np.float32(2), rows_for(64))
     run = Runner(weighted_plan(n), Quick(2), EngineOptions.checked())

@@ -15,8 +15,8 @@ import drjax
 from drjax.backends import in_process
 from drjax.backends.engine import worker
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.file_exchange import Exchange
-from drjax.backends.engine.messages import State
+from drjax.backends.engine.file_exchange import FileExchange
+from drjax.backends.engine.messages import WorkerState
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Lost
 from drjax.backends.groups import Groups, Parquet
@@ -41,27 +41,27 @@ class Unreliable(InProcess):
         self.fatal, self.losses, self.slow = set(fatal), losses, set(slow)
         self.sent, self.abandoned, self._late, self._at = [], 0, set(), []
 
-    def submit(self, work, file, shared):
-        groups = [int(g) for g in work.block.groups[work.block.valid]]
+    def submit(self, task, file, shared):
+        groups = [int(g) for g in task.block.groups[task.block.valid]]
         self.sent.append(groups)
-        flight = super().submit(work, file, shared)
+        handle = super().submit(task, file, shared)
         slow = [g for g in groups if g in self.slow]
-        if work.search and slow:
-            self._at.append(State(0, (slow[0], slow[0]), 0.0, work.number, 99.0))
+        if task.search and slow:
+            self._at.append(WorkerState(0, (slow[0], slow[0]), 0.0, task.number, 99.0))
         if self.fatal & set(groups) and self.losses:
             self.losses -= 1
-            flight.error = Lost("a worker died: of this group")
+            handle.error = Lost("a worker died: of this group")
         if self.slow & set(groups):
-            self._late.add(flight)
-        return flight
+            self._late.add(handle)
+        return handle
 
-    def wait(self, flights, timeout):
-        done = [f for f in flights if f not in self._late]
+    def wait(self, handles, timeout):
+        done = [f for f in handles if f not in self._late]
         if not done:
             time.sleep(timeout or 0)
         return done
 
-    def abandon(self, flight):
+    def abandon(self, handle):
         self.abandoned += 1
 
     def states(self):
@@ -118,11 +118,11 @@ def test_a_block_that_is_late_though_no_group_is():
     class Together(Unreliable):
         """Blocks of more than two groups never end, unless one by one."""
 
-        def submit(self, work, file, shared):
-            flight = super().submit(work, file, shared)
-            if not work.search and work.block.valid.sum() > 2:
-                self._late.add(flight)
-            return flight
+        def submit(self, task, file, shared):
+            handle = super().submit(task, file, shared)
+            if not task.search and task.block.valid.sum() > 2:
+                self._late.add(handle)
+            return handle
 
     run, call = run_on(pool := Together(), timeout=0.05, retries=1)
     survivors(call(), np.ones(9, bool))
@@ -140,20 +140,20 @@ def test_a_block_is_not_blamed_for_another_one():
             super().__init__(fatal)
             self.workers = 1
 
-        def submit(self, work, file, shared):
-            flight = super().submit(work, file, shared)
-            self.queue = [*self.queue, flight]
-            return flight
+        def submit(self, task, file, shared):
+            handle = super().submit(task, file, shared)
+            self.queue = [*self.queue, handle]
+            return handle
 
-        def result(self, flight):
+        def result(self, handle):
             try:
-                found = super().result(flight)
+                found = super().result(handle)
             except Lost:
-                self.gone = [f for f in self.queue if f is not flight]
+                self.gone = [f for f in self.queue if f is not handle]
                 raise
             finally:
-                self.queue.remove(flight)
-            if flight in self.gone:
+                self.queue.remove(handle)
+            if handle in self.gone:
                 raise Lost("a worker died: of another block")
             return found
 
@@ -167,7 +167,7 @@ def test_a_block_is_not_blamed_for_another_one():
 
 def test_what_fails_in_no_group_alone_names_round_and_stage():
     class Broken(InProcess):
-        def result(self, flight):
+        def result(self, handle):
             raise OSError("the disk is full")
 
     with pytest.raises(drjax.EngineError, match="OSError: the disk is full") as error:
@@ -269,12 +269,12 @@ def test_lists_of_other_lengths_in_a_file_keep_their_dtype(tmp_path):
 def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
     tried = []
 
-    def failing(self, work, stage, block, shared, suspects):
+    def failing(self, task, stage, block, shared, suspects):
         tried.append(len(suspects))
-        return one_by_one(self, work, stage, block, shared, suspects)
+        return one_by_one(self, task, stage, block, shared, suspects)
 
-    one_by_one = worker.Loaded._failing
-    monkeypatch.setattr(worker.Loaded, "_failing", failing)
+    one_by_one = worker.LoadedPlan._failing
+    monkeypatch.setattr(worker.LoadedPlan, "_failing", failing)
     n, (x, w) = 3000, rows_for(3000)
     good = ~np.isin(np.arange(n), bad)
     keys = {"on_error": "drop", "check_nans": True, "min_groups": 0}
@@ -291,21 +291,21 @@ def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
 
 TERMINATED = """
 import os, signal, sys, time
-from drjax.backends.engine.file_exchange import Exchange
+from drjax.backends.engine.file_exchange import FileExchange
 
 own = sys.argv[1] == "own"
 if own:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-first, second = (Exchange(1, files=None) for _ in range(2))
+first, second = (FileExchange(1, files=None) for _ in range(2))
 for each in (first, second):
     each.open()
 second.close()
-print(first._ours, flush=True)
+print(first._own_folder, flush=True)
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 finally:
-    assert first._ours.exists()
+    assert first._own_folder.exists()
 """
 
 
@@ -322,7 +322,7 @@ def test_temporary_folders_are_removed_after_sigterm(handler, status):
 def test_the_handler_of_sigterm_is_there_while_a_folder_is():
     before = signal.getsignal(signal.SIGTERM)
     files: Any = None
-    engine = Exchange(1, files)
+    engine = FileExchange(1, files)
     engine.open()
     if before is signal.SIG_DFL:
         assert signal.getsignal(signal.SIGTERM) is not before

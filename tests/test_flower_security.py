@@ -19,7 +19,7 @@ import pytest
 import drjax
 from drjax.backends import flower
 from drjax.backends.engine import wire_format
-from drjax.backends.engine.messages import Done
+from drjax.backends.engine.messages import BlockResult
 from tests.flower_clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
@@ -112,15 +112,17 @@ def done(change):
     """A lie: `change(block, done)` in place of what became of the group."""
 
     def lie(message, reply):
-        block, honest = wire_format.unpacked_done(bytes(reply.content["drjax"]["done"]))
-        made = wire_format.packed_done(block, change(honest))
+        block, honest = wire_format.result_from_bytes(
+            bytes(reply.content["drjax"]["done"])
+        )
+        made = wire_format.result_to_bytes(block, change(honest))
         return config(done=made)(message, reply)
 
     return lie
 
 
 def partials(change, failed=None):
-    return done(lambda x: Done(change([*x.partials]), [], failed or {}, 1, 0.0))
+    return done(lambda x: BlockResult(change([*x.partials]), [], failed or {}, 1, 0.0))
 
 
 def breaks(error):
@@ -163,12 +165,12 @@ LIES = {
     "too few": (partials(lambda p: p[:1]), "it has 1 partial results"),
     "none": (partials(lambda p: []), "it has 0 partial results, but the plan is for 2"),
     "rows": (
-        done(lambda x: Done(x.partials, [np.zeros((1, 3))], {}, 1, 0.0)),
+        done(lambda x: BlockResult(x.partials, [np.zeros((1, 3))], {}, 1, 0.0)),
         "it has 5 arrays, but the plan is for 4",
     ),
     "others": (
         partials(lambda p: p, {0: "evil", 1: "evil", 2: "evil"}),
-        "it tells of failures of ['0', '1', '2'], but only group 3 was asked",
+        "it reports failures of ['0', '1', '2'], but only group 3 was asked",
     ),
     "no such group": (partials(lambda p: p, {999: "evil"}), "failures of ['999']"),
     "other group": (
@@ -197,9 +199,9 @@ LIES = {
 
 
 def _for(group, reply):
-    block, honest = wire_format.unpacked_done(bytes(reply.content["drjax"]["done"]))
+    block, honest = wire_format.result_from_bytes(bytes(reply.content["drjax"]["done"]))
     other = replace(block, groups=np.array([group], np.int32))
-    return wire_format.packed_done(other, honest)
+    return wire_format.result_to_bytes(other, honest)
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -300,10 +302,10 @@ CLAIMS = {
     "true": (config(group=True), "has partition-id=True.", ""),
     "text": (config(group="3"), "has partition-id='3'.", ""),
     "list": (config(group=[3]), "has partition-id=[3].", ""),
-    "nothing": (config(x=1), "does not tell its partition-id: it has no 'group'", ""),
+    "nothing": (config(x=1), "does not report its partition-id: it has no 'group'", ""),
     "unreadable": (
         breaks(KeyError("x")),
-        "does not tell its partition-id: it cann",
+        "does not report its partition-id: it cann",
         "",
     ),
 }

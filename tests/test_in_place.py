@@ -79,9 +79,9 @@ def endings(fn, *args) -> list[int]:
     assert plan.partition is not None
     where = layout(plan.partition, find_mesh(plan.partition))
     found = (
-        reuse_accumulators.ending(plan, i, where) for i, _ in enumerate(plan.rounds)
+        reuse_accumulators.find_reuse(plan, i, where) for i, _ in enumerate(plan.rounds)
     )
-    return [end.in_place for end in found if end is not None]
+    return [end.reused_bytes for end in found if end is not None]
 
 
 X, ROWS = np.linspace(0, 1, 12, dtype=np.float32), np.linspace(0, 2, N)

@@ -210,20 +210,20 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
     run = Runner(plan, InProcess(), EngineOptions())
     assert run.file.custom_calls == ("mine",)
     job = Job(run.file, 0, "", (), 1, False, False, [])
-    again = Job.unpacked(job.packed())
+    again = Job.from_bytes(job.to_bytes())
     assert again.file == run.file
-    worker.Loaded(again.file)
+    worker.LoadedPlan(again.file)
 
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
         about = {"tree": None, "rows": []}
-        request = client_data.wire_format.packed(
-            about, [np.frombuffer(job.packed(), np.uint8), np.zeros(1), np.ones(1)]
+        request = client_data.wire_format.to_bytes(
+            about, [np.frombuffer(job.to_bytes(), np.uint8), np.zeros(1), np.ones(1)]
         )
         with pytest.raises(ZeroDivisionError):
             client_data.answer(request, lambda: None)
-    raises(drjax.PlanFileError, "may make: 'mine'", worker.Loaded, seen[0])
+    raises(drjax.PlanFileError, "may make: 'mine'", worker.LoadedPlan, seen[0])
 
 
 LINEAR = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from drjax.backends.engine import resident_slices
-from drjax.backends.engine.resident_slices import ResidentRows
+from drjax.backends.engine.resident_slices import ResidentSlices
 
 
 class Store:
@@ -13,7 +13,7 @@ class Store:
 
     def __init__(self, limit=10**6):
         self.stored = []
-        self.rows = ResidentRows(self.put, self.stored.__getitem__, limit)
+        self.rows = ResidentSlices(self.put, self.stored.__getitem__, limit)
 
     def put(self, rows):
         self.stored.append([x.copy() for x in rows])

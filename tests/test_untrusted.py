@@ -19,7 +19,7 @@ from drjax.backends import in_process
 from drjax.backends.engine import untrusted, wire_format
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
-from drjax.backends.engine.messages import Block, Done
+from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.engine.untrusted import BadReply, Partial
 from tests.raising import raises
 
@@ -39,11 +39,13 @@ VALUES: list[Any] = [
 def reply(values=VALUES, failed=None, rows=(), group=GROUP, valid=True, **done):
     block = Block(np.array([group], np.int32), np.array([valid]), [])
     fields = {"pid": 7, "seconds": 0.5} | done
-    return wire_format.packed_done(block, Done(values, [*rows], failed or {}, **fields))
+    return wire_format.result_to_bytes(
+        block, BlockResult(values, [*rows], failed or {}, **fields)
+    )
 
 
 def checked(data, check_nans=True):
-    return untrusted.checked(data, GROUP, PARTIALS, check_nans)
+    return untrusted.validate_reply(data, GROUP, PARTIALS, check_nans)
 
 
 def header(data):
@@ -122,13 +124,13 @@ def test_an_honest_failure():
         (edited(partials=-1), "it has -1 partial results, but the plan is for 4"),
         (edited(partials=4.0), "it has 4.0 partial results, but the plan is for 4"),
         (edited(partials=2**63), "it has 9223372036854775808 partial results"),
-        (edited(failed=[]), "it tells of failures of []"),
+        (edited(failed=[]), "it reports failures of []"),
         (edited(failed={"1": "evil"}), "failures of ['1'], but only group 3"),
         (edited(failed={"3": "no", "1": "evil"}), "failures of ['3', '1']"),
         (edited(failed={"03": "evil"}), "failures of ['03']"),
         (edited(failed={"999": "evil"}), "failures of ['999']"),
         (edited(failed={"-1": "evil"}), "failures of ['-1']"),
-        (edited(failed={"3": 5}), "it tells as its failure 5, which is no text"),
+        (edited(failed={"3": 5}), "its failure is 5, which is no text"),
         (edited(failed={"3": "no"}), "4 partial results, but the plan is for 0"),
         (reply([]), "it has 0 partial results, but the plan is for 4"),
         (reply(VALUES[:3]), "it has 3 partial results, but the plan is for 4"),
@@ -213,9 +215,9 @@ def test_what_is_checked_is_what_stages_give():
         def results(self, call):
             wanted = untrusted.partials_of(call.file)[call.stage]
             for block, done in super().results(call):
-                data = wire_format.packed_done(block, done)
+                data = wire_format.result_to_bytes(block, done)
                 group = int(block.groups[0])
-                again = untrusted.checked(data, group, wanted, True)
+                again = untrusted.validate_reply(data, group, wanted, True)
                 seen.append({str(partial) for partial in wanted})
                 yield block, again
 
@@ -280,7 +282,7 @@ def test_random_changes_of_a_reply():
 
 
 def test_words_of_a_worker_are_made_readable():
-    done = untrusted.failed(1, "a\x1b[31m\r\nb\ud800 é" + "x" * 5000)
+    done = untrusted.failure(1, "a\x1b[31m\r\nb\ud800 é" + "x" * 5000)
     text = done.failed[1]
     assert text.startswith("a\\x1b[31m  b\\ud800 éxx") and text.isprintable()
     assert text.endswith("(5012 characters)") and len(text) < 2100

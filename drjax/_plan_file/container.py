@@ -25,7 +25,7 @@ _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 
 
-def pack(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
+def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
     """A plan file as bytes; equal contents make equal files."""
     table = {name: _seal(data) for name, data in sorted(members.items())}
     head = {"format": FORMAT, "version": VERSION, **manifest, "members": table}

@@ -1,4 +1,15 @@
-"""From a manifest and members to a plan; nothing in them is believed unchecked."""
+"""From a manifest and members to a plan; nothing in them is believed unchecked.
+
+Input: a manifest and members, as `container.read` returns them. Output: a plan whose
+stages are `ExportedStage`s.
+
+Invariants: the whole manifest is validated before the bytes of any stage are read, and
+every error about it is a `PlanFileError`. A plan that is only inspected never reads
+them. Values are produced before they are used, and the ledger is that of the plan.
+
+Sharp edges: validation of the manifest says nothing about the code of a stage but which
+custom calls it makes; see `stage_features`.
+"""
 
 import io
 import math
@@ -16,8 +27,8 @@ from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
 from drjax._partition import Partition
 from drjax._plan_file import pytrees
 from drjax._plan_file.container import check_used, malformed
-from drjax._plan_file.encode import batch_results, ledger
-from drjax._plan_file.exported_stage import Form, Forms
+from drjax._plan_file.encode import batched_results, ledger
+from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
 from drjax._plan_file.stage_features import ALLOWED
 from drjax._planner.stage_values import new_value
 from drjax._primitives.reduce_ops import REDUCE_OPS
@@ -87,13 +98,13 @@ def _check_calls(path: Path | str, plan: Plan, allowed: set[str]) -> None:
 
     That a stage makes no others is checked when it is read.
     """
-    for where, stage in plan.stages():
+    for location, stage in plan.stages():
         calls = () if stage.forms is None else stage.forms.custom_calls
         if unknown := sorted(set(calls) - allowed):
             names = ", ".join(repr(name[:100]) for name in unknown[:5])
             raise PlanFileError(
-                f"The plan file {path} makes custom calls in {where} that are not on "
-                f"the list of those that plans may make: {names}. They run code "
+                f"The plan file {path} makes custom calls in {location} that are not "
+                f"on the list of those that plans may make: {names}. They run code "
                 "outside of the file with operands that it chooses. If you trust who "
                 "wrote it, pass the names to drjax.load_plan(path, custom_calls=[...])."
             )
@@ -117,25 +128,25 @@ class _Reader:
         self.used.add(name)
         return self._members[name]
 
-    def plan(self, told: dict[str, Any]) -> Plan:
-        partition = told["partition"]
+    def plan(self, data: dict[str, Any]) -> Plan:
+        partition = data["partition"]
         if partition is not None:
             axes = tuple(partition["mesh_axes"])
             partition = Partition(partition["name"], partition["size"], axes)
         size = 0 if partition is None else partition.size
         table = {
             name: _value(_text(name), about, size)
-            for name, about in told["values"].items()
+            for name, about in data["values"].items()
         }
         values = lambda names: tuple(table[name] for name in names)
-        known = set(told["inputs"])
+        known = set(data["inputs"])
 
         def use(names: Iterable[str]) -> None:
             if unknown := set(names) - known:
                 raise ValueError(f"{sorted(unknown)} are used before they are made")
 
         rounds = []
-        for about in told["rounds"]:
+        for about in data["rounds"]:
             a_round = self._round(about, values)
             use(v.name for v in a_round.server.inputs)
             known |= {v.name for v in a_round.server.outputs}
@@ -149,116 +160,121 @@ class _Reader:
                 use(v.name for v in loop.inputs)
                 known |= {v.name for v in loop.outputs}
             rounds.append(a_round)
-        server = self._stage(told["server"], values, numbered=False)
+        server = self._stage(data["server"], values, local=False)
         use(v.name for v in server.inputs)
         known |= {v.name for v in server.outputs}
-        use(told["outputs"])
-        inputs, outputs = values(told["inputs"]), values(told["outputs"])
-        in_tree = _tree(told["in_tree"], inputs)
-        out_tree = _tree(told["out_tree"], outputs)
+        use(data["outputs"])
+        inputs, outputs = values(data["inputs"]), values(data["outputs"])
+        in_tree = _tree(data["in_tree"], inputs)
+        out_tree = _tree(data["out_tree"], outputs)
         plan = Plan(
-            _text(told["name"]), partition, tuple(rounds), server, inputs, outputs,
+            _text(data["name"]), partition, tuple(rounds), server, inputs, outputs,
             in_tree, out_tree,
         )  # fmt: skip
         kept = plan.kept()
-        for about, a_round in zip(told["rounds"], rounds, strict=True):
-            results = batch_results(a_round, kept)
+        for about, a_round in zip(data["rounds"], rounds, strict=True):
+            results = batched_results(a_round, kept)
             if results != {key: about["groups"][key] for key in results}:
                 raise ValueError("a batch gives other results than the round needs")
         return plan
 
-    def _round(self, told: dict[str, Any], values) -> Round:
+    def _round(self, data: dict[str, Any], values) -> Round:
         reduces = []
-        for about in told["reduces"]:
+        for about in data["reduces"]:
             source, result = values(about["values"])
             op = _one_of((*REDUCE_OPS, "gather"), about["op"])
             reduces.append(Reduce(op, source, result))
         scatter = []
-        for pair in told["scatter"]:
+        for pair in data["scatter"]:
             whole, rows = values(pair)
             scatter.append((whole, rows))
         return Round(
-            self._stage(told["server"], values, numbered=False),
-            values(told["broadcast"]),
+            self._stage(data["server"], values, local=False),
+            values(data["broadcast"]),
             tuple(scatter),
-            self._stage(told["groups"], values, numbered=True),
+            self._stage(data["groups"], values, local=True),
             tuple(reduces),
-            tuple(self._loop(about, values) for about in told["loops"]),
+            tuple(self._loop(about, values) for about in data["loops"]),
         )
 
-    def _loop(self, told: dict[str, Any], values) -> Loop:
-        bodies = tuple(map(self.plan, told["bodies"]))
-        consts, carry, length = told["consts"], told["carry"], told["length"]
+    def _loop(self, data: dict[str, Any], values) -> Loop:
+        bodies = tuple(map(self.plan, data["bodies"]))
+        consts, carry, length = data["consts"], data["carry"], data["length"]
         return Loop(
-            _one_of(_LOOPS, told["op"]), _text(told["name"]), values(told["inputs"]),
-            values(told["outputs"]), bodies, tuple(map(_count, consts)), _count(carry),
-            None if length is None else _count(length), told["reverse"] is True,
+            _one_of(_LOOPS, data["op"]), _text(data["name"]), values(data["inputs"]),
+            values(data["outputs"]), bodies, tuple(map(_count, consts)), _count(carry),
+            None if length is None else _count(length), data["reverse"] is True,
         )  # fmt: skip
 
     # -----------------------------------------------------------------------------
     # Stages
 
-    def _stage(self, told: dict[str, Any], values, numbered: bool) -> Stage:
-        inputs, outputs = values(told["inputs"]), values(told["outputs"])
-        name, member = _text(told["name"]), told["member"]
+    def _stage(self, data: dict[str, Any], values, local: bool) -> Stage:
+        inputs, outputs = values(data["inputs"]), values(data["outputs"])
+        name, member = _text(data["name"]), data["member"]
         if (member is None) != (not outputs):
             raise ValueError(f"stage {name} has results and no member, or the reverse")
-        forms = None if member is None else self._forms(told, member, numbered)
+        exported = None if member is None else self._exported_stage(data, member, local)
         if not self.run:
-            return Stage(name, inputs, outputs, None, forms)
-        if forms is not None:
-            parts = [form for form in (forms.one, forms.batch) if form]
-            found = [form.custom_calls for form in parts]
-            if set(forms.custom_calls) != set().union(*found):
+            return Stage(name, inputs, outputs, None, exported)
+        if exported is not None:
+            parts = [f for f in (exported.per_group, exported.batched) if f]
+            found = [function.custom_calls for function in parts]
+            if set(exported.custom_calls) != set().union(*found):
                 raise ValueError(f"stage {name} calls other code than it is said to")
-            for form in parts:
-                if form.function.mlir_module_serialized != form.stablehlo:
+            for function in parts:
+                if function.function.mlir_module_serialized != function.stablehlo:
                     raise ValueError(
                         f"the .mlirbc of stage {name} is not the code of its .jexp"
                     )
-        jaxpr = self._jaxpr(inputs, outputs, forms, numbered)
-        return Stage(name, inputs, outputs, jaxpr, forms)
+        jaxpr = self._jaxpr(inputs, outputs, exported, local)
+        return Stage(name, inputs, outputs, jaxpr, exported)
 
-    def _forms(self, told: dict[str, Any], member: str, numbered: bool) -> Forms:
-        form = lambda end: Form(
+    def _exported_stage(
+        self, data: dict[str, Any], member: str, local: bool
+    ) -> ExportedStage:
+        function = lambda end: ExportedFunction(
             self._member(f"{member}{end}.jexp"), self._member(f"{member}{end}.mlirbc"),
             f"{member}{end} of the plan file {self.path}",
         )  # fmt: skip
-        return Forms(
-            form(""),
-            form(".batch") if numbered else None,
-            numbered and told["in_turn"] is True,
+        return ExportedStage(
+            function(""),
+            function(".batch") if local else None,
+            local and data["in_turn"] is True,  # the key of `sequential` in files
             self._member(f"{member}.jaxpr.txt").decode(),
-            tuple(map(self._constant, told["consts"])),
-            tuple(map(_text, told["custom_calls"])),
+            tuple(map(self._constant, data["consts"])),
+            tuple(map(_text, data["custom_calls"])),
             self.origin,
         )
 
-    def _constant(self, told: dict[str, Any]) -> np.ndarray:
-        name = told["member"]
+    def _constant(self, data: dict[str, Any]) -> np.ndarray:
+        name = data["member"]
         if name not in self._consts:
-            data = _array(self._member(name))
-            self._consts[name] = data.view(_dtype(told["dtype"]))
+            array = _array(self._member(name))
+            self._consts[name] = array.view(_dtype(data["dtype"]))
         return self._consts[name]
 
     def _jaxpr(
-        self, inputs: Sequence[Value], outputs: Sequence[Value], forms: Forms | None,
-        numbered: bool,
-    ) -> Any:  # fmt: skip
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        exported: ExportedStage | None,
+        local: bool,
+    ) -> Any:
         """A jaxpr that calls what was exported."""
 
         def run(*args):
-            if forms is None:
+            if exported is None:
                 return []
             raw = map(to_raw, args)
-            outs = forms.one.call(*map(jnp.asarray, forms.consts), *raw)
+            outs = exported.per_group.call(*map(jnp.asarray, exported.consts), *raw)
             return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
 
         types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
-        if numbered:
+        if local:
             types = [jax.ShapeDtypeStruct((), np.int32), *types]
-        if forms is not None:
-            found = [(x.shape, x.dtype) for x in forms.one.function.out_avals]
+        if exported is not None:
+            found = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
             if found != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
                 raise ValueError("a stage gives other types than it is said to")
         return jax.make_jaxpr(run)(*types)
@@ -268,9 +284,9 @@ class _Reader:
 # Values
 
 
-def _value(name: str, told: dict[str, Any], size: int) -> Value:
-    shape, axis = tuple(map(_count, told["shape"])), told["group_axis"]
-    dtype = _dtype(told["dtype"])
+def _value(name: str, data: dict[str, Any], size: int) -> Value:
+    shape, axis = tuple(map(_count, data["shape"])), data["group_axis"]
+    dtype = _dtype(data["dtype"])
     if axis is not None:
         if _count(axis) > len(shape) or not size:
             raise ValueError(f"{name} has no group axis {axis}")
@@ -303,10 +319,10 @@ def _dtype(name: str) -> Any:
     return dtype
 
 
-def _tree(told: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
-    if told is None:
+def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
+    if data is None:
         return None
-    tree = pytrees.Tree(pytrees.check(told["node"]))
+    tree = pytrees.Tree(pytrees.validate(data["node"]))
     if tree.num_leaves != len(values):
         raise ValueError(f"a pytree of {tree.num_leaves} leaves holds {len(values)}")
     return tree

@@ -1,4 +1,16 @@
-"""From a stage to its exported forms: see `exported_stage.py`."""
+"""From a stage to its exported functions.
+
+Input: a stage of a plan, and of a local stage what its batched function reduces and
+which rows it returns. Output: an `ExportedStage`, or an error if the stage cannot be
+exported.
+
+Invariants: equal stages give equal bytes, for all platforms at once; no code of users,
+no file names and no mesh is in them. Random bits of a group are the same in every
+batch.
+
+Sharp edges: the batched function is exported for a symbolic number of groups. Where JAX
+cannot batch the work for that, its groups run one after another (`sequential`).
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,8 +25,8 @@ from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax._jaxprs.eval_jaxpr import evaluate
 from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
-from drjax._plan_file.exported_stage import PLATFORMS, Form, Forms
-from drjax._plan_file.stage_features import contents, custom_calls
+from drjax._plan_file.exported_stage import PLATFORMS, ExportedFunction, ExportedStage
+from drjax._plan_file.stage_features import custom_calls, features_of
 from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp
 from drjax.plan import Reduce, Stage, Value
 
@@ -24,16 +36,16 @@ _MASK = jax.ShapeDtypeStruct((), np.bool_)
 
 
 class Exporter:
-    """Exports the forms of one stage.
+    """Exports the functions of one stage.
 
     Args:
       stage: The stage.
-      where: Where it is in the plan, for errors.
+      location: Round and stage in the plan, for errors.
       origin: Where and how it is exported, for the manifest.
     """
 
-    def __init__(self, stage: Stage, where: str, origin: dict[str, Any]):
-        self.stage, self.where, self.origin = stage, where, origin
+    def __init__(self, stage: Stage, location: str, origin: dict[str, Any]):
+        self.stage, self.location, self.origin = stage, location, origin
         self._values = list(_compat.jaxpr_consts(stage.jaxpr))
         self._hoisted = [
             i for i, x in enumerate(self._values)
@@ -42,18 +54,18 @@ class Exporter:
         self._consts = [np.asarray(to_raw(self._values[i])) for i in self._hoisted]
         self._types = [raw_type(v) for v in stage.inputs]
 
-    def server(self) -> Forms:
-        """The form of a stage of the server."""
-        return self._forms(*self._export("one", self._one, self._types))
+    def server(self) -> ExportedStage:
+        """The exported stage of the server: one function."""
+        return self._exported_stage(*self._export("one", self._per_group, self._types))
 
-    def local(self, reduces: Sequence[Reduce], rows: Sequence[Value]) -> Forms:
-        """The forms of a stage of the groups.
+    def local(self, reduces: Sequence[Reduce], rows: Sequence[Value]) -> ExportedStage:
+        """The exported stage of the groups: per group, and batched.
 
         Args:
           reduces: What of its outputs is reduced in a batch.
           rows: The outputs that a batch gives as rows.
         """
-        one, calls = self._export("one", self._one, [_GROUP, *self._types])
+        one, calls = self._export("one", self._per_group, [_GROUP, *self._types])
         (b,) = export.symbolic_shape("b")
         many = lambda t: jax.ShapeDtypeStruct((b, *t.shape), t.dtype)
         types = [many(_MASK), many(_GROUP)] + [
@@ -62,38 +74,42 @@ class Exporter:
         ]
 
         def batch(over_groups: Callable):
-            fn = self._batch(reduces, rows, over_groups)
+            fn = self._batched(reduces, rows, over_groups)
             return self._export("batch", fn, types)
 
-        in_turn = contents(self.stage.jaxpr, self.where).in_turn
-        if not in_turn:
+        sequential = features_of(self.stage.jaxpr, self.location).sequential
+        if not sequential:
             try:
                 found, more = batch(jax.vmap)
             except PlanFileError:  # what JAX cannot batch for an unknown b
-                in_turn = True
-        if in_turn:
-            found, more = batch(_in_turn)
-        return self._forms(one, calls | more, found, in_turn)
+                sequential = True
+        if sequential:
+            found, more = batch(_sequential)
+        return self._exported_stage(one, calls | more, found, sequential)
 
-    def _forms(
-        self, one: Form, calls: set[str], batch: Form | None = None, in_turn=False
-    ) -> Forms:
+    def _exported_stage(
+        self,
+        one: ExportedFunction,
+        calls: set[str],
+        batch: ExportedFunction | None = None,
+        sequential=False,
+    ) -> ExportedStage:
         text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
         consts, calls_ = tuple(self._consts), tuple(sorted(calls))
-        return Forms(one, batch, in_turn, text, consts, calls_, self.origin)
+        return ExportedStage(one, batch, sequential, text, consts, calls_, self.origin)
 
-    def _one(self, *args):
+    def _per_group(self, *args):
         count, values = len(self._hoisted), list(self._values)
         for i, x in zip(self._hoisted, args[:count], strict=True):
             values[i] = from_raw(x, values[i].dtype)
-        inputs = list(args[count:])  # the group's number first, if it takes that
+        inputs = list(args[count:])  # the group index first, if it takes that
         first = len(inputs) - len(self.stage.inputs)
         for i, value in enumerate(self.stage.inputs, first):
             inputs[i] = from_raw(inputs[i], value.dtype)
         outs = evaluate(self.stage.jaxpr, inputs, consts=values)
         return list(map(to_raw, outs))
 
-    def _batch(self, reduces, rows, over_groups: Callable) -> Callable:
+    def _batched(self, reduces, rows, over_groups: Callable) -> Callable:
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
         kept = [names.index(v.name) for v in rows]
@@ -103,7 +119,7 @@ class Exporter:
 
         def batch(*args):
             mask, others = args[count], [*args[:count], *args[count + 1 :]]
-            outs = over_groups(self._one, axes)(*others)
+            outs = over_groups(self._per_group, axes)(*others)
             partials = []
             for reduce, i in zip(reduces, sources, strict=True):
                 op = REDUCE_OPS[reduce.op]
@@ -112,7 +128,9 @@ class Exporter:
 
         return batch
 
-    def _export(self, name: str, fn: Callable, types: list) -> tuple[Form, set[str]]:
+    def _export(
+        self, name: str, fn: Callable, types: list
+    ) -> tuple[ExportedFunction, set[str]]:
         """`(fn for all platforms, the custom calls in it)`."""
 
         def run(*args):
@@ -122,18 +140,19 @@ class Exporter:
         consts = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._consts]
         try:
             jitted = jax.jit(run, keep_unused=True)
-            with _compat.frames_in_locations(0):  # of nobody's file system
+            with _compat.frames_in_locations(0):  # file names of this machine stay out
                 found = export.export(jitted, platforms=PLATFORMS)(*consts, *types)
             data = bytes(found.serialize()), bytes(found.mlir_module_serialized)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise PlanFileError(
-                f"{self.where} ({self.stage.name}) has no form for "
-                f"{', '.join(PLATFORMS)} that other versions of JAX can read: {error}"
+                f"{self.location} ({self.stage.name}) cannot be exported for "
+                f"{', '.join(PLATFORMS)} such that other versions of JAX can read it: "
+                f"{error}"
             ) from error
-        return Form(*data, self.where), custom_calls(data[1])
+        return ExportedFunction(*data, self.location), custom_calls(data[1])
 
 
-def _in_turn(fn: Callable, axes: list) -> Callable:
+def _sequential(fn: Callable, axes: list) -> Callable:
     """As `jax.vmap`, but one row after another."""
 
     def run(*args):

@@ -1,14 +1,20 @@
-"""A stage in the forms in which a file holds it: functions exported by JAX.
+"""An exported stage: the functions of a stage, exported by JAX, as a file holds them.
 
-    server stage    one(*consts, *inputs) -> outputs
-    local stage     one(*consts, group, *inputs) -> outputs
-                    batch(*consts, mask, groups, *inputs) -> (*partials, *rows)
+    server stage    per_group(*consts, *inputs) -> outputs
+    local stage     per_group(*consts, group, *inputs) -> outputs
+                    batched(*consts, mask, groups, *inputs) -> (*partials, *rows)
 
-`one` is the work of one group, int32 `[]`. `batch` is that of b groups, int32 `[b]`,
-for any b: of partitioned inputs it takes a row for each, of global ones the value. Of
-those groups whose `mask`, bool `[b]`, is true it gives the partial sum, maximum or
-minimum for each reduction of the round but a gather, and it gives all rows that are
+`per_group` is the work of one group, by its index, int32 `[]`. `batched` is that of b
+groups, int32 `[b]`, for any b: of partitioned inputs it takes a row for each, of global
+ones the value. It returns a partial reduction over those groups whose `mask`, bool
+`[b]`, is true, for each reduction of the round but a gather, and all rows that are
 needed later. 16-bit floats are added up in float32. PRNG keys pass as raw data.
+
+Input: bytes of `jax.export`. Output: functions that JAX can call and lower, but neither
+differentiate nor batch.
+
+Sharp edges: bytes are read when a function is first used, so that a file can be listed
+without a JAX that reads it. Constants of the stage are arguments, not part of the code.
 """
 
 import functools
@@ -29,11 +35,11 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportedFunction:
     """One exported function.
 
     Attributes:
-      exported: What `jax.export.Exported.serialize` gave.
+      exported: The bytes of `jax.export.Exported.serialize`.
       stablehlo: The StableHLO in it, as a portable artifact.
       source: Where it is from, for errors.
     """
@@ -74,7 +80,7 @@ class Form:
             raise PlanFileError(
                 f"This JAX, {jax.__version__}, cannot read {self.source}: "
                 f"{type(error).__name__}: {error}. JAX reads what versions some months "
-                "older wrote, and newer ones by some weeks: save the plan anew with a "
+                "older wrote, and newer ones by some weeks: save the plan again with a "
                 "version near this one."
             ) from error
 
@@ -91,40 +97,40 @@ def _refusal(source: str) -> Callable:
 
 
 @dataclass(frozen=True)
-class Forms:
-    """What a file holds of one stage.
+class ExportedStage:
+    """The exported functions of one stage, with what they need.
 
     Attributes:
-      one: The work of the server, or of one group.
-      batch: Of a local stage, the work of many groups.
-      in_turn: Whether the groups of a batch work one after another.
-      text: The jaxpr of `one`, for people.
+      per_group: The work of the server, or of one group.
+      batched: Of a local stage, the work of many groups.
+      sequential: Whether the groups of a batch work one after another.
+      text: The jaxpr of `per_group`, for people.
       consts: Large arrays that the stage takes besides its inputs; raw data of keys.
       custom_calls: Names of the code outside StableHLO that it calls.
       origin: Where and how it was exported, as the manifest tells it.
     """
 
-    one: Form
-    batch: Form | None
-    in_turn: bool
+    per_group: ExportedFunction
+    batched: ExportedFunction | None
+    sequential: bool
     text: str
     consts: tuple[np.ndarray, ...]
     custom_calls: tuple[str, ...]
     origin: dict[str, Any]
 
 
-def run_batch(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
-    """The batch form of a stage from a file: `(partial results, rows)`.
+def run_batched(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
+    """Run the batched function of a stage from a file: `(partial reductions, rows)`.
 
     Args:
       rows: The outputs of the stage that it gives as rows.
       mask: Which groups count, bool `[b]`.
-      groups: Their numbers, int32 `[b]`.
+      groups: Their indices, int32 `[b]`.
       inputs: Those of the stage; a row for each group of partitioned ones.
     """
-    forms = stage.forms
+    exported = stage.forms
     raw = map(to_raw, inputs)
-    outs = forms.batch.call(*forms.consts, mask, groups, *raw)
+    outs = exported.batched.call(*exported.consts, mask, groups, *raw)
     count = len(outs) - len(rows)
     found = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
     return outs[:count], found

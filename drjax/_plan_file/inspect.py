@@ -10,7 +10,7 @@ from drjax._drawing.text import size
 from drjax._errors import PlanFileError
 from drjax._plan_file import container
 from drjax._plan_file.decode import decode
-from drjax._plan_file.exported_stage import Forms
+from drjax._plan_file.exported_stage import ExportedStage
 from drjax._sharding.planning_context import planning
 from drjax.plan import Plan
 
@@ -38,9 +38,9 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
 
 
 def _origin(manifest: dict) -> Iterator[str]:
-    made = manifest["producer"]
+    producer = manifest["producer"]
     yield f"format {container.VERSION}, written by " + ", ".join(
-        f"{name} {version}" for name, version in made.items()
+        f"{name} {version}" for name, version in producer.items()
     )
     yield f"calling convention {manifest['calling_convention']} of jax.export"
     yield f"for {', '.join(manifest['platforms'])}"
@@ -49,11 +49,11 @@ def _origin(manifest: dict) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    for where, stage in plan.stages():
-        forms: Forms | None = stage.forms
-        if forms is not None:
-            parts = [f for f in (forms.one, forms.batch) if f is not None]
-            nbytes = size(sum(len(form.exported) for form in parts))
-            calls = ", ".join(forms.custom_calls) or "none"
-            turn = "; groups of a batch in turn" * forms.in_turn
-            yield f"  {where}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"
+    for location, stage in plan.stages():
+        exported: ExportedStage | None = stage.forms
+        if exported is not None:
+            parts = [f for f in (exported.per_group, exported.batched) if f is not None]
+            nbytes = size(sum(len(function.exported) for function in parts))
+            calls = ", ".join(exported.custom_calls) or "none"
+            turn = "; groups of a batch in turn" * exported.sequential
+            yield f"  {location}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"

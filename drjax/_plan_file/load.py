@@ -57,16 +57,16 @@ def load_plan(
         found = _storage.locate(path)
     except (TypeError, ValueError) as error:
         raise PlanFileError(f"drjax.load_plan cannot read a file: {error}.") from error
-    return unpacked(found, custom_calls=custom_calls)
+    return plan_from_bytes(found, custom_calls=custom_calls)
 
 
-def unpacked(
+def plan_from_bytes(
     path: Path | str,
     data: bytes | None = None,
     *,
     custom_calls: Collection[str] | None = (),
 ) -> Plan:
-    """As `load_plan`, of a file or of what is in one.
+    """As `load_plan`; `data`: the bytes of the file, unless it is to be opened.
 
     `custom_calls=None` is for the bytes of a plan of this process: it may make any.
     """

@@ -152,7 +152,7 @@ def _unflatten(node: Node, leaves: Iterator) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-def check(node: Any, depth: int = 0) -> Node:
+def validate(node: Any, depth: int = 0) -> Node:
     """A description read from a file.
 
     Raises:
@@ -174,5 +174,5 @@ def check(node: Any, depth: int = 0) -> Node:
     else:
         raise ValueError(f"a pytree cannot have a {kind}")
     for _, child in parts:
-        check(child, depth + 1)
+        validate(child, depth + 1)
     return node

@@ -15,7 +15,7 @@ from drjax.plan import Plan, check_known_shapes
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file; see `Plan.save`."""
-    data = packed(plan)
+    data = plan_to_bytes(plan)
     try:
         _storage.write_file(_storage.locate(path), data)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -25,10 +25,10 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def packed(plan: Plan) -> bytes:
+def plan_to_bytes(plan: Plan) -> bytes:
     """What a plan file holds."""
     check_known_shapes(plan, "saved")
     nowhere = jax.sharding.Mesh(np.empty((), object), ())
     with jax.set_mesh(nowhere), planning(False):  # of no number of devices
         manifest, members = encode(plan)
-    return container.pack(manifest, members)
+    return container.to_bytes(manifest, members)

@@ -32,26 +32,27 @@ _SAME_IN_BATCHES = {"threefry2x32"}
 
 
 @dataclass(frozen=True)
-class Contents:
+class StageFeatures:
     """What is in a stage, or in several.
 
     Attributes:
       wide: Whether there are 64-bit values.
       keys: The implementations of random keys.
-      in_turn: Whether random bits are drawn that would be others in a batch of groups.
+      sequential: Whether the groups of a batch must run one after another, as the
+        stage draws random bits that would be others in a batch.
     """
 
     wide: bool
     keys: frozenset[str]
-    in_turn: bool
+    sequential: bool
 
 
-def contents(jaxpr: Any, where: str) -> Contents:
+def features_of(jaxpr: Any, location: str) -> StageFeatures:
     """What is in a stage.
 
     Args:
       jaxpr: That of the stage.
-      where: Where the stage is, for errors.
+      location: Round and stage, for errors.
 
     Raises:
       PlanFileError: The stage calls back into Python.
@@ -59,21 +60,23 @@ def contents(jaxpr: Any, where: str) -> Contents:
     dtypes, names = set(), set()
     for x in _inside(jaxpr):
         if hasattr(x, "primitive"):
-            _check(x, where)
+            _check(x, location)
             names.add(x.primitive.name)
         else:
             dtypes.add(getattr(x.aval, "dtype", None))
     dtypes.discard(None)
     keys = frozenset(key_impl(dtype) for dtype in dtypes if is_key(dtype))
-    in_turn = bool(keys - _SAME_IN_BATCHES) or "rng_bit_generator" in names
-    return Contents(bool(dtypes & WIDE), keys, in_turn)
+    sequential = bool(keys - _SAME_IN_BATCHES) or "rng_bit_generator" in names
+    return StageFeatures(bool(dtypes & WIDE), keys, sequential)
 
 
-def together(found: Iterable[Contents]) -> Contents:
+def merge(found: Iterable[StageFeatures]) -> StageFeatures:
     """What is in several stages."""
     found = list(found)
     keys = frozenset(key for one in found for key in one.keys)
-    return Contents(any(c.wide for c in found), keys, any(c.in_turn for c in found))
+    return StageFeatures(
+        any(c.wide for c in found), keys, any(c.sequential for c in found)
+    )
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
@@ -145,11 +148,11 @@ def custom_calls(stablehlo_code: bytes) -> set[str]:
     return found - _OF_JAX
 
 
-def _check(eqn: Any, where: str) -> None:
+def _check(eqn: Any, location: str) -> None:
     name = eqn.primitive.name
     if "callback" in name or name == "debug_print":
         raise PlanFileError(
-            f"{where} calls back into Python: {name} at {source_line(eqn)}. A "
+            f"{location} calls back into Python: {name} at {source_line(eqn)}. A "
             "plan file runs without its source: take the call out, or return what it "
             "needs as a result."
         )

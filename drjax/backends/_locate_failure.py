@@ -1,6 +1,14 @@
-"""Where in a stage something goes wrong: the user's line.
+"""The user's line at which a stage fails, or makes its first NaN.
+
+Input: a stage and the inputs with which it failed. Output: text, or None if it is not
+known.
 
 The stage runs again, equation by equation and, in loops, step by step.
+
+Invariants: only called after a failure, so that it costs nothing otherwise.
+
+Sharp edges: without compilation results may differ in the last bits, so that a NaN may
+not come up again; the text says so. Stages from plan files have no source lines.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +48,9 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
         _run(program, inputs, find_nan=True)
     except _Found as found:
         if found.args[0] in program.invars:
-            at = program.invars.index(found.args[0])
-            first = len(program.invars) - len(stage.inputs)  # after the group's number
-            return f"there is one in its input {stage.inputs[at - first].name}"
+            position = program.invars.index(found.args[0])
+            first = len(program.invars) - len(stage.inputs)  # after the group index
+            return f"there is one in its input {stage.inputs[position - first].name}"
         eqn = found.args[0]
         return f"made by {eqn.primitive.name} at {source_line(eqn)}"
     return "made by work that gives none when it runs operation by operation"

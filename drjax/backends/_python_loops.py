@@ -1,4 +1,14 @@
-"""A plan's loops, run by Python: for the backends whose driver is a Python process."""
+"""The loops of a plan, run by Python: for backends whose driver is a Python process.
+
+Input: a `Loop`, a callable for each of its bodies, and its inputs. Output: its outputs.
+
+Invariants: as `lax.scan`, `while_loop` and `switch`: a branch index is clamped, a
+reversed scan stacks its outputs in the order of its inputs, and a scan of length zero
+gives empty stacks. Partitioned values are stacks of slices along axis 0, so that the
+steps of a partitioned stack lie along axis 1.
+
+Sharp edges: the condition of a while loop is read on the host in each step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,11 +1,17 @@
 """The Flower backend: each group is a client, and its data stays with it.
 
-The driver runs in a Flower `ServerApp`; what the groups do is sent to the clients with
-each round, as a stage of the plan's file, and they run it on their own data. What comes
-back is what a client gives to a reduction, and nothing else of its rows.
+Input: a plan, and the grid of a Flower `ServerApp`, in which the driver runs. Output: a
+`Runner`. Each stage of the groups is sent to the clients with the round, as a stage of
+the plan's file, and they run it on their own data; what they send back is partial
+reductions, and no slices.
 
-Clients are not trusted: each reply is pulled by itself and checked against the plan,
-and what is wrong with it is the failure of that client's group alone.
+Invariants: clients are not trusted: each reply is pulled by itself and validated
+against the plan, and a bad one is the failure of that client's group alone. A block is
+one group.
+
+Sharp edges: a client sees the stages, and the server sees each client's partial
+reduction: there is no secure aggregation. Without `nodes`, which group a client is is
+its own claim. Flower never ends a client, so a late one is forgotten, not stopped.
 """
 
 import logging
@@ -23,9 +29,16 @@ from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.messages import Done, File, State, Work, rounds_of, rows_of
+from drjax.backends.engine.messages import (
+    BlockResult,
+    File,
+    Task,
+    WorkerState,
+    rounds_of,
+    rows_of,
+)
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.protocols import Call, Results
+from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.untrusted import BadReply
 from drjax.backends.groups import Remote
 from drjax.plan import Plan
@@ -51,7 +64,7 @@ def compile(
       nodes: The id of each group's node, in the order of the groups. Give it where
         SuperNodes authenticate themselves, so that no client takes another's group.
         Default: each client says which group it is, and the first to do so has it.
-      **options: See `drjax.backends.engine.options.Options`: `on_error`, `min_groups`,
+      **options: See `drjax.backends.EngineOptions`: `on_error`, `min_groups`,
         `check_nans` (here also for infinities, unless they cannot decide a maximum
         or minimum), `timeout` of a client in seconds, `retries` of one that took
         longer, `checkpoint`, `progress`. Each client is a block of its own.
@@ -144,7 +157,7 @@ class Nodes:
     """
 
     def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
-        self.session, self._grid, self._clients = 0, grid, clients
+        self.generation, self._grid, self._clients = 0, grid, clients
         self.workers, self._start, self._drop = clients.size, start, drop
         self._flwr = needed("flwr.app", "flower", "Flower")
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
@@ -231,33 +244,33 @@ class Nodes:
             why = f"it cannot be read: {type(error).__name__}: {error}"
             raise BadReply(why) from error
 
-    def results(self, call: Call) -> Results:
+    def results(self, call: StageCall) -> Results:
         # Clients that came later, or came back.
         self._find(np.flatnonzero(call.alive), min(5.0, self._start), late=False)
         self._requests = client_data.Requests(call)
         self._check_nans = call.options.check_nans
-        if "partials" not in call.known:
-            call.known["partials"] = untrusted.partials_of(call.file)
-        self._partials = call.known["partials"][call.stage]
+        if "partials" not in call.cache:
+            call.cache["partials"] = untrusted.partials_of(call.file)
+        self._partials = call.cache["partials"][call.stage]
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
         return x
 
-    def submit(self, work: Work, file: File, shared: list[np.ndarray]) -> Any:
-        group = int(work.block.groups[0])
+    def submit(self, task: Task, file: File, shared: list[np.ndarray]) -> Any:
+        group = int(task.block.groups[0])
         if (node := self._clients[group]) is None:
             refused = "; ".join(["", *self._clients.refused()])
             why = f"no client has the group within {self._start:g} s{refused}"
             return _Sent(None, group, why)
-        content = {"request": self._requests.packed(work, file, shared)}
+        content = {"request": self._requests.to_bytes(task, file, shared)}
         number = self._push(content, node, "train")
         return _Sent(number, group, f"the SuperLink takes no message for node {node}")
 
-    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            for sent in flights:
+            for sent in handles:
                 if sent.number is None or sent in self._replies:
                     continue
                 try:
@@ -266,37 +279,39 @@ class Nodes:
                     reply = error
                 if reply is not None:
                     self._replies[sent] = reply
-            done = [x for x in flights if x.number is None or x in self._replies]
+            done = [x for x in handles if x.number is None or x in self._replies]
             if done or time.monotonic() >= end:
                 return done
             time.sleep(_POLL)
 
-    def result(self, flight: Any) -> Done:
-        group = flight.group
-        if flight.number is None:
-            return untrusted.failed(group, flight.why)
-        reply = self._replies.pop(flight)
+    def result(self, handle: Any) -> BlockResult:
+        group = handle.group
+        if handle.number is None:
+            return untrusted.failure(group, handle.why)
+        reply = self._replies.pop(handle)
         try:
             if isinstance(reply, BadReply):
                 raise reply
             if reply.has_error():
                 why = f"{reply.error.reason} (code {reply.error.code})"
-                return untrusted.failed(group, f"its client failed: {why}")
+                return untrusted.failure(group, f"its client failed: {why}")
             data = _content(reply, "done")
-            return untrusted.checked(data, group, self._partials, self._check_nans)
+            return untrusted.validate_reply(
+                data, group, self._partials, self._check_nans
+            )
         except BadReply as error:
             whose = f"its client, node {self._clients[group]}"
             why = f"the reply of {whose}, does not fit the plan: {error}"
-            return untrusted.failed(group, why)
+            return untrusted.failure(group, why)
 
-    def abandon(self, flight: Any) -> None:
-        self.forget(flight)
+    def abandon(self, handle: Any) -> None:
+        self.forget(handle)
 
-    def forget(self, flight: Any) -> None:
-        self._replies.pop(flight, None)
-        self._pulls.forget(flight.number)
+    def forget(self, handle: Any) -> None:
+        self._replies.pop(handle, None)
+        self._pulls.forget(handle.number)
 
-    def states(self) -> list[State]:
+    def states(self) -> list[WorkerState]:
         return []
 
     def close(self) -> None:

@@ -1,4 +1,16 @@
-"""Where the groups' data is: in arrays, in an iterable, or in Parquet files."""
+"""The groups' data as an argument: in arrays, in an iterable, or in Parquet files.
+
+Input: arguments of a planned function, of which some may be `Groups`. Output: the
+plan's inputs as numpy arrays with slices along axis 0, or as `Lazy` values, whose
+slices are read block by block.
+
+Invariants: the slices of a group are validated against the plan when they are read, and
+are never cast; a group whose data does not fit has failed alone. A `Source` is read in
+order, and again in each round that needs it.
+
+Sharp edges: an iterator that raises is over, so that the call fails; a sequence fails
+one group. A whole array is cast as JAX would, a group's is not.
+"""
 
 import bisect
 import itertools
@@ -132,12 +144,12 @@ class Parquet(Groups):
         for path in paths:
             try:
                 system, name = _storage.split(path)
-                told = self._reader.read_metadata(name, filesystem=system)
+                metadata = self._reader.read_metadata(name, filesystem=system)
             except Exception as error:
                 raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
-            for part in range(told.num_row_groups):
+            for part in range(metadata.num_row_groups):
                 self._parts.append((path, part, self._bounds[-1]))
-                rows = told.row_group(part).num_rows
+                rows = metadata.row_group(part).num_rows
                 self._bounds.append(self._bounds[-1] + rows)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,16 +166,16 @@ class Parquet(Groups):
         return str([(path, _storage.file_size(path)) for path in paths])
 
     def starting(self, group: int) -> Iterator[Any]:
-        at = bisect.bisect_right(self._bounds, group) - 1
+        i = bisect.bisect_right(self._bounds, group) - 1
         for (path, part, first), end in zip(
-            self._parts[at:], self._bounds[at + 1 :], strict=True
+            self._parts[i:], self._bounds[i + 1 :], strict=True
         ):
             rows = self._rows(path, part, end - first)
             yield from itertools.islice(rows, max(0, group - first), None)
 
     def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
         """The rows of a row group, or why they cannot be read."""
-        made = 0
+        count_read = 0
         try:
             system, name = _storage.split(path)
             with self._reader.ParquetFile(name, filesystem=system) as file:
@@ -171,10 +183,10 @@ class Parquet(Groups):
                     names = batch.schema.names
                     for row in zip(*map(_cells, batch.columns), strict=True):
                         yield self._group(dict(zip(names, row, strict=True)))
-                        made += 1
+                        count_read += 1
         except Exception as error:
             text = f"it cannot be read from {path}, row group {part}: {error}"
-            yield from itertools.repeat(DrjaxValueError(text), count - made)
+            yield from itertools.repeat(DrjaxValueError(text), count - count_read)
 
     def _group(self, row: dict[str, Any]) -> Any:
         if self.columns is None:
@@ -192,13 +204,13 @@ def _parquet() -> Any:
 
 def _cells(column: Any) -> Any:
     """The values of a column; lists of other lengths and nulls as they are."""
-    at = column
-    while hasattr(at.type, "value_type"):
-        lengths = at.value_lengths()
-        if at.null_count or len(lengths.unique()) > 1:
+    part = column
+    while hasattr(part.type, "value_type"):
+        lengths = part.value_lengths()
+        if part.null_count or len(lengths.unique()) > 1:
             return _one_by_one(column)
-        at = at.flatten()
-    return _one_by_one(column) if at.null_count else _array(column)
+        part = part.flatten()
+    return _one_by_one(column) if part.null_count else _array(column)
 
 
 def _one_by_one(column: Any) -> list[np.ndarray]:
@@ -356,14 +368,14 @@ def as_array(x: Any) -> Any:
     return jax.numpy.asarray(x)
 
 
-def inputs(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
+def flat_rows(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
     """The inputs of a plan as raw numpy arrays, rows along axis 0, or `Lazy`."""
-    numbers = plan.in_tree.unflatten(range(len(plan.inputs)))
+    positions = plan.in_tree.unflatten(range(len(plan.inputs)))
     args = tuple(
-        _lazy(plan, a, numbers[0][i] if i < len(numbers[0]) else None)
+        _lazy(plan, a, positions[0][i] if i < len(positions[0]) else None)
         for i, a in enumerate(args)
     )
-    kwargs = {k: _lazy(plan, a, numbers[1].get(k)) for k, a in kwargs.items()}
+    kwargs = {k: _lazy(plan, a, positions[1].get(k)) for k, a in kwargs.items()}
     found = []
     for value, x in zip(
         plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
@@ -375,10 +387,10 @@ def inputs(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
     return found
 
 
-def _lazy(plan: Plan, x: Any, numbers: Any) -> Any:
-    if not isinstance(x, Groups) or numbers is None:
+def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
+    if not isinstance(x, Groups) or positions is None:
         return x
-    indices, tree = jax.tree_util.tree_flatten(numbers)
+    indices, tree = jax.tree_util.tree_flatten(positions)
     values = [plan.inputs[i] for i in indices]
     for value in values:
         if not value.partitioned:

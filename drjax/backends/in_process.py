@@ -1,6 +1,13 @@
-"""Engines' core without an engine: every block runs in this process, in turn.
+"""The core of engines without an engine: every block runs in this process, in turn.
 
-For tests of the core, and for groups that come from an iterable or from files.
+Input: a plan and options. Output: a `Runner`. For tests of the core, and for groups
+that come from an iterable or from files.
+
+Invariants: as for every `Pool`: a task is done when `submit` returns, so `wait` never
+waits.
+
+Sharp edges: a group that never ends, or that ends the process, ends the call: there is
+no `timeout` and nobody to replace.
 """
 
 from collections.abc import Sequence
@@ -8,9 +15,9 @@ from typing import Any
 
 from drjax.backends.engine import pool_scheduler, worker
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.messages import Done, File, State, Work
+from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.protocols import Call, Results
+from drjax.backends.engine.protocols import Results, StageCall
 from drjax.plan import Plan
 
 
@@ -44,46 +51,46 @@ class InProcess:
     """A pool without processes, which runs each block when it is submitted."""
 
     def __init__(self, workers: int = 1):
-        self.workers, self.session = workers, 0
+        self.workers, self.generation = workers, 0
 
     def open(self) -> None:
         pass
 
-    def results(self, call: Call) -> Results:
+    def results(self, call: StageCall) -> Results:
         return pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
         return x
 
-    def submit(self, work: Work, file: File, shared: Any) -> Any:
-        return _Flight(file, work, shared)
+    def submit(self, task: Task, file: File, shared: Any) -> Any:
+        return _FinishedTask(file, task, shared)
 
-    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        return flights
+    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+        return handles
 
-    def result(self, flight: Any) -> Done:
-        if flight.error is not None:
-            raise flight.error
-        return flight.done
+    def result(self, handle: Any) -> BlockResult:
+        if handle.error is not None:
+            raise handle.error
+        return handle.result
 
-    def abandon(self, flight: Any) -> None:
+    def abandon(self, handle: Any) -> None:
         pass
 
-    def forget(self, flight: Any) -> None:
+    def forget(self, handle: Any) -> None:
         pass
 
-    def states(self) -> list[State]:
+    def states(self) -> list[WorkerState]:
         return [worker.state()]
 
     def close(self) -> None:
         pass
 
 
-class _Flight:
-    def __init__(self, file: File, task: Work, shared: Any):
-        self.done: Any = None
+class _FinishedTask:
+    def __init__(self, file: File, task: Task, shared: Any):
+        self.result: Any = None
         self.error: Exception | None = None
         try:
-            self.done = worker.run(file, task, shared)
+            self.result = worker.run(file, task, shared)
         except Exception as error:
             self.error = error

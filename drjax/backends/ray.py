@@ -1,7 +1,16 @@
 """The Ray backend: blocks of groups run in actors, which stay warm between rounds.
 
-Each actor is a process that loads the plan's file once and compiles each stage once.
-An actor that dies is replaced, and its blocks go to others.
+Input: a plan and options. Output: a `Runner`. Each actor is a process that loads the
+plan's file once and compiles each stage once.
+
+Invariants: an actor that dies is replaced, and its blocks go to others. Ray that was
+started here is shut down when the last `Actors` closes; Ray that ran before is left
+alone. Ray is used through `_live`, which raises once the raylet has ended: any other
+use would end the driver.
+
+Sharp edges: slices stay in Ray's object store until the workers are closed, in up to a
+quarter of it. A canceled task can block an actor, so tasks are skipped, never canceled.
+A task at work when a call fails goes on to its end.
 """
 
 import os
@@ -18,10 +27,10 @@ from drjax.backends.engine.actor import Worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.memory_watch import Listener
-from drjax.backends.engine.messages import Done, State, Work
+from drjax.backends.engine.messages import BlockResult, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.protocols import Call, Lost, Results
-from drjax.backends.engine.resident_slices import ResidentRows
+from drjax.backends.engine.protocols import Lost, Results, StageCall
+from drjax.backends.engine.resident_slices import ResidentSlices
 from drjax.plan import Plan
 
 _START = 120  # seconds for all workers to start
@@ -52,7 +61,7 @@ def compile(
       address: That of a Ray cluster, as for `ray.init`.
       ray_options: For the actors, as for `.options()` of one: `num_gpus`, `resources`,
         `runtime_env`, ... Default: one CPU each.
-      **options: See `drjax.backends.engine.options.Options`: `block_size`, `on_error`,
+      **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
 
     Returns:
@@ -90,19 +99,20 @@ class Actors:
         self._options: dict[str, Any] = ray_options or {}
         self._ray = needed("ray", "ray", "drjax.backends.ray")
         self._raylet: Listener | None = None
-        self._rows: ResidentRows
+        self._slices: ResidentSlices
         self._actors: list[Any] = []
         self._files: dict[Any, set[str]] = {}  # those that each actor has
-        self._at: dict[Any, Any] = {}  # of each block in flight: its actor, its number
-        self._left: dict[Any, Any] = {}  # the same of blocks that nobody waits for
-        self.session = 0
+        # From the handle of an in-flight task to its actor and its number.
+        self._in_flight: dict[Any, Any] = {}
+        self._abandoned: dict[Any, Any] = {}  # the same of tasks that nobody waits for
+        self.generation = 0
 
     def open(self) -> None:
         ray = self._live()
         if self._actors and ray.is_initialized():
             return
         self._reset()
-        self.session += 1
+        self.generation += 1
         _open.add(self)
         if not ray.is_initialized():
             ours = self._address is None
@@ -115,12 +125,12 @@ class Actors:
                 ray.init(log_to_driver=False, **settings)
             if ours:
                 _starters.add(self)
-        here, store = ray.get_runtime_context().get_node_id(), 0.0
+        node_id, store = ray.get_runtime_context().get_node_id(), 0.0
         for node in ray.nodes():
-            if node["NodeID"] == here:
+            if node["NodeID"] == node_id:
                 self._raylet = Listener(node["RayletSocketName"])
                 store = node["Resources"].get("object_store_memory", 0)
-        self._rows = ResidentRows(self.share, self._get, _RESIDENT * store)
+        self._slices = ResidentSlices(self.share, self._get, _RESIDENT * store)
         self._actors = [self._start() for _ in range(self.workers)]
         self._started(self._actors)
 
@@ -141,8 +151,8 @@ class Actors:
         return self._ray
 
     def _reset(self) -> None:
-        self._actors, self._at, self._left, self._files = [], {}, {}, {}
-        self._rows = ResidentRows(self.share, self._get, 0)
+        self._actors, self._in_flight, self._abandoned, self._files = [], {}, {}, {}
+        self._slices = ResidentSlices(self.share, self._get, 0)
         if self._raylet is not None:
             self._raylet.close()
             self._raylet = None
@@ -166,18 +176,18 @@ class Actors:
             )
         self._ray.get(ready)
 
-    def _wait(self, flights: Sequence[Any], count: int, timeout: float | None):
+    def _wait(self, handles: Sequence[Any], count: int, timeout: float | None):
         """What is done when so many are, or after so many seconds; and the others."""
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             look = max(0.0, min(_LOOK, end - time.monotonic()))
-            found = self._live().wait([*flights], num_returns=count, timeout=look)
+            found = self._live().wait([*handles], num_returns=count, timeout=look)
             if len(found[0]) == count or time.monotonic() >= end:
                 return found
 
-    def results(self, call: Call) -> Results:
+    def results(self, call: StageCall) -> Results:
         self._settle(call.options.timeout)
-        self._rows.begin()
+        self._slices.begin()
         return pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -189,46 +199,43 @@ class Actors:
         stored = not isinstance(reference, list)
         return self._live().get(reference) if stored else reference
 
-    def submit(self, work: Work, file: Any, shared: Any) -> Any:
+    def submit(self, task: Task, file: Any, shared: Any) -> Any:
         self._live()
         load = {id(actor): 0 for actor in self._actors}
-        for actor, _ in (*self._at.values(), *self._left.values()):
+        for actor, _ in (*self._in_flight.values(), *self._abandoned.values()):
             load[id(actor)] = load.get(id(actor), 0) + 1
         actor = min(self._actors, key=lambda actor: load[id(actor)])
-        block, known, name = (
-            work.block,
-            self._files.setdefault(actor, set()),
-            file.hex(),
-        )
-        key = name, work.stage, int(block.groups[0]), len(block.groups)
-        rows = self._rows.reference(key, block.rows)
-        work = replace(work, block=replace(block, rows=[]))
-        given = None if name in known else file
+        block, name = task.block, file.hex()
+        known = self._files.setdefault(actor, set())
+        key = name, task.stage, int(block.groups[0]), len(block.groups)
+        rows = self._slices.reference(key, block.rows)
+        task = replace(task, block=replace(block, rows=[]))
+        to_send = None if name in known else file
         known.add(name)
-        flight = actor.run.remote(name, given, work, rows, shared)
-        self._at[flight] = actor, work.number
-        return flight
+        handle = actor.run.remote(name, to_send, task, rows, shared)
+        self._in_flight[handle] = actor, task.number
+        return handle
 
-    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        return self._wait(flights, 1, timeout)[0]
+    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+        return self._wait(handles, 1, timeout)[0]
 
-    def result(self, flight: Any) -> Done:
-        (actor, _), errors = self._at.pop(flight), self._ray.exceptions
+    def result(self, handle: Any) -> BlockResult:
+        (actor, _), errors = self._in_flight.pop(handle), self._ray.exceptions
         try:
-            return self._live().get(flight)
+            return self._live().get(handle)
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
             first = str(error).strip().splitlines()[0]
             raise Lost(f"a worker died: {first}") from error
 
-    def abandon(self, flight: Any) -> None:
-        self._replace(self._at.pop(flight)[0])
+    def abandon(self, handle: Any) -> None:
+        self._replace(self._in_flight.pop(handle)[0])
 
-    def forget(self, flight: Any) -> None:
+    def forget(self, handle: Any) -> None:
         # Not by ray.cancel: an actor may then wait for the place of the canceled task
         # in the order of its tasks for ever, and is taken for dead.
-        if flight in self._at:  # and Ray has not ended
-            actor, number = self._left[flight] = self._at.pop(flight)
+        if handle in self._in_flight:  # and Ray has not ended
+            actor, number = self._abandoned[handle] = self._in_flight.pop(handle)
             _ask(actor.skip, number)
 
     def _settle(self, timeout: float | None) -> None:
@@ -237,33 +244,35 @@ class Actors:
         What begins behind it would seem late: with a time limit it gets that time, and
         then its worker is replaced.
         """
-        if not self._left:
+        if not self._abandoned:
             return
-        left, wait = [*self._left], 0 if timeout is None else timeout
-        done, late = self._wait(left, len(left), wait)
-        for flight in done:
-            del self._left[flight]
-        for flight in late if timeout is not None else ():
-            if flight in self._left:  # and its actor was not replaced for another one
-                self._replace(self._left[flight][0])
+        abandoned, wait = [*self._abandoned], 0 if timeout is None else timeout
+        done, late = self._wait(abandoned, len(abandoned), wait)
+        for handle in done:
+            del self._abandoned[handle]
+        for handle in late if timeout is not None else ():
+            if handle in self._abandoned:  # its actor may have been replaced already
+                self._replace(self._abandoned[handle][0])
 
     def _replace(self, actor: Any) -> None:
         if actor not in self._actors:
             return  # it was replaced already
         # What is taken for dead may live, and would keep what the next one needs.
         self._ray.kill(actor)
-        self._left = {k: v for k, v in self._left.items() if v[0] is not actor}
+        self._abandoned = {
+            k: v for k, v in self._abandoned.items() if v[0] is not actor
+        }
         self._files.pop(actor, None)
         new = self._actors[self._actors.index(actor)] = self._start()
         self._started([new])  # its start is no part of a block's time
 
-    def states(self) -> list[State]:
-        found, errors = [], self._ray.exceptions
+    def states(self) -> list[WorkerState]:
+        states, errors = [], self._ray.exceptions
         for state in [_ask(actor.state) for actor in self._actors]:
             # It is being replaced, or has no time to answer.
             with suppress(errors.RayActorError, errors.GetTimeoutError):
-                found.append(self._ray.get(state, timeout=_ANSWER))
-        return found
+                states.append(self._ray.get(state, timeout=_ANSWER))
+        return states
 
     def close(self) -> None:
         for actor in self._actors if self._ray.is_initialized() else ():

@@ -1,9 +1,16 @@
 """The reference backend: one group at a time, on the host, in plain Python.
 
-It shares nothing between groups, calls neither vmap nor any lowering of drjax, and
-adds up in float64. It is the oracle of the tests, and a debugger: an error in the
-work of one group names the group, the stage and the user's line, and keeps the group's
-inputs.
+Input: a plan. Output: a function with the signature of the planned one.
+
+It is the oracle of the tests, and a debugger: an error in the work of one group names
+the group, the stage and the user's line, and keeps the group's inputs.
+
+Invariants: it shares nothing between groups, calls neither vmap nor any lowering of
+drjax, and adds up in float64, so that a mistake in batching or in a lowering cannot be
+in both of what a test compares.
+
+Sharp edges: time grows with the number of groups, and nothing is compiled as a whole.
+Partitioned values are stacks of slices along axis 0 inside, whatever `Value.axis` is.
 """
 
 from collections.abc import Callable
@@ -26,7 +33,7 @@ class GroupError(DrjaxError, RuntimeError):
     """The work of one group failed.
 
     Attributes:
-      group: The number of the group.
+      group: The index of the group.
       stage: The stage that failed.
       inputs: The arguments of the stage for that group: rerun it with
         `jax.extend.core.jaxpr_as_fun(error.stage.jaxpr)(*error.inputs)`.
@@ -99,7 +106,7 @@ class _Run:
         outs = _run(stage, [values[v.name] for v in stage.inputs])
         _store(values, stage.outputs, outs)
 
-    def _groups(self, stage: Stage, values: dict[str, Any], where: str) -> None:
+    def _groups(self, stage: Stage, values: dict[str, Any], location: str) -> None:
         if stage.empty and not stage.jaxpr.effects:
             return
         rows = []
@@ -113,13 +120,13 @@ class _Run:
             except Exception as error:
                 line = _locate_failure.of_error(stage, inputs)
                 raise GroupError(
-                    f"Group {group} failed in {where}, in {stage.name}"
+                    f"Group {group} failed in {location}, in {stage.name}"
                     f"{'' if line is None else f', at {line}'}: "
                     f"{type(error).__name__}: {error}",
                     group, stage, inputs,
                 ) from error  # fmt: skip
             if self.check_nans:
-                _check_nans(outs, group, stage, inputs, where)
+                _check_nans(outs, group, stage, inputs, location)
             rows.append(outs)
         for value, column in zip(stage.outputs, zip(*rows, strict=True), strict=True):
             values[value.name] = _stack(column)
@@ -145,11 +152,11 @@ def _run(stage: Stage, args: list) -> list:
     return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
 
 
-def _check_nans(outs, group: int, stage: Stage, inputs: list, where: str) -> None:
+def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> None:
     for value, out in zip(stage.outputs, outs, strict=True):
         if _locate_failure.has_nan(out):
             raise GroupError(
-                f"Group {group} yields NaN as {value.name} in {where}, "
+                f"Group {group} yields NaN as {value.name} in {location}, "
                 f"in {stage.name}: {_locate_failure.of_nan(stage, inputs)}.",
                 group, stage, inputs,
             )  # fmt: skip

@@ -1,6 +1,14 @@
 """A plan as a computation of federated-language: for systems that read that format.
 
-Only an export: federated-language has types, building blocks and protos, and no engine.
+Input: a plan. Output: a building block of `federated_language`, with each stage as
+StableHLO. Only an export: federated-language has types, building blocks and protos, and
+no engine.
+
+Invariants: the per-group function of each exported stage is used, not the batched one,
+as that system maps over clients itself.
+
+Sharp edges: `federated_language` has no gather, scatter or loop, so that plans with
+these are refused. The group index is one more argument, which callers must supply.
 """
 
 import functools
@@ -15,8 +23,8 @@ from jax import export
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import raw_type
-from drjax._plan_file.load import unpacked
-from drjax._plan_file.save import packed
+from drjax._plan_file.load import plan_from_bytes
+from drjax._plan_file.save import plan_to_bytes
 from drjax._plan_file.stage_features import opened
 from drjax.backends.engine.extras import needed
 from drjax.plan import Plan, Reduce, Round, Stage, Value
@@ -66,8 +74,8 @@ class _Export:
             "federated_language", "federated-language", "export_federated_language"
         )
         self.platform = platform
-        self.plan = unpacked(
-            Path(f"{plan.name}.drjax"), packed(plan), custom_calls=None
+        self.plan = plan_from_bytes(
+            Path(f"{plan.name}.drjax"), plan_to_bytes(plan), custom_calls=None
         )
         for a_round in plan.rounds:
             _check(plan, a_round)
@@ -75,15 +83,15 @@ class _Export:
     def computation(self) -> Any:
         fl, plan = self.fl, self.plan
         parameters = [(v.name, self._placed(v)) for v in plan.inputs]
-        numbered = any(_uses_number(r.local) for r in plan.rounds)
-        if numbered:
+        indexed = any(_uses_group_index(r.local) for r in plan.rounds)
+        if indexed:
             group = fl.FederatedType(np.int32, fl.CLIENTS)
             parameters.append(("group", group))
 
         @fl.federated_computation(fl.StructType(parameters))
-        def run(given):
-            values = {v.name: given[i] for i, v in enumerate(plan.inputs)}
-            values[_NUMBER] = given[len(plan.inputs)] if numbered else None
+        def run(operands):
+            values = {v.name: operands[i] for i, v in enumerate(plan.inputs)}
+            values[_GROUP_INDEX] = operands[len(plan.inputs)] if indexed else None
             for a_round in plan.rounds:
                 self._stage(a_round.server, values, fl.SERVER)
                 self._stage(a_round.local, values, fl.CLIENTS)
@@ -116,32 +124,32 @@ class _Export:
         """Add what a stage makes to the values."""
         if stage.forms is None:
             return
-        fl, given = self.fl, []
-        if place is fl.CLIENTS and _uses_number(stage):
-            given.append(values[_NUMBER])
+        fl, operands = self.fl, []
+        if place is fl.CLIENTS and _uses_group_index(stage):
+            operands.append(values[_GROUP_INDEX])
         for value in stage.inputs:
             x = values[value.name]
             sent = place is fl.CLIENTS and not value.partitioned
-            given.append(fl.federated_broadcast(x) if sent else x)
+            operands.append(fl.federated_broadcast(x) if sent else x)
         work = self._work(stage, place is fl.CLIENTS)
-        if given:
-            made = fl.federated_map(work, fl.federated_zip(given))
+        if operands:
+            results = fl.federated_map(work, fl.federated_zip(operands))
         else:
-            made = fl.federated_eval(work, place)
-        values.update((v.name, made[i]) for i, v in enumerate(stage.outputs))
+            results = fl.federated_eval(work, place)
+        values.update((v.name, results[i]) for i, v in enumerate(stage.outputs))
 
     def _work(self, stage: Stage, local: bool) -> Any:
         """A stage as a computation: its StableHLO for one platform."""
         fl, pb = self.fl, importlib.import_module(_PROTOS)
         protobuf = lambda x: importlib.import_module(f"google.protobuf.{x}_pb2")
-        call, consts = stage.forms.one.function.call, stage.forms.consts
-        numbered = local and _uses_number(stage)
-        types = [jax.ShapeDtypeStruct((), np.int32)] if numbered else []
+        call, consts = stage.forms.per_group.function.call, stage.forms.consts
+        indexed = local and _uses_group_index(stage)
+        types = [jax.ShapeDtypeStruct((), np.int32)] if indexed else []
         types += [raw_type(v) for v in stage.inputs]
 
         def run(*args):
-            given = args if numbered or not local else (np.int32(0), *args)
-            return call(*consts, *given)
+            operands = args if indexed or not local else (np.int32(0), *args)
+            return call(*consts, *operands)
 
         lowered = export.export(
             jax.jit(run, keep_unused=True), platforms=[self.platform]
@@ -172,14 +180,14 @@ class _Export:
 
 
 _PROTOS = "federated_language.proto.computation_pb2"
-_NUMBER = "the number of the client"
+_GROUP_INDEX = "the number of the client"
 
 
-def _uses_number(stage: Stage) -> bool:
+def _uses_group_index(stage: Stage) -> bool:
     """Whether the work of a group depends on its number."""
     if stage.forms is None:
         return False
-    return _uses_argument(stage.forms.one.stablehlo, len(stage.inputs) + 1)
+    return _uses_argument(stage.forms.per_group.stablehlo, len(stage.inputs) + 1)
 
 
 @functools.cache

@@ -1,8 +1,17 @@
 """The Beam backend: each run of a stage of the groups is a pipeline.
 
+Input: a plan and options. Output: a `Runner`; or `MapReduce`, the same as a transform
+for pipelines of users.
+
 The driver keeps the server's work, loops and checkpoints; a round's pipeline reads
-groups from files, runs blocks of them, and combines their partial results on the
-workers. `MapReduce` is the same as a transform for pipelines of your own.
+groups from files, runs blocks of them, and combines their partial reductions on the
+workers.
+
+Invariants: a failed pipeline changes nothing: it runs again from the same files.
+
+Sharp edges: every round starts its workers anew, some seconds with the local runner.
+The driver's process is not the pipeline's, as Beam's local runner hangs where a worker
+dies.
 """
 
 import functools
@@ -14,7 +23,7 @@ from drjax._errors import DrjaxValueError
 from drjax.backends.beam import file_sinks
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.file_exchange import Exchange, Order, Run
+from drjax.backends.engine.file_exchange import FileExchange, Run, StageRun
 from drjax.backends.engine.options import EngineOptions
 from drjax.plan import Plan
 
@@ -40,7 +49,7 @@ def compile(
       flags: Its options, as on a command line: `["--job_endpoint=..."]`.
       folder: Where the driver and the workers exchange files: any path that Beam's
         `FileSystems` knows and all of them see. Default: a temporary one.
-      **options: See `drjax.backends.engine.options.Options`: `block_size`, `on_error`,
+      **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `retries` of a pipeline that fails, `checkpoint`,
         `progress`. Runners have time limits of their own, so there is no `timeout`.
 
@@ -69,13 +78,13 @@ def compile(
             "Beam takes no timeout: give the runner's own limits as flags."
         )
     settings = [f"--runner={runner}", _QUIET, *flags]
-    here = runner == "FnApiRunner" and workers == 1
-    if runner == "FnApiRunner" and not here:
+    in_thread = runner == "FnApiRunner" and workers == 1
+    if runner == "FnApiRunner" and not in_thread:
         settings[1:1] = [
             f"--direct_num_workers={workers}",
             "--direct_running_mode=multi_processing",
         ]
-    return Runner(plan, Pipelines(workers, settings, folder, here), checked)
+    return Runner(plan, Pipelines(workers, settings, folder, in_thread), checked)
 
 
 def __getattr__(name: str) -> Any:
@@ -87,18 +96,20 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-class Pipelines(Exchange):
+class Pipelines(FileExchange):
     """The engine; each run of a stage is a pipeline."""
 
     def __init__(
-        self, workers: int, flags: list[str], folder: str | None, here: bool
-    ):  # fmt: skip
+        self, workers: int, flags: list[str], folder: str | None, in_thread: bool
+    ):
         super().__init__(workers, file_sinks, folder)
-        self._flags, self._here = flags, here
+        self._flags, self._in_thread = flags, in_thread
 
-    def start(self, order: Order, folder: Path) -> Run:
+    def start(self, stage_run: StageRun, folder: Path) -> Run:
         from drjax.backends.beam import transforms
         from drjax.backends.engine import subprocess_run
 
-        run = functools.partial(transforms.run, order, self._flags)
-        return (subprocess_run.Here if self._here else subprocess_run.Own)(run, folder)
+        run = functools.partial(transforms.run, stage_run, self._flags)
+        if self._in_thread:
+            return subprocess_run.ThreadRun(run, folder)
+        return subprocess_run.SubprocessRun(run, folder)

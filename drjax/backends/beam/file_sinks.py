@@ -1,4 +1,13 @@
-"""Files that the driver and all workers see, by Beam's file systems."""
+"""Files that the driver and all workers see, by Beam's file systems.
+
+Input and output: paths that `apache_beam.io.filesystems.FileSystems` knows, and bytes.
+The module is a `drjax.backends.engine.file_exchange.Files`.
+
+Invariants: a file is there whole or not at all: it is written under another name first.
+
+Sharp edges: between removing an old file and renaming the new one there is a moment
+without either.
+"""
 
 import importlib
 from typing import Any

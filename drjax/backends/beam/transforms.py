@@ -1,6 +1,14 @@
-"""The Beam pipeline: blocks of groups through a stage, partial results combined.
+"""The Beam pipeline: blocks of groups through a stage, partial reductions combined.
 
-Workers of any runner import this module; they get files and numpy arrays only.
+Input: a `StageRun`, or in a user's pipeline pairs of a group index and its slice.
+Output: the totals of the stage, and the groups that were dropped with the reason.
+
+Invariants: workers of any runner import this module; they get files and numpy arrays
+only. The number of groups is one more partial reduction, so that it is combined with
+the same retries as the others and cannot disagree with them.
+
+Sharp edges: Beam may run a bundle twice; elements of one that failed are not counted,
+but side effects, such as the files of `report`, may be written twice.
 """
 
 # pyright: reportMissingImports=false
@@ -13,9 +21,9 @@ import numpy as np
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from drjax.backends.engine import one_round
-from drjax.backends.engine.blocks import Cut, block_of
+from drjax.backends.engine.blocks import LoadedBlock, block_of
 from drjax.backends.engine.combine import Totals, add
-from drjax.backends.engine.file_exchange import Order
+from drjax.backends.engine.file_exchange import StageRun
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.wire_format import Job
 from drjax.plan import Plan
@@ -49,24 +57,24 @@ class RunBlocks(beam.DoFn):
     It yields partial results, and the number of groups as one more of them.
     """
 
-    def __init__(self, load: Callable[[], Job], tell: Callable | None = None):
-        self.load, self.tell = load, tell
+    def __init__(self, load: Callable[[], Job], report: Callable | None = None):
+        self.load, self.report = load, report
 
     def setup(self) -> None:
         self.job = self.load()
 
-    def process(self, element: Cut) -> Iterator[Any]:
+    def process(self, element: LoadedBlock) -> Iterator[Any]:
         (block, failed), job = element, self.job
-        done = job.run(block, failed)
-        if self.tell is not None:
-            self.tell(block, done)
-        for group, why in done.failed.items():
+        result = job.run(block, failed)
+        if self.report is not None:
+            self.report(block, result)
+        for group, why in result.failed.items():
             if not job.drop:
-                raise RuntimeError(f"Group {group} failed in {job.where}: {why}.")
+                raise RuntimeError(f"Group {group} failed in {job.location}: {why}.")
             yield beam.pvalue.TaggedOutput("failed", (group, why))
-        good = block.without_failed(done.failed).valid
+        good = block.without_failed(result.failed).valid
         if good.any():
-            yield [*done.partials, np.int64(good.sum())]
+            yield [*result.partials, np.int64(good.sum())]
 
 
 class _Stage(beam.PTransform):
@@ -78,25 +86,25 @@ class _Stage(beam.PTransform):
 
     def expand(self, input_or_inputs: Any) -> Any:
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
-        found = input_or_inputs | "Work" >> run
+        outputs = input_or_inputs | "Work" >> run
         sums = Sums((*self.ops, "sum"))
         return {
-            "totals": found.partials | "Reduce" >> beam.CombineGlobally(sums),
-            "failed": found.failed,
+            "totals": outputs.partials | "Reduce" >> beam.CombineGlobally(sums),
+            "failed": outputs.failed,
         }
 
 
-def run(order: Order, flags: list[str]) -> None:
-    """Run an order as a pipeline, from here, to its end."""
+def run(stage_run: StageRun, flags: list[str]) -> None:
+    """Execute a stage run as a pipeline, and wait for its end."""
     p = beam.Pipeline(options=PipelineOptions(flags))
-    cut = (
+    loaded = (
         p
-        | "Ranges" >> beam.Create(order.starts)
+        | "Ranges" >> beam.Create(stage_run.starts)
         | "Spread" >> beam.Reshuffle()
-        | "Read" >> beam.FlatMap(order.blocks)
+        | "Read" >> beam.FlatMap(stage_run.blocks)
     )
-    staged = cut | "Groups" >> _Stage(order.ops, order.job, order.tell)
-    _ = staged["totals"] | "Write" >> beam.Map(order.finish)
+    staged = loaded | "Groups" >> _Stage(stage_run.ops, stage_run.job, stage_run.report)
+    _ = staged["totals"] | "Write" >> beam.Map(stage_run.write_totals)
     p.run().wait_until_finish()
 
 
@@ -117,7 +125,7 @@ class MapReduce(beam.PTransform):
       plan: The plan, as made or loaded.
       *args: Its arguments; `...` for the one whose rows come through the pipeline.
       **options: `block_size`, `on_error`, `min_groups` and `check_nans`, as in
-        `drjax.backends.engine.options.Options`.
+        `drjax.backends.EngineOptions`.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: Wrong options, arguments, or such a plan.
@@ -130,14 +138,14 @@ class MapReduce(beam.PTransform):
       >>> plan = drjax.make_plan(mean)(jnp.zeros(4))
       >>> with beam.Pipeline("FnApiRunner") as p:
       ...     rows = p | beam.Create([(i, np.float32(i)) for i in range(4)])
-      ...     found = rows | MapReduce(plan, ...)
-      ...     _ = found["results"] | beam.Map(lambda mean: print(float(mean)))
+      ...     outputs = rows | MapReduce(plan, ...)
+      ...     _ = outputs["results"] | beam.Map(lambda mean: print(float(mean)))
       1.5
     """
 
     def __init__(self, plan: Plan, *args: Any, **options: Any):
         super().__init__()
-        self.call, self.finish = one_round.split(
+        self.call, self.results_from_totals = one_round.split(
             plan, args, EngineOptions.checked(**options)
         )
 
@@ -149,5 +157,5 @@ class MapReduce(beam.PTransform):
             | "Block" >> beam.Map(block_of, call.rows)
             | "Groups" >> _Stage(call.ops, lambda: job)
         )
-        results = staged["totals"] | "Server" >> beam.Map(self.finish)
+        results = staged["totals"] | "Server" >> beam.Map(self.results_from_totals)
         return {"results": results, "failed": staged["failed"]}

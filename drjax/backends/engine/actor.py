@@ -1,7 +1,14 @@
 """A worker as an object, for engines whose workers are actors.
 
-A message bears what is new to the worker: a plan file is sent once, and then named; the
-rows of a block may be stored where the worker reads them.
+Input: tasks, whose block has no slices, and the slices apart from them. Output:
+`BlockResult`s of `drjax.backends.engine.worker.run`.
+
+Invariants: a message has only what is new to the worker: a plan file is sent once, and
+then named. The slices of a block are an argument of their own, as an engine may store
+them where the worker reads them without a copy.
+
+Sharp edges: `skip` and `state` must be answered while `run` runs, so an actor needs a
+second thread.
 """
 
 from dataclasses import replace
@@ -9,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from drjax.backends.engine import worker
-from drjax.backends.engine.messages import Done, File, State, Work
+from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
 
 Arrays = list[np.ndarray]
 
@@ -21,8 +28,8 @@ class Worker:
         self._files: dict[str, File] = {}
 
     def run(
-        self, name: str, file: File | None, task: Work, rows: Arrays, shared: Arrays
-    ) -> Done:
+        self, name: str, file: File | None, task: Task, rows: Arrays, shared: Arrays
+    ) -> BlockResult:
         """Run a block, of these rows; `file`: None, if the worker has it by `name`."""
         if file is not None:
             self._files[name] = file
@@ -33,6 +40,6 @@ class Worker:
         """See `drjax.backends.engine.worker.skip`."""
         worker.skip(number)
 
-    def state(self) -> State:
+    def state(self) -> WorkerState:
         """What the worker is doing."""
         return worker.state()

@@ -1,8 +1,14 @@
-"""Which client has which group, where clients are there before the call.
+"""The assignment of groups to clients, where clients run before the call.
 
-Each group has one client. Either the driver was told which, or each client claims a
-group and the first to claim one has it for as long as it is present. A claim is not
-trusted: one that does not fit is refused, and changes nothing for other clients.
+Input: the ids of clients, or their claims. Output: the client of each group.
+
+Invariants: each group has at most one client. Either the driver was given the clients,
+or each client claims a group, and the first to claim one has it for as long as it is
+present. A claim is not trusted: one that does not fit is refused, and changes nothing
+for other clients.
+
+Sharp edges: a client that reconnects under another id may find its group taken, and may
+claim it again once the holder is gone (`reclaimable`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -29,14 +35,15 @@ class Assignment:
 
     def __init__(self, n: int, clients: Sequence[int] | None = None):
         self.size, self.fixed = n, clients is not None
-        given = [] if clients is None else [*clients]
-        self._clients = dict(enumerate(given))
+        ids_in_order = [] if clients is None else [*clients]
+        self._clients = dict(enumerate(ids_in_order))
         self._refused: dict[int, tuple[Any, str]] = {}  # the claim of each, and why
-        ids = {x for x in given if type(x) is int}
-        if self.fixed and not len(given) == len(ids) == n:
+        ids = {x for x in ids_in_order if type(x) is int}
+        if self.fixed and not len(ids_in_order) == len(ids) == n:
             raise DrjaxValueError(
                 f"The ids of {n} different clients are needed, one integer for each "
-                f"group in order; got {len(given)} with {len(ids)} different integers."
+                f"group in order; got {len(ids_in_order)} with {len(ids)} different "
+                "integers."
             )
 
     def __getitem__(self, group: int) -> int | None:
@@ -56,20 +63,20 @@ class Assignment:
           present: The clients that are present: others lose their group to this one.
         """
         self._refused.pop(client, None)
-        said, also = f"has partition-id={group!r}", ""
+        claim_text, also = f"has partition-id={group!r}", ""
         if isinstance(group, BadReply):
-            said = f"does not tell its partition-id: {group}"
+            claim_text = f"does not report its partition-id: {group}"
         elif type(group) is int and 0 <= group < self.size:
             holder = self._clients.get(group)
             if holder in (None, client) or holder not in present:
                 self._clients[group] = client
                 return None
             also = f", and client {holder} has this one"
-        said = readable(said)
-        self._refused[client] = group, f"client {client} {said}{also}"
+        claim_text = readable(claim_text)
+        self._refused[client] = group, f"client {client} {claim_text}{also}"
         return (
-            f"A client {said}. Each of 0 to {self.size - 1} must have one client. This "
-            f"is client {client}{also}."
+            f"A client {claim_text}. Each of 0 to {self.size - 1} must have one "
+            f"client. This is client {client}{also}."
         )
 
     def refused(self) -> list[str]:

@@ -1,4 +1,12 @@
-"""Calls that may take long, each in its thread, so that none holds up the others."""
+"""Calls that may take long, each in its thread, so that none holds up the others.
+
+Input: a key and a function. Output: its result, or None while it runs.
+
+Invariants: a key has at most one call at a time, and its result is returned once.
+
+Sharp edges: a thread cannot be ended. One that never returns lives as long as the
+process, which does not wait for it.
+"""
 
 import threading
 from collections.abc import Callable

@@ -1,11 +1,21 @@
-"""How many groups a block has, where the options do not say so.
+"""The number of groups in a block, where the options do not give it.
 
-In the first round that runs a stage it is what fits into some bytes of the groups'
-inputs and results, but so little that each worker gets several blocks: one of them may
-be slower. Each block sends a partial reduction to the driver: where these are large, a
-block may hold the results of a few groups, so that not each one is sent.
-Later rounds know how long blocks take: short ones are joined, as each costs the driver
-and its worker about a millisecond, and long ones are cut.
+Input: a round with its value types, the numbers of groups and workers; then the
+measured times of the blocks of each round. Output: `BlockSize.value`, for the next run
+of the stage.
+
+In the first round that runs a stage the size is what fits into some bytes of the
+groups' inputs and results, but so little that each worker gets several blocks: one of
+them may be slower. Each block sends a partial reduction to the driver: where these are
+large, a block may hold the results of a few groups, so that not each one is sent. Later
+rounds know how long blocks take: short ones are joined, as each costs the driver and
+its worker about a millisecond, and long ones are split.
+
+Invariants: the size changes at most `_CHANGES` times, and by at least a factor of two,
+as each change compiles the stage again in all workers.
+
+Sharp edges: the size decides how sums are grouped, so the last bits of results may
+differ between runs unless `block_size` is an option.
 """
 
 import statistics
@@ -14,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drjax._jaxprs.prng_keys import raw_type
-from drjax.backends.engine.messages import Done
+from drjax.backends.engine.messages import BlockResult
 from drjax.plan import Round, Value
 
 _BYTES = 16 << 20  # of inputs and results of a block: sent in some 10 ms
@@ -47,7 +57,7 @@ class BlockSize:
         self._compiled: set[int] = set()  # processes that have run a block of this size
         self._left = _CHANGES
 
-    def measure(self, blocks: Sequence[Done]) -> None:
+    def measure(self, blocks: Sequence[BlockResult]) -> None:
         """Choose the next size by the blocks of a round of this one."""
         seconds = []
         for done in blocks:
@@ -57,14 +67,14 @@ class BlockSize:
         if not seconds or not self._left:
             return
         took = statistics.median(seconds)
-        wanted = self.value
+        size = self.value
         if took < _SHORT:
             joined = int(self.value * _SHORT / max(took, 1e-6))
-            wanted = max(self.value, min(joined, self._all, self._fits))
+            size = max(self.value, min(joined, self._all, self._fits))
         elif took > self._long:
-            wanted = max(1, int(self.value * self._long / (2 * took)))
-        if not self.value / 2 < wanted < 2 * self.value:
-            self.value = wanted
+            size = max(1, int(self.value * self._long / (2 * took)))
+        if not self.value / 2 < size < 2 * self.value:
+            self.value = size
             self._compiled.clear()
             self._left -= 1
 

@@ -1,4 +1,16 @@
-"""Groups cut into blocks, each made when a worker can take it."""
+"""Groups cut into blocks, each read when a worker can take it.
+
+Input: the partitioned inputs of a stage, as stacks of slices or `Lazy`, and which
+groups take part. Output: `Block`s of consecutive groups, each with the groups that
+could not be read and why.
+
+Invariants: blocks are read one at a time and in order, so that memory holds a few
+blocks and not all groups. A group that cannot be read is masked out; its slot holds the
+slices of another group, and no result of it is used.
+
+Sharp edges: more groups than the plan has are an error only once the last block is
+read, as an iterable does not tell its length.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,12 +22,12 @@ from drjax._errors import DrjaxError, DrjaxValueError
 from drjax.backends.engine.messages import Block
 from drjax.backends.groups import Lazy
 
-Cut = tuple[Block, dict[int, str]]
+LoadedBlock = tuple[Block, dict[int, str]]
 
 
 def blocks(
     rows: list[Any], alive: np.ndarray, size: int, start: int = 0
-) -> Iterator[Cut]:
+) -> Iterator[LoadedBlock]:
     """Blocks of consecutive groups, and why groups in them cannot take part.
 
     Args:
@@ -23,7 +35,7 @@ def blocks(
         groups as `alive` tells of.
       alive: Which groups take part, bool `[c]`.
       size: The number of groups of a block.
-      start: The number of the first group.
+      start: The index of the first group.
     """
     sources = list(
         {id(x.source): x.source for x in rows if isinstance(x, Lazy)}.values()
@@ -38,20 +50,20 @@ def blocks(
         groups = np.arange(len(valid), dtype=np.int32) + np.int32(start + low)
         known = {g: why for g, why in failed.items() if valid[g - start - low]}
         valid = valid & ~np.isin(groups, list(failed))
-        made = []
+        arrays = []
         for x in rows:
             if isinstance(x, Lazy):
                 leaves = read[sources.index(x.source)]
-                made.append(_stack(x, leaves, valid))
+                arrays.append(_stack(x, leaves, valid))
             else:
-                made.append(x[low : low + size])
-        yield Block(groups, valid, made), known
+                arrays.append(x[low : low + size])
+        yield Block(groups, valid, arrays), known
     for item in items:
         next(item, None)  # too many groups are an error
 
 
-def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> Cut:
-    """A block of pairs of a group's number and its row of one argument."""
+def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> LoadedBlock:
+    """A block of pairs of a group index and its row of one argument."""
     leaves, n = [], lazy[0].n
     for group, item in rows:
         if not 0 <= group < n:
@@ -67,10 +79,10 @@ def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> Cut:
 
 
 def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
-    found = [
+    slices = [
         x.row(part) if ok else None for (_, part), ok in zip(leaves, valid, strict=True)
     ]
-    example = next((row for row in found if row is not None), None)
+    example = next((row for row in slices if row is not None), None)
     if example is None:
-        return np.zeros(len(found))  # no group takes part
-    return np.stack([example if row is None else row for row in found])
+        return np.zeros(len(slices))  # no group takes part
+    return np.stack([example if row is None else row for row in slices])

@@ -1,17 +1,26 @@
-"""What has been computed in a call, on disk, so that the call can go on after a crash.
+"""Checkpoints: the results of a call so far, on disk, to resume after a crash.
 
-The unit is an *entry*: the results of one round's groups, or how far a loop is.
-Entries of rounds inside a loop are dropped when the step is done, so that what is saved
-does not grow with the number of rounds, except by what a loop stacks. Server stages are
-run again: they are cheap, and the same.
+Input: entries, by their place in the plan, and the fingerprint of the call. Output: a
+folder of files, and after a crash the entries that it holds.
+
+The unit is an *entry*: the results of one round's groups, or how far a loop is. Entries
+of rounds inside a loop are dropped when the step is done, so that what is saved does
+not grow with the number of rounds, except by what a loop stacks. Server stages run
+again: they are cheap, and deterministic.
 
 A checkpoint is a folder of *steps*, files that each hold all entries of a moment:
 
     text "drjax checkpoint 1\\n" | header: length as 8 bytes, JSON | arrays | SHA-256
 
 The header has the fingerprint of the call, and names, dtypes and shapes of the entries.
-The hash is that of all before it: a step that was damaged or cut off is recognized, and
-the one before it is used. Two steps are kept. One driver at a time has the folder.
+
+Invariants: the hash is that of all before it, so that a step that was damaged or cut
+off is recognized, and the one before it is used. Two steps are kept, and the older goes
+only when the newer is on disk. One driver at a time has the folder. A checkpoint of
+another call is an error, never overwritten.
+
+Sharp edges: a step is written in the background, so that a full disk is reported one
+round late. Of an iterable of groups the fingerprint knows nothing.
 """
 
 import hashlib
@@ -32,7 +41,7 @@ from drjax.backends.engine import folder_lock
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import Lazy
 
-Note = list[np.ndarray]
+Entry = list[np.ndarray]
 
 _MAGIC = b"drjax checkpoint 1\n"
 _STEP = re.compile(r"step-(\d+)")
@@ -41,15 +50,15 @@ _KEPT = 2
 _HASH = hashlib.sha256().digest_size
 
 
-class Notes:
+class Checkpoint:
     """Entries by the place in the plan; these live as long as the call."""
 
     resumed = 0
 
-    def get(self, key: str) -> Note | None:
+    def get(self, key: str) -> Entry | None:
         """The entry of a place."""
 
-    def put(self, key: str, note: Note, over: str | None = None) -> None:
+    def put(self, key: str, entry: Entry, over: str | None = None) -> None:
         """Add an entry, and forget those of places that begin with `over`."""
 
     def write(self) -> None:
@@ -61,7 +70,7 @@ class Notes:
     def clear(self) -> None:
         """The call has come to its end."""
 
-    def __enter__(self) -> "Notes":
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -73,19 +82,23 @@ class Notes:
             error.add_note(str(failure))  # what failed first is what is raised
 
 
-class Saved(Notes):
+class FolderCheckpoint(Checkpoint):
     """Entries in a folder, written in the background.
 
     Args:
       folder: The folder: a path, or a URL that fsspec knows.
-      key: The fingerprint of the call: entries of another call are an error.
+      fingerprint: That of the call: entries of another call are an error.
 
     Raises:
       EngineError: The folder cannot be used, is in use, or no step of it is whole.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], key: str):
-        self._key, self._notes, self._is_new = key, dict[str, Note](), False
+    def __init__(self, folder: str | os.PathLike[str], fingerprint: str):
+        self._fingerprint, self._entries, self._is_new = (
+            fingerprint,
+            dict[str, Entry](),
+            False,
+        )
         self._steps: list[str] = []  # that are whole, the newest last
         self._others: list[str] = []
         self._step, self._saving = 0, None
@@ -110,7 +123,7 @@ class Saved(Notes):
         except BaseException:
             self._release()
             raise
-        self.resumed = len(self._notes)
+        self.resumed = len(self._entries)
 
     def _restore(self) -> None:
         """Take the entries of the newest step that is whole."""
@@ -128,18 +141,18 @@ class Saved(Notes):
         damaged: list[str] = []
         for _, name in reversed(steps):
             try:
-                key, notes = _parse(self._folder.read(name))
+                fingerprint, entries = _parse(self._folder.read(name))
             except (LookupError, OSError, TypeError, ValueError) as error:
                 damaged.append(f"{self._folder.location(name)} ({error})")
                 self._others.append(name)
                 continue
-            if key != self._key:
+            if fingerprint != self._fingerprint:
                 raise EngineError(
                     f"The checkpoint in {self._folder.location('').rstrip('/')} is of "
                     "another call: of another plan or of other arguments. Give another "
                     "folder, or remove it."
                 )
-            self._notes, self._steps = notes, [name]
+            self._entries, self._steps = entries, [name]
             break
         text = f"The checkpoint has files that cannot be used: {', '.join(damaged)}. "
         if damaged and not self._steps:
@@ -152,19 +165,19 @@ class Saved(Notes):
             name = self._folder.location(self._steps[0])
             warnings.warn(
                 f"{text}The call goes on from the step before, {name}: what was "
-                "computed after it is computed again.",
+                "computed after it is repeated.",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 
-    def get(self, key: str) -> Note | None:
-        return self._notes.get(key)
+    def get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
 
-    def put(self, key: str, note: Note, over: str | None = None) -> None:
+    def put(self, key: str, entry: Entry, over: str | None = None) -> None:
         if over is not None:
-            gone = [k for k in self._notes if k.startswith(over)]
+            gone = [k for k in self._entries if k.startswith(over)]
             for k in gone:
-                del self._notes[k]
-        self._notes[key], self._is_new = note, True
+                del self._entries[k]
+        self._entries[key], self._is_new = entry, True
 
     def write(self) -> None:
         if not self._is_new:
@@ -180,11 +193,11 @@ class Saved(Notes):
             )
         self._step += 1
         self._saving = self._thread.submit(
-            self._save, f"step-{self._step:09}", dict(self._notes)
+            self._save, f"step-{self._step:09}", dict(self._entries)
         )
 
-    def _save(self, name: str, notes: dict[str, Note]) -> None:
-        self._folder.write(name, _chunks(self._key, notes))
+    def _save(self, name: str, entries: dict[str, Entry]) -> None:
+        self._folder.write(name, _chunks(self._fingerprint, entries))
         self._steps.append(name)
         old = [*self._others, *self._steps[:-_KEPT]]
         self._others, self._steps = [], self._steps[-_KEPT:]
@@ -251,22 +264,24 @@ class Saved(Notes):
 # A step as bytes
 
 
-def _chunks(key: str, notes: dict[str, Note]) -> Iterator[Any]:
+def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
     """A step, in parts, none of them a copy."""
-    entries = {
-        name: [[str(x.dtype), [*x.shape]] for x in note] for name, note in notes.items()
+    # The names in the header are those of the file format: "key" is the fingerprint.
+    types = {
+        name: [[str(x.dtype), [*x.shape]] for x in entry]
+        for name, entry in entries.items()
     }
-    header = json.dumps({"key": key, "entries": entries}).encode()
+    header = json.dumps({"key": fingerprint, "entries": types}).encode()
     digest = hashlib.sha256()
-    arrays = (_bytes(x) for note in notes.values() for x in note)
+    arrays = (_bytes(x) for entry in entries.values() for x in entry)
     for chunk in (_MAGIC, len(header).to_bytes(8, "little"), header, *arrays):
         digest.update(chunk)
         yield chunk
     yield digest.digest()
 
 
-def _parse(data: bytes) -> tuple[str, dict[str, Note]]:
-    """`(key, entries)` of a step.
+def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
+    """`(fingerprint, entries)` of a step.
 
     Raises:
       LookupError, TypeError, ValueError: It is not a whole step.
@@ -277,17 +292,17 @@ def _parse(data: bytes) -> tuple[str, dict[str, Note]]:
     if hashlib.sha256(content).digest() != data[-_HASH:]:
         raise ValueError("it was cut off or changed")
     start = len(_MAGIC) + 8
-    at = start + int.from_bytes(data[len(_MAGIC) : start], "little")
-    header = json.loads(data[start:at])
-    notes = {}
+    offset = start + int.from_bytes(data[len(_MAGIC) : start], "little")
+    header = json.loads(data[start:offset])
+    entries = {}
     for name, kinds in header["entries"].items():
-        notes[name] = []
+        entries[name] = []
         for kind, shape in kinds:
             dtype, count = np.dtype(kind), int(np.prod(shape))
-            flat = np.frombuffer(content, dtype, count, at)
-            notes[name].append(flat.reshape(shape))
-            at += flat.nbytes
-    return header["key"], notes
+            flat = np.frombuffer(content, dtype, count, offset)
+            entries[name].append(flat.reshape(shape))
+            offset += flat.nbytes
+    return header["key"], entries
 
 
 def _bytes(x: np.ndarray) -> memoryview:
@@ -295,18 +310,18 @@ def _bytes(x: np.ndarray) -> memoryview:
     return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
-def key_of(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
+def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
     """The fingerprint of a call: the plan, its arguments, and what fails a group.
 
     Arrays are known by what is in them, files by their names and sizes; of iterables
     nothing is known.
     """
     policy = f"{options.on_error} {options.check_nans}"
-    found = hashlib.sha256(f"{plan_key} {policy}".encode())
+    digest = hashlib.sha256(f"{plan_key} {policy}".encode())
     for x in inputs:
         if isinstance(x, Lazy):
-            found.update(x.source.groups.identity().encode())
+            digest.update(x.source.groups.identity().encode())
         else:
-            found.update(f"{x.dtype}{x.shape}".encode())
-            found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
-    return found.hexdigest()
+            digest.update(f"{x.dtype}{x.shape}".encode())
+            digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return digest.hexdigest()

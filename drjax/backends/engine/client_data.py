@@ -1,4 +1,16 @@
-"""Blocks of groups whose data is with the workers, and stays there."""
+"""Blocks of groups whose data is with the workers, and stays there.
+
+Input: a `StageCall` in whose arguments the groups' own data is `Remote`; at the worker,
+the data itself. Output: a request for each group, and the answer to it.
+
+Invariants: a request names the slices that the worker has, and holds those that come
+from earlier stages. An answer holds partial reductions only: a stage that would return
+slices is refused. The data must have the planned structure, shapes and dtypes, else the
+group has failed.
+
+Sharp edges: the server does not decide what code a client's process may call: custom
+calls are those of drjax's own list, whatever the request allows.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,8 +24,8 @@ from drjax._errors import DrjaxTypeError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._plan_file import pytrees
 from drjax.backends.engine import wire_format
-from drjax.backends.engine.messages import Block, File, Work
-from drjax.backends.engine.protocols import Call
+from drjax.backends.engine.messages import Block, File, Task
+from drjax.backends.engine.protocols import StageCall
 from drjax.backends.engine.wire_format import Job
 from drjax.backends.groups import Lazy, as_array
 
@@ -21,7 +33,7 @@ from drjax.backends.groups import Lazy, as_array
 class Requests:
     """What is asked of the workers in one run of a stage."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: StageCall):
         self._call = call
         lazy = [x for x in call.rows if isinstance(x, Lazy)]
         values, tree = [], None
@@ -32,7 +44,7 @@ class Requests:
                 "The groups' own data can be one argument of the plan: put it into one "
                 "tuple."
             )
-        self._about = {
+        self._header = {
             "tree": tree,
             "wide": bool(lazy) and lazy[0].source.wide,
             "rows": [
@@ -43,54 +55,58 @@ class Requests:
             "types": [f"{v.dtype}{[*v.shape]}" for v in values],
         }
 
-    def packed(self, work: Work, file: File, shared: list[np.ndarray]) -> bytes:
+    def to_bytes(self, task: Task, file: File, shared: list[np.ndarray]) -> bytes:
         """A block of one group, for `answer`."""
-        call, block = self._call, work.block
+        call, block = self._call, task.block
         job = Job(
-            file, work.stage, call.where, (), 1, work.check_nans, work.drop, shared
+            file, task.stage, call.location, (), 1, task.check_nans, task.drop, shared
         )
-        given = zip(self._about["rows"], block.rows, strict=True)
-        rows = [x for at, x in given if at is None]
-        code = np.frombuffer(job.packed(), np.uint8)
-        return wire_format.packed(self._about, [code, block.groups, block.valid, *rows])
+        pairs = zip(self._header["rows"], block.rows, strict=True)
+        rows = [x for origin, x in pairs if origin is None]
+        code = np.frombuffer(job.to_bytes(), np.uint8)
+        return wire_format.to_bytes(
+            self._header, [code, block.groups, block.valid, *rows]
+        )
 
 
 def answer(request: bytes, load: Callable[[], Any]) -> bytes:
     """What a worker answers; `load` gives the group's row of the argument."""
-    about, (code, groups, valid, *rows) = wire_format.unpacked(request)
-    block, failed, given = Block(groups, valid, rows), {}, iter(rows)
+    header, (code, groups, valid, *rows) = wire_format.from_bytes(request)
+    block, failed, sent = Block(groups, valid, rows), {}, iter(rows)
     try:
-        own = _own(load(), about) if about["tree"] is not None else []
+        own = _own(load(), header) if header["tree"] is not None else []
         block = replace(block, rows=[
-            next(given) if at is None else own[at[0]][tuple(at[1])][None]
-            for at in about["rows"]
+            next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
+            for origin in header["rows"]
         ])  # fmt: skip
     except Exception as error:
         failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
         block = block.without(valid)
-    job = Job.unpacked(code.tobytes())
+    job = Job.from_bytes(code.tobytes())
     # The server does not decide what code a client's process may call.
     job = replace(job, file=replace(job.file, custom_calls=()))
     done = job.run(block, failed)
     if done.rows:
-        raise ValueError("The stage would give away the rows of a group.")
-    return wire_format.packed_done(block, done)
+        raise ValueError(
+            "The stage would return a group's own slices, which stay with their client."
+        )
+    return wire_format.result_to_bytes(block, done)
 
 
-def _own(data: Any, about: dict[str, Any]) -> list[np.ndarray]:
+def _own(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
     """A group's data as raw arrays of the planned types."""
     leaves, tree = jax.tree.flatten(data)
-    if json.loads(json.dumps(pytrees.describe(tree))) != about["tree"]:
+    if json.loads(json.dumps(pytrees.describe(tree))) != header["tree"]:
         raise ValueError(
-            f"its data has the structure {tree}, not {pytrees.Tree(about['tree'])}"
+            f"its data has the structure {tree}, not {pytrees.Tree(header['tree'])}"
         )
-    with jax.enable_x64(about["wide"]):
+    with jax.enable_x64(header["wide"]):
         arrays = [as_array(x) for x in leaves]
-        found = [f"{x.dtype}{[*x.shape]}" for x in arrays]
-        if found != about["types"]:
-            pairs = zip(about["names"], about["types"], strict=True)
-            told = [f"{name} {kind}" for name, kind in pairs]
+        types = [f"{x.dtype}{[*x.shape]}" for x in arrays]
+        if types != header["types"]:
+            pairs = zip(header["names"], header["types"], strict=True)
+            planned = ", ".join(f"{name} {kind}" for name, kind in pairs)
             raise ValueError(
-                f"its data is {', '.join(found)}, but the plan is for {', '.join(told)}"
+                f"its data is {', '.join(types)}, but the plan is for {planned}"
             )
         return [np.asarray(to_raw(x)) for x in arrays]

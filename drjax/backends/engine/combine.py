@@ -1,8 +1,15 @@
-"""Partial results of blocks, combined on the host.
+"""Partial reductions of blocks, combined on the host.
 
-Floats are added up in float64 and integers exactly, in the order of the blocks, so that
-the sum depends neither on the number of workers nor on which of them is faster. A block
-without groups gives nothing: no identity of max or min ever mixes in.
+Input: for each reduction its operation, and the partial reduction of each block, or
+None. Output: totals, and from these the reduced values.
+
+Invariants: floats are added up in float64 and integers exactly, in the order in which
+blocks are given. A block in which no group takes part has None: no identity of max or
+min ever mixes in. If no group takes part at all, a mean is NaN and everything else
+zero.
+
+Sharp edges: `add` reuses the buffers of `totals`, so its argument must not be read
+again.
 """
 
 from collections.abc import Sequence

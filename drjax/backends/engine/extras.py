@@ -1,4 +1,11 @@
-"""What engines need besides drjax: imported when it is first asked for."""
+"""Optional dependencies of engines, imported when they are first needed.
+
+Input: the name of a module, and of the extra that installs it. Output: the module, or
+an error with the command to install it.
+
+Sharp edges: an ImportError inside an installed module is not hidden: it is raised as it
+is.
+"""
 
 import importlib
 from typing import Any

@@ -1,8 +1,21 @@
 """Engines whose workers share nothing with the driver but a folder of files.
 
-The driver writes what workers cannot read themselves, starts a run, and reads what
-became of each block while it goes on; a run that fails is made again, `retries` times.
-An engine says how to run an `Order`, and with which files.
+Input: a `StageCall`. Output: blocks with their results, and in the end the totals that
+the workers have combined. An engine says how to start a `StageRun`, and with which file
+system.
+
+The driver writes the stage and the slices that workers cannot read themselves, starts a
+run, and reads the results of blocks while it goes on; a run that fails is started
+again, `retries` times:
+
+    job | rows-START (slices) | block-GROUP (results of a block) | totals
+
+Invariants: every file is written whole or not at all. A block that ran twice has
+written the same file twice, and is counted once. The totals must be of as many groups
+as were reported, else the call fails.
+
+Sharp edges: the totals are combined by the workers in any order, so that the last bits
+of a sum may differ between runs.
 """
 
 import itertools
@@ -15,10 +28,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from drjax.backends.engine import temporary_folders, wire_format
-from drjax.backends.engine.blocks import Cut, blocks
+from drjax.backends.engine.blocks import LoadedBlock, blocks
 from drjax.backends.engine.combine import Totals
-from drjax.backends.engine.messages import Block, Done
-from drjax.backends.engine.protocols import Call, Results
+from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.wire_format import Job
 from drjax.backends.groups import Lazy
 
@@ -42,7 +55,7 @@ class Files(Protocol):
 
 
 class Run(Protocol):
-    """A run of an order."""
+    """A stage run that goes on."""
 
     def wait(self, seconds: float) -> bool:
         """Wait so long; whether it has ended."""
@@ -58,7 +71,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class StageRun:
     """A run of a stage of the groups, for workers: it can be sent to them.
 
     Attributes:
@@ -79,82 +92,84 @@ class Order:
 
     def job(self) -> Job:
         """The stage."""
-        return Job.unpacked(self.files.read(f"{self.folder}/job"))
+        return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
-    def blocks(self, start: int) -> Iterator[Cut]:
+    def blocks(self, start: int) -> Iterator[LoadedBlock]:
         """The blocks of a range."""
         name = f"{self.folder}/rows-{start:012}"
-        _, (alive, *stacks) = wire_format.unpacked(self.files.read(name))
+        _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
         arrays = iter(stacks)
         rows = [next(arrays) if x is None else x for x in self.lazy]
         yield from blocks(rows, alive, self.size, start)
 
-    def tell(self, block: Block, done: Done) -> None:
-        """Tell the driver what became of a block."""
-        data = wire_format.packed_done(block, replace(done, partials=[]))
+    def report(self, block: Block, result: BlockResult) -> None:
+        """Report the result of a block to the driver."""
+        data = wire_format.result_to_bytes(block, replace(result, partials=[]))
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
 
-    def finish(self, totals: Totals) -> None:
-        """Tell the driver what all partial results give, the groups' number last."""
-        there = [x is not None for x in totals]
-        data = wire_format.packed(
-            {"there": there}, [x for x in totals if x is not None]
+    def write_totals(self, totals: Totals) -> None:
+        """Report the combined partial results, with the number of groups last."""
+        present = [x is not None for x in totals]
+        data = wire_format.to_bytes(
+            {"there": present}, [x for x in totals if x is not None]
         )
         self.files.write(f"{self.folder}/totals", data)
 
-    def totals(self) -> Totals:
-        """What `finish` told."""
-        about, arrays = wire_format.unpacked(self.files.read(f"{self.folder}/totals"))
-        found = iter(arrays)
-        return [next(found) if there else None for there in about["there"]]
+    def read_totals(self) -> Totals:
+        """What `write_totals` wrote."""
+        header, arrays = wire_format.from_bytes(
+            self.files.read(f"{self.folder}/totals")
+        )
+        remaining = iter(arrays)
+        return [next(remaining) if present else None for present in header["there"]]
 
 
-class Exchange:
-    """A `drjax.backends.engine.protocols.Engine` that runs orders.
+class FileExchange:
+    """A `drjax.backends.engine.protocols.Engine` that runs a stage at once.
 
     Args:
       workers: How many there are.
       files: The files.
-      shared: The folder. Default: a temporary one.
+      folder: The shared folder. Default: a temporary one.
     """
 
-    def __init__(self, workers: int, files: Files, shared: str | None = None):
-        self.workers, self._files, self._shared = workers, files, shared
-        self._ours: Path | None = None
+    def __init__(self, workers: int, files: Files, folder: str | None = None):
+        self.workers, self._files, self._folder = workers, files, folder
+        self._own_folder: Path | None = None
 
-    def start(self, order: Order, folder: Path) -> Run:
-        """Run an order; `folder`: for what the driver alone needs."""
+    def start(self, stage_run: StageRun, folder: Path) -> Run:
+        """Start a stage run; `folder`: for what the driver alone needs."""
         raise NotImplementedError
 
     def open(self) -> None:
-        if self._ours is None:
-            self._ours = temporary_folders.make()
+        if self._own_folder is None:
+            self._own_folder = temporary_folders.make()
 
     def close(self) -> None:
-        if self._ours is not None:
-            temporary_folders.remove(self._ours)
-            self._ours = None
+        if self._own_folder is not None:
+            temporary_folders.remove(self._own_folder)
+            self._own_folder = None
 
-    def results(self, call: Call) -> Results:
-        assert self._ours is not None
-        folder = f"{self._shared or self._ours}/{uuid.uuid4().hex}"
+    def results(self, call: StageCall) -> Results:
+        assert self._own_folder is not None
+        folder = f"{self._folder or self._own_folder}/{uuid.uuid4().hex}"
         self._files.make(folder)
         run = None
         try:
-            self._files.write(f"{folder}/job", Job.of(call).packed())
+            self._files.write(f"{folder}/job", Job.of(call).to_bytes())
             starts, failed = self._write(call, folder)
-            yield _NOBODY, Done([], [], failed, 0, 0.0)
-            lazy = [x if _in_files(x) else None for x in call.rows]
-            order = Order(self._files, folder, call.ops, starts, lazy, call.size)
+            yield _EMPTY_BLOCK, BlockResult([], [], failed, 0, 0.0)
+            lazy = [x if _readable_by_workers(x) else None for x in call.rows]
+            stage_run = StageRun(self._files, folder, call.ops, starts, lazy, call.size)
             seen: set[str] = set()
-            told = 0
+            reported = 0
             for left in reversed(range(call.options.retries + 1)):
-                run = self.start(order, self._ours)
+                run = self.start(stage_run, self._own_folder)
                 while True:
                     ended = run.wait(0.1)
-                    for block, done in self._told(folder, seen):
-                        told += int(block.without_failed(done.failed).valid.sum())
-                        yield block, done
+                    for block, result in self._new_results(folder, seen):
+                        reported += int(block.without_failed(result.failed).valid.sum())
+                        yield block, result
                     if ended:
                         break
                 if (error := run.error()) is None:
@@ -163,55 +178,61 @@ class Exchange:
                 if not left:
                     raise RuntimeError(f"the run failed: {error}")
                 call.lost(f"a run failed: {error[:500]}")
-            *totals, count = order.totals()
-            yield _NOBODY, Done(totals, [], {}, 0, 0.0)
-            if int(count or 0) != told:
+            *totals, count = stage_run.read_totals()
+            yield _EMPTY_BLOCK, BlockResult(totals, [], {}, 0, 0.0)
+            if int(count or 0) != reported:
                 raise RuntimeError(
-                    f"the sums are of {count} groups, but {told} were told of"
+                    f"the totals are of {count} groups, but the reported blocks have "
+                    f"{reported}"
                 )
         finally:
             if run is not None:
                 run.end()
             self._files.remove(folder)
 
-    def _write(self, call: Call, folder: str) -> tuple[list[int], dict[int, str]]:
+    def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
         """Write the groups that workers cannot read themselves.
 
         Returns the first groups of the ranges that workers take, and why groups cannot
         take part.
         """
         starts, failed = [], {}
-        others = [x for x in call.rows if not _in_files(x)]
+        others = [x for x in call.rows if not _readable_by_workers(x)]
         bounds = {
-            b for x in call.rows if _in_files(x) for b in x.source.groups.bounds()
+            b
+            for x in call.rows
+            if _readable_by_workers(x)
+            for b in x.source.groups.bounds()
         }
         if bounds:
             edges = sorted(bounds)
-            cut = itertools.chain.from_iterable(
+            parts = itertools.chain.from_iterable(
                 blocks([x[i:j] if isinstance(x, np.ndarray) else x for x in others],
                        call.alive[i:j], j - i, i)
                 for i, j in itertools.pairwise(edges)
             )  # fmt: skip
         else:
-            cut = blocks(others, call.alive, call.size)
-        for block, why in cut:
+            parts = blocks(others, call.alive, call.size)
+        for block, why in parts:
             start = int(block.groups[0])
-            data = wire_format.packed({}, [block.valid, *block.rows])
+            data = wire_format.to_bytes({}, [block.valid, *block.rows])
             self._files.write(f"{folder}/rows-{start:012}", data)
             starts.append(start)
             failed.update(why)
         return starts, failed
 
-    def _told(self, folder: str, seen: set[str]) -> Iterator[tuple[Block, Done]]:
+    def _new_results(
+        self, folder: str, seen: set[str]
+    ) -> Iterator[tuple[Block, BlockResult]]:
         for path in self._files.listed(f"{folder}/block-"):
             if path not in seen:
                 seen.add(path)
-                yield wire_format.unpacked_done(self._files.read(path))
+                yield wire_format.result_from_bytes(self._files.read(path))
 
 
-_NOBODY = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
+_EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
-def _in_files(x: Any) -> bool:
+def _readable_by_workers(x: Any) -> bool:
     """Whether workers can read a value themselves."""
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

@@ -1,10 +1,19 @@
 """A lock, so that one driver at a time uses a folder.
 
+Input: a folder. Output: a `Lock` or a `Lease`, or a `LockedError` that names the
+holder.
+
 In a local folder it is a lock of the operating system on a file, which ends with its
 process however that ends. Elsewhere (an object store, or a shared disk without locks)
-it is a *lease*: a file that its holder writes again every few seconds. Such a file of a
-dead process does not block: on the same machine the process is looked up; of another
-machine the lease has ended if nobody writes it for a while. Clocks are not compared.
+it is a *lease*: a file that its holder writes again every few seconds.
+
+Invariants: the file of a dead process does not block: on the same machine the process
+is looked up; of another machine the lease has ended if nobody writes it for a while.
+Clocks of machines are never compared.
+
+Sharp edges: a lease is no lock. A driver that stops for longer than `EXPIRY` may lose
+it to another; it finds out at its next renewal, and `lost` tells. A forked child must
+not hold the parent's lock, so it closes the file.
 """
 
 import contextlib

@@ -1,7 +1,15 @@
-"""What passes between the driver and a worker: records of numpy arrays and bytes.
+"""Records between the driver and its workers: `Task` down, `BlockResult` up.
 
-Down go the plan file and tasks, each a block of groups and the stage that they run; up
-comes what became of a block. Neither holds JAX's objects or users' code.
+Input of a worker: a plan `File` and a `Task`, which is a block of groups and the stage
+that they run. Output: a `BlockResult`. `WorkerState` tells the driver what a worker is
+doing meanwhile.
+
+Invariants: records hold numpy arrays, bytes, text and numbers; neither JAX's objects
+nor users' code. So they can be pickled by any engine, and `wire_format` can write them
+without pickle.
+
+Sharp edges: stages and rounds are named by their index in `rounds_of`, which driver and
+workers must compute from the same file.
 """
 
 import itertools
@@ -19,7 +27,7 @@ class File:
     """A plan file.
 
     Attributes:
-      data: What is in it.
+      data: Its bytes.
       key: Its SHA-256.
       x64: Whether it holds 64-bit values.
       custom_calls: What its stages may call, as for `drjax.load_plan`.
@@ -36,9 +44,9 @@ class Block:
     """Groups that work together; c of them.
 
     Attributes:
-      groups: Their numbers, int32 `[c]`.
+      groups: The group indices, int32 `[c]`.
       valid: Which of them take part, bool `[c]`.
-      rows: Of each partitioned input of the stage a row for each, `[c, ...]`.
+      rows: The slices of each partitioned input of the stage, `[c, ...]`.
     """
 
     groups: np.ndarray
@@ -50,7 +58,7 @@ class Block:
         return replace(self, valid=self.valid & ~out)
 
     def without_failed(self, failed: dict[int, str]) -> "Block":
-        """The block without the groups that failed, by number."""
+        """The block without the groups that failed, by index."""
         return self.without(np.isin(self.groups, list(failed)))
 
     def halves(self) -> list["Block"]:
@@ -77,18 +85,18 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What to do with a block.
+class Task:
+    """A block and what to do with it: what a worker is sent.
 
     Attributes:
-      stage: The stage, by its place in `rounds_of`.
+      stage: The index of the stage in `rounds_of`.
       block: The groups.
       size: How many groups the stage works on at once.
       check_nans: Whether to look for groups that yield a NaN.
       drop: Whether to go on without groups that fail.
-      number: What tells this task from others of the same driver.
-      search: Whether the groups work one by one, without results: `state` tells
-        which one takes long.
+      number: Unique among the tasks of a driver.
+      search: Whether the groups run one by one, without results, while `state` reports
+        the one at work: to find the group that takes long.
     """
 
     stage: int
@@ -101,15 +109,15 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Done:
-    """What became of a block.
+class BlockResult:
+    """The result of a block.
 
     Attributes:
-      partials: For each reduction but gathers, what the groups give to it; None if
-        none of them does.
-      rows: What is needed later of each group, `[c, ...]`.
-      failed: Why groups failed, by number. Unless they are dropped, nothing else is
-        there.
+      partials: For each reduction but gathers the partial reduction over the block;
+        None if no group takes part.
+      rows: The slices of each group that are needed later, `[c, ...]`.
+      failed: Why groups failed, by index. Unless they are dropped, there are no other
+        results.
       pid: The worker's process.
       seconds: How long it took.
     """
@@ -122,12 +130,12 @@ class Done:
 
 
 @dataclass
-class State:
+class WorkerState:
     """What a worker is doing.
 
     Attributes:
       pid: Its process.
-      groups: Numbers of the first and last group at work; None if it is idle.
+      groups: The indices of the first and last group at work; None if it is idle.
       since: `time.time()` when it began with them.
       task: The number of the task.
       seconds: How long ago that was, by the clock of the worker.
@@ -150,6 +158,6 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 
 
 def rows_of(plan: Plan, a_round: Round) -> list[Value]:
-    """The outputs of a round's groups that a batch gives as rows."""
+    """The outputs of a round's groups that its batched function returns as slices."""
     kept = plan.kept()
     return [v for v in a_round.local.outputs if v.name in kept]

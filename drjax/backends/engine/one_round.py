@@ -1,6 +1,15 @@
-"""A plan of one round, apart: what the groups do, and what the server does with it.
+"""A plan of one round in two halves: the groups' stage, the server's work on totals.
 
-For engines in which the caller, not drjax, has the groups' rows.
+Input: a plan and its arguments but for the groups' own, which the caller has. Output:
+the `StageCall` of the round, and a function from totals to the results of the planned
+function.
+
+Both halves are runs of the driver itself on engines that run nothing: the first records
+the call and stops, the second replays totals that are known. So every rule of the
+driver holds for pipelines of users, too.
+
+Sharp edges: the recording engine leaves the driver by a `BaseException`, so that no
+handler for failures of groups takes it.
 """
 
 from collections.abc import Sequence
@@ -11,19 +20,19 @@ import jax
 import numpy as np
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError, EngineError
-from drjax._plan_file.load import unpacked
+from drjax._plan_file.load import plan_from_bytes
 from drjax.backends.engine.combine import Totals
 from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.messages import Block, Done, File
+from drjax.backends.engine.messages import Block, BlockResult, File
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.protocols import Call, Results
-from drjax.backends.groups import Groups, Lazy, inputs
+from drjax.backends.engine.protocols import Results, StageCall
+from drjax.backends.groups import Groups, Lazy, flat_rows
 from drjax.plan import Plan
 
 
 def split(
     plan: Plan, args: Sequence[Any], options: EngineOptions
-) -> "tuple[Call, Finish]":
+) -> "tuple[StageCall, ResultsFromTotals]":
     """What the groups are to do, and what makes results of their partial results.
 
     Args:
@@ -41,20 +50,20 @@ def split(
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
         reduces = [] if first.loops or others else first.reduces
-    whole = reduces and all(reduce.op != "gather" for reduce in reduces)
-    if not whole or any(v.partitioned for v in plan.outputs):
+    splittable = reduces and all(reduce.op != "gather" for reduce in reduces)
+    if not splittable or any(v.partitioned for v in plan.outputs):
         raise DrjaxValueError(
             f"Only plans of one round, without loops and with reduced results alone, "
             f"can be split; {plan.name} is another. Use the engine's compile."
         )
-    given = tuple([Groups([]) if x is ... else x for x in args])
-    engine = _Asked()
+    with_groups = tuple([Groups([]) if x is ... else x for x in args])
+    engine = _RecordingEngine()
     runner = Runner(plan, engine, options)
     with jax.enable_x64(runner.file.x64):
-        flat = inputs(plan, given, {})
+        flat = flat_rows(plan, with_groups, {})
     try:
-        runner.flat(flat)
-    except _Stop:
+        runner.call_flat(flat)
+    except _Recorded:
         pass
     rows = engine.call.rows
     if not rows or not all(isinstance(x, Lazy) for x in rows):
@@ -62,14 +71,14 @@ def split(
             f"All partitioned values of {plan.name} must be in the argument ..., and "
             "its groups must use it: put them into one tuple."
         )
-    return engine.call, Finish(runner.file, flat, options)
+    return engine.call, ResultsFromTotals(runner.file, flat, options)
 
 
-class Finish:
+class ResultsFromTotals:
     """Makes the planned function's results of partial ones; can be sent anywhere."""
 
-    def __init__(self, file: File, given: list, options: EngineOptions):
-        self.file, self.given, self.options = file, given, options
+    def __init__(self, file: File, inputs: list, options: EngineOptions):
+        self.file, self.inputs, self.options = file, inputs, options
 
     def __call__(self, totals: Totals) -> Any:
         """`totals`: the stage's partial results, and the number of groups."""
@@ -77,14 +86,16 @@ class Finish:
         n = 0 if count is None else int(count)
         with jax.enable_x64(self.file.x64):
             calls = self.file.custom_calls
-            plan = unpacked(Path("plan.drjax"), self.file.data, custom_calls=calls)
+            plan = plan_from_bytes(
+                Path("plan.drjax"), self.file.data, custom_calls=calls
+            )
         if self.options.on_error == "raise" and n != plan.size:
             raise EngineError(f"The plan is for {plan.size} groups, got {n}.")
-        runner = Runner(plan, _Known(partials, n), self.options)
-        return runner.flat(self.given)
+        runner = Runner(plan, _ReplayEngine(partials, n), self.options)
+        return runner.call_flat(self.inputs)
 
 
-class _Stop(BaseException):
+class _Recorded(BaseException):
     pass
 
 
@@ -98,24 +109,24 @@ class _Engine:
         pass
 
 
-class _Asked(_Engine):
+class _RecordingEngine(_Engine):
     """Takes down what it is asked to do, and ends the call."""
 
-    call: Call
+    call: StageCall
 
-    def results(self, call: Call) -> Results:
+    def results(self, call: StageCall) -> Results:
         self.call = call
-        raise _Stop
+        raise _Recorded
         yield
 
 
-class _Known(_Engine):
+class _ReplayEngine(_Engine):
     """Gives results that are known."""
 
     def __init__(self, partials: Totals, count: int):
         self.partials, self.count = partials, count
 
-    def results(self, call: Call) -> Results:
+    def results(self, call: StageCall) -> Results:
         groups = np.arange(self.count, dtype=np.int32)
         block = Block(groups, np.ones(self.count, bool), [])
-        yield block, Done([*self.partials], [], {}, 0, 0.0)
+        yield block, BlockResult([*self.partials], [], {}, 0, 0.0)

@@ -1,4 +1,13 @@
-"""How an engine runs a plan: the options that all engines take."""
+"""The options that all engines take.
+
+Input: keywords of an engine's `compile`. Output: an `EngineOptions` whose values were
+validated.
+
+Invariants: an option that is in an `EngineOptions` made by `checked` has a meaning for
+the core; an engine refuses those that it cannot honor (Beam has no `timeout`).
+
+Sharp edges: the constructor itself validates nothing.
+"""
 
 import dataclasses
 import os

@@ -1,11 +1,20 @@
-"""One run of a stage of the groups: its blocks go to the workers and come back.
+"""The scheduler of a pool: the blocks of a stage go to its workers and come back.
 
-Blocks are made, sent and combined in order, a bounded number at a time: a block that
-is late holds up the making of others, never the results that are there already.
+Input: a `StageCall` and a `Pool`. Output: pairs of a block and its `BlockResult`.
 
-A block that takes too long goes to another worker, where its groups work one by one:
-the worker tells which one is at work, so that the one that takes too long is found
-within another time limit. The others then run again together.
+Invariants:
+
+* Each group has exactly one result. Results come in the order of the groups, whatever
+  worker is faster, so that float sums do not depend on timing.
+* The number of blocks in memory is bounded: at most two for each worker are in flight,
+  and as many again are done and wait for an earlier one.
+* A block that is lost is tried again `retries` times, then by halves, until one group
+  is left: that group has failed.
+
+Sharp edges: a block that takes too long goes to another worker, which runs its groups
+one by one (a *search*) and reports the group at work, so that the slow one is found
+within another time limit. The others then run again together: a group may run more than
+once.
 """
 
 import time
@@ -15,203 +24,247 @@ from typing import Any
 
 import numpy as np
 
-from drjax.backends.engine.blocks import Cut, blocks
-from drjax.backends.engine.messages import Block, Done, Work
-from drjax.backends.engine.protocols import Call, Lost, Pool, Results
+from drjax.backends.engine.blocks import LoadedBlock, blocks
+from drjax.backends.engine.messages import Block, BlockResult, Task
+from drjax.backends.engine.protocols import Lost, Pool, Results, StageCall
 
 
 @dataclass
-class _Task:
-    """A block on its way; `place` orders what comes back."""
+class _BlockState:
+    """A block until its result is there.
 
-    place: tuple[int, ...]
+    Attributes:
+      position: Its place in the order of results: a tuple, as a half of block 3 is
+        `(3, 0)` or `(3, 1)`.
+      block: The groups.
+      failed: Groups that could not even be sent, and why.
+      retries_left: How often it may still be lost.
+      deadline: When it is late, by `time.monotonic`.
+      alone: Whether its worker has no other block.
+      task_number: The number of its latest `Task`.
+      search: The groups to run one by one before the block; None: no search.
+      searched: Whether a search was done, or has found a group already.
+    """
+
+    position: tuple[int, ...]
     block: Block
-    failed: dict[int, str]  # groups that could not even be sent
-    left: int  # how often it may still be lost
+    failed: dict[int, str]
+    retries_left: int
     deadline: float = float("inf")
-    alone: bool = True  # whether its worker has no other block
-    number: int = 0  # that of its latest `Work`
-    search: Block | None = None  # to run these groups one by one, before the block
-    searched: bool = False  # whether that was done, or has found one already
+    alone: bool = True
+    task_number: int = 0
+    search: Block | None = None
+    searched: bool = False
 
-    def halves(self) -> list["_Task"]:
+    def halves(self) -> list["_BlockState"]:
         """For a block that ends its workers: to find the group that does."""
         first, second = self.block.halves()
+        position, searched = self.position, self.searched
         return [
-            _Task((*self.place, 0), first, self.failed, 0, searched=self.searched),
-            _Task((*self.place, 1), second, {}, 0, searched=self.searched),
+            _BlockState((*position, 0), first, self.failed, 0, searched=searched),
+            # `failed` goes with one half only, as each failure is reported once.
+            _BlockState((*position, 1), second, {}, 0, searched=searched),
         ]
 
 
-def results(pool: Pool, call: Call) -> Results:
+def results(pool: Pool, call: StageCall) -> Results:
     """`Engine.results` of an engine that is a pool: each block, in order."""
-    key = f"{call.file.key} {pool.session}"
-    if key not in call.known:
-        call.known[key] = pool.share(call.file)
-    yield from _Flights(pool, call, (call.known[key], pool.share(call.shared))).run()
+    # The plan file is shared once for a generation of workers, not once for a stage.
+    key = f"{call.file.key} {pool.generation}"
+    if key not in call.cache:
+        call.cache[key] = pool.share(call.file)
+    yield from _Scheduler(pool, call, call.cache[key], pool.share(call.shared)).run()
 
 
-class _Flights:
-    """The blocks of a stage; `given`: the file and the global inputs, as shared."""
+class _Scheduler:
+    """Schedules the blocks of one stage.
 
-    def __init__(self, pool: Pool, call: Call, given: tuple):
-        self.pool, self.call, self.given = pool, call, given
+    Args:
+      pool: The workers.
+      call: The stage.
+      file: The reference that `share` returned for the plan file.
+      shared: That for the global inputs.
+    """
+
+    def __init__(self, pool: Pool, call: StageCall, file: Any, shared: Any):
+        self.pool, self.call, self.file, self.shared = pool, call, file, shared
         self.options, self.lost = call.options, call.lost
-        # With a time limit a worker has one block, which begins when it is sent.
+        # Two blocks for each worker hide the time that messages take. With a time limit
+        # a worker has one block, as the clock must start when its work begins.
         depth = 2 if self.options.timeout is None else 1
-        self._most = depth * pool.workers
-        self._flying: dict[Any, _Task] = {}
-        self._waiting: list[_Task] = []
+        self._limit = depth * pool.workers
+        self._in_flight: dict[Any, _BlockState] = {}
+        self._queue: list[_BlockState] = []  # to be sent again, or after a split
 
     def run(self) -> Results:
         call = self.call
         try:
             yield from self._run(blocks(call.rows, call.alive, call.size))
         finally:
-            for flight in self._flying:
-                self.pool.forget(flight)
+            # The caller may have stopped early, as after a group that failed.
+            for handle in self._in_flight:
+                self.pool.forget(handle)
 
-    def _run(self, cut: Iterable[Cut]) -> Iterator[tuple[Block, Done]]:
-        made, ready = enumerate(cut), {}
-        order: list[tuple[int, ...]] = []  # of blocks that were made and not given on
+    def _run(
+        self, loaded: Iterable[LoadedBlock]
+    ) -> Iterator[tuple[Block, BlockResult]]:
+        unsent, ready = enumerate(loaded), {}
+        positions: list[tuple[int, ...]] = []  # of blocks without a yielded result
         more = True
-        while more or order:
-            # As far ahead of the oldest as there are workers, twice.
-            while more and len(order) < 2 * self._most and self._free():
-                found = next(made, None)
-                if found is None:
+        while more or positions:
+            # Blocks are read at most this far ahead of the oldest without a result:
+            # one slow block must not let all others pile up in memory.
+            while more and len(positions) < 2 * self._limit and self._free():
+                item = next(unsent, None)
+                if item is None:
                     more = False
                     break
-                number, (block, failed) = found
-                order.append((number,))
+                index, (block, failed) = item
+                positions.append((index,))
                 if block.valid.any():
-                    self._send(_Task((number,), block, failed, self.options.retries))
+                    retries = self.options.retries
+                    self._send(_BlockState((index,), block, failed, retries))
                 else:
-                    ready[(number,)] = block, _only(failed)
-            for task, done in self._landed() if self._flying else ():
-                if done is None:
-                    parts = task.halves()
-                    at = order.index(task.place)
-                    order[at : at + 1] = [part.place for part in parts]
-                    self._waiting += parts
+                    ready[(index,)] = block, _only_failures(failed)
+            for state, result in self._finished() if self._in_flight else ():
+                if result is None:
+                    # Halves take the block's place, so that the order stays.
+                    halves = state.halves()
+                    i = positions.index(state.position)
+                    positions[i : i + 1] = [half.position for half in halves]
+                    self._queue += halves
                 else:
-                    done = replace(done, failed=done.failed | task.failed)
-                    ready[task.place] = task.block, done
-            while self._waiting and self._free():
-                self._send(self._waiting.pop(0))
-            while order and order[0] in ready:
-                yield ready.pop(order.pop(0))
+                    result = replace(result, failed=result.failed | state.failed)
+                    ready[state.position] = state.block, result
+            while self._queue and self._free():
+                self._send(self._queue.pop(0))
+            while positions and positions[0] in ready:
+                yield ready.pop(positions.pop(0))
 
     def _free(self) -> bool:
-        return len(self._flying) < self._most
+        return len(self._in_flight) < self._limit
 
-    def _send(self, task: _Task) -> None:
-        options, block = self.options, task.search or task.block
-        work = Work(
-            self.call.stage, block, self.call.size, options.check_nans,
-            options.on_error == "drop", search=task.search is not None,
-        )  # fmt: skip
-        task.number = work.number
+    def _send(self, state: _BlockState) -> None:
+        options, block = self.options, state.search or state.block
+        task = Task(
+            self.call.stage,
+            block,
+            self.call.size,
+            options.check_nans,
+            options.on_error == "drop",
+            search=state.search is not None,
+        )
+        state.task_number = task.number
         if options.timeout is not None:
             # A search may take as long as halving the block down to one group.
-            limits = 1 if task.search is None else 1 + len(block.groups).bit_length()
-            task.deadline = time.monotonic() + limits * options.timeout
-        task.alone = self._most <= self.pool.workers
-        self._flying[self.pool.submit(work, *self.given)] = task
+            limits = 1 if state.search is None else 1 + len(block.groups).bit_length()
+            state.deadline = time.monotonic() + limits * options.timeout
+        state.alone = self._limit <= self.pool.workers
+        self._in_flight[self.pool.submit(task, self.file, self.shared)] = state
 
-    def _landed(self) -> Iterator[tuple[_Task, Done | None]]:
-        """Tasks that are over; None: lost, and not to be tried again."""
-        for flight in self.pool.wait([*self._flying], self._patience()):
-            task = self._flying.pop(flight)
+    def _finished(self) -> Iterator[tuple[_BlockState, BlockResult | None]]:
+        """Blocks that are over; None: lost, and not to be tried again whole."""
+        for handle in self.pool.wait([*self._in_flight], self._patience()):
+            state = self._in_flight.pop(handle)
             try:
-                done = self.pool.result(flight)
+                result = self.pool.result(handle)
             except Lost as error:
-                yield from self._again(_searched(task), str(error))
+                yield from self._lost(_after_search(state), str(error))
                 continue
-            if task.search is None:
-                yield task, done
-            elif task.searched:  # and groups that take too long were found
-                self._waiting.append(_searched(task))
+            if state.search is None:
+                yield state, result
+            elif state.searched:  # and groups that take too long were found
+                self._queue.append(_after_search(state))
             else:
-                yield from self._retry(_searched(task))
-        for flight, group in self._late():
-            if flight not in self.pool.wait([flight], 0):
-                task = self._flying.pop(flight)
-                self.pool.abandon(flight)
-                yield from self._out_of_time(task, group)
+                # No group was slow alone: the worker or the machine was.
+                yield from self._retry(_after_search(state))
+        for handle, group in self._late():
+            # A result that came just in time counts, though the deadline is over.
+            if handle not in self.pool.wait([handle], 0):
+                state = self._in_flight.pop(handle)
+                self.pool.abandon(handle)
+                yield from self._out_of_time(state, group)
 
     def _patience(self) -> float | None:
         """How long to wait for a block before looking for what is late."""
         limit = self.options.timeout
         if limit is None:
             return None
-        first = min(task.deadline for task in self._flying.values())
-        left = max(0.0, first - time.monotonic())
-        searching = any(task.search for task in self._flying.values())
-        return min(left, limit / 8) if searching else left
+        first = min(state.deadline for state in self._in_flight.values())
+        remaining = max(0.0, first - time.monotonic())
+        # In a search each group has the limit, so workers are asked more often.
+        searching = any(state.search for state in self._in_flight.values())
+        return min(remaining, limit / 8) if searching else remaining
 
     def _late(self) -> Iterator[tuple[Any, int | None]]:
-        """Flights that took too long, and for which group if that is known."""
+        """Handles of blocks that took too long, and for which group if it is known."""
         now, limit = time.monotonic(), self.options.timeout
-        for flight, task in [*self._flying.items()]:
-            if task.deadline <= now:
-                yield flight, None
-        searches = {t.number: f for f, t in self._flying.items() if t.search}
-        for state in self.pool.states() if searches else ():
-            flight = searches.get(state.task)
-            if flight is not None and state.groups is not None:
-                if limit is not None and state.seconds >= limit:
-                    yield flight, state.groups[0]
+        for handle, state in [*self._in_flight.items()]:
+            if state.deadline <= now:
+                yield handle, None
+        searches = {s.task_number: h for h, s in self._in_flight.items() if s.search}
+        for worker in self.pool.states() if searches else ():
+            # A worker may report a task that is over: then it has no handle here.
+            handle = searches.get(worker.task)
+            if handle is not None and worker.groups is not None:
+                if limit is not None and worker.seconds >= limit:
+                    yield handle, worker.groups[0]
 
     def _out_of_time(
-        self, task: _Task, group: int | None
-    ) -> Iterator[tuple[_Task, Done | None]]:
-        """What becomes of a block that was late; `group`: who was, if that is known."""
+        self, state: _BlockState, group: int | None
+    ) -> Iterator[tuple[_BlockState, BlockResult | None]]:
+        """The next step for a late block; `group`: the late one, if it is known."""
         why = f"took longer than {self.options.timeout} s"
-        groups = task.block.groups[task.block.valid]
-        if task.search is not None and group is not None:
+        groups = state.block.groups[state.block.valid]
+        if state.search is not None and group is not None:
             self.lost(f"group {group}: it {why}")
-            task.failed = task.failed | {group: f"it {why}, alone"}
-            task.block = task.block.without_failed(task.failed)
-            if self.options.on_error == "raise" or not task.block.valid.any():
-                yield task, _only({})
+            state.failed = state.failed | {group: f"it {why}, alone"}
+            state.block = state.block.without_failed(state.failed)
+            if self.options.on_error == "raise" or not state.block.valid.any():
+                yield state, _only_failures({})
                 return
-            # Those before it have come to their ends.
-            last = int(np.flatnonzero(task.search.groups == group)[0])
-            rest = task.search.without(np.arange(len(task.search.groups)) <= last)
-            task = replace(task, search=rest if rest.valid.any() else None)
-            self._waiting.append(replace(task, searched=True))
-        elif task.search is None and not task.searched and len(groups) > 1:
+            # The search goes on behind the slow group: those before it have ended.
+            last = int(np.flatnonzero(state.search.groups == group)[0])
+            rest = state.search.without(np.arange(len(state.search.groups)) <= last)
+            state = replace(state, search=rest if rest.valid.any() else None)
+            self._queue.append(replace(state, searched=True))
+        elif state.search is None and not state.searched and len(groups) > 1:
             self.lost(f"groups {groups[0]} to {groups[-1]}: a block {why}")
-            self._waiting.append(replace(task, search=task.block))
+            self._queue.append(replace(state, search=state.block))
         else:
-            yield from self._again(_searched(task), f"a block {why}")
+            yield from self._lost(_after_search(state), f"a block {why}")
 
-    def _again(self, task: _Task, why: str) -> Iterator[tuple[_Task, Done | None]]:
-        groups = task.block.groups[task.block.valid]
+    def _lost(
+        self, state: _BlockState, why: str
+    ) -> Iterator[tuple[_BlockState, BlockResult | None]]:
+        groups = state.block.groups[state.block.valid]
         self.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
-        if not task.alone:  # another block may have ended the worker
-            self._most = self.pool.workers
-            self._waiting.append(task)
-        elif not task.left and len(groups) == 1:
-            yield task, _only({int(groups[0]): why})
+        if not state.alone:
+            # Another block may have ended the worker. From here on each worker has one
+            # block, so that the next loss has one cause; this one costs no retry.
+            self._limit = self.pool.workers
+            self._queue.append(state)
+        elif not state.retries_left and len(groups) == 1:
+            yield state, _only_failures({int(groups[0]): why})
         else:
-            yield from self._retry(task)
+            yield from self._retry(state)
 
-    def _retry(self, task: _Task) -> Iterator[tuple[_Task, Done | None]]:
+    def _retry(
+        self, state: _BlockState
+    ) -> Iterator[tuple[_BlockState, BlockResult | None]]:
         """Send a block again, or give it up: None."""
-        if task.left:
-            task.left -= 1
-            self._waiting.append(task)
+        if state.retries_left:
+            state.retries_left -= 1
+            self._queue.append(state)
         else:
-            yield task, None
+            yield state, None
 
 
-def _searched(task: _Task) -> _Task:
+def _after_search(state: _BlockState) -> _BlockState:
     """The block itself, after a search."""
-    return task if task.search is None else replace(task, search=None, searched=True)
+    return state if state.search is None else replace(state, search=None, searched=True)
 
 
-def _only(failed: dict[int, str]) -> Done:
-    """What becomes of groups that all failed."""
-    return Done([], [], failed, 0, 0.0)
+def _only_failures(failed: dict[int, str]) -> BlockResult:
+    """The result of groups that all failed."""
+    return BlockResult([], [], failed, 0, 0.0)

@@ -1,4 +1,14 @@
-"""What an engine did in a call."""
+"""The report on a call: stages, blocks, lost workers and dropped groups.
+
+Input: counts and reasons that the driver adds while a call runs. Output: a `Report`,
+which prints itself as a table.
+
+Invariants: `dropped` has each group that was dropped in this call, or before it was
+resumed, once.
+
+Sharp edges: `lost` counts attempts, not blocks: a block that was lost twice is there
+twice.
+"""
 
 import dataclasses
 import time
@@ -54,8 +64,8 @@ class Report:
             ("round", "stage", "groups", "blocks", "seconds")
         ]
         for stage in self.stages:
-            *told, seconds = dataclasses.astuple(stage)
-            rows.append((*map(str, told), f"{seconds:.3f}"))
+            *fields, seconds = dataclasses.astuple(stage)
+            rows.append((*map(str, fields), f"{seconds:.3f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         text = [
             "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()

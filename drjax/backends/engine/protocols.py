@@ -1,7 +1,16 @@
-"""What an engine must do for the core, and the simplest one.
+"""What an engine does for the driver, and what a pool of workers does for an engine.
 
-An `Engine` runs all groups of a stage. Most engines are a `Pool`, which runs blocks in
-workers; `drjax.backends.engine.pool_scheduler` makes an engine of it.
+Input of an `Engine`: a `StageCall`. Output: pairs of a block and its `BlockResult`.
+Most engines are a `Pool`, which runs one block at a time in a worker;
+`drjax.backends.engine.pool_scheduler` makes an engine of it.
+
+Invariants: each group that takes part is in exactly one result with its slices; the
+partial reductions of all results together are those of the stage. An engine passes
+`BlockResult`s through and never looks into values.
+
+Sharp edges: `results` is a generator that the driver may close early, after an error.
+It must then release what is in flight. `Lost` means that the worker is gone, never that
+a group failed.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -10,31 +19,31 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drjax.backends.engine.messages import Block, Done, File, State, Work
+from drjax.backends.engine.messages import Block, BlockResult, File, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
 
 
 @dataclass(frozen=True)
-class Call:
-    """One run of a stage of the groups.
+class StageCall:
+    """One run of a stage of the groups: what the driver asks of an engine.
 
     Attributes:
       file: The plan file.
-      stage: The stage, by its place in `rounds_of`.
-      where: What it is called in errors.
+      stage: The index of the stage in `rounds_of`.
+      location: Round and stage, for errors.
       ops: The operation of each of its partial reductions: sum, mean, max or min.
       shared: Its global inputs.
-      rows: Its partitioned inputs: stacks of rows along axis 0, or `Lazy`.
+      rows: Its partitioned inputs: stacks of slices along axis 0, or `Lazy`.
       alive: Which groups take part, bool `[n]`.
       size: How many groups a worker works on at once.
-      options: How.
-      lost: To be called with a reason for whatever has to be done again.
-      known: What the engine keeps between calls of the same `Runner`.
+      options: The engine's options.
+      lost: To be called with the reason whenever work is lost and tried again.
+      cache: Kept by the engine between calls of the same `Runner`.
     """
 
     file: File
     stage: int
-    where: str
+    location: str
     ops: tuple[str, ...]
     shared: list[np.ndarray]
     rows: list[Any]
@@ -42,14 +51,14 @@ class Call:
     size: int
     options: EngineOptions
     lost: Callable[[str], None]
-    known: dict[str, Any]
+    cache: dict[str, Any]
 
 
-Results = Generator[tuple[Block, Done], None, None]
+Results = Generator[tuple[Block, BlockResult], None, None]
 
 
 class Engine(Protocol):
-    """What runs the groups' work.
+    """Runs stages of the groups.
 
     Attributes:
       workers: How many workers there are.
@@ -61,14 +70,14 @@ class Engine(Protocol):
         """Start the workers, unless they run."""
         ...
 
-    def results(self, call: Call) -> Results:
-        """Blocks with what became of them, until each group was in one.
+    def results(self, call: StageCall) -> Results:
+        """Blocks with their results, until each group was in one.
 
-        Where the engine combines the blocks' partial results itself, it gives these in
-        the end, with a block of no groups.
+        An engine that combines partial reductions itself yields the totals in the end,
+        with an empty block.
 
         Raises:
-          Exception: What a stage raised, and no group alone.
+          Exception: Of a stage, if no single group causes it.
         """
         ...
 
@@ -86,47 +95,47 @@ class Pool(Protocol):
 
     Attributes:
       workers: How many there are.
-      session: Another number after all that was shared has gone.
+      generation: Counts up when the workers are new, so that shared objects are gone.
     """
 
     workers: int
-    session: int
+    generation: int
 
     def share(self, x: Any) -> Any:
-        """Make an object known to all workers; what stands for it."""
+        """Make an object available to all workers; returns a reference to it."""
         ...
 
-    def submit(self, work: Work, file: Any, shared: Any) -> Any:
-        """Start a block on the worker with the least to do; what stands for it.
+    def submit(self, task: Task, file: Any, shared: Any) -> Any:
+        """Send a task to the worker with the fewest; returns its handle.
 
         Args:
-          work: For the worker's `run`.
-          file: What `share` gave for the file.
-          shared: What `share` gave for the global inputs of the stage.
+          task: For the worker's `run`.
+          file: The reference to the plan file.
+          shared: The reference to the global inputs of the stage.
         """
         ...
 
-    def wait(self, flights: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        """Wait until one of those blocks is done, or for so many seconds."""
+    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+        """Those in-flight tasks that are done: waits for one, or until the timeout."""
         ...
 
-    def result(self, flight: Any) -> Done:
-        """What became of a block that is done.
+    def result(self, handle: Any) -> BlockResult:
+        """The result of a task that is done.
 
         Raises:
           Lost: Its worker is gone. There is a new one.
-          Exception: What the stage raised, or words for it.
+          Exception: The stage's, or one with its text.
         """
         ...
 
-    def abandon(self, flight: Any) -> None:
-        """End the worker that has this block, and start another."""
+    def abandon(self, handle: Any) -> None:
+        """End the worker that has this task, and start another."""
         ...
 
-    def forget(self, flight: Any) -> None:
-        """Nobody will ask for the result of this block any more."""
+    def forget(self, handle: Any) -> None:
+        """Release a task whose result will not be asked for."""
         ...
 
-    def states(self) -> list[State]:
-        """What each worker is doing."""
+    def states(self) -> list[WorkerState]:
+        """The state of each worker; for pools that can run a search."""
         ...

@@ -1,9 +1,14 @@
-"""Rows that stay where workers can read them, so that they are sent once.
+"""Slices that stay where workers can read them, so that they are sent once.
 
-Data that is the same in each round need not be sent in each. Whether it is the same
-is not believed but looked up: a block's rows are compared, bit by bit, with what was
-stored, which takes a tenth of the time of storing them again. A caller may thus change
-an array in place.
+Input: the slices of a block, and the key of that block. Output: a reference that a
+worker can read; the same as before if the slices are.
+
+Invariants: whether data is the same is not believed but compared, bit by bit, with what
+was stored, which takes a tenth of the time of storing it again. A caller may thus
+change an array between calls. At most `limit` bytes stay stored.
+
+Sharp edges: NaNs with equal bits are the same, and -0.0 and 0.0 are not. `get` must
+return a view of the store: a copy would double the memory.
 """
 
 from collections.abc import Callable, Hashable
@@ -23,7 +28,7 @@ class _Entry:
     used: int
 
 
-class ResidentRows:
+class ResidentSlices:
     """The rows of blocks that were stored.
 
     Args:

@@ -1,9 +1,14 @@
-"""A function in a process of its own, with a log: what hangs can be ended.
+"""A function in a process of its own, with a log: a run that hangs can be ended.
 
-An error in any of its threads ends the process: Beam's local runner, for one, waits for
-ever when a worker dies.
+Input: a function and a folder. Output: `wait`, `error` and `end` of a
+`drjax.backends.engine.file_exchange.Run`.
 
-It ends with the process that started it, also if that is killed.
+Invariants: an error in any of its threads ends the process: Beam's local runner, for
+one, waits for ever when a worker dies. The process ends with the one that started it,
+also if that is killed.
+
+Sharp edges: the function is pickled by cloudpickle, so modules are imported again
+there. A `ThreadRun` cannot be ended, only waited for.
 
     python -m drjax.backends.engine.subprocess_run FILE PARENT
 """
@@ -24,28 +29,37 @@ from typing import Any
 import cloudpickle
 
 # So that the next process need not compile again what this one did.
-_COMPILED = {
+_CACHE_SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
 
-class Own:
+class SubprocessRun:
     """A function that runs there: a `drjax.backends.engine.file_exchange.Run`."""
 
     def __init__(self, fn: Callable[[], None], folder: Path):
         path, self._log = folder / "function", folder / "log"
-        self._why = folder / "error"
-        self._why.unlink(missing_ok=True)
+        self._error_file = folder / "error"
+        self._error_file.unlink(missing_ok=True)
         path.write_bytes(cloudpickle.dumps(fn))
+        environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            **_CACHE_SETTINGS,
+            **os.environ,
+            # What the driver can import, the process can: the function is pickled by
+            # the names of its modules.
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, path, str(os.getpid())],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **_COMPILED,
-                     **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that `end` can kill the workers with it
+                env=environment,
+            )
 
     def wait(self, seconds: float) -> bool:
         """Wait so long; whether it has ended."""
@@ -59,8 +73,8 @@ class Own:
         """Why it failed; None if it did not."""
         if self._process.returncode == 0:
             return None
-        if self._why.exists():
-            return self._why.read_text()
+        if self._error_file.exists():
+            return self._error_file.read_text()
         log = self._log.read_text(errors="replace")
         return f"exit status {self._process.returncode}: {log[-2000:]}"
 
@@ -73,11 +87,11 @@ class Own:
         self._process.wait()
 
 
-class Here:
+class ThreadRun:
     """The same in a thread of this process, for what can neither die nor hang."""
 
     def __init__(self, fn: Callable[[], None], folder: Path):
-        self._failed: Exception | None = None
+        self._error: Exception | None = None
         self._fn = fn
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -86,14 +100,14 @@ class Here:
         try:
             self._fn()
         except Exception as error:
-            self._failed = error
+            self._error = error
 
     def wait(self, seconds: float) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def error(self) -> str | None:
-        return None if self._failed is None else str(self._failed)
+        return None if self._error is None else str(self._error)
 
     def end(self) -> None:
         self._thread.join()
@@ -107,15 +121,15 @@ def _end_with(parent: int) -> None:
 
 def _main(path: Path, parent: int) -> None:
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    told: list[str] = []
+    messages: list[str] = []
 
     def failed(kind: type, error: BaseException | None, trace: Any) -> None:
         traceback.print_exception(kind, error, trace)
-        told.append(f"{kind.__name__}: {error}".strip(": "))
-        if len(told) > 1:  # the first waits for what others have to say
+        messages.append(f"{kind.__name__}: {error}".strip(": "))
+        if len(messages) > 1:  # the first waits for what others have to say
             return
         time.sleep(2)
-        path.with_name("error").write_text("; ".join(told))
+        path.with_name("error").write_text("; ".join(messages))
         sys.stderr.flush()
         os._exit(1)  # Beam would wait for a worker that is gone
 

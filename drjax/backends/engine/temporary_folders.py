@@ -1,8 +1,16 @@
 """Temporary folders that end with the process, also when it gets SIGTERM.
 
+Input: nothing. Output: a new folder, registered for removal.
+
 Python's own reaction to SIGTERM is to end at once: neither `finally` nor `atexit` runs.
 While there is a folder, the signal raises SystemExit instead, as it does where Ray is
-used; a handler that the program has set itself is left alone.
+used.
+
+Invariants: a handler that the program has set itself is left alone, and the default one
+is back when the last folder is gone.
+
+Sharp edges: signal handlers can be set in the main thread only: a folder that another
+thread makes is not removed on SIGTERM. SIGKILL leaves it in any case.
 """
 
 import atexit

@@ -1,11 +1,15 @@
-"""Replies of workers that are not trusted, checked against the plan.
+"""Replies of workers that are not trusted, validated against the plan.
 
-In: what a worker sent back for one group, of any type and content. Out: a `Done` of
-exactly the planned partial results, or one in which this group alone has failed.
+Input: what a worker sent for one group, of any type and content. Output: a
+`BlockResult` of exactly the planned partial reductions, or one in which this group
+alone has failed.
 
-Nothing in a reply decides how much memory is taken, which group it is for, or what
-becomes of another group: all of that is known from the plan and from what was asked.
-What is not checked is whether the numbers are true.
+Invariants: nothing in a reply decides how much memory is taken, which group it is for,
+or the result of another group: all of that is known from the plan and the request.
+Every check comes before what it protects.
+
+Sharp edges: the numbers themselves are not judged. A client can send any value of the
+planned dtype; with `check_nans` NaN and infinities are refused.
 """
 
 import json
@@ -18,9 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from drjax._plan_file.load import unpacked
+from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.backends.engine.messages import Done, File, rounds_of
+from drjax.backends.engine.messages import BlockResult, File, rounds_of
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
 
@@ -60,13 +64,13 @@ _VALID = Partial("", "its mask", (1,), np.dtype(bool))
 def partials_of(file: File) -> list[list[Partial]]:
     """The partial results of each stage of a plan file, by its place in `rounds_of`."""
     with jax.enable_x64(file.x64):
-        plan = unpacked(Path(f"{file.key[:12]}.drjax"), file.data)
+        plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         found = []
         for _, a_round in rounds_of(plan):
             forms, reduces = a_round.local.forms, a_round.partials
             avals: Sequence[Any] = ()  # of the partial results, then of rows
             if reduces:
-                avals = forms.batch.function.out_avals[: len(reduces)]
+                avals = forms.batched.function.out_avals[: len(reduces)]
             found.append([
                 Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
                 for r, aval in zip(reduces, avals, strict=True)
@@ -74,18 +78,18 @@ def partials_of(file: File) -> list[list[Partial]]:
     return found
 
 
-def failed(group: int, why: str) -> Done:
+def failure(group: int, why: str) -> BlockResult:
     """What becomes of a group that failed; `why` may be a worker's own words."""
-    return Done([], [], {group: readable(why)}, 0, 0.0)
+    return BlockResult([], [], {group: readable(why)}, 0, 0.0)
 
 
-def checked(
+def validate_reply(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
-) -> Done:
+) -> BlockResult:
     """What became of a group, by what its worker sent.
 
     Args:
-      data: The reply; of honest workers what `spool.packed_done` gives.
+      data: The reply; of honest workers what `wire_format.result_to_bytes` gives.
       group: The group that the worker was asked for.
       partials: What it was asked for.
       check_nans: Whether the group has failed if it gives a NaN, or an infinity that
@@ -95,36 +99,36 @@ def checked(
       BadReply: It does not fit.
     """
     try:
-        return _checked(data, group, partials, check_nans)
+        return _validated(data, group, partials, check_nans)
     except RecursionError:
         raise BadReply("its header is nested too deeply") from None
 
 
-def _checked(
+def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
-) -> Done:
-    about, kinds, at = _header(data)
-    why, pid, seconds = _about(about, group, len(partials))
-    wanted = [_GROUP, _VALID, *(partials if why is None else ())]
-    _check_kinds(kinds, wanted, len(data) - at)
+) -> BlockResult:
+    record, kinds, offset = _header(data)
+    why, pid, seconds = _about(record, group, len(partials))
+    expected = [_GROUP, _VALID, *(partials if why is None else ())]
+    _check_kinds(kinds, expected, len(data) - offset)
     arrays = []
-    for partial in wanted:
+    for partial in expected:
         count = math.prod(partial.shape)
-        array = np.frombuffer(data, partial.dtype, count, at) if count else []
+        array = np.frombuffer(data, partial.dtype, count, offset) if count else []
         arrays.append(np.asarray(array, partial.dtype).reshape(partial.shape))
-        at += partial.nbytes
+        offset += partial.nbytes
         if partial.dtype == bool and (arrays[-1].view(np.uint8) > 1).any():
             raise BadReply(f"{partial.name} has bytes that are neither true nor false")
     (found,), (valid,) = arrays[:2]
     if found != group:
         raise BadReply(f"it is for group {found}, but group {group} was asked")
     if why is not None:
-        return Done([], [], {group: readable(why)}, pid, seconds)
+        return BlockResult([], [], {group: readable(why)}, pid, seconds)
     if not valid:
         raise BadReply("it masks its group out without saying why")
     if check_nans:
         _check_finite(partials, arrays[2:])
-    return Done(arrays[2:], [], {}, pid, seconds)
+    return BlockResult(arrays[2:], [], {}, pid, seconds)
 
 
 def _header(data: Any) -> tuple[Any, Any, int]:
@@ -143,8 +147,8 @@ def _header(data: Any) -> tuple[Any, Any, int]:
         )  # fmt: skip
     except ValueError as error:
         raise BadReply(f"its header is no JSON: {error}") from None
-    about, arrays = _fields(header, "its header", "about", "arrays")
-    return about, arrays, 8 + size
+    record, arrays = _fields(header, "its header", "about", "arrays")
+    return record, arrays, 8 + size
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,44 +170,44 @@ def _fields(x: Any, what: str, *names: str) -> list[Any]:
     return [x[name] for name in names]
 
 
-def _about(about: Any, group: int, partials: int) -> tuple[str | None, int, float]:
+def _about(record: Any, group: int, partials: int) -> tuple[str | None, int, float]:
     """Why the group failed, None if it did not; its process and how long it took."""
     failures, pid, seconds, count = _fields(
-        about, "its record", "failed", "pid", "seconds", "partials"
+        record, "its record", "failed", "pid", "seconds", "partials"
     )
     if type(failures) is not dict or set(failures) - {str(group)}:
-        told = [*failures] if type(failures) is dict else failures
+        names = [*failures] if type(failures) is dict else failures
         raise BadReply(
-            f"it tells of failures of {told!r}, but only group {group} was asked"
+            f"it reports failures of {names!r}, but only group {group} was asked"
         )
     why = failures.get(str(group))
     if failures and type(why) is not str:
-        raise BadReply(f"it tells as its failure {why!r}, which is no text")
+        raise BadReply(f"its failure is {why!r}, which is no text")
     if type(pid) is not int or not 0 <= pid < 2**32:
         raise BadReply(f"its process is {pid!r}, which is no process number")
     if type(seconds) not in (int, float) or not 0 <= seconds < 2**32:
         raise BadReply(f"it took {seconds!r} seconds, which is no time")
-    wanted = partials if why is None else 0
-    if type(count) is not int or count != wanted:
+    expected = partials if why is None else 0
+    if type(count) is not int or count != expected:
         raise BadReply(
-            f"it has {count!r} partial results, but the plan is for {wanted}"
+            f"it has {count!r} partial results, but the plan is for {expected}"
         )
     return why, pid, float(seconds)
 
 
-def _check_kinds(kinds: Any, wanted: Sequence[Partial], nbytes: int) -> None:
+def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
     """Check what arrays a reply has, and that its bytes are these and no more."""
-    if type(kinds) is not list or len(kinds) != len(wanted):
+    if type(kinds) is not list or len(kinds) != len(expected):
         count = len(kinds) if type(kinds) is list else repr(kinds)
-        raise BadReply(f"it has {count} arrays, but the plan is for {len(wanted)}")
-    for kind, partial in zip(kinds, wanted, strict=True):
+        raise BadReply(f"it has {count} arrays, but the plan is for {len(expected)}")
+    for kind, partial in zip(kinds, expected, strict=True):
         if kind != [str(partial.dtype), [*partial.shape]]:
             text = repr(kind)
             if type(kind) is list and len(kind) == 2:
                 text = f"{kind[0]}{kind[1]}"
             name = f"the {partial.op} of {partial.name}" if partial.op else partial.name
             raise BadReply(f"{name} is {text}, but the plan is for {partial}")
-    if (total := sum(partial.nbytes for partial in wanted)) != nbytes:
+    if (total := sum(partial.nbytes for partial in expected)) != nbytes:
         raise BadReply(f"its arrays have {nbytes} bytes, but the plan is for {total}")
 
 

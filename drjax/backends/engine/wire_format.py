@@ -1,6 +1,15 @@
-"""Stages, blocks and their results as files, for workers that only share files.
+"""Stages, blocks and results as bytes, for workers that share only files or messages.
 
-They hold arrays and a header, nothing executable.
+Input: records of `messages`, or a `StageCall`. Output: bytes, and the same from bytes:
+
+    header: length as 8 bytes, JSON {"about", "arrays": [[dtype, shape], ...]} | arrays
+
+Invariants: arrays and a JSON header, nothing that is executed when it is read. Any
+dtype passes, also those that numpy does not know, by its name.
+
+Sharp edges: `from_bytes` trusts its input and is for files of this run; replies of
+clients go through `untrusted`. The arrays that it returns are read-only views of the
+bytes. Keys of the header are a format that other releases of drjax read.
 """
 
 import io
@@ -11,48 +20,48 @@ from typing import Any
 import numpy as np
 
 from drjax.backends.engine import worker
-from drjax.backends.engine.messages import Block, Done, File, Work
-from drjax.backends.engine.protocols import Call
+from drjax.backends.engine.messages import Block, BlockResult, File, Task
+from drjax.backends.engine.protocols import StageCall
 
 
-def packed(about: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
+def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
     """A file of arrays, of any dtype, and what JSON can say."""
     kinds = [[str(x.dtype), [*x.shape]] for x in arrays]
-    header = json.dumps({"about": about, "arrays": kinds}).encode()
+    text = json.dumps({"about": header, "arrays": kinds}).encode()
     out = io.BytesIO()
-    out.write(len(header).to_bytes(8, "little") + header)
+    out.write(len(text).to_bytes(8, "little") + text)
     for x in arrays:
         out.write(np.ascontiguousarray(x).tobytes())
     return out.getvalue()
 
 
-def unpacked(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
     """What is in such a file."""
-    at = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:at])
+    offset = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:offset])
     arrays = []
     for name, shape in header["arrays"]:
         dtype, count = np.dtype(name), int(np.prod(shape))
-        arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape))
-        at += count * dtype.itemsize
+        arrays.append(np.frombuffer(data, dtype, count, offset).reshape(shape))
+        offset += count * dtype.itemsize
     return header["about"], arrays
 
 
-def packed_done(block: Block, done: Done) -> bytes:
+def result_to_bytes(block: Block, result: BlockResult) -> bytes:
     """What became of a block."""
-    failed = {str(group): why for group, why in done.failed.items()}
-    partials = [x for x in done.partials if x is not None]
-    about = {"failed": failed, "pid": done.pid, "seconds": done.seconds}
-    about["partials"] = len(partials)
-    return packed(about, [block.groups, block.valid, *partials, *done.rows])
+    failed = {str(group): why for group, why in result.failed.items()}
+    partials = [x for x in result.partials if x is not None]
+    header = {"failed": failed, "pid": result.pid, "seconds": result.seconds}
+    header["partials"] = len(partials)
+    return to_bytes(header, [block.groups, block.valid, *partials, *result.rows])
 
 
-def unpacked_done(data: bytes) -> tuple[Block, Done]:
-    about, (groups, valid, *arrays) = unpacked(data)
-    failed = {int(group): why for group, why in about["failed"].items()}
-    partials, rows = arrays[: about["partials"]], arrays[about["partials"] :]
-    done = Done(partials, rows, failed, about["pid"], about["seconds"])
-    return Block(groups, valid, []), done
+def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
+    header, (groups, valid, *arrays) = from_bytes(data)
+    failed = {int(group): why for group, why in header["failed"].items()}
+    partials, rows = arrays[: header["partials"]], arrays[header["partials"] :]
+    result = BlockResult(partials, rows, failed, header["pid"], header["seconds"])
+    return Block(groups, valid, []), result
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Job:
     Attributes:
       file: The plan file.
       stage: The stage, by its place in `rounds_of`.
-      where: What it is called in errors.
+      location: Round and stage, for errors.
       ops: The operations of its partial reductions.
       size: How many groups work at once.
       check_nans: Whether a group that yields a NaN has failed.
@@ -72,7 +81,7 @@ class Job:
 
     file: File
     stage: int
-    where: str
+    location: str
     ops: tuple[str, ...]
     size: int
     check_nans: bool
@@ -80,45 +89,58 @@ class Job:
     shared: list[np.ndarray]
 
     @classmethod
-    def of(cls, call: Call) -> "Job":
+    def of(cls, call: StageCall) -> "Job":
         options = call.options
         return cls(
-            call.file, call.stage, call.where, call.ops, call.size, options.check_nans,
-            options.on_error == "drop", call.shared,
-        )  # fmt: skip
+            file=call.file,
+            stage=call.stage,
+            location=call.location,
+            ops=call.ops,
+            size=call.size,
+            check_nans=options.check_nans,
+            drop=options.on_error == "drop",
+            shared=call.shared,
+        )
 
-    def run(self, block: Block, failed: dict[int, str]) -> Done:
+    def run(self, block: Block, failed: dict[int, str]) -> BlockResult:
         """A block through the stage; `failed`: why groups could not take part."""
-        done = Done([], [], {}, 0, 0.0)
+        result = BlockResult([], [], {}, 0, 0.0)
         if block.valid.any():
-            task = Work(self.stage, block, self.size, self.check_nans, self.drop)
+            task = Task(self.stage, block, self.size, self.check_nans, self.drop)
             try:
-                done = worker.run(self.file, task, self.shared)
+                result = worker.run(self.file, task, self.shared)
             except Exception as error:
                 raise RuntimeError(
-                    f"The groups' work failed in {self.where}, in a block from group "
-                    f"{block.groups[0]} on: {type(error).__name__}: {error}"
+                    f"The groups' work failed in {self.location}, in a block from "
+                    f"group {block.groups[0]} on: {type(error).__name__}: {error}"
                 ) from error
-        done.failed.update(failed)
-        return done
+        result.failed.update(failed)
+        return result
 
-    def packed(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """The job as a file."""
-        about = {
-            k: v for k, v in self.__dict__.items() if k not in ("file", "shared")
-        } | {
-            "key": self.file.key, "x64": self.file.x64,
+        # The keys are a wire format, which clients of other releases of drjax read:
+        # "where" is the location.
+        header = {
+            "stage": self.stage,
+            "where": self.location,
+            "ops": self.ops,
+            "size": self.size,
+            "check_nans": self.check_nans,
+            "drop": self.drop,
+            "key": self.file.key,
+            "x64": self.file.x64,
             "custom_calls": self.file.custom_calls,
-        }  # fmt: skip
+        }
         data = np.frombuffer(self.file.data, np.uint8)
-        return packed(about, [data, *self.shared])
+        return to_bytes(header, [data, *self.shared])
 
     @classmethod
-    def unpacked(cls, data: bytes) -> "Job":
-        about, (plan, *shared) = unpacked(data)
+    def from_bytes(cls, data: bytes) -> "Job":
+        header, (plan, *shared) = from_bytes(data)
         file = File(
-            plan.tobytes(), about.pop("key"), about.pop("x64"),
-            tuple(about.pop("custom_calls")),
+            plan.tobytes(), header.pop("key"), header.pop("x64"),
+            tuple(header.pop("custom_calls")),
         )  # fmt: skip
-        about["ops"] = tuple(about["ops"])
-        return cls(file, shared=shared, **about)
+        ops, location = tuple(header.pop("ops")), header.pop("where")
+        return cls(file, ops=ops, location=location, shared=shared, **header)

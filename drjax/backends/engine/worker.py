@@ -1,11 +1,16 @@
-"""What a worker does: a block of groups, through one stage of a plan file.
+"""The worker: a block of groups, through one stage of a plan file.
 
-Input: a plan file, a task, and the stage's global inputs, as numpy arrays. Output: a
-`Done`. A worker keeps what it has loaded and compiled for as long as it lives, by the
-hash of the file; `run` is the entry point in a worker's process.
+Input: a plan file, a `Task`, and the stage's global inputs, as numpy arrays. Output: a
+`BlockResult`. `run` is the entry point in a worker's process; it keeps the latest plan
+files with their compiled stages, by the hash of the file.
 
-Invariant: a group's failure is that group's. A block that fails or yields NaN is run
-again to find which of its groups do, each alone or by halving the block.
+Invariants: a failure of one group is reported for that group alone. A block that fails
+or yields NaN runs again to find which groups do, each alone or by halving the block. A
+block is padded to the block size, so that a stage compiles once.
+
+Sharp edges: a group of a block that fails runs more than once. What fails in a block
+and in no group alone is raised as it is: then the block, not a group, was too much, as
+for memory.
 """
 
 import functools
@@ -20,21 +25,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from drjax._plan_file.load import unpacked
-from drjax.backends.engine.messages import Block, Done, File, State, Work, rounds_of
+from drjax._plan_file.load import plan_from_bytes
+from drjax.backends.engine.messages import (
+    Block,
+    BlockResult,
+    File,
+    Task,
+    WorkerState,
+    rounds_of,
+)
 from drjax.plan import Stage
 
 _FEW = 64  # groups that are tried one by one
 _HALVINGS = 128  # most batches to find them
 
 
-class Loaded:
+class LoadedPlan:
     """A plan file in a worker."""
 
     def __init__(self, file: File):
         self.file = file
         with jax.enable_x64(file.x64):
-            plan = unpacked(
+            plan = plan_from_bytes(
                 Path(f"{file.key[:12]}.drjax"),
                 file.data,
                 custom_calls=file.custom_calls,
@@ -42,53 +54,53 @@ class Loaded:
         self._stages = [(r.local, len(r.partials)) for _, r in rounds_of(plan)]
         self._compiled: dict[tuple[int, bool], Any] = {}
 
-    def run(self, work: Work, shared: list[np.ndarray]) -> Done:
+    def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         """Run a block; `shared`: the global inputs of the stage, in order."""
         with jax.enable_x64(self.file.x64):
-            return self._run(work, shared)
+            return self._run(task, shared)
 
-    def _run(self, work: Work, shared: list[np.ndarray]) -> Done:
+    def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         start = time.perf_counter()
-        stage, partials = self._stages[work.stage]
-        block, failed, outs, error = work.block, {}, [], None
+        stage, partials = self._stages[task.stage]
+        block, failed, outs, error = task.block, {}, [], None
         for _ in range(2):  # as it is, then without the groups that failed
             if not block.valid.any():
                 break
             try:
-                outs, error = self._batch(work, stage, block, shared), None
+                outs, error = self._batch(task, stage, block, shared), None
             except Exception as caught:
                 outs, error = [], caught
-            if error is None and not (work.check_nans and _nans(outs, block, partials)):
+            if error is None and not (task.check_nans and _nans(outs, block, partials)):
                 break
             if error is None:
-                suspects = self._suspects(work, stage, block, shared, partials)
+                suspects = self._suspects(task, stage, block, shared, partials)
             else:
                 suspects = np.flatnonzero(block.valid)
-            found = self._failing(work, stage, block, shared, suspects)
+            found = self._failing(task, stage, block, shared, suspects)
             if not found:
                 break
             failed |= found
-            if not work.drop:
+            if not task.drop:
                 break
             block = block.without_failed(found)
-        if error is not None and (not failed or (work.drop and block.valid.any())):
+        if error is not None and (not failed or (task.drop and block.valid.any())):
             raise error  # of no group alone
-        if not block.valid.any() or (failed and not work.drop):
+        if not block.valid.any() or (failed and not task.drop):
             outs = []
         count = len(block.groups)
-        return Done(
+        return BlockResult(
             outs[:partials], [x[:count] for x in outs[partials:]], failed, os.getpid(),
             time.perf_counter() - start,
         )  # fmt: skip
 
-    def _batch(self, work: Work, stage: Stage, block: Block, shared) -> list:
-        padded = block.padded(work.size)
+    def _batch(self, task: Task, stage: Stage, block: Block, shared) -> list:
+        padded = block.padded(task.size)
         args = _inputs(stage, shared, padded.rows)
-        call = self._call(work.stage, batch=True)
+        call = self._call(task.stage, batch=True)
         return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
 
     def _suspects(
-        self, work: Work, stage: Stage, block: Block, shared, partials: int
+        self, task: Task, stage: Stage, block: Block, shared, partials: int
     ) -> np.ndarray:
         """Some groups among which are all that yield NaN, by halving the block.
 
@@ -105,15 +117,15 @@ class Loaded:
             for half in (part[middle:], part[:middle]):
                 only = block.without(~np.isin(np.arange(len(block.groups)), half))
                 left -= 1
-                if _nans(self._batch(work, stage, only, shared), only, partials):
+                if _nans(self._batch(task, stage, only, shared), only, partials):
                     parts.append(half)
         return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
 
     def _failing(
-        self, work: Work, stage: Stage, block: Block, shared, suspects: np.ndarray
+        self, task: Task, stage: Stage, block: Block, shared, suspects: np.ndarray
     ) -> dict[int, str]:
         """Why groups fail, by number: each alone, in the form for one group."""
-        call, found = self._call(work.stage, batch=False), {}
+        call, found = self._call(task.stage, batch=False), {}
         for i in suspects:
             args = _inputs(stage, shared, [x[i] for x in block.rows])
             group = block.groups[i]
@@ -122,19 +134,19 @@ class Loaded:
             except Exception as error:
                 found[int(group)] = f"{type(error).__name__}: {error}"
                 continue
-            if work.check_nans:
+            if task.check_nans:
                 names = [v.name for v, y in zip(stage.outputs, outs, strict=True)
                          if _has_nan(y)]  # fmt: skip
                 if names:
                     found[int(group)] = f"it yields NaN as {', '.join(names)}"
         return found
 
-    def search(self, work: Work, shared: list[np.ndarray], begin: Any) -> Done:
+    def search(self, task: Task, shared: list[np.ndarray], begin: Any) -> BlockResult:
         """Run the groups that take part one by one; `begin` is told each before it."""
-        start, block = time.perf_counter(), work.block
-        stage = self._stages[work.stage][0]
+        start, block = time.perf_counter(), task.block
+        stage = self._stages[task.stage][0]
         with jax.enable_x64(self.file.x64):
-            call, compiled = self._call(work.stage, batch=False), None
+            call, compiled = self._call(task.stage, batch=False), None
             for i in np.flatnonzero(block.valid):
                 args = _inputs(stage, shared, [x[i] for x in block.rows])
                 args = *call.args, block.groups[i], *args
@@ -143,13 +155,13 @@ class Loaded:
                     compiled = compiled or call.func.lower(*args).compile()
                     begin(int(block.groups[i]), int(block.groups[i]))
                     jax.block_until_ready(compiled(*args))
-        return Done([], [], {}, os.getpid(), time.perf_counter() - start)
+        return BlockResult([], [], {}, os.getpid(), time.perf_counter() - start)
 
     def _call(self, index: int, batch: bool):
         """A form of a stage, compiled when it is first used."""
         if (index, batch) not in self._compiled:
             forms = self._stages[index][0].forms
-            form = forms.batch if batch else forms.one
+            form = forms.batched if batch else forms.per_group
             compiled = jax.jit(form.function.call)
             self._compiled[index, batch] = functools.partial(compiled, *forms.consts)
         return self._compiled[index, batch]
@@ -173,36 +185,36 @@ def _has_nan(x: np.ndarray) -> bool:
 # ---------------------------------------------------------------------------------
 # In a worker's process
 
-_files: dict[str, Loaded] = {}  # the latest last
-_state = State()
+_files: dict[str, LoadedPlan] = {}  # the latest last
+_state = WorkerState()
 _lock = threading.Lock()
 _skipped: set[int] = set()
 _MOST = 4
 
 
-def run(file: File, work: Work, shared: list[np.ndarray]) -> Done:
+def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
     """Run a block in this process."""
-    if work.number in _skipped:
-        _skipped.remove(work.number)
-        return Done([], [], {}, 0, 0.0)
+    if task.number in _skipped:
+        _skipped.remove(task.number)
+        return BlockResult([], [], {}, 0, 0.0)
     with _lock:
-        loaded = _files.pop(file.key, None) or Loaded(file)
+        loaded = _files.pop(file.key, None) or LoadedPlan(file)
         _files[file.key] = loaded
         while len(_files) > _MOST:
             _files.pop(next(iter(_files)))
 
     def begin(first: int, last: int) -> None:
-        _state.task, _state.since = work.number, time.time()
+        _state.task, _state.since = task.number, time.time()
         _state.groups = first, last
 
     try:
-        if work.search:
-            return loaded.search(work, shared, begin)
-        begin(int(work.block.groups[0]), int(work.block.groups[-1]))
-        return loaded.run(work, shared)
+        if task.search:
+            return loaded.search(task, shared, begin)
+        begin(int(task.block.groups[0]), int(task.block.groups[-1]))
+        return loaded.run(task, shared)
     finally:
         _state.groups = None
-        _skipped.discard(work.number)
+        _skipped.discard(task.number)
 
 
 def skip(number: int) -> None:
@@ -210,6 +222,6 @@ def skip(number: int) -> None:
     _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 
-def state() -> State:
+def state() -> WorkerState:
     """What this process is doing."""
     return replace(_state, seconds=time.time() - _state.since)

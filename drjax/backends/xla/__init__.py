@@ -1,4 +1,9 @@
-"""The XLA backend: a plan as one JAX function, in streaming form."""
+"""The XLA backend: a plan as one JAX function, in streaming form.
+
+    compile_plan -> chunked_stage (the groups of a device) -> reuse_accumulators
+
+`step_size` decides how many groups of a device run at once.
+"""
 
 from drjax.backends.xla.compile_plan import compile as compile
 from drjax.backends.xla.compile_plan import on_mesh as on_mesh

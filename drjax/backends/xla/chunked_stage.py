@@ -1,4 +1,16 @@
-"""A round's work on one device, for the XLA backend: its groups, chunk by chunk."""
+"""The groups' stage on one device, for the XLA backend: chunk by chunk.
+
+Input: a stage, the global inputs, the slices of the device's groups, and how many
+groups run at once. Output: the device's partial reductions, and the slices to keep;
+`finish` combines the devices.
+
+Invariants: padding slots hold another group's slices, are masked out of every
+reduction, and run no effects. Running sums are kept in the accumulator dtype, 16-bit
+floats in float32, compensated where many steps add up.
+
+Sharp edges: a stage from a plan file has its mask as an input and its own reductions;
+one that was planned in this process is batched by `jax.vmap` here.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from drjax import _compat
-from drjax._plan_file.exported_stage import run_batch
+from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.contract_groups import row_sums
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
@@ -26,11 +38,11 @@ from drjax._sharding.padding import (
 from drjax.plan import Reduce
 
 
-class LocalWork:
+class ChunkedStage:
     """A round's work on one device: its groups, chunk by chunk."""
 
-    def __init__(self, where: Layout, stage, sums: list[Reduce], kept, shared: list):
-        self.where, self.stage, self.sums, self.kept = where, stage, sums, kept
+    def __init__(self, layout: Layout, stage, sums: list[Reduce], kept, shared: list):
+        self.layout, self.stage, self.sums, self.kept = layout, stage, sums, kept
         self.shared = shared
         names = [v.name for v in stage.outputs]
         self._sources = [names.index(r.source.name) for r in sums]
@@ -38,8 +50,9 @@ class LocalWork:
         self._effects = stage.forms is None and _compat.effects_of(stage.jaxpr)
 
     def run(self, first, rows: list, step: int | None) -> tuple[list, list]:
-        """The device's sums, and the rows to keep; `first`: the number of its first."""
-        where = self.where
+        """The device's sums, and the rows to keep; `first`: the index of its first
+        group."""
+        layout = self.layout
         work = lambda: self._run(first, rows, step)
 
         def nothing():
@@ -47,32 +60,32 @@ class LocalWork:
             fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.sums]
             pairs = zip(totals, fills, strict=True)
             totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
-            vary_all = lambda x: vary(x, where.axes)
+            vary_all = lambda x: vary(x, layout.axes)
             return jax.tree.map(vary_all, (totals, like_nothing(kept)))
 
         if self._effects:
             return work()  # which knows for which groups
-        return unless_empty(where, first, work, nothing)
+        return unless_empty(layout, first, work, nothing)
 
     def _run(self, first, rows: list, step: int | None) -> tuple[list, list]:
-        count = self.where.per_device
+        count = self.layout.per_device
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
         if steps == 1 and not rest:
-            numbers = first + lax.iota(jnp.int32, count)
-            own = [own_rows(self.where, numbers, x, x[:1]) for x in rows]
-            return self._chunk(first, numbers, own, self.where.few, alone=True)
+            indices = first + lax.iota(jnp.int32, count)
+            own = [own_rows(self.layout, indices, x, x[:1]) for x in rows]
+            return self._chunk(first, indices, own, self.layout.few, alone=True)
 
         def chunk(start, size: int) -> tuple:
             # The rows are closed over and sliced: given as what the scan goes over,
-            # some versions of the compiler copy them first. Numbers are counted, as an
+            # some versions of the compiler copy them first. Indices are counted, as an
             # array of all would be of size n.
             take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
-            numbers = first + start + lax.iota(jnp.int32, size)
-            own = [own_rows(self.where, numbers, take(x, start), x[:1]) for x in rows]
-            few = self.where.few
+            indices = first + start + lax.iota(jnp.int32, size)
+            own = [own_rows(self.layout, indices, take(x, start), x[:1]) for x in rows]
+            few = self.layout.few
             few = few % step if size == step else max(0, few - steps * step)
-            return self._chunk(first, numbers, own, few)
+            return self._chunk(first, indices, own, few)
 
         def advance(totals, start, size: int = step):
             new, kept = chunk(start, size)
@@ -93,45 +106,45 @@ class LocalWork:
         return [total.value for total in totals], kept
 
     def _chunk(
-        self, first, numbers, rows: list, few: int, alone: bool = False
+        self, first, indices, rows: list, few: int, alone: bool = False
     ) -> tuple[list, list]:
         """The groups of a chunk: what they sum up to, and their rows to keep.
 
         Args:
           first: The number of the device's first group.
-          numbers: Those of the chunk's slots.
+          indices: Those of the chunk's slots.
           rows: What they hold of each partitioned input.
           few: How many of the slots are groups, where some are padding.
           alone: Whether this is the only chunk.
         """
-        args: list = [own_numbers(self.where, numbers, first)]
+        args: list = [own_numbers(self.layout, indices, first)]
         others, shared = iter(rows), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(others) if value.partitioned else next(shared))
         if self.stage.forms is not None:
-            mask = jnp.ones(numbers.shape, bool)
-            if self.where.uneven:
-                mask = self.where.mask_padding(mask, numbers, False)
-            return run_batch(self.stage, self.kept, mask, args[0], args[1:])
-        count = numbers.shape[0]
+            mask = jnp.ones(indices.shape, bool)
+            if self.layout.uneven:
+                mask = self.layout.mask_padding(mask, indices, False)
+            return run_batched(self.stage, self.kept, mask, args[0], args[1:])
+        count = indices.shape[0]
         by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: call(self.stage, xs)
-        if self.where.uneven and self._effects:
+        if self.layout.uneven and self._effects:
             run = lambda count: _over_rows(one, count, by_rows)
-            outs = for_real_groups(self.where, numbers, few, run, args, by_rows)
+            outs = for_real_groups(self.layout, indices, few, run, args, by_rows)
         else:
             outs = _over_rows(one, count, by_rows)(*args)
         # In a loop the summands of one chunk take little memory: there it is slower.
         summed = self._summed(count, by_rows, args) if alone else {}
         totals = [
-            summed[i] if i in summed else self._reduce(reduce, outs[i], numbers)
+            summed[i] if i in summed else self._reduce(reduce, outs[i], indices)
             for reduce, i in zip(self.sums, self._sources, strict=True)
         ]
         return totals, [outs[i] for i in self._kept]
 
     def _summed(self, count: int, by_rows: list[bool], args: list) -> dict[int, Any]:
         """The sums that are better made within the map; see `contract_groups.py`."""
-        if count == 1 or self.where.uneven:
+        if count == 1 or self.layout.uneven:
             return {}
         sums = row_sums(self.stage.jaxpr)
         if not sums.indices:
@@ -147,10 +160,10 @@ class LocalWork:
         found = zip(sums.indices, totals, strict=True)
         return {i: total for i, total in found if i in ops and ops[i].additive}
 
-    def _reduce(self, reduce: Reduce, x, numbers):
+    def _reduce(self, reduce: Reduce, x, indices):
         op = REDUCE_OPS[reduce.op]
-        if self.where.uneven:
-            x = self.where.mask_padding(x, numbers, op.identity(x.dtype))
+        if self.layout.uneven:
+            x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
         return op.local(x)
 
     def _empty(self, chunk: Callable[[], tuple], steps: int) -> list[Running]:
@@ -164,7 +177,7 @@ class LocalWork:
 
             def full(fill, source=source, dtype=dtype, sharding=sharding):
                 x = lax.full(source.shape, fill, dtype, sharding=sharding)
-                return vary(x, self.where.axes)
+                return vary(x, self.layout.axes)
 
             start = full(REDUCE_OPS[reduce.op].identity(source.dtype))
             compensated = is_compensated(reduce, steps)
@@ -177,9 +190,9 @@ def sum_dtype(reduce: Reduce):
     return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
-def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
+def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
     """From the sums of a device to those of all."""
-    n, found = where.partition.size, list(totals)
+    n, found = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in sums]
     # A 16-bit sum may overflow: what has a wider accumulator is finished in it.
     early = [
@@ -190,13 +203,13 @@ def finish(where: Layout, sums: list[Reduce], totals: list) -> list:
         if early[i]:
             found[i] = op.finish(found[i], n)
         found[i] = found[i].astype(reduce.source.dtype)
-    if where.axes:
+    if layout.axes:
         for i, op in enumerate(ops):
             if not op.additive:
-                found[i] = op.across_devices(where, found[i])
+                found[i] = op.across_devices(layout, found[i])
         at = [i for i, op in enumerate(ops) if op.additive]
         if at:  # one psum for all
-            summed = ops[at[0]].across_devices(where, *(found[i] for i in at))
+            summed = ops[at[0]].across_devices(layout, *(found[i] for i in at))
             for i, x in zip(at, summed, strict=True):
                 found[i] = x
     for i, op in enumerate(ops):

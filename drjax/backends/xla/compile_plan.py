@@ -1,13 +1,18 @@
 """The XLA backend: a plan as one JAX function, in streaming form.
 
-Each round is one `shard_map` over the partition's axes. In it, a scan goes over chunks
-of a device's groups with running accumulators for all reductions of the round, and one
-`psum` adds up the devices. So the memory that a round needs does not grow with the
-number of groups; a broadcast value is never copied for each group; and rows that a
-later round needs are stacked, the only thing of size n.
+Input: a plan. Output: a JAX function with the signature of the planned one, to be
+compiled by `jax.jit`.
 
-The `shard_map`s are not differentiated: derivatives are taken of programs, before
-they are planned (see `_jit/jit_primitive.py`).
+Each round is one `shard_map` over the mesh axes to which the partition is mapped. In
+it, a scan goes over chunks of a device's groups with running accumulators for all
+reductions of the round, and one `psum` adds up the devices.
+
+Invariants: the memory that a round needs does not grow with the number of groups; a
+broadcast value is never copied for each group; and slices that a later round needs are
+stacked, the only arrays of size n.
+
+Sharp edges: the `shard_map`s are not differentiated: derivatives are taken of programs,
+before they are planned (see `_jit/jit_primitive.py`).
 """
 
 from collections.abc import Callable
@@ -25,10 +30,11 @@ from drjax._errors import DrjaxValueError, PlanError
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.map_lowering import by_device, lowers_by_vmap, on_each
 from drjax._sharding.execute import as_operand, on_devices
-from drjax._sharding.layout import Layout, find_mesh, layout
+from drjax._sharding.layout import Layout, find_mesh
+from drjax._sharding.layout import layout as make_layout
 from drjax.backends.xla import step_size
-from drjax.backends.xla.chunked_stage import LocalWork, call, finish
-from drjax.backends.xla.reuse_accumulators import ending, finish_stacked
+from drjax.backends.xla.chunked_stage import ChunkedStage, call, finish
+from drjax.backends.xla.reuse_accumulators import find_reuse, finish_stacked
 from drjax.plan import Loop, Plan, Value
 from drjax.primitives import gather_p
 
@@ -85,80 +91,80 @@ def run_flat(
       step: How many of a device's groups work at once.
       mesh: The mesh. Default: the one in context.
     """
-    where = _place(plan, mesh)
+    layout = _layout_of(plan, mesh)
     if isinstance(step, step_size.Fit):
         fit = step.budget
-        step = None if where is None else _largest_step(plan, where, fit)
-    return _Run(plan, where, step)(inputs)
+        step = None if layout is None else _largest_step(plan, layout, fit)
+    return _Run(plan, layout, step)(inputs)
 
 
-def _largest_step(plan: Plan, where: Layout, budget: int | None) -> int:
+def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
     """The largest number of groups at once that fits in memory."""
-    mesh = where.mesh
+    mesh = layout.mesh
     if isinstance(mesh, AbstractMesh):
         mesh = _compat.concrete_mesh()
-        if mesh.empty or where.manual:
+        if mesh.empty or layout.manual:
             raise DrjaxValueError(
                 'groups_per_step="auto" compiles for the devices in context and asks '
                 "how much memory they have. Under an AbstractMesh or inside "
-                "jax.shard_map there is nobody to ask: give a number."
+                "jax.shard_map no device can be asked: give a number."
             )
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     if budget is None:
         budget = step_size.free_bytes(devices)
 
-    def given(value: Value):
+    def abstract_input(value: Value):
         shape, spec = value.shape, [None] * value.axis
         if value.partitioned:
             shape = (*shape[: value.axis], plan.size, *shape[value.axis :])
-        axes = where.axes if value.partitioned and not where.uneven else None
+        axes = layout.axes if value.partitioned and not layout.uneven else None
         sharding = None if mesh is None else NamedSharding(mesh, P(*spec, axes))
         return jax.ShapeDtypeStruct(
             shape, value.dtype, sharding=sharding if shape else None
         )
 
     def temp_bytes(step: int) -> int:
-        run = lambda *xs: _Run(plan, where, step)([*xs])
-        compiled: Any = jax.jit(run).lower(*map(given, plan.inputs)).compile()
+        run = lambda *xs: _Run(plan, layout, step)([*xs])
+        compiled: Any = jax.jit(run).lower(*map(abstract_input, plan.inputs)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    return step_size.largest(where.per_device, temp_bytes, budget)
+    return step_size.largest(layout.per_device, temp_bytes, budget)
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:
     """The inputs of a plan such that a surrounding jit sees a concrete mesh."""
-    where = _place(plan)
-    if where is None or not isinstance(where.mesh, jax.sharding.Mesh):
+    layout = _layout_of(plan)
+    if layout is None or not isinstance(layout.mesh, jax.sharding.Mesh):
         return inputs
-    return [as_operand(x, where, False) for x in inputs]
+    return [as_operand(x, layout, False) for x in inputs]
 
 
-def _place(plan: Plan, mesh: Any = None) -> Layout | None:
+def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
     if plan.partition is None:
         return None
-    return layout(plan.partition, find_mesh(plan.partition, mesh))
+    return make_layout(plan.partition, find_mesh(plan.partition, mesh))
 
 
 class _Run:
     """Runs one plan; partitioned values are whole arrays, rows along `Value.axis`."""
 
-    def __init__(self, plan: Plan, where: Layout | None, step: int | None):
-        self.plan, self.where, self.step = plan, where, step
+    def __init__(self, plan: Plan, layout: Layout | None, step: int | None):
+        self.plan, self.layout, self.step = plan, layout, step
         self.kept = plan.kept()
 
     def __call__(self, inputs: list) -> list:
-        plan, values, ended = self.plan, {}, False
+        plan, values, server_done = self.plan, {}, False
         _store(values, plan.inputs, map(jnp.asarray, inputs))
-        for number, a_round in enumerate(plan.rounds):
-            if not ended:
+        for index, a_round in enumerate(plan.rounds):
+            if not server_done:
                 self._server(a_round.server, values)
             for whole, rows in a_round.scatter:
                 values[rows.name] = values[whole.name]
-            ended = self._groups(number, values)
+            server_done = self._groups(index, values)
             for loop in a_round.loops:
                 outs = self._loop(loop, [values[v.name] for v in loop.inputs])
                 _store(values, loop.outputs, outs)
-        if not ended:
+        if not server_done:
             self._server(plan.server, values)
         return [values[v.name] for v in plan.outputs]
 
@@ -169,17 +175,17 @@ class _Run:
     # -----------------------------------------------------------------------------
     # The groups' work
 
-    def _groups(self, number: int, values: dict[str, Any]) -> bool:
+    def _groups(self, index: int, values: dict[str, Any]) -> bool:
         """The groups' work, and reductions; whether the server's next stage is done."""
-        a_round, where = self.plan.rounds[number], self.where
+        a_round, layout = self.plan.rounds[index], self.layout
         stage = a_round.local
         if stage.empty and not stage.jaxpr.effects:
             return False
-        assert where is not None
-        streams = self.step is not None and self.step < where.per_device
-        if streams and where.sharded:
+        assert layout is not None
+        streams = self.step is not None and self.step < layout.per_device
+        if streams and layout.sharded:
             _check_known_shapes(stage)
-        end = ending(self.plan, number, where) if streams else None
+        reuse = find_reuse(self.plan, index, layout) if streams else None
         sums = a_round.partials
         kept = [v for v in stage.outputs if v.name in self.kept]
         shared = [values[v.name] for v in stage.inputs if not v.partitioned]
@@ -189,58 +195,58 @@ class _Run:
             if v.partitioned
         ]
 
-        by_vmap = lowers_by_vmap(where, stage.jaxpr)
-        stage = replace(stage, jaxpr=on_each(where, stage.jaxpr, by_vmap))
+        by_vmap = lowers_by_vmap(layout, stage.jaxpr)
+        stage = replace(stage, jaxpr=on_each(layout, stage.jaxpr, by_vmap))
 
         def work(*args):
             *args, first = args
-            local = LocalWork(where, stage, sums, kept, args[: len(shared)])
+            local = ChunkedStage(layout, stage, sums, kept, args[: len(shared)])
             return local.run(first, args[len(shared) :], self.step)
 
         def body(*args):
             *args, first = args
             totals, stacks = work(*args, first[0])
-            if end is None:
-                return [*finish(where, sums, totals), *stacks]
+            if reuse is None:
+                return [*finish(layout, sums, totals), *stacks]
             return [*(total[None] for total in totals), *stacks]
 
         args, by_rows = [*shared, *rows], [False] * len(shared) + [True] * len(rows)
         if by_vmap:
-            totals, stacks = by_device(where, work, args, by_rows)
-            if end is None:
-                totals = finish_stacked(where, sums, totals)
+            totals, stacks = by_device(layout, work, args, by_rows)
+            if reuse is None:
+                totals = finish_stacked(layout, sums, totals)
             outs = [*totals, *stacks]
         else:
             outs = on_devices(
-                where, body, args, by_rows,
-                [False if end is None else None] * len(sums) + [True] * len(kept),
+                layout, body, args, by_rows,
+                [False if reuse is None else None] * len(sums) + [True] * len(kept),
                 _compat.check_vma(), first=True,
             )  # fmt: skip
-        if end is None:
+        if reuse is None:
             for reduce, out in zip(sums, outs, strict=False):
                 values[reduce.result.name] = out
         for value, out in zip(kept, outs[len(sums) :], strict=True):
             values[value.name] = jnp.moveaxis(out, 0, value.axis)
         for reduce in a_round.reduces:
             if reduce.op == "gather":
-                params = {"partition": where.partition, "mesh": where.mesh}
+                params = {"partition": layout.partition, "mesh": layout.mesh}
                 source = values[reduce.source.name]
                 values[reduce.result.name] = gather_p.bind(source, **params)
-        if end is not None:
+        if reuse is not None:
 
             def server(results: dict[str, Any]) -> dict[str, Any]:
                 known = values | results
-                self._server(end.server, known)
-                return {v.name: known[v.name] for v in end.server.outputs}
+                self._server(reuse.server, known)
+                return {v.name: known[v.name] for v in reuse.server.outputs}
 
-            values |= end.run(where, outs[: len(sums)], server)
-        return end is not None
+            values |= reuse.run(layout, outs[: len(sums)], server)
+        return reuse is not None
 
     # -----------------------------------------------------------------------------
     # Loops
 
     def _loop(self, loop: Loop, inputs: list) -> list:
-        runs = [_Run(body, self.where, self.step) for body in loop.bodies]
+        runs = [_Run(body, self.layout, self.step) for body in loop.bodies]
         if loop.op == "cond":
             return lax.switch(inputs[0], [lambda *x, r=r: r([*x]) for r in runs],
                               *inputs[1:])  # fmt: skip

@@ -1,11 +1,21 @@
-"""The end of a round in place: the sums over devices, and the server's work on them.
+"""The end of a round that reuses accumulator buffers: results alias the running sums.
 
-A device's running sums live as long as its groups work, beside all that a group needs.
-Large ones should be in the memory that the results will take. But the compiler gives
-memory of its own to what an all-reduce gives, and to pointwise work on it; only a loop
-leaves its results where its operands were. So the all-reduce and the server's next
-stage become the one step of a loop from sums to results, of which the compiler must
-not know that it is one step.
+Input: a plan, a round, and the running sums of each device. Output: the round's reduced
+values and the results of the server's next stage, in the buffers of the sums.
+
+A device's running sums live as long as its groups run, beside all that a group needs.
+Large ones should be in the memory that the results will take. Buffer donation cannot do
+that: sums are no arguments of the compiled function, and the compiler gives memory of
+its own to the result of an all-reduce and to pointwise work on it. Only a loop aliases
+its results with its operands. So the all-reduce and the server's next stage become the
+one step of a loop from sums to results, of which the compiler must not know that it is
+one step.
+
+Invariants: an output aliases a sum of the same shape and dtype, and each sum has at
+most one such output.
+
+Sharp edges: a loop costs more than it saves for small results (`LARGE`), and stages
+with effects or random keys cannot be a loop's step.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,42 +37,43 @@ from drjax.plan import Plan, Reduce, Value
 LARGE = 2**24
 
 
-class Ending:
+class AccumulatorReuse:
     """The end of a round of a plan, and the server's stage after it.
 
     Args:
       plan: The plan.
-      number: The round, from 0.
+      index: The index of the round.
 
     Attributes:
       outputs: The values that it gives: results of reductions and of the server, as far
         as they are needed later.
       reduces: The reductions.
-      places: From a reduction to the output that takes the memory of its sums.
+      aliases: From the index of a reduction to that of the output that reuses the
+        buffer of its running sum.
       rest: The other outputs.
     """
 
-    def __init__(self, plan: Plan, number: int):
-        a_round = plan.rounds[number]
-        self.server = _server_after(plan, number)
-        later = _needed_after(plan, number)
+    def __init__(self, plan: Plan, index: int):
+        a_round = plan.rounds[index]
+        self.server = _server_after(plan, index)
+        later = _needed_after(plan, index)
         self.reduces = a_round.partials
         results = [r.result for r in self.reduces]
-        made = [*results, *self.server.outputs]
-        self.outputs: list[Value] = [v for v in made if v.name in later]
+        candidates = [*results, *self.server.outputs]
+        self.outputs: list[Value] = [v for v in candidates if v.name in later]
         self.rest = list(range(len(self.outputs)))
-        self.places: dict[int, int] = {}
-        for number, reduce in enumerate(self.reduces):
+        self.aliases: dict[int, int] = {}
+        for j, reduce in enumerate(self.reduces):
             for i in self.rest:
                 if _fits(reduce, self.outputs[i]):
-                    self.places[number] = i
+                    self.aliases[j] = i
                     self.rest.remove(i)
                     break
 
     @property
-    def in_place(self) -> int:
-        """Bytes of results that take the memory of sums."""
-        return sum(self.outputs[i].nbytes for i in self.places.values())
+    def reused_bytes(self) -> int:
+        """Bytes of results that reuse the buffers of running sums."""
+        return sum(self.outputs[i].nbytes for i in self.aliases.values())
 
     @property
     def possible(self) -> bool:
@@ -71,61 +82,63 @@ class Ending:
         return not self.server.jaxpr.effects and not any(keys)
 
     def run(
-        self, where: Layout, totals: Sequence[Any], server: Callable[[dict], dict]
+        self, layout: Layout, totals: Sequence[Any], server: Callable[[dict], dict]
     ) -> dict[str, Any]:
         """The outputs by name.
 
         Args:
-          where: Where the partition lies.
+          layout: How the partition is laid out on the mesh.
           totals: The sums of each device, `[m, *s]`.
           server: From results of reductions by name to outputs of the server's stage.
         """
-        places, names = self.places, [r.result.name for r in self.reduces]
+        aliases, names = self.aliases, [r.result.name for r in self.reduces]
 
         def stack(*values):
-            return [vary(x, where.axes)[None] for x in values]
+            return [vary(x, layout.axes)[None] for x in values]
 
         def step(carry):
-            number, placed, _ = carry
-            sums = dict(enumerate(totals)) | dict(zip(places, placed, strict=True))
-            results = finish_stacked(where, self.reduces, list(sums.values()))
+            step_index, aliased, _ = carry
+            sums = dict(enumerate(totals)) | dict(zip(aliases, aliased, strict=True))
+            results = finish_stacked(layout, self.reduces, list(sums.values()))
             values = dict(zip(names, results, strict=True))
             values |= server(values)
             found = [values[v.name] for v in self.outputs]
-            placed = [found[i] for i in places.values()]
-            placed = _on_each(where, stack, False, True)(*placed)
-            return number + 1, placed, [found[i] for i in self.rest]
+            aliased = [found[i] for i in aliases.values()]
+            aliased = _on_each(layout, stack, False, True)(*aliased)
+            return step_index + 1, aliased, [found[i] for i in self.rest]
 
         once, zero = lax.optimization_barrier(jnp.int32(1)), jnp.int32(0)
-        placed = [totals[i] for i in places]
-        rest = jax.eval_shape(lambda: step((zero, placed, None))[-1])
-        _, placed, rest = lax.while_loop(
-            lambda carry: carry[0] < once, step, (zero, placed, list(map(_zeros, rest)))
+        aliased = [totals[i] for i in aliases]
+        rest = jax.eval_shape(lambda: step((zero, aliased, None))[-1])
+        _, aliased, rest = lax.while_loop(
+            lambda carry: carry[0] < once,
+            step,
+            (zero, aliased, list(map(_zeros, rest))),
         )
         # Unchecked, as every device has put the same there.
         first = lambda *xs: [x[0] for x in xs]
-        placed = _on_each(where, first, True, False, check_vma=False)(*placed)
-        found = zip([*places.values(), *self.rest], [*placed, *rest], strict=True)
+        aliased = _on_each(layout, first, True, False, check_vma=False)(*aliased)
+        found = zip([*aliases.values(), *self.rest], [*aliased, *rest], strict=True)
         return {self.outputs[i].name: x for i, x in found}
 
 
-def ending(plan: Plan, number: int, where: Layout) -> Ending | None:
-    """The end of a round, where it should be in place."""
-    if plan.rounds[number].loops or where.manual:
+def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | None:
+    """The end of a round that reuses accumulator buffers; None if that does not pay."""
+    if plan.rounds[index].loops or layout.manual:
         return None
-    found = Ending(plan, number)
-    size = found.in_place  # unknown with symbolic dimensions
-    worth = found.places and isinstance(size, int) and size >= LARGE
-    return found if worth and found.possible else None
+    reuse = AccumulatorReuse(plan, index)
+    size = reuse.reused_bytes  # unknown with symbolic dimensions
+    worth = reuse.aliases and isinstance(size, int) and size >= LARGE
+    return reuse if worth and reuse.possible else None
 
 
-def finish_stacked(where: Layout, reduces: list[Reduce], totals: list) -> list:
+def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """From the sums of each device, `[m, *s]`, to those of all."""
 
     def reduced(*sums):
-        return finish(where, reduces, [x[0] for x in sums])
+        return finish(layout, reduces, [x[0] for x in sums])
 
-    return _on_each(where, reduced, True, False)(*totals)
+    return _on_each(layout, reduced, True, False)(*totals)
 
 
 def _zeros(like):
@@ -134,20 +147,20 @@ def _zeros(like):
     return lax.full(like.shape, 0, like.dtype, sharding=sharding)
 
 
-def _server_after(plan: Plan, number: int):
-    after = number + 1
+def _server_after(plan: Plan, index: int):
+    after = index + 1
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
 
-def _needed_after(plan: Plan, number: int) -> set[str]:
+def _needed_after(plan: Plan, index: int) -> set[str]:
     """Names of the values needed once a round and the server's next stage are done."""
     needed = {v.name for v in plan.outputs}
-    for i, a_round in enumerate(plan.rounds[number + 1 :]):
+    for i, a_round in enumerate(plan.rounds[index + 1 :]):
         needed |= {v.name for v in a_round.server.inputs if i}
         needed |= {v.name for v in a_round.local.inputs}
         needed |= {whole.name for whole, _ in a_round.scatter}
         needed |= {v.name for loop in a_round.loops for v in loop.inputs}
-    if number + 1 < len(plan.rounds):
+    if index + 1 < len(plan.rounds):
         needed |= {v.name for v in plan.server.inputs}
     return needed
 
@@ -158,11 +171,11 @@ def _fits(reduce: Reduce, value: Value) -> bool:
 
 
 def _on_each(
-    where: Layout, fn: Callable, stacked: bool, stack: bool, check_vma: bool = True
+    layout: Layout, fn: Callable, stacked: bool, stack: bool, check_vma: bool = True
 ) -> Callable:
     """`fn` on each device: of what is stacked by device, or the same everywhere."""
-    if not where.sharded:
+    if not layout.sharded:
         return fn
-    spec = {True: P(where.axes), False: P()}
+    spec = {True: P(layout.axes), False: P()}
     check_vma = check_vma and _compat.check_vma()
-    return shard_map(where, fn, spec[stacked], spec[stack], check_vma)
+    return shard_map(layout, fn, spec[stacked], spec[stack], check_vma)

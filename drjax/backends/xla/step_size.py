@@ -1,4 +1,13 @@
-"""How many groups work at once: the option, and what fits in memory."""
+"""How many groups of a device run at once: the option, or what fits in memory.
+
+Input: the options `groups_per_step` and `memory_budget`; for `"auto"` a function that
+compiles the program and tells its temporary memory. Output: a number, or None for all.
+
+Invariants: the number that `largest` returns was compiled and seen to fit.
+
+Sharp edges: temporary memory is the compiler's own estimate, without arguments and
+results; each number that is tried costs a compilation.
+"""
 
 import logging
 import operator
