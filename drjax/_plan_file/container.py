@@ -75,18 +75,20 @@ def read(
         names = [info.filename for info in infos]
         if _MANIFEST not in names:
             raise _bad(
-                path, f"has no {_MANIFEST}, so it is no plan file",
+                path,
+                f"has no {_MANIFEST}, so it is no plan file",
                 "Give the path of a file that plan.save wrote.",
-            )  # fmt: skip
+            )
         _check_unique(path, names)
         first = infos[names.index(_MANIFEST)]
         _check_sizes(path, [first], size)
         if first.file_size > MANIFEST_LIMIT:
             raise _bad(
-                path, f"has a {_MANIFEST} of {first.file_size:,} bytes, more than the "
+                path,
+                f"has a {_MANIFEST} of {first.file_size:,} bytes, more than the "
                 f"{MANIFEST_LIMIT:,} that one may have",
                 "Do not trust it; copy it again from where it was saved.",
-            )  # fmt: skip
+            )
         manifest = _manifest(path, _read(path, archive, first))
         _check_sizes(path, infos, size)
         table = _table(path, manifest, [n for n in names if n != _MANIFEST])
@@ -98,9 +100,10 @@ def read(
     for name, data in members.items():
         if _seal(data) != table[name]:
             raise _bad(
-                path, f"was changed: {name} is not what the manifest says",
+                path,
+                f"was changed: {name} is not what the manifest says",
                 "Copy it again, or save the plan again.",
-            )  # fmt: skip
+            )
     return manifest, members
 
 
@@ -123,24 +126,27 @@ def _check_unique(path: Path | str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         name = _repeated(names)
         raise _bad(
-            path, f"has the member {name[:200]!r} twice, so it is not clear what it "
-            "holds", "Do not trust it: plan.save writes each member once.",
-        )  # fmt: skip
+            path,
+            f"has the member {name[:200]!r} twice, so it is not clear what it holds",
+            "Do not trust it: plan.save writes each member once.",
+        )
 
 
 def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> None:
-    packed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
-    if packed:
+    compressed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
+    if compressed:
         raise _bad(
-            path, f"has compressed members ({packed[0]!r}), as plan.save never writes",
+            path,
+            f"has compressed members ({compressed[0]!r}), as plan.save never writes",
             "Do not pack it again.",
-        )  # fmt: skip
+        )
     total = sum(max(info.file_size, info.compress_size) for info in infos)
     if total > size:
         raise _bad(
-            path, f"says that it holds {total:,} bytes, but has {size:,}",
+            path,
+            f"says that it holds {total:,} bytes, but has {size:,}",
             "Do not trust it; copy it again from where it was saved.",
-        )  # fmt: skip
+        )
 
 
 def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -148,9 +154,10 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
         return archive.read(info)
     except Exception as error:
         raise _bad(
-            path, f"is damaged: {info.filename!r} cannot be read: {error}",
+            path,
+            f"is damaged: {info.filename!r} cannot be read: {error}",
             "Copy it again.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
@@ -163,9 +170,10 @@ def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
         raise malformed(path, f"its format is {str(kind)[:60]!r}, not {FORMAT!r}")
     if version != VERSION:
         raise _bad(
-            path, f"has version {str(version)[:60]} of the format",
+            path,
+            f"has version {str(version)[:60]} of the format",
             f"This drjax reads version {VERSION}: load it by the drjax that saved it.",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -190,9 +198,10 @@ def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None
     """
     if unused := sorted(set(members) - used):
         raise _bad(
-            path, f"has members that no stage uses: {_listed(unused)}",
+            path,
+            f"has members that no stage uses: {_listed(unused)}",
             "Do not trust it: plan.save writes only what the plan needs.",
-        )  # fmt: skip
+        )
 
 
 def _listed(names: list[str]) -> str:
@@ -209,9 +218,10 @@ def _table(
     for name in (*names, *table):
         if not _NAME.fullmatch(name):
             raise _bad(
-                path, f"has a member named {name[:200]!r}, which may lie outside of it",
+                path,
+                f"has a member named {name[:200]!r}, which may lie outside of it",
                 "Do not trust it: plan.save writes only stages/ and consts/.",
-            )  # fmt: skip
+            )
     if set(names) != set(table):
         missing, extra = (
             sorted(set(table) - set(names)),

@@ -153,7 +153,7 @@ class Exporter:
 
 
 def _sequential(fn: Callable, axes: list) -> Callable:
-    """As `jax.vmap`, but one row after another."""
+    """As `jax.vmap`, but one group after another."""
 
     def run(*args):
         def one(rows):

@@ -61,7 +61,7 @@ def describe(tree: Any) -> Node:
     """The description of a `Tree` or of a JAX structure.
 
     Raises:
-      PlanFileError: The structure has a node that cannot be told without its class.
+      PlanFileError: A node cannot be described without its class.
     """
     if isinstance(tree, Tree):
         return tree.node

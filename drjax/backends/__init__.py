@@ -8,6 +8,7 @@ Groups, Parquet               arguments of engines that are made group by group
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# These two need only JAX, so they are imported with drjax.
 from drjax.backends import reference as reference
 from drjax.backends import xla as xla
 

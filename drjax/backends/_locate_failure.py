@@ -80,6 +80,7 @@ def _run(program: Flat, args: Sequence[Any], find_nan: bool = False) -> list:
             raise _Found(eqn) from error
         values.update(zip(eqn.outvars, outs, strict=True))
     if find_nan:
+        # Found at the end, not at the first NaN: most programs make some and mask them.
         bad = {v for v, x in values.items() if has_nan(x)}
         for var in program.outvars:
             if var in bad:
@@ -94,9 +95,12 @@ def _origin(program: Flat, var, bad: set, read: Callable) -> Any:
         eqn = definition[var]
         before = [v for v in eqn.invars if not isinstance(v, Literal) and v in bad]
         if not before:
+            # The NaN is made inside a loop or branch: the line in its body is more
+            # help.
             if eqn.primitive.name in CONTROL:
                 _outs(program, eqn, list(map(read, eqn.invars)), find_nan=True)
             return eqn
+        # A NaN operand is the cause: go on from where it was made.
         var = before[0]
     return var
 

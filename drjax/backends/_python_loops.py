@@ -53,11 +53,14 @@ def run(
     """
     steps = Steps() if steps is None else steps
     if loop.op == "cond":
+        # As lax.switch: an index that is out of range takes the nearest branch.
         index = int(np.clip(int(inputs[0]), 0, len(bodies) - 1))
         return bodies[index](inputs[1:])
     if loop.op == "while":
+        # The inputs are the condition's constants, the body's, and the carry.
         first, second = loop.consts[0], sum(loop.consts)
         done, carry, _ = steps.load() or (0, inputs[second:], [])
+        # A resumed loop starts with its condition, which the saved carry decides.
         while bool(bodies[0]([*inputs[:first], *carry])[0]):
             carry, done = bodies[1]([*inputs[first:second], *carry]), done + 1
             steps.save(done, carry, [])
@@ -73,8 +76,10 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
     outs, order = [*past], [*range(length)]
     if loop.reverse:
         order.reverse()
+    # `done` counts steps in the order in which they run.
     for t in order[done:]:
         xs = [
+            # The groups are axis 0 of partitioned stacks, so that steps are axis 1.
             x[:, t] if v.partitioned else x[t]
             for v, x in zip(loop.inputs[split:], stacks, strict=True)
         ]
@@ -82,6 +87,7 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
         carry, done = found[: loop.carry], done + 1
         outs.append(found[loop.carry :])
         steps.save(done, carry, outs)
+    # Outputs stand where their inputs stood, as in lax.scan.
     columns = outs[::-1] if loop.reverse else outs
     ys = []
     for i, value in enumerate(loop.outputs[loop.carry :]):
@@ -89,6 +95,8 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
             column = [out[i] for out in columns]
             ys.append(numpy.stack(column, axis=int(value.partitioned)))
         else:
+            # No step ran, so there is nothing to stack; the shape is known from the
+            # plan.
             ys.append(_nothing(value, size, numpy))
     return [*carry, *ys]
 

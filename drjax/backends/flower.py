@@ -91,6 +91,7 @@ def compile(
       ...         model = run(model, drjax.backends.flower.Clients())
     """
     needed("flwr.app", "flower", "drjax.backends.flower")
+    # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
     for owner, a_round in rounds_of(plan):
         if rows := rows_of(owner, a_round):
@@ -108,8 +109,8 @@ def client(load: Callable[[Any], Any]) -> Any:
     """A Flower `ClientApp` that runs stages on its own data.
 
     Args:
-      load: Gives the data of a client from Flower's `Context`: the group's row of the
-        argument that is `Clients()`, a pytree of arrays. The number of the group is
+      load: Gives the data of a client from Flower's `Context`: the group's slice of the
+        argument that is `Clients()`, a pytree of arrays. The group index is
         `context.node_config["partition-id"]`.
 
     Example:
@@ -128,6 +129,7 @@ def client(load: Callable[[Any], Any]) -> Any:
 
     @app.query()
     def query(message: Any, context: Any) -> Any:
+        # A claim: the server does not trust it.
         return reply(message, group=int(context.node_config["partition-id"]))
 
     @app.train()
@@ -172,16 +174,18 @@ class Nodes:
             self._find(range(self.workers), self._start, late=True)
 
     def _find(self, groups: Iterable[int], seconds: float, late: bool) -> None:
-        """Ask nodes that are new which group they are, until all of these have one.
+        """Query new nodes for their group, until all of these groups have a client.
 
         It waits so long; only for nodes that were asked, unless others may come late.
         """
         groups, end = [*groups], time.monotonic() + seconds
         while True:
             present = {*self._grid.get_node_ids()}
+            # With `nodes` the driver knows the clients: no queries.
             if not self._clients.fixed:
                 self._query(present)
             pending = any(self._asked.get(node) for node in present)
+            # Between rounds the call does not wait for clients that may never come.
             if self._clients.complete(groups, present) or not (late or pending):
                 return
             if time.monotonic() >= end:
@@ -190,6 +194,8 @@ class Nodes:
 
     def _query(self, present: set[int]) -> None:
         """Ask nodes that are new, and look for answers."""
+        # A node that left may come back as another group; one that was refused may now
+        # have a chance.
         for node in {*self._asked} - present | {*self._clients.reclaimable(present)}:
             if self._asked.get(node) is None:
                 self._asked.pop(node, None)  # it is new again
@@ -216,6 +222,7 @@ class Nodes:
     def _push(self, content: dict, node: int, kind: str) -> str | None:
         """Send a message; its number, None if the SuperLink does not take it."""
         content = {"nonce": secrets.token_bytes(16), **content}
+        # One message at a time: an error of one must not concern others.
         record = self._flwr.RecordDict({"drjax": self._flwr.ConfigRecord(content)})
         message = self._flwr.Message(record, dst_node_id=node, message_type=kind)
         numbers = [*self._grid.push_messages([message])]
@@ -233,11 +240,13 @@ class Nodes:
 
         def pull() -> Any:
             found = self._grid.pull_messages([number])
+            # The SuperLink adds other messages to this server: only this reply counts.
             answers = (x for x in found if x.metadata.reply_to_message_id == number)
             return next(answers, None)
 
         try:
             return self._pulls.result(number, pull)
+        # The SuperLink is gone, which is no client's failure.
         except self._link_errors:
             raise
         except Exception as error:
@@ -249,6 +258,7 @@ class Nodes:
         self._find(np.flatnonzero(call.alive), min(5.0, self._start), late=False)
         self._requests = client_data.Requests(call)
         self._check_nans = call.options.check_nans
+        # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
             call.cache["partials"] = untrusted.partials_of(call.file)
         self._partials = call.cache["partials"][call.stage]
@@ -259,6 +269,8 @@ class Nodes:
 
     def submit(self, task: Task, file: File, shared: list[np.ndarray]) -> Any:
         group = int(task.block.groups[0])
+        # A failure of this group, when its result is asked for: the policy for failures
+        # is the driver's.
         if (node := self._clients[group]) is None:
             refused = "; ".join(["", *self._clients.refused()])
             why = f"no client has the group within {self._start:g} s{refused}"
@@ -300,6 +312,7 @@ class Nodes:
                 data, group, self._partials, self._check_nans
             )
         except BadReply as error:
+            # The node, so that an operator can find the client.
             whose = f"its client, node {self._clients[group]}"
             why = f"the reply of {whose}, does not fit the plan: {error}"
             return untrusted.failure(group, why)
@@ -319,7 +332,7 @@ class Nodes:
 
 
 def _content(reply: Any, name: str) -> Any:
-    """What a reply of a client holds under a name.
+    """The field of a reply.
 
     Raises:
       BadReply: There is nothing under it.

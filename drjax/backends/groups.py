@@ -57,6 +57,7 @@ class Groups:
     """
 
     def __init__(self, items: Iterable[Any] | Indexed | Callable[[], Any]):
+        # It would be used up after the first round that reads it.
         if isinstance(items, Iterator):
             raise DrjaxTypeError(
                 "Groups needs what it can go through once for each round, got an "
@@ -69,6 +70,7 @@ class Groups:
         """The rows from that of this group on."""
         items: Any = self.items() if callable(self.items) else self.items
         indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
+        # A dict has both methods, but its keys are not indices.
         if indexed and not isinstance(items, Mapping):
             return _Indexed(items, group)
         return itertools.islice(items, group, None)
@@ -90,6 +92,7 @@ class _Indexed(Iterator):
     def __next__(self) -> Any:
         if self._next >= len(self._items):
             raise StopIteration
+        # Before the item is read: if it raises, the next call goes on behind it.
         self._next += 1
         return self._items[self._next - 1]
 
@@ -144,6 +147,7 @@ class Parquet(Groups):
         for path in paths:
             try:
                 system, name = _storage.split(path)
+                # Only the footer: bounds of row groups, without any data.
                 metadata = self._reader.read_metadata(name, filesystem=system)
             except Exception as error:
                 raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
@@ -153,6 +157,7 @@ class Parquet(Groups):
                 self._bounds.append(self._bounds[-1] + rows)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Modules cannot be pickled.
         return {k: v for k, v in self.__dict__.items() if k != "_reader"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,6 +171,7 @@ class Parquet(Groups):
         return str([(path, _storage.file_size(path)) for path in paths])
 
     def starting(self, group: int) -> Iterator[Any]:
+        # The row group that has this group; earlier files are not opened.
         i = bisect.bisect_right(self._bounds, group) - 1
         for (path, part, first), end in zip(
             self._parts[i:], self._bounds[i + 1 :], strict=True
@@ -186,6 +192,8 @@ class Parquet(Groups):
                         count_read += 1
         except Exception as error:
             text = f"it cannot be read from {path}, row group {part}: {error}"
+            # The file's footer says how many rows are lost, so that later ones keep
+            # their group index.
             yield from itertools.repeat(DrjaxValueError(text), count - count_read)
 
     def _group(self, row: dict[str, Any]) -> Any:
@@ -207,6 +215,7 @@ def _cells(column: Any) -> Any:
     part = column
     while hasattr(part.type, "value_type"):
         lengths = part.value_lengths()
+        # Ragged lists have no shape: each is an array of its own.
         if part.null_count or len(lengths.unique()) > 1:
             return _one_by_one(column)
         part = part.flatten()
@@ -218,6 +227,7 @@ def _one_by_one(column: Any) -> list[np.ndarray]:
     kind = column.type
     while hasattr(kind, "value_type"):
         kind = kind.value_type
+    # Slow, but only where lists differ in length or have nulls.
     values = map(np.asarray, column.to_pylist())
     return [
         x if x.dtype == object else x.astype(kind.to_pandas_dtype()) for x in values
@@ -263,6 +273,7 @@ class Lazy:
                 f"{self.value.name} stays with the groups, but the plan returns it, or "
                 "needs the rows of all groups in one place."
             )
+        # Groups that cannot be read stay NaN or zero here; they fail in their block.
         found = empty_rows(self.value, self.n)
         for group, leaves in self.source.between(0, self.n):
             if not isinstance(leaves, Exception):
@@ -297,6 +308,7 @@ class Source:
                 break
             except Exception as error:
                 item = self._unread(items, group, error)
+            # One item further than asked: that there are too many can be seen only so.
             if group == stop:
                 if stop == self.n:
                     raise DrjaxValueError(f"{text} more.")
@@ -311,6 +323,7 @@ class Source:
 
     def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
         why = f"loading group {group} raised {type(error).__name__}: {error}"
+        # A sequence can go on behind an item that raises.
         if isinstance(items, _Indexed):
             return DrjaxValueError(why)
         if group < self.n - 1:
@@ -322,6 +335,7 @@ class Source:
 
     def leaves(self, item: Any) -> list[np.ndarray]:
         """A group's row as raw arrays; an error if it does not fit."""
+        # Workers may have another setting than the driver; the plan decides.
         with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
             return self._leaves(item)
 
@@ -330,6 +344,7 @@ class Source:
             raise item
         leaves, tree = jax.tree_util.tree_flatten(item)
         if self._tree is None or tree != self._tree:
+            # A loaded plan has no classes of the user: compared by names of fields.
             if pytrees.describe(tree) != self.node:
                 raise DrjaxTypeError(
                     f"its data has the structure {tree}, not {pytrees.Tree(self.node)}"
@@ -398,6 +413,7 @@ def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
                 f"{plan.name} takes {value.name} as a global value, got Groups for it."
             )
     source = Source(x, tree, values, plan.size)
+    # One `Lazy` for each leaf, all of one source, so that items are read once.
     leaves = [Lazy(source, i, v, plan.size) for i, v in enumerate(values)]
     return tree.unflatten(leaves)
 
@@ -414,6 +430,7 @@ def survivors(value: Value, rows: Any, alive: np.ndarray) -> np.ndarray:
     rows = rows.whole() if isinstance(rows, Lazy) else rows
     if alive.all():
         return rows
+    # A copy: the caller's array, or a later round's input, must not change.
     rows = np.array(rows)
     rows[~alive] = empty_rows(value, 1)[0]
     return rows

@@ -7,7 +7,7 @@ Invariants: as for every `Pool`: a task is done when `submit` returns, so `wait`
 waits.
 
 Sharp edges: a group that never ends, or that ends the process, ends the call: there is
-no `timeout` and nobody to replace.
+no `timeout` and no worker to replace.
 """
 
 from collections.abc import Sequence
@@ -63,6 +63,7 @@ class InProcess:
         return x
 
     def submit(self, task: Task, file: File, shared: Any) -> Any:
+        # It runs here: a pool of one process cannot have tasks in flight.
         return _FinishedTask(file, task, shared)
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
@@ -92,5 +93,6 @@ class _FinishedTask:
         self.error: Exception | None = None
         try:
             self.result = worker.run(file, task, shared)
+        # Raised by `result`, where the scheduler expects it.
         except Exception as error:
             self.error = error

@@ -104,14 +104,18 @@ class Actors:
         self._files: dict[Any, set[str]] = {}  # those that each actor has
         # From the handle of an in-flight task to its actor and its number.
         self._in_flight: dict[Any, Any] = {}
-        self._abandoned: dict[Any, Any] = {}  # the same of tasks that nobody waits for
+        self._abandoned: dict[
+            Any, Any
+        ] = {}  # the same of tasks whose result is not needed
         self.generation = 0
 
     def open(self) -> None:
         ray = self._live()
+        # Warm: both the actors and the Ray in which they live.
         if self._actors and ray.is_initialized():
             return
         self._reset()
+        # Objects that were shared with the former actors are gone with them.
         self.generation += 1
         _open.add(self)
         if not ray.is_initialized():
@@ -124,10 +128,12 @@ class Actors:
                 warnings.filterwarnings("ignore", "os.fork")
                 ray.init(log_to_driver=False, **settings)
             if ours:
+                # Ray that we started is shut down again by the last one to close.
                 _starters.add(self)
         node_id, store = ray.get_runtime_context().get_node_id(), 0.0
         for node in ray.nodes():
             if node["NodeID"] == node_id:
+                # Ray's client would end this process when the raylet dies.
                 self._raylet = Listener(node["RayletSocketName"])
                 store = node["Resources"].get("object_store_memory", 0)
         self._slices = ResidentSlices(self.share, self._get, _RESIDENT * store)
@@ -161,11 +167,14 @@ class Actors:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
+        # A second thread in each actor, to answer `state` while `run` runs.
         kind = self._live().remote(concurrency_groups={"asked": 1})(Worker)
+        # No restarts by Ray: a new actor must be sent the plan file again.
         return kind.options(max_restarts=0, **options).remote()
 
     def _started(self, actors: list[Any]) -> None:
         ready = [_ask(actor.state) for actor in actors]
+        # Ray queues actors for which it has no resources, without an error.
         if self._wait(ready, len(ready), _START)[1]:
             resources = self._ray.cluster_resources()
             self.close()
@@ -180,6 +189,7 @@ class Actors:
         """What is done when so many are, or after so many seconds; and the others."""
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
+            # Short waits: only between them can a dead raylet be noticed.
             look = max(0.0, min(_LOOK, end - time.monotonic()))
             found = self._live().wait([*handles], num_returns=count, timeout=look)
             if len(found[0]) == count or time.monotonic() >= end:
@@ -191,6 +201,7 @@ class Actors:
         return pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
+        # Small arrays go with the message: the object store costs more than it saves.
         if isinstance(x, list) and sum(y.nbytes for y in x) <= _INLINE:
             return x
         return self._live().put(x)
@@ -201,13 +212,16 @@ class Actors:
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
         self._live()
+        # Abandoned tasks count: their actors are still at work on them.
         load = {id(actor): 0 for actor in self._actors}
         for actor, _ in (*self._in_flight.values(), *self._abandoned.values()):
             load[id(actor)] = load.get(id(actor), 0) + 1
         actor = min(self._actors, key=lambda actor: load[id(actor)])
         block, name = task.block, file.hex()
         known = self._files.setdefault(actor, set())
+        # Which block it is; whether its slices are the same is compared below.
         key = name, task.stage, int(block.groups[0]), len(block.groups)
+        # Apart from the task, as Ray resolves references only in arguments.
         rows = self._slices.reference(key, block.rows)
         task = replace(task, block=replace(block, rows=[]))
         to_send = None if name in known else file
@@ -223,8 +237,10 @@ class Actors:
         (actor, _), errors = self._in_flight.pop(handle), self._ray.exceptions
         try:
             return self._live().get(handle)
+        # The worker is gone, not the group wrong: others may do the block.
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
+            # The rest is Ray's own advice, many lines of it.
             first = str(error).strip().splitlines()[0]
             raise Lost(f"a worker died: {first}") from error
 
@@ -247,6 +263,7 @@ class Actors:
         if not self._abandoned:
             return
         abandoned, wait = [*self._abandoned], 0 if timeout is None else timeout
+        # Without a time limit nothing is late: what is done is forgotten at once.
         done, late = self._wait(abandoned, len(abandoned), wait)
         for handle in done:
             del self._abandoned[handle]
@@ -262,6 +279,7 @@ class Actors:
         self._abandoned = {
             k: v for k, v in self._abandoned.items() if v[0] is not actor
         }
+        # The new actor has none of the plan files.
         self._files.pop(actor, None)
         new = self._actors[self._actors.index(actor)] = self._start()
         self._started([new])  # its start is no part of a block's time
@@ -279,7 +297,7 @@ class Actors:
             self._ray.kill(actor)
         self._reset()
         _open.discard(self)
-        if _starters and not _open:  # nobody needs the Ray that was started here
+        if _starters and not _open:  # the Ray that was started here is not needed
             self._ray.shutdown()
             _starters.clear()
 

@@ -67,6 +67,7 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
 
     def run(*args, **kwargs):
         inputs = [
+            # Slices are along axis 0 inside, whatever axis users chose.
             jnp.moveaxis(x, v.axis, 0) if v.partitioned else x
             for v, x in zip(plan.inputs, flat_inputs(plan, args, kwargs), strict=True)
         ]
@@ -107,10 +108,12 @@ class _Run:
         _store(values, stage.outputs, outs)
 
     def _groups(self, stage: Stage, values: dict[str, Any], location: str) -> None:
+        # Nothing is returned; but a callback or print must still run.
         if stage.empty and not stage.jaxpr.effects:
             return
         rows = []
         for group in range(self.plan.size):
+            # A local stage takes the group index first.
             inputs = [np.int32(group)]
             for value in stage.inputs:
                 found = values[value.name]
@@ -118,6 +121,8 @@ class _Run:
             try:
                 outs = _run(stage, inputs)
             except Exception as error:
+                # The traceback shows drjax's evaluation of the jaxpr, not the user's
+                # code.
                 line = _locate_failure.of_error(stage, inputs)
                 raise GroupError(
                     f"Group {group} failed in {location}, in {stage.name}"

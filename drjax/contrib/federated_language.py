@@ -49,7 +49,7 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
       A `federated_language.framework.Lambda`; `.to_proto()` and
       `.formatted_representation()` are what others read. Where a stage asks for
       `drjax.partition_index()`, there is one more parameter, `group`, int32 at the
-      clients: the number of each.
+      clients: the group index of each.
 
     Raises:
       EngineError: federated-language is not installed.
@@ -180,11 +180,11 @@ class _Export:
 
 
 _PROTOS = "federated_language.proto.computation_pb2"
-_GROUP_INDEX = "the number of the client"
+_GROUP_INDEX = "the index of the client"
 
 
 def _uses_group_index(stage: Stage) -> bool:
-    """Whether the work of a group depends on its number."""
+    """Whether the work of a group depends on its index."""
     if stage.forms is None:
         return False
     return _uses_argument(stage.forms.per_group.stablehlo, len(stage.inputs) + 1)

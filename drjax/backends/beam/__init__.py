@@ -9,7 +9,7 @@ workers.
 
 Invariants: a failed pipeline changes nothing: it runs again from the same files.
 
-Sharp edges: every round starts its workers anew, some seconds with the local runner.
+Sharp edges: every round starts its workers again, some seconds with the local runner.
 The driver's process is not the pipeline's, as Beam's local runner hangs where a worker
 dies.
 """
@@ -73,12 +73,14 @@ def compile(
     """
     needed("apache_beam", "beam", "drjax.backends.beam")
     checked = EngineOptions.checked(**options)
+    # A time limit needs a worker to replace; Beam's workers belong to the runner.
     if checked.timeout is not None:
         raise DrjaxValueError(
             "Beam takes no timeout: give the runner's own limits as flags."
         )
     settings = [f"--runner={runner}", _QUIET, *flags]
     in_thread = runner == "FnApiRunner" and workers == 1
+    # The default runs workers as threads of one process, which share the GIL.
     if runner == "FnApiRunner" and not in_thread:
         settings[1:1] = [
             f"--direct_num_workers={workers}",

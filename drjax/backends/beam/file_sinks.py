@@ -28,9 +28,11 @@ def read(path: str) -> bytes:
 
 def write(path: str, data: bytes) -> None:
     """Write a file whole or not at all; it may be there already."""
+    # A crash must not leave half of a file under the name that readers look for.
     systems, part = _systems(), f"{path}.part"
     with systems.create(part) as file:
         file.write(data)
+    # Some file systems do not rename over a file.
     if systems.exists(path):
         systems.delete([path])
     systems.rename([part], [path])

@@ -30,7 +30,7 @@ from drjax.plan import Plan
 
 
 class Sums(beam.CombineFn):
-    """Partial results of blocks, combined as `drjax.backends.engine.combine` does."""
+    """Partial reductions of blocks, combined by `drjax.backends.engine.combine`."""
 
     def __init__(self, ops: tuple[str, ...]):
         self.ops = ops
@@ -54,7 +54,7 @@ class Sums(beam.CombineFn):
 class RunBlocks(beam.DoFn):
     """Blocks, with why groups in them cannot take part, through a stage.
 
-    It yields partial results, and the number of groups as one more of them.
+    It yields partial reductions, and the number of groups as one more of them.
     """
 
     def __init__(self, load: Callable[[], Job], report: Callable | None = None):
@@ -69,16 +69,18 @@ class RunBlocks(beam.DoFn):
         if self.report is not None:
             self.report(block, result)
         for group, why in result.failed.items():
+            # An exception ends the pipeline: the driver need not wait for other groups.
             if not job.drop:
                 raise RuntimeError(f"Group {group} failed in {job.location}: {why}.")
             yield beam.pvalue.TaggedOutput("failed", (group, why))
+        # A block in which no group is left has no partial reduction.
         good = block.without_failed(result.failed).valid
         if good.any():
             yield [*result.partials, np.int64(good.sum())]
 
 
 class _Stage(beam.PTransform):
-    """`RunBlocks`, and its results combined: a list, in the end the groups' number."""
+    """`RunBlocks`, and its results combined: a list, with the number of groups last."""
 
     def __init__(self, ops: tuple[str, ...], *job: Any):
         super().__init__()
@@ -87,6 +89,7 @@ class _Stage(beam.PTransform):
     def expand(self, input_or_inputs: Any) -> Any:
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
         outputs = input_or_inputs | "Work" >> run
+        # The last is the number of groups.
         sums = Sums((*self.ops, "sum"))
         return {
             "totals": outputs.partials | "Reduce" >> beam.CombineGlobally(sums),
@@ -100,6 +103,7 @@ def run(stage_run: StageRun, flags: list[str]) -> None:
     loaded = (
         p
         | "Ranges" >> beam.Create(stage_run.starts)
+        # Without it the runner fuses these steps, and one worker reads all groups.
         | "Spread" >> beam.Reshuffle()
         | "Read" >> beam.FlatMap(stage_run.blocks)
     )
@@ -115,9 +119,9 @@ def run(stage_run: StageRun, flags: list[str]) -> None:
 class MapReduce(beam.PTransform):
     """A planned function as a transform, for pipelines of your own on any runner.
 
-    Its input are pairs of a group's number, from 0 to n - 1, and the group's row of the
+    Its input are pairs of a group index, from 0 to n - 1, and the group's slice of the
     arguments: a pytree of arrays. Its outputs are a dict of `"results"`, one element,
-    what the planned function returns; and `"failed"`, pairs of a group's number and why
+    what the planned function returns; and `"failed"`, pairs of a group index and why
     it was dropped. The plan must have one round of communication, no loop around it,
     and reduced results only; for others there is `drjax.backends.beam.compile`.
 
@@ -150,6 +154,7 @@ class MapReduce(beam.PTransform):
         )
 
     def expand(self, input_or_inputs: Any) -> Any:
+        # The job, with the plan file, is pickled into the pipeline: there is no folder.
         call, job = self.call, Job.of(self.call)
         staged = (
             input_or_inputs

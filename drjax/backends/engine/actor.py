@@ -33,7 +33,9 @@ class Worker:
         """Run a block, of these rows; `file`: None, if the worker has it by `name`."""
         if file is not None:
             self._files[name] = file
+        # The task came without its slices: `rows` may be views of the shared store.
         task = replace(task, block=replace(task.block, rows=rows))
+        # The worker module keeps the compiled stages of a file, by its key.
         return worker.run(self._files[name], task, shared)
 
     def skip(self, number: int) -> None:

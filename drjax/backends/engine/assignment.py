@@ -38,6 +38,7 @@ class Assignment:
         ids_in_order = [] if clients is None else [*clients]
         self._clients = dict(enumerate(ids_in_order))
         self._refused: dict[int, tuple[Any, str]] = {}  # the claim of each, and why
+        # `type` and not isinstance: True is no id of a client.
         ids = {x for x in ids_in_order if type(x) is int}
         if self.fixed and not len(ids_in_order) == len(ids) == n:
             raise DrjaxValueError(
@@ -62,16 +63,19 @@ class Assignment:
           group: Its claim, of any type; a `BadReply` if it made none.
           present: The clients that are present: others lose their group to this one.
         """
+        # A client may claim again, as after a restart: only its latest claim counts.
         self._refused.pop(client, None)
         claim_text, also = f"has partition-id={group!r}", ""
         if isinstance(group, BadReply):
             claim_text = f"does not report its partition-id: {group}"
         elif type(group) is int and 0 <= group < self.size:
             holder = self._clients.get(group)
+            # A present holder keeps its group, or any client could take it by a claim.
             if holder in (None, client) or holder not in present:
                 self._clients[group] = client
                 return None
             also = f", and client {holder} has this one"
+        # It holds what the client sent, and goes to logs and terminals.
         claim_text = readable(claim_text)
         self._refused[client] = group, f"client {client} {claim_text}{also}"
         return (

@@ -36,6 +36,7 @@ class Background:
         Raises:
           BaseException: Whatever `fn` raised.
         """
+        # A call that runs already was waited for: now it is only looked at.
         patience, future = 0.0, self._running.pop(key, None)
         if future is None:
             patience, future = self._patience, futures.Future()
@@ -55,5 +56,6 @@ class Background:
 def _resolve(future: futures.Future, fn: Callable[[], Any]) -> None:
     try:
         future.set_result(fn())
+    # Also SystemExit: it would end this thread without a result for the caller.
     except BaseException as error:
         future.set_exception(error)

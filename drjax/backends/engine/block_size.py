@@ -36,7 +36,7 @@ _CHANGES = 2  # each one compiles the stage again in all workers
 
 
 class BlockSize:
-    """That of one stage.
+    """The block size of one stage.
 
     Args:
       a_round: The round whose groups run it.
@@ -50,9 +50,13 @@ class BlockSize:
         rows = [v for v in stage.inputs if v.partitioned]
         size = sum(map(_bytes, (*rows, *stage.outputs)))
         sent = sum(_bytes(reduce.result) for reduce in a_round.partials)
+        # Without a lower bound on bytes, scalars for each group would make blocks of
+        # millions, whose Python objects take far more memory than their values.
         self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, size))
         self._all = -(-n // workers)  # of one worker
         self.value = max(1, min(self._fits, -(-n // (_BLOCKS * workers))))
+        # With a time limit blocks stay well below it, so that a slow machine is not
+        # late.
         self._long = _LONG if timeout is None else min(_LONG, timeout / 4)
         self._compiled: set[int] = set()  # processes that have run a block of this size
         self._left = _CHANGES
@@ -61,18 +65,25 @@ class BlockSize:
         """Choose the next size by the blocks of a round of this one."""
         seconds = []
         for done in blocks:
+            # The first block of a process includes compilation, and says nothing of
+            # later ones.
             if done.pid in self._compiled:
                 seconds.append(done.seconds)
             self._compiled.add(done.pid)  # a first block is compiled, too
         if not seconds or not self._left:
             return
+        # The median, as one slow worker must not change the size for all.
         took = statistics.median(seconds)
         size = self.value
         if took < _SHORT:
             joined = int(self.value * _SHORT / max(took, 1e-6))
+            # Never more than one worker's share of the groups, or the other workers
+            # would idle.
             size = max(self.value, min(joined, self._all, self._fits))
         elif took > self._long:
+            # Half of what is allowed, as times vary.
             size = max(1, int(self.value * self._long / (2 * took)))
+        # Smaller changes are not worth compiling the stage again in all workers.
         if not self.value / 2 < size < 2 * self.value:
             self.value = size
             self._compiled.clear()

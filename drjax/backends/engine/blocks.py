@@ -37,6 +37,7 @@ def blocks(
       size: The number of groups of a block.
       start: The index of the first group.
     """
+    # Several inputs may come from one source, as leaves of a pytree: it is read once.
     sources = list(
         {id(x.source): x.source for x in rows if isinstance(x, Lazy)}.values()
     )
@@ -48,6 +49,8 @@ def blocks(
             g: str(e) for part in read for g, e in part if isinstance(e, Exception)
         }
         groups = np.arange(len(valid), dtype=np.int32) + np.int32(start + low)
+        # A group that was dropped before is read too, as iterators cannot skip, but its
+        # failure is not news.
         known = {g: why for g, why in failed.items() if valid[g - start - low]}
         valid = valid & ~np.isin(groups, list(failed))
         arrays = []
@@ -56,6 +59,7 @@ def blocks(
                 leaves = read[sources.index(x.source)]
                 arrays.append(_stack(x, leaves, valid))
             else:
+                # A view: workers that share this memory read it without a copy.
                 arrays.append(x[low : low + size])
         yield Block(groups, valid, arrays), known
     for item in items:
@@ -66,6 +70,7 @@ def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> LoadedBlo
     """A block of pairs of a group index and its row of one argument."""
     leaves, n = [], lazy[0].n
     for group, item in rows:
+        # Pipelines of users make these numbers, so they are checked here.
         if not 0 <= group < n:
             raise DrjaxValueError(f"The plan has groups 0 to {n - 1}, got {group}.")
         try:
@@ -82,6 +87,8 @@ def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
     slices = [
         x.row(part) if ok else None for (_, part), ok in zip(leaves, valid, strict=True)
     ]
+    # A masked slot needs some slice of the right shape; another group's is free of
+    # surprises such as a division by zero.
     example = next((row for row in slices if row is not None), None)
     if example is None:
         return np.zeros(len(slices))  # no group takes part

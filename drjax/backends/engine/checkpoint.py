@@ -104,6 +104,8 @@ class FolderCheckpoint(Checkpoint):
         self._step, self._saving = 0, None
         try:
             self._folder = _storage.folder(_storage.locate(folder))
+            # Before the call computes anything: an unusable folder must not cost an
+            # hour.
             self._folder.make()
             self._lock = folder_lock.acquire(self._folder)
         except folder_lock.LockedError as error:
@@ -117,6 +119,7 @@ class FolderCheckpoint(Checkpoint):
                 f"knows, got {str(folder)!r}: {error}. Give another folder, or remove "
                 "what is in its place."
             ) from error
+        # One thread, so that steps are written in order.
         self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
         try:
             self._restore()
@@ -137,8 +140,10 @@ class FolderCheckpoint(Checkpoint):
                 "", "cannot be read", error, "Make it readable, or give another folder."
             ) from error
         steps = sorted((int(m[1]), m[0]) for m in map(_STEP.fullmatch, names) if m)
+        # Numbers go on behind damaged steps too, so that no name is used twice.
         self._step = steps[-1][0] if steps else 0
         damaged: list[str] = []
+        # The newest whole step has all entries: older ones add nothing.
         for _, name in reversed(steps):
             try:
                 fingerprint, entries = _parse(self._folder.read(name))
@@ -174,6 +179,7 @@ class FolderCheckpoint(Checkpoint):
 
     def put(self, key: str, entry: Entry, over: str | None = None) -> None:
         if over is not None:
+            # A finished loop step replaces the entries of the rounds inside it.
             gone = [k for k in self._entries if k.startswith(over)]
             for k in gone:
                 del self._entries[k]
@@ -191,7 +197,9 @@ class FolderCheckpoint(Checkpoint):
                 f"{folder_lock.EXPIRY:.0f} s. Let one of them end, and make its call "
                 "again with another folder."
             )
+        # The previous step is on disk by now: at most one is in memory besides this.
         self._step += 1
+        # A copy of the dict, not of the arrays: entries are never changed in place.
         self._saving = self._thread.submit(
             self._save, f"step-{self._step:09}", dict(self._entries)
         )
@@ -199,6 +207,7 @@ class FolderCheckpoint(Checkpoint):
     def _save(self, name: str, entries: dict[str, Entry]) -> None:
         self._folder.write(name, _chunks(self._fingerprint, entries))
         self._steps.append(name)
+        # Removed only after the new step is whole, damaged ones included.
         old = [*self._others, *self._steps[:-_KEPT]]
         self._others, self._steps = [], self._steps[-_KEPT:]
         for step in old:
@@ -218,6 +227,7 @@ class FolderCheckpoint(Checkpoint):
         try:
             saving.result()
         except Exception as error:
+            # The user must know whether the time so far is lost.
             kept = "What was saved before is kept. " if self._steps else ""
             raise self._error(
                 f"step-{self._step:09}", "cannot be written", error,
@@ -249,6 +259,7 @@ class FolderCheckpoint(Checkpoint):
         if self._lock.lost:
             return
         try:
+            # The lock's file stays: others may be waiting for it.
             for name in self._folder.names():
                 if _STEP.fullmatch(name):
                     self._folder.remove(name)
@@ -273,6 +284,7 @@ def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
     }
     header = json.dumps({"key": fingerprint, "entries": types}).encode()
     digest = hashlib.sha256()
+    # A generator of views: a step may be as large as the memory that is left.
     arrays = (_bytes(x) for entry in entries.values() for x in entry)
     for chunk in (_MAGIC, len(header).to_bytes(8, "little"), header, *arrays):
         digest.update(chunk)
@@ -288,7 +300,9 @@ def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
     """
     if len(data) < len(_MAGIC) + _HASH or not data.startswith(_MAGIC):
         raise ValueError("it is no step of a checkpoint, or was cut off")
+    # Views, as a slice of bytes would copy the whole step.
     content = memoryview(data)[:-_HASH]
+    # Before anything is parsed: a header that is cut off could name any length.
     if hashlib.sha256(content).digest() != data[-_HASH:]:
         raise ValueError("it was cut off or changed")
     start = len(_MAGIC) + 8
@@ -316,12 +330,15 @@ def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -
     Arrays are known by what is in them, files by their names and sizes; of iterables
     nothing is known.
     """
+    # Only options that change results: a resumed call may have other workers, block
+    # sizes or time limits.
     policy = f"{options.on_error} {options.check_nans}"
     digest = hashlib.sha256(f"{plan_key} {policy}".encode())
     for x in inputs:
         if isinstance(x, Lazy):
             digest.update(x.source.groups.identity().encode())
         else:
+            # Equal bytes of another shape or dtype are other arguments.
             digest.update(f"{x.dtype}{x.shape}".encode())
             digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
     return digest.hexdigest()

@@ -31,7 +31,7 @@ from drjax.backends.groups import Lazy, as_array
 
 
 class Requests:
-    """What is asked of the workers in one run of a stage."""
+    """The requests to the workers in one run of a stage."""
 
     def __init__(self, call: StageCall):
         self._call = call
@@ -39,6 +39,7 @@ class Requests:
         values, tree = [], None
         if lazy:
             values, tree = lazy[0].source.values, lazy[0].source.node
+        # A client loads one pytree; two would need a way to tell them apart.
         if any(x.source is not lazy[0].source for x in lazy):
             raise DrjaxTypeError(
                 "The groups' own data can be one argument of the plan: put it into one "
@@ -58,6 +59,7 @@ class Requests:
     def to_bytes(self, task: Task, file: File, shared: list[np.ndarray]) -> bytes:
         """A block of one group, for `answer`."""
         call, block = self._call, task.block
+        # One group, no operations to combine, and only this stage's global inputs.
         job = Job(
             file, task.stage, call.location, (), 1, task.check_nans, task.drop, shared
         )
@@ -70,22 +72,26 @@ class Requests:
 
 
 def answer(request: bytes, load: Callable[[], Any]) -> bytes:
-    """What a worker answers; `load` gives the group's row of the argument."""
+    """The answer of a worker; `load` returns the group's slice of the argument."""
     header, (code, groups, valid, *rows) = wire_format.from_bytes(request)
     block, failed, sent = Block(groups, valid, rows), {}, iter(rows)
     try:
+        # A stage may need none of the client's data: then it is not even loaded.
         own = _own(load(), header) if header["tree"] is not None else []
         block = replace(block, rows=[
             next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
             for origin in header["rows"]
         ])  # fmt: skip
+    # Loading is user code: its failure is the group's, and the server gets the text.
     except Exception as error:
         failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
         block = block.without(valid)
     job = Job.from_bytes(code.tobytes())
     # The server does not decide what code a client's process may call.
     job = replace(job, file=replace(job.file, custom_calls=()))
+    # With the group masked out it does not run, and only the failure is answered.
     done = job.run(block, failed)
+    # The server refuses such plans as well; the client does not rely on that.
     if done.rows:
         raise ValueError(
             "The stage would return a group's own slices, which stay with their client."
@@ -96,10 +102,12 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
 def _own(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
     """A group's data as raw arrays of the planned types."""
     leaves, tree = jax.tree.flatten(data)
+    # Through JSON, as the header was: tuples become lists.
     if json.loads(json.dumps(pytrees.describe(tree))) != header["tree"]:
         raise ValueError(
             f"its data has the structure {tree}, not {pytrees.Tree(header['tree'])}"
         )
+    # The plan's precision, not that of the client's process, decides dtypes.
     with jax.enable_x64(header["wide"]):
         arrays = [as_array(x) for x in leaves]
         types = [f"{x.dtype}{[*x.shape]}" for x in arrays]

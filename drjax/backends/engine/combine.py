@@ -20,20 +20,22 @@ import numpy as np
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Reduce
 
-Totals = list[np.ndarray | None]  # None: of no groups
+Totals = list[np.ndarray | None]  # None: no group took part
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
-    """Totals and what a block gives, or other totals, combined in place."""
+    """Totals combined with the partial reductions of a block; reuses their buffers."""
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
 def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
+    # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
         return total
     reduce_op, partial = REDUCE_OPS[op], np.asarray(partial)
     partial = partial.astype(reduce_op.wide(partial.dtype), copy=False)
     if total is None:
+        # A copy, as later blocks are added in place and this one may be read-only.
         return np.array(partial)
     return reduce_op.ufunc(total, partial, out=total)
 

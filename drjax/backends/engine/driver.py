@@ -67,15 +67,17 @@ class Runner:
             self._loaded = plan_from_bytes(path, data, custom_calls=None)
         exported = [s.forms for _, s in self._loaded.stages() if s.forms is not None]
         x64 = any(f.origin["x64"] for f in exported)
+        # Workers trust the driver: its plan may make these custom calls there.
         calls = tuple(sorted({c for f in exported for c in f.custom_calls} - ALLOWED))
         self.file = File(data, hashlib.sha256(data).hexdigest(), x64, calls)
+        # By identity: stages live as long as the plan, and hashing a jaxpr is slow.
         self._servers: dict[int, Any] = {}
         self._stage_indices = {
             id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))
         }
-        self._sizes: dict[int, BlockSize] = {}  # by place
+        self._sizes: dict[int, BlockSize] = {}  # by index of the stage
         self.report = Report()
-        self.engine_cache: dict[str, Any] = {}  # to the engine
+        self.engine_cache: dict[str, Any] = {}  # kept for the engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision():
@@ -90,6 +92,8 @@ class Runner:
         with self._precision(), self._checkpoint(inputs) as saved:
             self.report = Report()
             self.report.resumed = saved.resumed
+            # Not in the constructor: workers start with the first call, also after
+            # `close`.
             self.engine.open()
             try:
                 run, found = _Run(self, saved), []
@@ -98,6 +102,8 @@ class Runner:
                     if value.partitioned:
                         x = np.moveaxis(survivors(value, x, run.alive), 0, value.axis)
                     found.append(from_raw(jax.numpy.asarray(x), value.dtype))
+                # Only with all results at hand; until then a crash resumes from the
+                # folder.
                 saved.clear()
             finally:
                 self.report.finish()
@@ -115,26 +121,28 @@ class Runner:
             return []
         if id(stage) not in self._servers:
             self._servers[id(stage)] = jax.jit(stage.forms.per_group.function.call)
+        # A server stage takes partitioned values whole, as after a gather.
         args = [x.whole() if isinstance(x, Lazy) else x for x in args]
         outs = self._servers[id(stage)](*stage.forms.consts, *args)
         return list(map(np.asarray, outs))
 
     def stage_index(self, a_round: Round) -> int:
-        """Where a round is in the file, for workers."""
+        """The index of a round in the file, for workers."""
         return self._stage_indices[id(a_round)]
 
     def block_size(self, a_round: Round) -> BlockSize:
         """That of a round, as far as it is not an option."""
-        place, n = self.stage_index(a_round), self.plan.size
-        if place not in self._sizes:
-            self._sizes[place] = BlockSize(
+        index, n = self.stage_index(a_round), self.plan.size
+        if index not in self._sizes:
+            self._sizes[index] = BlockSize(
                 a_round, n, self.engine.workers, self.options.timeout
             )
-        return self._sizes[place]
+        return self._sizes[index]
 
     def close(self) -> None:
         """End the workers, unless they were given to `compile`."""
         self.engine_cache.clear()
+        # Workers that several plans share end with their owner.
         if self._owner:
             self.engine.close()
 
@@ -151,6 +159,7 @@ class _Run:
     def __init__(self, runner: Runner, saved: checkpoint.Checkpoint):
         self.runner, self.checkpoint, self.options = runner, saved, runner.options
         self.report = runner.report
+        # Groups that were dropped before a crash stay dropped, or totals would mix.
         self.alive = np.ones(runner.plan.size, bool)
         lost = saved.get("dropped")
         if lost is not None:
@@ -171,6 +180,7 @@ class _Run:
             location, stage = f"{prefix}{number}", a_round.server
             store(stage.outputs, self.runner.server(stage, take(stage.inputs)))
             for whole, rows in a_round.scatter:
+                # A scatter costs nothing here: each block is sent its slices anyway.
                 values[rows.name] = np.moveaxis(values[whole.name], rows.axis, 0)
             if a_round.local.forms is not None:
                 rows = rows_of(plan, a_round)
@@ -181,6 +191,7 @@ class _Run:
             for reduce in a_round.reduces:
                 if reduce.op == "gather":
                     source = reduce.source
+                    # Slices of dropped groups are NaN or zero in whatever gathers them.
                     rows = survivors(source, values[source.name], self.alive)
                     values[reduce.result.name] = rows
             for loop in a_round.loops:
@@ -204,10 +215,11 @@ class _Run:
     # The groups' work
 
     def _groups(self, a_round: Round, rows: list, inputs: list, location: str) -> list:
-        """The results of the round's reductions but gathers, then its rows."""
+        """The round's reductions but gathers, then the slices that are needed later."""
         key, entry = f"{location}.groups", self.checkpoint.get(f"{location}.groups")
         if entry is not None:
             return entry
+        # Now, so that the file is written while the groups run.
         self.checkpoint.write()
         stage, runner, options = a_round.local, self.runner, self.options
         stage_report = StageReport(location, stage.name)
@@ -216,6 +228,7 @@ class _Run:
         pairs = [*zip(stage.inputs, inputs, strict=True)]
         ops = tuple(reduce.op for reduce in a_round.partials)
         totals: Totals = [None] * len(ops)
+        # Filled with NaN or zero: what a dropped group leaves as its slice.
         slices = [empty_rows(value, n) for value in rows]
         dropped = len(self.report.dropped)
         size = runner.block_size(a_round)
@@ -236,6 +249,8 @@ class _Run:
         try:
             with (
                 self._bar(n, f"round {location}") as bar,
+                # Closing the generator lets the engine release tasks in flight after an
+                # error.
                 closing(runner.engine.results(call)) as results,
             ):
                 for block, block_result in results:
@@ -244,6 +259,8 @@ class _Run:
                     totals = self._take(
                         block, block_result, stage_report, ops, totals, slices
                     )
+                    # Shorter last blocks and results without a process say nothing of
+                    # the time.
                     if block_result.pid and len(block.groups) == call.size:
                         results_of_full_blocks.append(
                             replace(block_result, partials=[], rows=[])
@@ -251,6 +268,7 @@ class _Run:
                     if bar is not None:
                         bar.update(int(block.valid.sum()))
         except EngineError as error:
+            # An error that names its round is complete; one from reading groups is not.
             if error.group is None or error.round is not None:
                 raise
             raise self._error(str(error), location, stage, error.group) from error
@@ -258,6 +276,7 @@ class _Run:
             why = f"{type(error).__name__}: {error}"
             raise self._error(why, location, stage) from error
         stage_report.seconds = time.perf_counter() - start
+        # Measured only where the size is ours to change.
         if options.block_size is None:
             size.measure(results_of_full_blocks)
         if stage_report.groups < options.min_groups:
@@ -270,6 +289,7 @@ class _Run:
             *(result(r, total, stage_report.groups) for r, total in pairs),
             *slices,
         ]
+        # Before the round's own entry: a resumed call must not count dropped groups.
         if len(self.report.dropped) > dropped:
             self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
         self.checkpoint.put(key, found)
@@ -278,7 +298,8 @@ class _Run:
     def _take(
         self, block: Block, block_result: BlockResult, stage_report, ops, totals, slices
     ) -> Totals:
-        """Keep the rows that a block gives; the totals with its partial results."""
+        """Keep the slices of a block; the totals with its partial reductions."""
+        # A group that failed in this very block is not alive any more.
         good = block.valid & self.alive[block.groups]
         if block_result.pid:
             stage_report.blocks += 1
@@ -328,6 +349,7 @@ class _CheckpointedSteps(_python_loops.Steps):
 
     def save(self, done: int, carry: list, outs: list) -> None:
         each = len(outs[0]) if outs else 0
+        # Entries are lists of arrays, so the counts are an array too.
         sizes = np.array([done, len(carry), each])
         flat = [x for out in outs for x in out]
         self.checkpoint.put(self.key, [sizes, *carry, *flat], over=f"{self.key}.")

@@ -79,8 +79,8 @@ class StageRun:
       folder: Where they are.
       ops: The operations of the stage's partial reductions.
       starts: The first groups of the ranges that workers take.
-      lazy: For each partitioned input: how workers read it; None if it is in a file.
-      size: How many groups work at once.
+      lazy: How workers read each partitioned input; None: its slices are in a file.
+      size: The number of groups in a block.
     """
 
     files: Any
@@ -96,6 +96,7 @@ class StageRun:
 
     def blocks(self, start: int) -> Iterator[LoadedBlock]:
         """The blocks of a range."""
+        # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/rows-{start:012}"
         _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
         arrays = iter(stacks)
@@ -104,11 +105,13 @@ class StageRun:
 
     def report(self, block: Block, result: BlockResult) -> None:
         """Report the result of a block to the driver."""
+        # Without partial reductions: those the workers combine among themselves.
         data = wire_format.result_to_bytes(block, replace(result, partials=[]))
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
 
     def write_totals(self, totals: Totals) -> None:
         """Report the combined partial results, with the number of groups last."""
+        # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
         data = wire_format.to_bytes(
             {"there": present}, [x for x in totals if x is not None]
@@ -152,20 +155,25 @@ class FileExchange:
 
     def results(self, call: StageCall) -> Results:
         assert self._own_folder is not None
+        # A folder for each stage run, as several drivers may share the parent.
         folder = f"{self._folder or self._own_folder}/{uuid.uuid4().hex}"
         self._files.make(folder)
         run = None
         try:
             self._files.write(f"{folder}/job", Job.of(call).to_bytes())
             starts, failed = self._write(call, folder)
+            # Groups that could not be read fail now, before any worker is started.
             yield _EMPTY_BLOCK, BlockResult([], [], failed, 0, 0.0)
             lazy = [x if _readable_by_workers(x) else None for x in call.rows]
             stage_run = StageRun(self._files, folder, call.ops, starts, lazy, call.size)
             seen: set[str] = set()
             reported = 0
+            # The whole run again: there is no way to ask workers for one block.
             for left in reversed(range(call.options.retries + 1)):
                 run = self.start(stage_run, self._own_folder)
                 while True:
+                    # Before the listing: whatever was written before the end is then
+                    # seen.
                     ended = run.wait(0.1)
                     for block, result in self._new_results(folder, seen):
                         reported += int(block.without_failed(result.failed).valid.sum())
@@ -180,6 +188,7 @@ class FileExchange:
                 call.lost(f"a run failed: {error[:500]}")
             *totals, count = stage_run.read_totals()
             yield _EMPTY_BLOCK, BlockResult(totals, [], {}, 0, 0.0)
+            # A runner that lost or repeated elements silently would give wrong sums.
             if int(count or 0) != reported:
                 raise RuntimeError(
                     f"the totals are of {count} groups, but the reported blocks have "
@@ -205,6 +214,7 @@ class FileExchange:
             for b in x.source.groups.bounds()
         }
         if bounds:
+            # Ranges end at the files' own bounds, so that a worker opens few files.
             edges = sorted(bounds)
             parts = itertools.chain.from_iterable(
                 blocks([x[i:j] if isinstance(x, np.ndarray) else x for x in others],
@@ -225,6 +235,7 @@ class FileExchange:
         self, folder: str, seen: set[str]
     ) -> Iterator[tuple[Block, BlockResult]]:
         for path in self._files.listed(f"{folder}/block-"):
+            # Each file once: after a retry the same blocks are written again.
             if path not in seen:
                 seen.add(path)
                 yield wire_format.result_from_bytes(self._files.read(path))

@@ -68,6 +68,7 @@ def _close_in_child() -> None:
     _here.clear()
 
 
+# Ray and multiprocessing fork; Windows cannot.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
@@ -95,7 +96,10 @@ def _locked_file(path: Path) -> int | None:
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            # Never waiting: the user must hear at once that another driver has it.
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its holder may have removed the file between our open and our lock: then
+            # we have locked a file that nobody else can find.
             is_same = os.path.samestat(os.fstat(number), os.stat(path))
         except BlockingIOError:
             owner = _parse(os.read(number, 4096))
@@ -126,6 +130,7 @@ class Lease:
         self._acquire()
         _here.add(self._owner["token"])
         self._released = threading.Event()
+        # In a thread, as a round may take longer than the lease.
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
 
@@ -134,6 +139,7 @@ class Lease:
         self._thread.join()
         _here.discard(self._owner["token"])
         with contextlib.suppress(OSError):
+            # Another driver's lease must not be removed.
             if not self.lost and self._is_own():
                 self._folder.remove(NAME)
 
@@ -143,6 +149,7 @@ class Lease:
         except FileExistsError:
             self._wait_for_expiry()
             self._folder.write(NAME, [self._text()])
+        # Object stores have no locks: the last writer wins, and both read who it was.
         if not self._is_own():  # another driver was as fast
             raise LockedError(_describe(self._read()))
 
@@ -156,12 +163,14 @@ class Lease:
         state = _state(seen)
         if state == "alive":
             raise LockedError(_describe(seen))
+        # By this machine's clock alone: it only watches whether the file changes.
         end = time.monotonic() + EXPIRY
         while state == "unknown" and time.monotonic() < end:
             time.sleep(RENEWAL / 4)
             now = self._read()
             if now is None:
                 return
+            # It was renewed, so its holder lives.
             if now != seen:
                 raise LockedError(_describe(now))
 
@@ -218,6 +227,7 @@ def _describe(owner: dict[str, Any] | None) -> str:
 
 def _machine() -> str:
     """What numbers of processes belong to: a start of a system, and a container."""
+    # Process ids are unique in one boot of one container only.
     parts = [platform.node()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -241,8 +251,10 @@ def _state(owner: dict[str, Any] | None) -> str:
     pid = owner.get("process")
     if owner.get("machine") != _machine() or type(pid) is not int:
         return "unknown"
+    # This process: another call of it may hold the lease, or have left it.
     if pid == os.getpid() and owner.get("start") == _start_time(pid):
         return "alive" if owner.get("token") in _here else "dead"
+    # With the start time, as ids of processes are used again.
     if Path("/proc/self/stat").exists():
         return "alive" if _start_time(pid) == owner.get("start") else "dead"
     if not hasattr(signal, "SIGKILL"):  # Windows, where os.kill would end it

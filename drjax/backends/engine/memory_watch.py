@@ -36,6 +36,7 @@ class Listener:
                 credentials = connection.getsockopt(
                     socket.SOL_SOCKET, socket.SO_PEERCRED, size
                 )
+            # struct ucred: process, user, group.
             pid, _, _ = struct.unpack("3i", credentials)
             self._descriptor = os.pidfd_open(pid)
         except (OSError, AttributeError):
@@ -45,6 +46,7 @@ class Listener:
         """Whether it has; also if its parent has not asked for its exit status."""
         if self._descriptor is None:
             return False
+        # A pidfd is readable once its process has ended; a timeout of 0 never waits.
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(0))

@@ -63,6 +63,7 @@ class Block:
 
     def halves(self) -> list["Block"]:
         """The groups that take part, in two blocks."""
+        # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
         middle = len(chosen) // 2
         return [self._only(chosen[:middle]), self._only(chosen[middle:])]
@@ -78,8 +79,11 @@ class Block:
         index[: len(self.valid)] = np.arange(len(self.valid))
         valid = np.zeros(size, bool)
         valid[: len(self.valid)] = self.valid
+        # Most blocks are full: no copy for them.
         if valid.all():
             return self
+        # A real group's slices, as zeros could make a group's work loop for ever or
+        # raise.
         index[~valid] = np.flatnonzero(self.valid)[0]
         return Block(self.groups[index], valid, [x[index] for x in self.rows])
 
@@ -159,5 +163,6 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 
 def rows_of(plan: Plan, a_round: Round) -> list[Value]:
     """The outputs of a round's groups that its batched function returns as slices."""
+    # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
     return [v for v in a_round.local.outputs if v.name in kept]

@@ -33,7 +33,7 @@ from drjax.plan import Plan
 def split(
     plan: Plan, args: Sequence[Any], options: EngineOptions
 ) -> "tuple[StageCall, ResultsFromTotals]":
-    """What the groups are to do, and what makes results of their partial results.
+    """The groups' stage, and the function from its totals to the results.
 
     Args:
       plan: A plan of one round, without loops and without partitioned results.
@@ -56,10 +56,12 @@ def split(
             f"Only plans of one round, without loops and with reduced results alone, "
             f"can be split; {plan.name} is another. Use the engine's compile."
         )
+    # An empty `Groups` has the place of the data, and is never read.
     with_groups = tuple([Groups([]) if x is ... else x for x in args])
     engine = _RecordingEngine()
     runner = Runner(plan, engine, options)
     with jax.enable_x64(runner.file.x64):
+        # Wide plans have 64-bit arguments, whatever JAX is set to here.
         flat = flat_rows(plan, with_groups, {})
     try:
         runner.call_flat(flat)
@@ -75,13 +77,13 @@ def split(
 
 
 class ResultsFromTotals:
-    """Makes the planned function's results of partial ones; can be sent anywhere."""
+    """From totals to results of the planned function; can be pickled."""
 
     def __init__(self, file: File, inputs: list, options: EngineOptions):
         self.file, self.inputs, self.options = file, inputs, options
 
     def __call__(self, totals: Totals) -> Any:
-        """`totals`: the stage's partial results, and the number of groups."""
+        """`totals`: the stage's partial reductions, and the number of groups."""
         *partials, count = totals
         n = 0 if count is None else int(count)
         with jax.enable_x64(self.file.x64):
@@ -89,6 +91,7 @@ class ResultsFromTotals:
             plan = plan_from_bytes(
                 Path("plan.drjax"), self.file.data, custom_calls=calls
             )
+        # A pipeline has as many groups as it has; the plan was made for n.
         if self.options.on_error == "raise" and n != plan.size:
             raise EngineError(f"The plan is for {plan.size} groups, got {n}.")
         runner = Runner(plan, _ReplayEngine(partials, n), self.options)
@@ -110,7 +113,7 @@ class _Engine:
 
 
 class _RecordingEngine(_Engine):
-    """Takes down what it is asked to do, and ends the call."""
+    """Records the stage that it is called with, and ends the call."""
 
     call: StageCall
 
@@ -121,12 +124,13 @@ class _RecordingEngine(_Engine):
 
 
 class _ReplayEngine(_Engine):
-    """Gives results that are known."""
+    """Yields totals that are known."""
 
     def __init__(self, partials: Totals, count: int):
         self.partials, self.count = partials, count
 
     def results(self, call: StageCall) -> Results:
+        # Which groups they were is not known, and only their number matters.
         groups = np.arange(self.count, dtype=np.int32)
         block = Block(groups, np.ones(self.count, bool), [])
         yield block, BlockResult([*self.partials], [], {}, 0, 0.0)

@@ -74,6 +74,7 @@ class EngineOptions:
             raise DrjaxTypeError(
                 f"Engines take the options {', '.join(known)}, got {unknown[0]!r}."
             )
+        # After the names were checked: else Python's own TypeError would come first.
         options = EngineOptions(**given)
         if options.on_error not in ("raise", "drop"):
             raise DrjaxValueError(
@@ -86,6 +87,7 @@ class EngineOptions:
                 raise DrjaxValueError(
                     f"{name} must be an integer from {low}, got {found!r}."
                 )
+        # `not >` also refuses NaN.
         if options.timeout is not None and not options.timeout > 0:
             raise DrjaxValueError(
                 f"timeout must be a positive number of seconds, got {options.timeout}."

@@ -64,6 +64,7 @@ class Report:
             ("round", "stage", "groups", "blocks", "seconds")
         ]
         for stage in self.stages:
+            # The last field is rounded; the others are printed as they are.
             *fields, seconds = dataclasses.astuple(stage)
             rows.append((*map(str, fields), f"{seconds:.3f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -29,10 +29,10 @@ class _Entry:
 
 
 class ResidentSlices:
-    """The rows of blocks that were stored.
+    """The slices of blocks that were stored.
 
     Args:
-      put: Stores rows for all workers; gives what stands for them.
+      put: Stores slices for all workers; returns a reference to them.
       get: Gives what is stored, without a copy.
       limit: How many bytes may stay stored.
     """
@@ -52,18 +52,22 @@ class ResidentSlices:
         self._runs += 1
 
     def reference(self, key: Hashable, rows: list[np.ndarray]) -> Any:
-        """What stands for the rows of a block; `key`: which block it is."""
+        """The reference to the slices of a block; `key`: which block it is."""
         entry = self._entries.get(key)
         if entry is not None:
+            # Compared in full: hashing would be slower than comparing, and an identity
+            # check would miss a change in place.
             if len(entry.rows) == len(rows) and all(map(_same, entry.rows, rows)):
                 entry.used = self._runs
                 return entry.reference
             self._remove(key)
         reference, size = self._put(rows), sum(x.nbytes for x in rows)
+        # Old entries go only when there is no room: a plan may run stages in turn.
         if self._size + size > self._limit:
             for other, entry in [*self._entries.items()]:
                 if self._runs - entry.used > _OLD:
                     self._remove(other)
+        # What does not fit is sent each time, as without this class.
         if self._size + size <= self._limit:
             stored = self._get(reference)
             self._entries[key] = _Entry(reference, stored, size, self._runs)
@@ -78,8 +82,10 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays are the same, bit by bit."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # As unsigned integers: NaN equals itself, and dtypes unknown to numpy compare.
     bits = np.dtype(f"u{min(a.itemsize, 8)}")
     if a.itemsize > 8:
         a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
     a, b = a.view(bits), b.view(bits)
+    # The first group decides most differences at once.
     return np.array_equal(a[:1], b[:1]) and np.array_equal(a, b)

@@ -41,6 +41,7 @@ class SubprocessRun:
     def __init__(self, fn: Callable[[], None], folder: Path):
         path, self._log = folder / "function", folder / "log"
         self._error_file = folder / "error"
+        # Of an earlier run in this folder.
         self._error_file.unlink(missing_ok=True)
         path.write_bytes(cloudpickle.dumps(fn))
         environment = {
@@ -81,6 +82,7 @@ class SubprocessRun:
     def end(self) -> None:
         """End it and its workers."""
         try:
+            # The whole group: workers of the runner would outlive its process.
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
@@ -114,6 +116,7 @@ class ThreadRun:
 
 
 def _end_with(parent: int) -> None:
+    # A process whose parent dies gets another parent; no signal tells it.
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)  # and the workers
@@ -128,6 +131,7 @@ def _main(path: Path, parent: int) -> None:
         messages.append(f"{kind.__name__}: {error}".strip(": "))
         if len(messages) > 1:  # the first waits for what others have to say
             return
+        # Errors of workers come within moments of each other: all are of interest.
         time.sleep(2)
         path.with_name("error").write_text("; ".join(messages))
         sys.stderr.flush()

@@ -28,6 +28,7 @@ _folders = set[Path]()
 def make() -> Path:
     """A new folder."""
     if not _folders and threading.current_thread() is threading.main_thread():
+        # A program's own handler knows better what to do.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _exit)
     path = Path(tempfile.mkdtemp(prefix="drjax-"))
@@ -37,6 +38,7 @@ def make() -> Path:
 
 def remove(path: Path) -> None:
     """Remove such a folder with all that is in it."""
+    # Workers that are just ending may still write there.
     shutil.rmtree(path, ignore_errors=True)
     _folders.discard(path)
     if not _folders and threading.current_thread() is threading.main_thread():

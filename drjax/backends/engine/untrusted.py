@@ -35,7 +35,7 @@ class BadReply(Exception):
 
 @dataclass(frozen=True)
 class Partial:
-    """What the groups give to one reduction.
+    """The planned partial reduction of a group: what a reply must hold.
 
     Attributes:
       op: The operation: sum, mean, max or min.
@@ -79,19 +79,19 @@ def partials_of(file: File) -> list[list[Partial]]:
 
 
 def failure(group: int, why: str) -> BlockResult:
-    """What becomes of a group that failed; `why` may be a worker's own words."""
+    """The result of a group that failed; `why` may be text of an untrusted worker."""
     return BlockResult([], [], {group: readable(why)}, 0, 0.0)
 
 
 def validate_reply(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """What became of a group, by what its worker sent.
+    """The result of a group, from the reply of its worker.
 
     Args:
       data: The reply; of honest workers what `wire_format.result_to_bytes` gives.
       group: The group that the worker was asked for.
-      partials: What it was asked for.
+      partials: The planned partial reductions.
       check_nans: Whether the group has failed if it gives a NaN, or an infinity that
         would decide the result of the reduction.
 
@@ -100,6 +100,7 @@ def validate_reply(
     """
     try:
         return _validated(data, group, partials, check_nans)
+    # JSON that is nested deeply enough ends Python's parser, not this process.
     except RecursionError:
         raise BadReply("its header is nested too deeply") from None
 
@@ -109,7 +110,9 @@ def _validated(
 ) -> BlockResult:
     record, kinds, offset = _header(data)
     why, pid, seconds = _about(record, group, len(partials))
+    # A group that failed sends no values.
     expected = [_GROUP, _VALID, *(partials if why is None else ())]
+    # Shapes of the plan, never those of the reply, decide what is allocated below.
     _check_kinds(kinds, expected, len(data) - offset)
     arrays = []
     for partial in expected:
@@ -117,6 +120,7 @@ def _validated(
         array = np.frombuffer(data, partial.dtype, count, offset) if count else []
         arrays.append(np.asarray(array, partial.dtype).reshape(partial.shape))
         offset += partial.nbytes
+        # numpy defines True and False as the bytes 1 and 0 alone.
         if partial.dtype == bool and (arrays[-1].view(np.uint8) > 1).any():
             raise BadReply(f"{partial.name} has bytes that are neither true nor false")
     (found,), (valid,) = arrays[:2]
@@ -133,11 +137,13 @@ def _validated(
 
 def _header(data: Any) -> tuple[Any, Any, int]:
     """What the header tells, the kinds of arrays in it, and where they begin."""
+    # `type` and not isinstance: a subclass may override anything.
     if type(data) is not bytes:
         raise BadReply(f"it is of type {type(data).__name__}, not bytes")
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise BadReply(f"it ends within its header, after {len(data)} bytes")
+    # Before it is parsed: JSON as Python objects takes many times its bytes.
     if size > _HEADER:
         raise BadReply(f"its header has {size} bytes, more than {_HEADER}")
     try:
@@ -164,6 +170,7 @@ def _no_constant(text: str) -> Any:
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
     """The values of an object that has these names and no other."""
+    # Unknown names are refused, so that a reply has one meaning.
     if type(x) is not dict or set(x) != {*names}:
         found = ", ".join(map(repr, x)) if type(x) is dict else type(x).__name__
         raise BadReply(f"{what} must have {', '.join(names)}, but has {found}")
@@ -175,6 +182,7 @@ def _about(record: Any, group: int, partials: int) -> tuple[str | None, int, flo
     failures, pid, seconds, count = _fields(
         record, "its record", "failed", "pid", "seconds", "partials"
     )
+    # A client must not drop another client's group.
     if type(failures) is not dict or set(failures) - {str(group)}:
         names = [*failures] if type(failures) is dict else failures
         raise BadReply(
@@ -207,6 +215,7 @@ def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
                 text = f"{kind[0]}{kind[1]}"
             name = f"the {partial.op} of {partial.name}" if partial.op else partial.name
             raise BadReply(f"{name} is {text}, but the plan is for {partial}")
+    # Exactly: a reply holds the planned arrays and nothing else.
     if (total := sum(partial.nbytes for partial in expected)) != nbytes:
         raise BadReply(f"its arrays have {nbytes} bytes, but the plan is for {total}")
 
@@ -223,7 +232,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
 
 
 def readable(text: Any) -> str:
-    """A worker's words as one line of printable text of a bounded length."""
+    """A worker's text as one printable line of bounded length."""
     text = str(text)
     if len(text) > _TEXT:
         text = f"{text[:_TEXT]}... ({len(text)} characters)"

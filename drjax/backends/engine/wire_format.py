@@ -25,18 +25,20 @@ from drjax.backends.engine.protocols import StageCall
 
 
 def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
-    """A file of arrays, of any dtype, and what JSON can say."""
+    """Arrays of any dtype and a header of JSON data, as bytes."""
+    # By name: bfloat16 and the like have no code in numpy's own format.
     kinds = [[str(x.dtype), [*x.shape]] for x in arrays]
     text = json.dumps({"about": header, "arrays": kinds}).encode()
     out = io.BytesIO()
     out.write(len(text).to_bytes(8, "little") + text)
     for x in arrays:
+        # C order, whatever the array was.
         out.write(np.ascontiguousarray(x).tobytes())
     return out.getvalue()
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """What is in such a file."""
+    """The header and the arrays of such bytes, as `to_bytes` takes them."""
     offset = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:offset])
     arrays = []
@@ -48,8 +50,9 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def result_to_bytes(block: Block, result: BlockResult) -> bytes:
-    """What became of a block."""
+    """The result of a block."""
     failed = {str(group): why for group, why in result.failed.items()}
+    # All or none are None: a block either has a group that takes part or not.
     partials = [x for x in result.partials if x is not None]
     header = {"failed": failed, "pid": result.pid, "seconds": result.seconds}
     header["partials"] = len(partials)
@@ -66,11 +69,11 @@ def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
 
 @dataclass(frozen=True)
 class Job:
-    """A stage for workers.
+    """A stage for workers that share no memory: the part of a `StageCall` they need.
 
     Attributes:
       file: The plan file.
-      stage: The stage, by its place in `rounds_of`.
+      stage: The index of the stage in `rounds_of`.
       location: Round and stage, for errors.
       ops: The operations of its partial reductions.
       size: How many groups work at once.
@@ -106,6 +109,7 @@ class Job:
         """A block through the stage; `failed`: why groups could not take part."""
         result = BlockResult([], [], {}, 0, 0.0)
         if block.valid.any():
+            # Only now a `Task`: its number is unique in this process.
             task = Task(self.stage, block, self.size, self.check_nans, self.drop)
             try:
                 result = worker.run(self.file, task, self.shared)
@@ -114,6 +118,7 @@ class Job:
                     f"The groups' work failed in {self.location}, in a block from "
                     f"group {block.groups[0]} on: {type(error).__name__}: {error}"
                 ) from error
+        # Groups that could not be read failed before the stage began.
         result.failed.update(failed)
         return result
 
@@ -132,6 +137,7 @@ class Job:
             "x64": self.file.x64,
             "custom_calls": self.file.custom_calls,
         }
+        # The plan file is one more array, of bytes.
         data = np.frombuffer(self.file.data, np.uint8)
         return to_bytes(header, [data, *self.shared])
 

@@ -45,6 +45,7 @@ class LoadedPlan:
 
     def __init__(self, file: File):
         self.file = file
+        # The plan's precision: the worker's process may be set to another.
         with jax.enable_x64(file.x64):
             plan = plan_from_bytes(
                 Path(f"{file.key[:12]}.drjax"),
@@ -52,6 +53,7 @@ class LoadedPlan:
                 custom_calls=file.custom_calls,
             )
         self._stages = [(r.local, len(r.partials)) for _, r in rounds_of(plan)]
+        # By index of the stage, and whether it is the batched function.
         self._compiled: dict[tuple[int, bool], Any] = {}
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
@@ -63,6 +65,8 @@ class LoadedPlan:
         start = time.perf_counter()
         stage, partials = self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
+        # The partial reductions include the groups that failed, so the block runs
+        # again.
         for _ in range(2):  # as it is, then without the groups that failed
             if not block.valid.any():
                 break
@@ -73,8 +77,10 @@ class LoadedPlan:
             if error is None and not (task.check_nans and _nans(outs, block, partials)):
                 break
             if error is None:
+                # A NaN in a reduction does not say whose it is.
                 suspects = self._suspects(task, stage, block, shared, partials)
             else:
+                # An error says nothing of groups, and a half might raise again.
                 suspects = np.flatnonzero(block.valid)
             found = self._failing(task, stage, block, shared, suspects)
             if not found:
@@ -83,10 +89,13 @@ class LoadedPlan:
             if not task.drop:
                 break
             block = block.without_failed(found)
+        # No single group raises: memory, a bug of the batched function, or an error
+        # that comes and goes. To drop groups for that would hide it.
         if error is not None and (not failed or (task.drop and block.valid.any())):
             raise error  # of no group alone
         if not block.valid.any() or (failed and not task.drop):
             outs = []
+        # Without the padding.
         count = len(block.groups)
         return BlockResult(
             outs[:partials], [x[:count] for x in outs[partials:]], failed, os.getpid(),
@@ -94,9 +103,11 @@ class LoadedPlan:
         )  # fmt: skip
 
     def _batch(self, task: Task, stage: Stage, block: Block, shared) -> list:
+        # One shape for all blocks, so that XLA compiles the stage once.
         padded = block.padded(task.size)
         args = _inputs(stage, shared, padded.rows)
         call = self._call(task.stage, batch=True)
+        # On the host here, so that an error of the device is raised in this block.
         return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
 
     def _suspects(
@@ -115,6 +126,7 @@ class LoadedPlan:
                 continue
             middle = len(part) // 2
             for half in (part[middle:], part[:middle]):
+                # Masked, not cut: a smaller block would be compiled again.
                 only = block.without(~np.isin(np.arange(len(block.groups)), half))
                 left -= 1
                 if _nans(self._batch(task, stage, only, shared), only, partials):
@@ -125,6 +137,7 @@ class LoadedPlan:
         self, task: Task, stage: Stage, block: Block, shared, suspects: np.ndarray
     ) -> dict[int, str]:
         """Why groups fail, by number: each alone, in the form for one group."""
+        # The per-group function: an error in it has one possible cause.
         call, found = self._call(task.stage, batch=False), {}
         for i in suspects:
             args = _inputs(stage, shared, [x[i] for x in block.rows])
@@ -142,13 +155,14 @@ class LoadedPlan:
         return found
 
     def search(self, task: Task, shared: list[np.ndarray], begin: Any) -> BlockResult:
-        """Run the groups that take part one by one; `begin` is told each before it."""
+        """Run the groups that take part one by one; `begin` is called before each."""
         start, block = time.perf_counter(), task.block
         stage = self._stages[task.stage][0]
         with jax.enable_x64(self.file.x64):
             call, compiled = self._call(task.stage, batch=False), None
             for i in np.flatnonzero(block.valid):
                 args = _inputs(stage, shared, [x[i] for x in block.rows])
+                # `call` is partial over the stage's constants: `lower` needs them too.
                 args = *call.args, block.groups[i], *args
                 with suppress(Exception):  # `run` tells of what fails
                     # Compiling is no part of a group's time.
@@ -162,6 +176,7 @@ class LoadedPlan:
         if (index, batch) not in self._compiled:
             forms = self._stages[index][0].forms
             form = forms.batched if batch else forms.per_group
+            # The exported function itself, without the guards against vmap and grad.
             compiled = jax.jit(form.function.call)
             self._compiled[index, batch] = functools.partial(compiled, *forms.consts)
         return self._compiled[index, batch]
@@ -194,11 +209,13 @@ _MOST = 4
 
 def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
     """Run a block in this process."""
+    # Its driver gave up; the pid 0 marks a result that nobody counts.
     if task.number in _skipped:
         _skipped.remove(task.number)
         return BlockResult([], [], {}, 0, 0.0)
     with _lock:
         loaded = _files.pop(file.key, None) or LoadedPlan(file)
+        # Back at the end: the least recently used file is the first.
         _files[file.key] = loaded
         while len(_files) > _MOST:
             _files.pop(next(iter(_files)))
@@ -218,7 +235,7 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
 
 
 def skip(number: int) -> None:
-    """Do not begin a task that this process was sent: nobody waits for its result."""
+    """Do not begin a task that this process was sent: its result is not needed."""
     _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 

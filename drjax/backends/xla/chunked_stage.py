@@ -47,6 +47,7 @@ class ChunkedStage:
         names = [v.name for v in stage.outputs]
         self._sources = [names.index(r.source.name) for r in sums]
         self._kept = [names.index(v.name) for v in kept]
+        # A stage from a file has no effects: they cannot be exported.
         self._effects = stage.forms is None and _compat.effects_of(stage.jaxpr)
 
     def run(self, first, rows: list, step: int | None) -> tuple[list, list]:
@@ -56,6 +57,7 @@ class ChunkedStage:
         work = lambda: self._run(first, rows, step)
 
         def nothing():
+            # A device with padding only: it must not run the work, but give its types.
             totals, kept = jax.eval_shape(work)
             fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.sums]
             pairs = zip(totals, fills, strict=True)
@@ -63,14 +65,17 @@ class ChunkedStage:
             vary_all = lambda x: vary(x, layout.axes)
             return jax.tree.map(vary_all, (totals, like_nothing(kept)))
 
+        # `for_real_groups` handles effects, group by group.
         if self._effects:
             return work()  # which knows for which groups
         return unless_empty(layout, first, work, nothing)
 
     def _run(self, first, rows: list, step: int | None) -> tuple[list, list]:
         count = self.layout.per_device
+        # More than all groups of the device is all of them.
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
+        # No loop for one chunk: XLA fuses the reduction into the work.
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
             own = [own_rows(self.layout, indices, x, x[:1]) for x in rows]
@@ -97,9 +102,11 @@ class ChunkedStage:
             totals, kept = advance(totals, i * step)
             return (i + 1, totals), kept
 
+        # The counter is a carry and not an input: see `take` above.
         init = jnp.int32(0), self._empty(lambda: chunk(jnp.int32(0), step), steps)
         (_, totals), kept = lax.scan(at, init, length=steps)
         kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
+        # The last, shorter chunk is compiled on its own, so that no slot is wasted.
         if rest:
             totals, last = advance(totals, jnp.int32(steps * step), rest)
             kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
@@ -131,6 +138,7 @@ class ChunkedStage:
         one = lambda *xs: call(self.stage, xs)
         if self.layout.uneven and self._effects:
             run = lambda count: _over_rows(one, count, by_rows)
+            # Padding must not print, call back or raise.
             outs = for_real_groups(self.layout, indices, few, run, args, by_rows)
         else:
             outs = _over_rows(one, count, by_rows)(*args)
@@ -146,6 +154,7 @@ class ChunkedStage:
         """The sums that are better made within the map; see `contract_groups.py`."""
         if count == 1 or self.layout.uneven:
             return {}
+        # Matrix products that contract the groups, so that no summand is stored.
         sums = row_sums(self.stage.jaxpr)
         if not sums.indices:
             return {}
@@ -169,6 +178,7 @@ class ChunkedStage:
     def _empty(self, chunk: Callable[[], tuple], steps: int) -> list[Running]:
         """What the accumulators start from."""
         shardings: list[Any] = [None] * len(self.sums)
+        # On Explicit axes the carry of a scan needs the sharding of its results.
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
         found = []
@@ -202,6 +212,7 @@ def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
     for i, (op, reduce) in enumerate(zip(ops, sums, strict=True)):
         if early[i]:
             found[i] = op.finish(found[i], n)
+        # Before the psum, so that it sends the dtype of the program.
         found[i] = found[i].astype(reduce.source.dtype)
     if layout.axes:
         for i, op in enumerate(ops):

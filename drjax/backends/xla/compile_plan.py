@@ -102,6 +102,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
     """The largest number of groups at once that fits in memory."""
     mesh = layout.mesh
     if isinstance(mesh, AbstractMesh):
+        # The devices are needed here, to ask for their memory.
         mesh = _compat.concrete_mesh()
         if mesh.empty or layout.manual:
             raise DrjaxValueError(
@@ -109,6 +110,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
                 "how much memory they have. Under an AbstractMesh or inside "
                 "jax.shard_map no device can be asked: give a number."
             )
+    # Without a mesh the program runs on one device.
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     if budget is None:
         budget = step_size.free_bytes(devices)
@@ -125,6 +127,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
 
     def temp_bytes(step: int) -> int:
         run = lambda *xs: _Run(plan, layout, step)([*xs])
+        # The whole program, as the memory of one round depends on what others keep.
         compiled: Any = jax.jit(run).lower(*map(abstract_input, plan.inputs)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -159,6 +162,8 @@ class _Run:
             if not server_done:
                 self._server(a_round.server, values)
             for whole, rows in a_round.scatter:
+                # A scatter is a matter of layout: the shard_map below takes each
+                # device's part.
                 values[rows.name] = values[whole.name]
             server_done = self._groups(index, values)
             for loop in a_round.loops:
@@ -179,12 +184,14 @@ class _Run:
         """The groups' work, and reductions; whether the server's next stage is done."""
         a_round, layout = self.plan.rounds[index], self.layout
         stage = a_round.local
+        # A round may only broadcast or gather; but effects must run.
         if stage.empty and not stage.jaxpr.effects:
             return False
         assert layout is not None
         streams = self.step is not None and self.step < layout.per_device
         if streams and layout.sharded:
             _check_known_shapes(stage)
+        # Without a scan over chunks there are no running sums to alias.
         reuse = find_reuse(self.plan, index, layout) if streams else None
         sums = a_round.partials
         kept = [v for v in stage.outputs if v.name in self.kept]
@@ -195,6 +202,7 @@ class _Run:
             if v.partitioned
         ]
 
+        # Some work cannot be in a shard_map; see `map_lowering`.
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
         stage = replace(stage, jaxpr=on_each(layout, stage.jaxpr, by_vmap))
 
@@ -208,6 +216,8 @@ class _Run:
             totals, stacks = work(*args, first[0])
             if reuse is None:
                 return [*finish(layout, sums, totals), *stacks]
+            # Still one sum for each device: the loop in `AccumulatorReuse` combines
+            # them.
             return [*(total[None] for total in totals), *stacks]
 
         args, by_rows = [*shared, *rows], [False] * len(shared) + [True] * len(rows)
@@ -235,6 +245,7 @@ class _Run:
         if reuse is not None:
 
             def server(results: dict[str, Any]) -> dict[str, Any]:
+                # A copy: tracers of the loop's step must not leave it.
                 known = values | results
                 self._server(reuse.server, known)
                 return {v.name: known[v.name] for v in reuse.server.outputs}
@@ -254,6 +265,7 @@ class _Run:
             first, second = loop.consts[0], sum(loop.consts)
             cond, body = inputs[:first], inputs[first:second]
             return lax.while_loop(
+                # The condition's plan returns one value, a bool.
                 lambda carry: runs[0]([*cond, *carry])[0],
                 lambda carry: runs[1]([*body, *carry]),
                 inputs[second:],

@@ -3,13 +3,13 @@
 Input: a plan, a round, and the running sums of each device. Output: the round's reduced
 values and the results of the server's next stage, in the buffers of the sums.
 
-A device's running sums live as long as its groups run, beside all that a group needs.
-Large ones should be in the memory that the results will take. Buffer donation cannot do
-that: sums are no arguments of the compiled function, and the compiler gives memory of
-its own to the result of an all-reduce and to pointwise work on it. Only a loop aliases
-its results with its operands. So the all-reduce and the server's next stage become the
-one step of a loop from sums to results, of which the compiler must not know that it is
-one step.
+A device's running sums live as long as its groups run, together with all that a group
+needs. Large ones should be in the memory that the results will take. Buffer donation
+cannot do that: sums are no arguments of the compiled function, and the compiler gives
+memory of its own to the result of an all-reduce and to pointwise work on it. Only a
+loop aliases its results with its operands. So the all-reduce and the server's next
+stage become the one step of a loop from sums to results, of which the compiler must not
+know that it is one step.
 
 Invariants: an output aliases a sum of the same shape and dtype, and each sum has at
 most one such output.
@@ -56,6 +56,7 @@ class AccumulatorReuse:
     def __init__(self, plan: Plan, index: int):
         a_round = plan.rounds[index]
         self.server = _server_after(plan, index)
+        # Results that nothing reads again need no buffer at all.
         later = _needed_after(plan, index)
         self.reduces = a_round.partials
         results = [r.result for r in self.reduces]
@@ -65,6 +66,7 @@ class AccumulatorReuse:
         self.aliases: dict[int, int] = {}
         for j, reduce in enumerate(self.reduces):
             for i in self.rest:
+                # The first that fits: which one it is makes no difference to memory.
                 if _fits(reduce, self.outputs[i]):
                     self.aliases[j] = i
                     self.rest.remove(i)
@@ -98,17 +100,24 @@ class AccumulatorReuse:
 
         def step(carry):
             step_index, aliased, _ = carry
+            # Aliased sums must come from the carry: reading the closed-over ones would
+            # keep their buffers alive.
             sums = dict(enumerate(totals)) | dict(zip(aliases, aliased, strict=True))
             results = finish_stacked(layout, self.reduces, list(sums.values()))
             values = dict(zip(names, results, strict=True))
             values |= server(values)
             found = [values[v.name] for v in self.outputs]
             aliased = [found[i] for i in aliases.values()]
+            # A carry keeps its type: stacked by device, though every part is now the
+            # same.
             aliased = _on_each(layout, stack, False, True)(*aliased)
             return step_index + 1, aliased, [found[i] for i in self.rest]
 
+        # Behind the barrier the compiler does not see a trip count of 1, for which it
+        # would remove the loop.
         once, zero = lax.optimization_barrier(jnp.int32(1)), jnp.int32(0)
         aliased = [totals[i] for i in aliases]
+        # Outputs without a buffer to reuse start as zeros of their types.
         rest = jax.eval_shape(lambda: step((zero, aliased, None))[-1])
         _, aliased, rest = lax.while_loop(
             lambda carry: carry[0] < once,
@@ -124,6 +133,8 @@ class AccumulatorReuse:
 
 def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | None:
     """The end of a round that reuses accumulator buffers; None if that does not pay."""
+    # A loop that starts with the round's results needs them before the next stage. In a
+    # user's shard_map (`manual`) sums cannot be stacked over devices.
     if plan.rounds[index].loops or layout.manual:
         return None
     reuse = AccumulatorReuse(plan, index)

@@ -64,6 +64,7 @@ def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
 
 
 def _positive(name: str, value: Any, otherwise: str) -> int:
+    # numpy integers are fine, True is not.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise DrjaxTypeError(
             f"drjax needs {name} as a positive int, {otherwise}, got {value!r}."
@@ -91,6 +92,7 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
     Raises:
       DrjaxValueError: One group does not fit.
     """
+    # All at once first: the fastest, and most often it fits.
     known = {count: temp_bytes(count)}
     low, high = 1, count
     if known[count] <= budget:
@@ -104,6 +106,8 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
             "make the work of a group smaller."
         )
     while high - low > 1 and len(known) < _COMPILATIONS:
+        # Linear interpolation finds the number in two or three compilations; bisection
+        # would need one for each bit.
         share = (budget - known[low]) / (known[high] - known[low])
         guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
         known[guess] = temp_bytes(guess)
@@ -122,6 +126,7 @@ def free_bytes(devices: Sequence[Any]) -> int:
     """What the fullest of these devices has left; on CPUs, its share of the host's."""
     found = []
     for device in devices:
+        # None on CPUs, and on some accelerators without the limit.
         stats = device.memory_stats()
         if stats and "bytes_limit" in stats:
             found.append(stats["bytes_limit"] - stats["bytes_in_use"])
