@@ -177,11 +177,19 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
     slower = report.ratio(small["times"]["drjax"], small["times"]["by hand"])
     warm = min(many[0]["seconds"][2:])
     goals: list[Goal] = [
-        ("a small round, drjax / by hand", f"≤ {SLOWER:g}", f"{slower:.2f}",
-         slower <= SLOWER),
-        ("a round of 1,000,000 groups, s", f"≤ {SECONDS:g}", f"{warm:.2f}",
-         warm <= SECONDS),
-    ]  # fmt: skip
+        (
+            "a small round, drjax / by hand",
+            f"≤ {SLOWER:g}",
+            f"{slower:.2f}",
+            slower <= SLOWER,
+        ),
+        (
+            "a round of 1,000,000 groups, s",
+            f"≤ {SECONDS:g}",
+            f"{warm:.2f}",
+            warm <= SECONDS,
+        ),
+    ]
     parts = [
         f"JAX {who['jax']}, Python {who['python']}, Ray {ray.__version__}, "
         f"{os.cpu_count()} CPU cores, 2 workers.",
@@ -191,23 +199,38 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
         f"{small['difference']:.1g}.",
         report.table(
             ["a round", "median, ms", "p90, ms"],
-            [[name, f"{medians[name]:.1f}", f"{np.percentile(t, 90):.1f}"]
-             for name, t in small["times"].items()],
+            [
+                [name, f"{medians[name]:.1f}", f"{np.percentile(t, 90):.1f}"]
+                for name, t in small["times"].items()
+            ],
         ),
         "## Many groups\n\n1,000,000 groups of eight numbers.",
         report.table(
             ["block_size", "blocks", "first round, s", "third, s", "best, s"],
-            [[str(x["size"] or "default"), str(x["blocks"]),
-              *(f"{t:.2f}" for t in (x["seconds"][0], x["seconds"][2])),
-              f"{min(x['seconds'][2:]):.2f}"] for x in many],
+            [
+                [
+                    str(x["size"] or "default"),
+                    str(x["blocks"]),
+                    *(f"{t:.2f}" for t in (x["seconds"][0], x["seconds"][2])),
+                    f"{min(x['seconds'][2:]):.2f}",
+                ]
+                for x in many
+            ],
         ),
         "## Large results\n\n100 groups with a result of 100 MB each.",
         report.table(
             ["block_size", "blocks", "second round, s", "a worker's own memory, MB"],
-            [[str(x["size"] or "default"), str(x["blocks"]), f"{x['seconds'][1]:.1f}",
-              f"{x['peak'] / 1e6:,.0f}"] for x in large],
+            [
+                [
+                    str(x["size"] or "default"),
+                    str(x["blocks"]),
+                    f"{x['seconds'][1]:.1f}",
+                    f"{x['peak'] / 1e6:,.0f}",
+                ]
+                for x in large
+            ],
         ),
-    ]  # fmt: skip
+    ]
     return "\n\n".join(parts)
 
 

@@ -165,8 +165,13 @@ def measure_files(engine: str, n: int) -> dict[str, Any]:
             mean, _ = _timed(times, lambda: on_engine(np.float32(1), groups))
             processes = len(on_engine.report.workers)
     far = float(np.max(np.abs(np.asarray(mean) - total / n)))
-    return {"n": n, "seconds": times[0], "difference": far, "processes": processes,
-            "peak": memory.peak}  # fmt: skip
+    return {
+        "n": n,
+        "seconds": times[0],
+        "difference": far,
+        "processes": processes,
+        "peak": memory.peak,
+    }
 
 
 class _Memory:
@@ -228,21 +233,30 @@ def markdown(engine: str, n: int, found: dict[str, Any]) -> str:
         parts.append(f"## {n:,} tiny groups")
         if (limit := LIMITS.get(engine)) is not None:
             warm = report.ratio(times["engine"][1:], times["reference"][1:])
-            goal: Goal = (f"{engine} / reference loop, warm", f"≤ {limit:g}",
-                          f"{warm:.2f}", warm <= limit)  # fmt: skip
+            goal: Goal = (
+                f"{engine} / reference loop, warm",
+                f"≤ {limit:g}",
+                f"{warm:.2f}",
+                warm <= limit,
+            )
             parts.append(report.goal_table([goal]))
         rows = [
             [name, *(f"{t:.2f}" for t in times[name])]
             for name in ("engine", "reference")
         ]
-        header = [f"seconds of {rounds} round(s)", "cold",
-                  *["warm"] * (len(times["engine"]) - 1)]  # fmt: skip
+        header = [
+            f"seconds of {rounds} round(s)",
+            "cold",
+            *["warm"] * (len(times["engine"]) - 1),
+        ]
         parts.append(report.table(header, rows))
     if "peak" in found:
         told = [[who, f"{size / 1e6:,.0f}"] for who, size in found["peak"].items()]
-        parts += [f"## {found['n']:,} groups from Parquet files",
-                  f"{found['seconds']:.1f} s, workers' start and compiling included.",
-                  report.table(["peak resident memory", "MB"], told)]  # fmt: skip
+        parts += [
+            f"## {found['n']:,} groups from Parquet files",
+            f"{found['seconds']:.1f} s, workers' start and compiling included.",
+            report.table(["peak resident memory", "MB"], told),
+        ]
     parts.append(
         f"Largest difference from the reference: {found['difference']:.1g}; "
         f"{found['processes']} processes took part in the last run."

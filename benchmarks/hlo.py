@@ -20,9 +20,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KINDS = (
-    "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")

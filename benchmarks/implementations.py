@@ -68,8 +68,9 @@ def with_local_scan(task: Task, n: int, chunk: int = 1) -> Any:
     def total(params, data):
         sum_of = _sum_of_chunk(task, params)
         rows = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), data)
-        return lax.scan(lambda y, x: (_add(y, sum_of(x)), None),
-                        _zeros(sum_of, _first(rows)), rows)[0]  # fmt: skip
+        return lax.scan(
+            lambda y, x: (_add(y, sum_of(x)), None), _zeros(sum_of, _first(rows)), rows
+        )[0]
 
     return _by_hand(task, n, chunk, total)
 
@@ -83,8 +84,11 @@ def with_local_slices(task: Task, n: int, chunk: int = 1) -> Any:
             lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk), data
         )
         numbers = jnp.arange(len(jax.tree.leaves(data)[0]) // chunk)
-        return lax.scan(lambda y, i: (_add(y, sum_of(take(i))), None),
-                        _zeros(sum_of, take(0)), numbers)[0]  # fmt: skip
+        return lax.scan(
+            lambda y, i: (_add(y, sum_of(take(i))), None),
+            _zeros(sum_of, take(0)),
+            numbers,
+        )[0]
 
     return _by_hand(task, n, chunk, total)
 

@@ -107,12 +107,20 @@ def goals(results: dict[str, Any]) -> list[Goal]:
     rows = results["rows"]
     without = ("plan_s", "lower_s")
     return [
-        report.worst("save and load / plan and lower", 1.0, rows,
-                     lambda row: _ratio(row, ("save_s", "load_s"), without)),
-        report.worst("load, and lower what is loaded / plan and lower", 1.0, rows,
-                     lambda row: _ratio(row, ("load_s", "lower_loaded_s"), without)),
+        report.worst(
+            "save and load / plan and lower",
+            1.0,
+            rows,
+            lambda row: _ratio(row, ("save_s", "load_s"), without),
+        ),
+        report.worst(
+            "load, and lower what is loaded / plan and lower",
+            1.0,
+            rows,
+            lambda row: _ratio(row, ("load_s", "lower_loaded_s"), without),
+        ),
         report.worst("bytes of the file", BYTES, rows, lambda row: row["bytes"]),
-    ]  # fmt: skip
+    ]
 
 
 def _ratio(row: Row, ours: tuple[str, ...], reference: tuple[str, ...]) -> float:
@@ -124,12 +132,22 @@ def markdown(results: dict[str, Any]) -> str:
     who = results["machine"]
     keys = ("plan_s", "lower_s", "save_s", "load_s", "lower_loaded_s")
     body = [
-        [row["program"], *(f"{1e3 * statistics.median(row[key]):.1f}" for key in keys),
-         f"{row['bytes'] / 1e3:,.1f}"]
+        [
+            row["program"],
+            *(f"{1e3 * statistics.median(row[key]):.1f}" for key in keys),
+            f"{row['bytes'] / 1e3:,.1f}",
+        ]
         for row in results["rows"]
-    ]  # fmt: skip
-    header = ["program", "plan ms", "lower ms", "save ms", "load ms",
-              "lower loaded ms", "file kB"]  # fmt: skip
+    ]
+    header = [
+        "program",
+        "plan ms",
+        "lower ms",
+        "save ms",
+        "load ms",
+        "lower loaded ms",
+        "file kB",
+    ]
     return "\n\n".join(
         [
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "

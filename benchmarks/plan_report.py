@@ -22,11 +22,14 @@ _NAMES = {
     PLAIN: "jax.jit of the program",
     ALL_AT_ONCE: ALL_AT_ONCE,
     **{f"drjax.jit, {k}": f"drjax.jit, {k}" for k in (*CHUNKS, "1000")},
-    **{f"{how}, {k}": f"by hand, {how}, {k}"
-       for k in CHUNKS for how in ("scan", "slices")},
+    **{
+        f"{how}, {k}": f"by hand, {how}, {k}"
+        for k in CHUNKS
+        for how in ("scan", "slices")
+    },
     HAND: "by hand, vmap",
     "google drjax": "google drjax",
-}  # fmt: skip
+}
 
 
 def goals(results: dict[str, Any]) -> list[Goal]:
@@ -39,34 +42,54 @@ def goals(results: dict[str, Any]) -> list[Goal]:
     long = [row for row in results["planning"] if "program" in row]
     return [
         worst(
-            "temp bytes / temp bytes for few groups", 1.1, _larger(results["memory"]),
+            "temp bytes / temp bytes for few groups",
+            1.1,
+            _larger(results["memory"]),
             lambda pair: pair[1]["temp_bytes"] / pair[0]["temp_bytes"],
         ),
         report.everywhere(
-            "all-reduces, and no other collective", "≤ by hand", chunked,
+            "all-reduces, and no other collective",
+            "≤ by hand",
+            chunked,
             lambda case: _collectives_fit(*case),
         ),
-        worst("run time / faster by hand, same chunk", 1.05, chunked,
-              lambda case: _time_by_hand(*case)),
         worst(
-            f"run time all at once / jax.jit (noise: {noise})", noise, whole,
+            "run time / faster by hand, same chunk",
+            1.05,
+            chunked,
+            lambda case: _time_by_hand(*case),
+        ),
+        worst(
+            f"run time all at once / jax.jit (noise: {noise})",
+            noise,
+            whole,
             lambda case: ratio(case[ALL_AT_ONCE]["run_s"], case[PLAIN]["run_s"]),
         ),
-        worst("plan and lower / trace, and lower by jax.jit: tasks", 2.0,
-              [r for r in results["planning"] if "task" in r], _planning_ratio),
-        worst("plan and lower / trace, and lower by jax.jit: long programs", 2.0, long,
-              _planning_ratio),
         worst(
-            "seconds per equation / those of the shortest program", 1.1,
+            "plan and lower / trace, and lower by jax.jit: tasks",
+            2.0,
+            [r for r in results["planning"] if "task" in r],
+            _planning_ratio,
+        ),
+        worst(
+            "plan and lower / trace, and lower by jax.jit: long programs",
+            2.0,
+            long,
+            _planning_ratio,
+        ),
+        worst(
+            "seconds per equation / those of the shortest program",
+            1.1,
             [row for row in long if row is not _shortest(results, row)],
             lambda row: _per_equation(row) / _per_equation(_shortest(results, row)),
         ),
         worst(
-            f"temp bytes / data bytes, {results['many'][0]['n']:,} groups", 1.0,
+            f"temp bytes / data bytes, {results['many'][0]['n']:,} groups",
+            1.0,
             [row for row in results["many"] if row["implementation"] == _MANY_OURS],
             lambda row: row["temp_bytes"] / row["data_bytes"],
         ),
-    ]  # fmt: skip
+    ]
 
 
 _MANY_OURS = "drjax.jit, 1000"
@@ -89,7 +112,7 @@ def base_of(rows: list[Row], row: Row) -> Row | None:
         return None
     [base] = [
         r for r in rows if r["n"] == _base(row) and all(r[k] == row[k] for k in same)
-    ]  # fmt: skip
+    ]
     return base
 
 
@@ -169,11 +192,12 @@ def digits_table(rows: list[Row]) -> list[str]:
         [
             "0.1" if row["equal"] else "random",
             names.get(row["chunk"], f"drjax.jit, {row['chunk']}"),
-            f"{row['error']:.1e}", f"{row['temp_bytes'] / 1e3:,.1f}",
+            f"{row['error']:.1e}",
+            f"{row['temp_bytes'] / 1e3:,.1f}",
             _milliseconds(row["run_s"]),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     header = ["numbers", "implementation", "relative error", "temp kB", "run ms"]
     return [
         f"## Float32 mean of {rows[0]['n']:,} numbers, one a group",
@@ -197,9 +221,14 @@ def _memory_table(rows: list[Row]) -> str:
 
 
 _TIME_HEADER = [
-    "task", "devices", "implementation", "run ms", "/ faster by hand, same chunk",
-    "/ jax.jit", "collectives",
-]  # fmt: skip
+    "task",
+    "devices",
+    "implementation",
+    "run ms",
+    "/ faster by hand, same chunk",
+    "/ jax.jit",
+    "collectives",
+]
 
 
 def _time_cells(row: Row, rows: list[Row]) -> list[str]:
@@ -219,16 +248,25 @@ def _time_cells(row: Row, rows: list[Row]) -> list[str]:
         for kind, (count, size) in row["collectives"].items()
     )
     return [
-        row["task"], str(row["devices"]), _named(row),
-        _milliseconds(row["run_s"]), by_hand,
-        f"{ratio(row['run_s'], case[PLAIN]['run_s']):.2f}", found or "none",
-    ]  # fmt: skip
+        row["task"],
+        str(row["devices"]),
+        _named(row),
+        _milliseconds(row["run_s"]),
+        by_hand,
+        f"{ratio(row['run_s'], case[PLAIN]['run_s']):.2f}",
+        found or "none",
+    ]
 
 
 _PLAN_HEADER = [
-    "program", "make_jaxpr ms", "jax.jit ms", "drjax.jit ms", "ratio",
-    "µs per equation", "/ shortest",
-]  # fmt: skip
+    "program",
+    "make_jaxpr ms",
+    "jax.jit ms",
+    "drjax.jit ms",
+    "ratio",
+    "µs per equation",
+    "/ shortest",
+]
 
 
 def _plan_cells(row: Row, results: dict[str, Any]) -> list[str]:
@@ -243,8 +281,13 @@ def _plan_cells(row: Row, results: dict[str, Any]) -> list[str]:
 
 
 _MANY_HEADER = [
-    "implementation", "data MB", "temp MB", "temp / data", "run ms", "/ jax.jit"
-]  # fmt: skip
+    "implementation",
+    "data MB",
+    "temp MB",
+    "temp / data",
+    "run ms",
+    "/ jax.jit",
+]
 
 
 def _many_cells(row: Row, rows: list[Row]) -> list[str]:
@@ -252,9 +295,13 @@ def _many_cells(row: Row, rows: list[Row]) -> list[str]:
     [plain] = [r for r in rows if r["implementation"] == PLAIN]
     name = _named(row)
     return [
-        name, f"{data / 1e6:.1f}", f"{temp / 1e6:.3f}", f"{temp / data:.3f}",
-        _milliseconds(row["run_s"]), f"{ratio(row['run_s'], plain['run_s']):.2f}",
-    ]  # fmt: skip
+        name,
+        f"{data / 1e6:.1f}",
+        f"{temp / 1e6:.3f}",
+        f"{temp / data:.3f}",
+        _milliseconds(row["run_s"]),
+        f"{ratio(row['run_s'], plain['run_s']):.2f}",
+    ]
 
 
 def _in_order(rows: list[Row]) -> list[Row]:
@@ -263,10 +310,11 @@ def _in_order(rows: list[Row]) -> list[Row]:
     return sorted(
         shown,
         key=lambda r: (
-            r["devices"], r["task"] != MANY and TASKS.index(r["task"]),
+            r["devices"],
+            r["task"] != MANY and TASKS.index(r["task"]),
             names.index(r["implementation"]),
         ),
-    )  # fmt: skip
+    )
 
 
 def _named(row: Row) -> str:

@@ -20,10 +20,18 @@ from benchmarks import plan_report as report
 from benchmarks.long_programs import LONG_PROGRAMS
 
 TIMED = (
-    report.PLAIN, "drjax.jit, 1", "drjax.jit, 8", report.ALL_AT_ONCE, "scan, 1",
-    "slices, 1", "scan, 8", "slices, 8", report.HAND, report.HAND + report.AGAIN,
+    report.PLAIN,
+    "drjax.jit, 1",
+    "drjax.jit, 8",
+    report.ALL_AT_ONCE,
+    "scan, 1",
+    "slices, 1",
+    "scan, 8",
+    "slices, 8",
+    report.HAND,
+    report.HAND + report.AGAIN,
     "slices, 1" + report.AGAIN,
-)  # fmt: skip
+)
 _MANY = ("drjax.jit, 1000", "drjax.jit, all", "drjax")
 
 
@@ -56,30 +64,46 @@ class Settings(run.Settings):
 
 
 QUICK = Settings(
-    (64, 128), small=True, rounds=3, seconds=0.01, devices=(8,), equations=(10, 100),
-    plans=1, many=10_000,
-)  # fmt: skip
+    (64, 128),
+    small=True,
+    rounds=3,
+    seconds=0.01,
+    devices=(8,),
+    equations=(10, 100),
+    plans=1,
+    many=10_000,
+)
 
 
 def measure_memory(workers: dict, settings: Settings, case: dict) -> list[report.Row]:
     """What the compiler says of each implementation of one case; nothing runs."""
     return [
         {
-            "implementation": name, **case,
-            **worker.ask("build", slot=name, implementation=name, small=settings.small,
-                         until="compile", **case),
+            "implementation": name,
+            **case,
+            **worker.ask(
+                "build",
+                slot=name,
+                implementation=name,
+                small=settings.small,
+                until="compile",
+                **case,
+            ),
         }
         for name, worker in workers.items()
-    ]  # fmt: skip
+    ]
 
 
 def measure_planning(worker: run.Worker, settings: Settings) -> list[report.Row]:
     """CPU seconds of tracing, of lowering with and without a plan; caches are cold."""
     asked: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("plan", {"task": task, "chunk": chunk},
-         {"n": settings.timed, "small": settings.small})
+        (
+            "plan",
+            {"task": task, "chunk": chunk},
+            {"n": settings.timed, "small": settings.small},
+        )
         for task, chunk in itertools.product(settings.tasks, (None, 1))
-    ]  # fmt: skip
+    ]
     asked += [
         ("plan_long", {"program": program, "equations": size}, {})
         for program, size in itertools.product(LONG_PROGRAMS, settings.equations)
@@ -99,11 +123,13 @@ def measure_digits(worker: run.Worker, n: int) -> list[report.Row]:
     asked = itertools.product((False, True), (0, None, 1000, 100, 10, 1))
     return [
         {
-            "n": n, "chunk": chunk, "equal": equal,
+            "n": n,
+            "chunk": chunk,
+            "equal": equal,
             **worker.ask("digits", n=n, chunk=chunk, equal=equal),
         }
         for equal, chunk in asked
-    ]  # fmt: skip
+    ]
 
 
 def measure(
@@ -112,18 +138,22 @@ def measure(
     """All measurements of one run, as JSON; arguments as for `run.measure`."""
     timed = settings.implementations
     compiled = [
-        name for name in timed
+        name
+        for name in timed
         if name != report.ALL_AT_ONCE and not name.endswith(report.AGAIN)
-    ]  # fmt: skip
+    ]
     with (
         run.started(dict.fromkeys([*timed, *_MANY]), peer_python) as workers,
         tqdm(disable=not show_progress) as progress,
     ):
         ours = workers[report.PLAIN]
         results: dict[str, Any] = {
-            "machine": run.machine(ours), "rounds": settings.rounds,
-            "planning": measure_planning(ours, settings), "memory": [], "rows": [],
-        }  # fmt: skip
+            "machine": run.machine(ours),
+            "rounds": settings.rounds,
+            "planning": measure_planning(ours, settings),
+            "memory": [],
+            "rows": [],
+        }
         of = lambda names: {k: w for k, w in workers.items() if k in names}
         for devices, task in itertools.product(settings.devices, settings.tasks):
             case = {"task": task, "devices": devices, "arrival": "sharded"}
@@ -144,9 +174,10 @@ def measure(
                 )
                 progress.update()
         results["memory"] += [
-            row for row in results["rows"]
+            row
+            for row in results["rows"]
             if row["implementation"] in (*compiled, peer.NAME)
-        ]  # fmt: skip
+        ]
         progress.set_description(f"digits of {settings.many:,} groups")
         results["digits"] = measure_digits(ours, settings.many)
         progress.set_description(f"{settings.many:,} groups")

@@ -41,7 +41,9 @@ def goals(results: dict[str, Any]) -> list[Goal]:
     grouped = cases(results["rows"])
     found = [
         everywhere(
-            "collectives and their bytes", "as by hand", grouped,
+            "collectives and their bytes",
+            "as by hand",
+            grouped,
             lambda case: case[OURS]["collectives"] == case[HAND]["collectives"],
         ),
         worst("temp bytes / by hand", 1.0, grouped, temp_ratio),
@@ -49,10 +51,12 @@ def goals(results: dict[str, Any]) -> list[Goal]:
         worst("run time / by hand", 1.1, grouped, _time_ratio("run_s")),
         worst("trace CPU time / by hand", 1.5, grouped, _time_ratio("trace_s")),
         worst(
-            "trace and lower CPU time / by hand", 1.5, grouped,
+            "trace and lower CPU time / by hand",
+            1.5,
+            grouped,
             _time_ratio("trace_s", "lower_s"),
         ),
-    ]  # fmt: skip
+    ]
     probes = {
         (p["name"], p["devices"]): p
         for p in results["probes"]
@@ -83,9 +87,13 @@ def goals(results: dict[str, Any]) -> list[Goal]:
         ours, hand = leaks[f"program{how}"], leaks[f"by hand{how}"]
         same = all(ours[k] <= max(hand[k], 0) for k in ("objects", "entries"))
         found.append(
-            (f"leaks of {ours['count']} programs{how}", "as by hand",
-             f"{_leak(ours)}; by hand {_leak(hand)}", same)
-        )  # fmt: skip
+            (
+                f"leaks of {ours['count']} programs{how}",
+                "as by hand",
+                f"{_leak(ours)}; by hand {_leak(hand)}",
+                same,
+            )
+        )
     return found
 
 
@@ -157,9 +165,10 @@ def markdown(results: dict[str, Any], everything: bool) -> str:
         sizes = {row["n"] for row in rows}
         n = 64 if 64 in sizes else max(sizes)
         rows = [
-            row for row in rows
+            row
+            for row in rows
             if (row["n"], row["devices"], row["arrival"]) == (n, 8, "sharded")
-        ]  # fmt: skip
+        ]
     who = results["machine"]
     return "\n".join(
         [
@@ -190,29 +199,49 @@ def table(header: list[str], body: list[list[str]]) -> str:
 
 
 _HEADER = [
-    "task", "n", "devices", "data", "implementation", "trace ms", "lower ms",
-    "compile ms", "run ms", "run / by hand", "temp kB", "Mflop", "collectives",
-]  # fmt: skip
+    "task",
+    "n",
+    "devices",
+    "data",
+    "implementation",
+    "trace ms",
+    "lower ms",
+    "compile ms",
+    "run ms",
+    "run / by hand",
+    "temp kB",
+    "Mflop",
+    "collectives",
+]
 
 
 def _cells(row: Row, rows: list[Row]) -> list[str]:
     same = ("task", "n", "devices", "arrival")
     [hand] = [
-        r for r in rows
+        r
+        for r in rows
         if r["implementation"] == HAND and all(r[k] == row[k] for k in same)
-    ]  # fmt: skip
+    ]
     found = ", ".join(
         f"{count} {kind} ({size / 1e3:.1f} kB)"
         for kind, (count, size) in row["collectives"].items()
     )
     median = lambda key: f"{1e3 * statistics.median(row[key]):.1f}"
     return [
-        row["task"], str(row["n"]), str(row["devices"]), row["arrival"],
-        row["implementation"], median("trace_s"), median("lower_s"),
-        median("compile_s"), f"{1e3 * statistics.median(row['run_s']):.2f}",
+        row["task"],
+        str(row["n"]),
+        str(row["devices"]),
+        row["arrival"],
+        row["implementation"],
+        median("trace_s"),
+        median("lower_s"),
+        median("compile_s"),
+        f"{1e3 * statistics.median(row['run_s']):.2f}",
         f"{ratio(row['run_s'], hand['run_s']):.2f}",
-        f"{row['temp_bytes'] / 1e3:.1f}", f"{row['flops'] / 1e6:.2f}", found or "none",
-    ]  # fmt: skip
+        f"{row['temp_bytes'] / 1e3:.1f}",
+        f"{row['flops'] / 1e6:.2f}",
+        found or "none",
+    ]
 
 
 _PROBE_HEADER = ["call", "no mesh, µs", "8 devices, µs", "compiled when warm"]
@@ -223,14 +252,16 @@ def _probe_cells(results: dict[str, Any]) -> list[list[str]]:
     body = []
     for who, name in names:
         by_devices = {
-            p["devices"]: p for p in results["probes"]
+            p["devices"]: p
+            for p in results["probes"]
             if (p["implementation"], p["name"]) == (who, name)
-        }  # fmt: skip
+        }
         times = [
             f"{1e6 * statistics.median(by_devices[d]['call_s']):.2f}"
-            if d in by_devices else ""
+            if d in by_devices
+            else ""
             for d in (None, 8)
-        ]  # fmt: skip
+        ]
         compiled = sorted({str(p["compiled"]) for p in by_devices.values()})
         body.append([_named(who, name), *times, " / ".join(compiled)])
     return body

@@ -29,9 +29,12 @@ from tqdm import tqdm
 from benchmarks import peer, report
 
 LOCAL = (
-    report.OURS, report.HAND, report.HAND + report.AGAIN, "shard_map, scan",
+    report.OURS,
+    report.HAND,
+    report.HAND + report.AGAIN,
+    "shard_map, scan",
     "jit(vmap)",
-)  # fmt: skip
+)
 TASKS = ("local SGD", "MAML gradient", "large array")
 _DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 
@@ -69,10 +72,14 @@ class Worker:
 
     def __init__(self, python: str, directory: Path, **environment: str):
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.worker"], cwd=directory, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [python, "-m", "benchmarks.worker"],
+            cwd=directory,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             env={**os.environ, **_DEVICES, **environment},
-        )  # fmt: skip
+        )
         self.about = self.ask("hello")
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -110,9 +117,13 @@ def measure_case(
         run = turn >= settings.builds - settings.compiles
         for name in shuffled(names, turn):
             built = workers[name].ask(
-                "build", slot=name, implementation=_source(name), small=settings.small,
-                until="run" if run else "lower", **case,
-            )  # fmt: skip
+                "build",
+                slot=name,
+                implementation=_source(name),
+                small=settings.small,
+                until="run" if run else "lower",
+                **case,
+            )
             for key, value in built.items():
                 if key in ("trace_s", "lower_s", "compile_s"):
                     rows[name].setdefault(key, []).append(value)
@@ -161,18 +172,28 @@ def measure_probes(
         progress.update()
     return [
         {
-            "implementation": who, "name": name, "devices": devices, "call_s": taken,
+            "implementation": who,
+            "name": name,
+            "devices": devices,
+            "call_s": taken,
             **workers[who].ask("compiles", name=name, devices=devices),
         }
         for (who, name, devices), taken in every.items()
-    ]  # fmt: skip
+    ]
 
 
 PROBES = (
-    "eager drjax", "eager vmap", "eager drjax, closure", "eager vmap, closure",
-    "eager shard_map", "jit drjax", "jit vmap", "jit shard_map", "enter program",
+    "eager drjax",
+    "eager vmap",
+    "eager drjax, closure",
+    "eager vmap, closure",
+    "eager shard_map",
+    "jit drjax",
+    "jit vmap",
+    "jit shard_map",
+    "enter program",
     "enter context",
-)  # fmt: skip
+)
 
 
 def _is_drjax(name: str) -> bool:
@@ -275,9 +296,12 @@ def measure(
                 progress.update()
         about = machine(workers[report.OURS])
     return {
-        "machine": about, "rounds": settings.rounds, "rows": rows, "probes": probes,
+        "machine": about,
+        "rounds": settings.rounds,
+        "rows": rows,
+        "probes": probes,
         "leaks": leaks,
-    }  # fmt: skip
+    }
 
 
 # ---------------------------------------------------------------------------------

@@ -95,9 +95,11 @@ def _make_maml(n: int, small: bool):
     rng = np.random.default_rng(0)
     shots, width = (4, 16) if small else (16, 64)
     data = {
-        "x": _normal(rng, n, shots, 16), "y": _normal(rng, n, shots, 4),
-        "query_x": _normal(rng, n, shots, 16), "query_y": _normal(rng, n, shots, 4),
-    }  # fmt: skip
+        "x": _normal(rng, n, shots, 16),
+        "y": _normal(rng, n, shots, 4),
+        "query_x": _normal(rng, n, shots, 16),
+        "query_y": _normal(rng, n, shots, 4),
+    }
     return _mlp_params(rng, width), data
 
 
@@ -174,11 +176,19 @@ TASKS = {
         Task("local SGD", _local_sgd, _make_local_sgd),
         Task("MAML gradient", _maml_loss, _make_maml, jax.grad),
         Task("large array", _scaled_tanh, _make_large),
-        Task("MAML value and gradient", _wide_maml_loss, _make_wide_maml,
-             jax.value_and_grad),
+        Task(
+            "MAML value and gradient",
+            _wide_maml_loss,
+            _make_wide_maml,
+            jax.value_and_grad,
+        ),
         Task("round of local SGD", _wide_local_sgd, _make_wide_local_sgd),
-        Task("gradient through 5 rounds", _wide_local_sgd, _make_wide_local_sgd,
-             whole=_gradient_through_rounds),
+        Task(
+            "gradient through 5 rounds",
+            _wide_local_sgd,
+            _make_wide_local_sgd,
+            whole=_gradient_through_rounds,
+        ),
         Task("regression", _squared_error, _make_regression, jax.value_and_grad),
     )
-}  # fmt: skip
+}

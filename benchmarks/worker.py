@@ -62,9 +62,15 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
 
 
 def build(
-    slot: str, implementation: str, task: str, n: int, devices: int, arrival: str,
-    small: bool, until: str = "run",
-) -> dict[str, Any]:  # fmt: skip
+    slot: str,
+    implementation: str,
+    task: str,
+    n: int,
+    devices: int,
+    arrival: str,
+    small: bool,
+    until: str = "run",
+) -> dict[str, Any]:
     """Trace and lower one program with cold caches; perhaps compile and run it.
 
     Args:
@@ -87,8 +93,9 @@ def build(
             compiled: Any = lowered.compile() if until != "lower" else None
             after_compile = time.process_time()
     answer: dict[str, Any] = {
-        "trace_s": after_trace - start, "lower_s": after_lower - after_trace,
-    }  # fmt: skip
+        "trace_s": after_trace - start,
+        "lower_s": after_lower - after_trace,
+    }
     if compiled is None:
         return answer
     found = hlo.summary(hlo.collectives(compiled.as_text()))
@@ -203,9 +210,10 @@ def digits(n: int, chunk: int | None, equal: bool) -> dict[str, Any]:
         jax.block_until_ready(run(x))
         times.append(time.perf_counter() - start)
     return {
-        "error": error, "temp_bytes": memory.temp_size_in_bytes,
+        "error": error,
+        "temp_bytes": memory.temp_size_in_bytes,
         "run_s": times,
-    }  # fmt: skip
+    }
 
 
 def drop(slot: str) -> None:
@@ -282,7 +290,7 @@ def _alive() -> tuple[int, int]:
 _COMMANDS = {
     f.__name__: f
     for f in (hello, build, run, digits, drop, plan, plan_long, probe, compiles, leaks)
-}  # fmt: skip
+}
 
 
 def main() -> None:

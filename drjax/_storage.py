@@ -331,9 +331,13 @@ def _write_remote(system: Any, path: str, url: str, write: Callable[[], Any]) ->
 
 
 _KNOWN_ERRORS = (
-    FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError,
-    PermissionError, OSError,
-)  # fmt: skip
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    OSError,
+)
 
 
 def _call(url: str, action: Callable[[], Any]) -> Any:

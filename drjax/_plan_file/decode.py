@@ -73,9 +73,16 @@ def decode(
     except PlanFileError:
         raise
     except (
-        ArithmeticError, AssertionError, AttributeError, DrjaxError, LookupError,
-        MemoryError, RecursionError, TypeError, ValueError,
-    ) as error:  # fmt: skip
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        DrjaxError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise malformed(path, f"{type(error).__name__}: {error}") from error
     return plan
 
@@ -168,9 +175,15 @@ class _Reader:
         in_tree = _tree(data["in_tree"], inputs)
         out_tree = _tree(data["out_tree"], outputs)
         plan = Plan(
-            _text(data["name"]), partition, tuple(rounds), server, inputs, outputs,
-            in_tree, out_tree,
-        )  # fmt: skip
+            _text(data["name"]),
+            partition,
+            tuple(rounds),
+            server,
+            inputs,
+            outputs,
+            in_tree,
+            out_tree,
+        )
         kept = plan.kept()
         for about, a_round in zip(data["rounds"], rounds, strict=True):
             results = batched_results(a_round, kept)
@@ -201,10 +214,16 @@ class _Reader:
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
         return Loop(
-            _one_of(_LOOPS, data["op"]), _text(data["name"]), values(data["inputs"]),
-            values(data["outputs"]), bodies, tuple(map(_count, consts)), _count(carry),
-            None if length is None else _count(length), data["reverse"] is True,
-        )  # fmt: skip
+            _one_of(_LOOPS, data["op"]),
+            _text(data["name"]),
+            values(data["inputs"]),
+            values(data["outputs"]),
+            bodies,
+            tuple(map(_count, consts)),
+            _count(carry),
+            None if length is None else _count(length),
+            data["reverse"] is True,
+        )
 
     # -----------------------------------------------------------------------------
     # Stages
@@ -234,9 +253,10 @@ class _Reader:
         self, data: dict[str, Any], member: str, local: bool
     ) -> ExportedStage:
         function = lambda end: ExportedFunction(
-            self._member(f"{member}{end}.jexp"), self._member(f"{member}{end}.mlirbc"),
+            self._member(f"{member}{end}.jexp"),
+            self._member(f"{member}{end}.mlirbc"),
             f"{member}{end} of the plan file {self.path}",
-        )  # fmt: skip
+        )
         return ExportedStage(
             function(""),
             function(".batch") if local else None,

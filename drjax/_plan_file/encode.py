@@ -60,9 +60,12 @@ def _producer() -> dict[str, str]:
 def _origin(found: StageFeatures) -> dict[str, Any]:
     convention = export.maximum_supported_calling_convention_version
     return {
-        "producer": _producer(), "calling_convention": convention,
-        "platforms": list(PLATFORMS), "x64": found.wide, "prng": sorted(found.keys),
-    }  # fmt: skip
+        "producer": _producer(),
+        "calling_convention": convention,
+        "platforms": list(PLATFORMS),
+        "x64": found.wide,
+        "prng": sorted(found.keys),
+    }
 
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
@@ -70,11 +73,14 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
     found: Ledger = plan.communication()
     return [
         {
-            "round": m.round, "op": m.op, "value": m.value.name, "bytes": m.nbytes,
+            "round": m.round,
+            "op": m.op,
+            "value": m.value.name,
+            "bytes": m.nbytes,
             "times": list(m.times),
         }
         for m in found.messages
-    ]  # fmt: skip
+    ]
 
 
 def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
@@ -135,11 +141,16 @@ class _Writer:
         )
         inputs, outputs = names(plan.inputs), names(plan.outputs)
         return {
-            "name": plan.name, "partition": _partition(plan),
-            "inputs": inputs, "outputs": outputs,
-            "in_tree": _tree(plan.in_tree), "out_tree": _tree(plan.out_tree),
-            "values": values, "rounds": rounds, "server": server,
-        }  # fmt: skip
+            "name": plan.name,
+            "partition": _partition(plan),
+            "inputs": inputs,
+            "outputs": outputs,
+            "in_tree": _tree(plan.in_tree),
+            "out_tree": _tree(plan.out_tree),
+            "values": values,
+            "rounds": rounds,
+            "server": server,
+        }
 
     def _server(
         self, stage: Stage, member: str, location: str, names
@@ -156,9 +167,11 @@ class _Writer:
 
     def _stage(self, stage: Stage, member: str, export, names) -> dict[str, Any]:
         data = {
-            "name": stage.name, "inputs": names(stage.inputs),
-            "outputs": names(stage.outputs), "member": None,
-        }  # fmt: skip
+            "name": stage.name,
+            "inputs": names(stage.inputs),
+            "outputs": names(stage.outputs),
+            "member": None,
+        }
         if stage.empty:
             return data
         exported: ExportedStage = export() if stage.forms is None else stage.forms
@@ -191,19 +204,26 @@ class _Writer:
             for i, body in enumerate(loop.bodies)
         ]
         return {
-            "op": loop.op, "name": loop.name, "inputs": names(loop.inputs),
-            "outputs": names(loop.outputs), "bodies": bodies,
-            "consts": list(loop.consts), "carry": loop.carry, "length": loop.length,
+            "op": loop.op,
+            "name": loop.name,
+            "inputs": names(loop.inputs),
+            "outputs": names(loop.outputs),
+            "bodies": bodies,
+            "consts": list(loop.consts),
+            "carry": loop.carry,
+            "length": loop.length,
             "reverse": loop.reverse,
-        }  # fmt: skip
+        }
 
 
 def _partition(plan: Plan) -> dict[str, Any] | None:
     if plan.partition is None:
         return None
     name, size, axes = (
-        plan.partition.name, plan.partition.size, plan.partition.mesh_axes
-    )  # fmt: skip
+        plan.partition.name,
+        plan.partition.size,
+        plan.partition.mesh_axes,
+    )
     return {"name": name, "size": size, "mesh_axes": list(axes)}
 
 

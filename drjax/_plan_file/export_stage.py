@@ -48,9 +48,10 @@ class Exporter:
         self.stage, self.location, self.origin = stage, location, origin
         self._values = list(_compat.jaxpr_consts(stage.jaxpr))
         self._hoisted = [
-            i for i, x in enumerate(self._values)
+            i
+            for i, x in enumerate(self._values)
             if is_key(x.dtype) or x.nbytes >= _HOISTED
-        ]  # fmt: skip
+        ]
         self._consts = [np.asarray(to_raw(self._values[i])) for i in self._hoisted]
         self._types = [raw_type(v) for v in stage.inputs]
 
@@ -159,9 +160,11 @@ def _sequential(fn: Callable, axes: list) -> Callable:
         def one(rows):
             rows = iter(rows)
             return fn(
-                *(x if axis is None else next(rows)
-                  for x, axis in zip(args, axes, strict=True))
-            )  # fmt: skip
+                *(
+                    x if axis is None else next(rows)
+                    for x, axis in zip(args, axes, strict=True)
+                )
+            )
 
         rows = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
         return lax.map(one, rows)

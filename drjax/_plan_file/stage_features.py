@@ -99,16 +99,29 @@ _LAPACK = {
 _CUSOLVER = "geqrf gesvd gesvdj getrf orgqr potrf syevd"
 ALLOWED = frozenset(
     {
-        *(f"lapack_{t}{name}_ffi" for types, names in _LAPACK.items()
-          for t in types for name in names.split()),
+        *(
+            f"lapack_{t}{name}_ffi"
+            for types, names in _LAPACK.items()
+            for t in types
+            for name in names.split()
+        ),
         *(f"cusolver_{name}_ffi" for name in _CUSOLVER.split()),
-        "cu_lu_pivots_to_permutation", "cu_threefry2x32_ffi", "cusparse_gtsv2_ffi",
-        "Eigh", "LuDecomposition", "ProductOfElementaryHouseholderReflectors", "Qr",
-        "AllocateBuffer", "ApproxTopK", "annotate_device_placement",
-        "stablehlo.dynamic_approx_top_k", "stablehlo.dynamic_reduce_window",
-        "stablehlo.dynamic_rng_bit_generator", "stablehlo.dynamic_top_k",
+        "cu_lu_pivots_to_permutation",
+        "cu_threefry2x32_ffi",
+        "cusparse_gtsv2_ffi",
+        "Eigh",
+        "LuDecomposition",
+        "ProductOfElementaryHouseholderReflectors",
+        "Qr",
+        "AllocateBuffer",
+        "ApproxTopK",
+        "annotate_device_placement",
+        "stablehlo.dynamic_approx_top_k",
+        "stablehlo.dynamic_reduce_window",
+        "stablehlo.dynamic_rng_bit_generator",
+        "stablehlo.dynamic_top_k",
     }
-)  # fmt: skip
+)
 # Operations that exchange data with the host outside of any custom call.
 _OF_HOST = {f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send")}
 _BYTECODE = b"ML\xefR"

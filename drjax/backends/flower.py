@@ -49,9 +49,13 @@ _logger = logging.getLogger("drjax")
 
 
 def compile(
-    plan: Plan, grid: Any, *, start: float = 60.0,
-    nodes: Iterable[int] | None = None, **options: Any,
-) -> Runner:  # fmt: skip
+    plan: Plan,
+    grid: Any,
+    *,
+    start: float = 60.0,
+    nodes: Iterable[int] | None = None,
+    **options: Any,
+) -> Runner:
     """A function that runs the plan with Flower's clients, in a `ServerApp`.
 
     Give it `Clients()` for the argument that is the clients' own data.

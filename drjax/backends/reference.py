@@ -128,8 +128,10 @@ class _Run:
                     f"Group {group} failed in {location}, in {stage.name}"
                     f"{'' if line is None else f', at {line}'}: "
                     f"{type(error).__name__}: {error}",
-                    group, stage, inputs,
-                ) from error  # fmt: skip
+                    group,
+                    stage,
+                    inputs,
+                ) from error
             if self.check_nans:
                 _check_nans(outs, group, stage, inputs, location)
             rows.append(outs)
@@ -163,8 +165,10 @@ def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> 
             raise GroupError(
                 f"Group {group} yields NaN as {value.name} in {location}, "
                 f"in {stage.name}: {_locate_failure.of_nan(stage, inputs)}.",
-                group, stage, inputs,
-            )  # fmt: skip
+                group,
+                stage,
+                inputs,
+            )
 
 
 def _combine(reduce: Reduce, values: dict[str, Any]):

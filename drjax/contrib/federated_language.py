@@ -162,9 +162,14 @@ class _Export:
         )
         code = protobuf("any").Any()
         code.Pack(protobuf("wrappers").BytesValue(value=lowered.mlir_module_serialized))
-        bind = lambda indices: pb.Xla.Binding(struct=pb.Xla.StructBinding(element=[
-            pb.Xla.Binding(tensor=pb.Xla.TensorBinding(index=i)) for i in indices
-        ]))  # fmt: skip
+        bind = lambda indices: pb.Xla.Binding(
+            struct=pb.Xla.StructBinding(
+                element=[
+                    pb.Xla.Binding(tensor=pb.Xla.TensorBinding(index=i))
+                    for i in indices
+                ]
+            )
+        )
         return fl.framework.ConcreteComputation(
             computation_proto=pb.Computation(
                 type=function.to_proto(),

@@ -90,7 +90,9 @@ class Assignment:
     def reclaimable(self, present: Collection[int]) -> list[int]:
         """Clients that were refused a group whose client is not present any more."""
         return [
-            client for client, (group, _) in self._refused.items()
-            if type(group) is int and group in self._clients
+            client
+            for client, (group, _) in self._refused.items()
+            if type(group) is int
+            and group in self._clients
             and self._clients[group] not in present
-        ]  # fmt: skip
+        ]

@@ -171,8 +171,9 @@ class FolderCheckpoint(Checkpoint):
             warnings.warn(
                 f"{text}The call goes on from the step before, {name}: what was "
                 "computed after it is repeated.",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
@@ -230,10 +231,12 @@ class FolderCheckpoint(Checkpoint):
             # The user must know whether the time so far is lost.
             kept = "What was saved before is kept. " if self._steps else ""
             raise self._error(
-                f"step-{self._step:09}", "cannot be written", error,
+                f"step-{self._step:09}",
+                "cannot be written",
+                error,
                 f"{kept}Free space there, or make it writable, and make the same call "
                 "again.",
-            ) from error  # fmt: skip
+            ) from error
 
     def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -267,8 +270,9 @@ class FolderCheckpoint(Checkpoint):
             warnings.warn(
                 f"The checkpoint of a call that is done cannot be removed: {error}. "
                 "Remove it, or the same call would find it.",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 # ---------------------------------------------------------------------------------

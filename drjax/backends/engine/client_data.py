@@ -78,10 +78,13 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
     try:
         # A stage may need none of the client's data: then it is not even loaded.
         own = _own(load(), header) if header["tree"] is not None else []
-        block = replace(block, rows=[
-            next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
-            for origin in header["rows"]
-        ])  # fmt: skip
+        block = replace(
+            block,
+            rows=[
+                next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
+                for origin in header["rows"]
+            ],
+        )
     # Loading is user code: its failure is the group's, and the server gets the text.
     except Exception as error:
         failed = {int(groups[0]): f"{type(error).__name__}: {error}"}

@@ -45,4 +45,5 @@ def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
     op, source = REDUCE_OPS[reduce.op], reduce.source
     if total is None:  # no group takes part
         return np.full(source.shape, op.if_no_group, source.dtype)
+    # Groups that took part: a mean with dropped groups is that of survivors.
     return np.asarray(op.finish(total, groups)).astype(source.dtype)

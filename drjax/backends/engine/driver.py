@@ -282,8 +282,10 @@ class _Run:
         if stage_report.groups < options.min_groups:
             raise self._error(
                 f"{stage_report.groups} of {n} groups survive, but min_groups="
-                f"{options.min_groups}", location, stage,
-            )  # fmt: skip
+                f"{options.min_groups}",
+                location,
+                stage,
+            )
         pairs = zip(a_round.partials, totals, strict=True)
         found = [
             *(result(r, total, stage_report.groups) for r, total in pairs),
@@ -322,8 +324,11 @@ class _Run:
         who = "The groups' work" if group is None else f"Group {group}"
         return EngineError(
             f"{who} failed in round {location} of {self.runner.plan.name}, in "
-            f"{stage.name}: {why.rstrip('.')}.", location, stage.name, group,
-        )  # fmt: skip
+            f"{stage.name}: {why.rstrip('.')}.",
+            location,
+            stage.name,
+            group,
+        )
 
     def _bar(self, n: int, text: str) -> Any:
         if not self.options.progress:

@@ -217,10 +217,14 @@ class FileExchange:
             # Ranges end at the files' own bounds, so that a worker opens few files.
             edges = sorted(bounds)
             parts = itertools.chain.from_iterable(
-                blocks([x[i:j] if isinstance(x, np.ndarray) else x for x in others],
-                       call.alive[i:j], j - i, i)
+                blocks(
+                    [x[i:j] if isinstance(x, np.ndarray) else x for x in others],
+                    call.alive[i:j],
+                    j - i,
+                    i,
+                )
                 for i, j in itertools.pairwise(edges)
-            )  # fmt: skip
+            )
         else:
             parts = blocks(others, call.alive, call.size)
         for block, why in parts:

@@ -205,9 +205,12 @@ class Lease:
 def _owner(token: str) -> dict[str, Any]:
     pid = os.getpid()
     return {
-        "process": pid, "host": platform.node(), "machine": _machine(),
-        "start": _start_time(pid), "token": token,
-    }  # fmt: skip
+        "process": pid,
+        "host": platform.node(),
+        "machine": _machine(),
+        "start": _start_time(pid),
+        "token": token,
+    }
 
 
 def _parse(data: bytes) -> dict[str, Any]:

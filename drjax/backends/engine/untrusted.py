@@ -71,10 +71,12 @@ def partials_of(file: File) -> list[list[Partial]]:
             avals: Sequence[Any] = ()  # of the partial results, then of rows
             if reduces:
                 avals = forms.batched.function.out_avals[: len(reduces)]
-            found.append([
-                Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
-                for r, aval in zip(reduces, avals, strict=True)
-            ])  # fmt: skip
+            found.append(
+                [
+                    Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
+                    for r, aval in zip(reduces, avals, strict=True)
+                ]
+            )
     return found
 
 
@@ -148,9 +150,10 @@ def _header(data: Any) -> tuple[Any, Any, int]:
         raise BadReply(f"its header has {size} bytes, more than {_HEADER}")
     try:
         header = json.loads(
-            data[8 : 8 + size].decode(), object_pairs_hook=_unique,
+            data[8 : 8 + size].decode(),
+            object_pairs_hook=_unique,
             parse_constant=_no_constant,
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise BadReply(f"its header is no JSON: {error}") from None
     record, arrays = _fields(header, "its header", "about", "arrays")
@@ -237,6 +240,10 @@ def readable(text: Any) -> str:
     if len(text) > _TEXT:
         text = f"{text[:_TEXT]}... ({len(text)} characters)"
     return "".join(
-        c if c.isprintable() else " " if c.isspace()
-        else c.encode("unicode_escape").decode() for c in text
-    )  # fmt: skip
+        c
+        if c.isprintable()
+        else " "
+        if c.isspace()
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )

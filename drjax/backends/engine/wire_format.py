@@ -145,8 +145,10 @@ class Job:
     def from_bytes(cls, data: bytes) -> "Job":
         header, (plan, *shared) = from_bytes(data)
         file = File(
-            plan.tobytes(), header.pop("key"), header.pop("x64"),
+            plan.tobytes(),
+            header.pop("key"),
+            header.pop("x64"),
             tuple(header.pop("custom_calls")),
-        )  # fmt: skip
+        )
         ops, location = tuple(header.pop("ops")), header.pop("where")
         return cls(file, ops=ops, location=location, shared=shared, **header)

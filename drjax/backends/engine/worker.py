@@ -98,9 +98,12 @@ class LoadedPlan:
         # Without the padding.
         count = len(block.groups)
         return BlockResult(
-            outs[:partials], [x[:count] for x in outs[partials:]], failed, os.getpid(),
+            outs[:partials],
+            [x[:count] for x in outs[partials:]],
+            failed,
+            os.getpid(),
             time.perf_counter() - start,
-        )  # fmt: skip
+        )
 
     def _batch(self, task: Task, stage: Stage, block: Block, shared) -> list:
         # One shape for all blocks, so that XLA compiles the stage once.
@@ -148,8 +151,11 @@ class LoadedPlan:
                 found[int(group)] = f"{type(error).__name__}: {error}"
                 continue
             if task.check_nans:
-                names = [v.name for v, y in zip(stage.outputs, outs, strict=True)
-                         if _has_nan(y)]  # fmt: skip
+                names = [
+                    v.name
+                    for v, y in zip(stage.outputs, outs, strict=True)
+                    if _has_nan(y)
+                ]
                 if names:
                     found[int(group)] = f"it yields NaN as {', '.join(names)}"
         return found

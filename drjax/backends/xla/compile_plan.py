@@ -228,10 +228,14 @@ class _Run:
             outs = [*totals, *stacks]
         else:
             outs = on_devices(
-                layout, body, args, by_rows,
+                layout,
+                body,
+                args,
+                by_rows,
                 [False if reuse is None else None] * len(sums) + [True] * len(kept),
-                _compat.check_vma(), first=True,
-            )  # fmt: skip
+                _compat.check_vma(),
+                first=True,
+            )
         if reuse is None:
             for reduce, out in zip(sums, outs, strict=False):
                 values[reduce.result.name] = out
@@ -259,8 +263,9 @@ class _Run:
     def _loop(self, loop: Loop, inputs: list) -> list:
         runs = [_Run(body, self.layout, self.step) for body in loop.bodies]
         if loop.op == "cond":
-            return lax.switch(inputs[0], [lambda *x, r=r: r([*x]) for r in runs],
-                              *inputs[1:])  # fmt: skip
+            return lax.switch(
+                inputs[0], [lambda *x, r=r: r([*x]) for r in runs], *inputs[1:]
+            )
         if loop.op == "while":
             first, second = loop.consts[0], sum(loop.consts)
             cond, body = inputs[:first], inputs[first:second]

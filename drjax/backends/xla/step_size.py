@@ -117,8 +117,11 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
             high = guess
     _logger.info(
         "groups_per_step=%d of %d: %s of %s bytes of temporary memory",
-        low, count, f"{known[low]:,}", f"{budget:,}",
-    )  # fmt: skip
+        low,
+        count,
+        f"{known[low]:,}",
+        f"{budget:,}",
+    )
     return low
 
 
