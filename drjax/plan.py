@@ -6,8 +6,8 @@ A plan alternates between one server and n groups. Round by round:
 
 Every stage is a closed jaxpr without drjax primitives of the plan's own partition.
 Whatever a later round needs is either a global value, which the server keeps, or a
-partitioned value, whose row i only group i keeps. This module holds data only: plans
-are made by `drjax.make_plan` and run by the backends.
+partitioned value, whose slice i only group i keeps. This module holds data only:
+`drjax.make_plan` builds plans, and backends run them.
 """
 
 import math
@@ -27,11 +27,11 @@ class Value:
 
     Attributes:
       name: Unique in the plan; derived from names of arguments and functions.
-      shape: Its shape; of a partitioned value, the shape of one group's row.
+      shape: Its shape; of a partitioned value, the shape of one group's slice.
       dtype: Its dtype.
       partitioned: Whether it lives once for each group, or once.
-      nbytes: Its size in bytes; of a partitioned value, that of one row.
-      axis: Of a partitioned value, the axis along which whole arrays stack the rows.
+      nbytes: Its size in bytes; of a partitioned value, that of one slice.
+      axis: Of a partitioned value, the axis along which whole arrays stack the slices.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Stage:
-    """Work without communication.
+    """Computation without communication.
 
     Attributes:
       name: For people: the functions that it fuses.
-      inputs: What it takes. A local stage takes global values as they are and of
-        partitioned values the group's row.
-      outputs: What it gives: global values on the server, rows in a group.
+      inputs: A local stage takes global values whole, and of partitioned values the
+        group's slice.
+      outputs: Global values on the server, slices in a group.
       jaxpr: A `jax.extend.core.ClosedJaxpr` from inputs to outputs. That of a local
-        stage takes the number of the group, int32 `[]`, as its first argument.
+        stage takes the group index, int32 `[]`, as its first argument.
       forms: Of a stage read from a file, what the file holds of it: a
         `drjax._plan_file.exported_stage.Forms`.
     """
@@ -73,10 +73,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reduce:
-    """One combination of all groups' rows into a global value.
+    """One combination of all groups' slices into a global value.
 
     Attributes:
-      op: `sum`, `mean`, `max`, `min` or `gather` (all rows, in order).
+      op: `sum`, `mean`, `max`, `min` or `gather` (all slices, in order).
       source: The partitioned value.
       result: The global value.
     """
@@ -97,7 +97,7 @@ class Loop:
         of its condition and of its body, and carried values; of a cond the index of
         the branch and what every branch takes.
       outputs: Of a scan the carried values and stacks. In a stack of partitioned
-        values each row has the steps along its axis 0.
+        values each slice has the steps along its axis 0.
       bodies: (body,) of a scan, (condition, body) of a while, the branches of a cond.
       consts: How many constants a scan has; those of a while's condition and body.
       carry: How many carried values.
@@ -118,15 +118,15 @@ class Loop:
 
 @dataclass(frozen=True)
 class Round:
-    """One level of the program: everything between two communications.
+    """One round of the program: everything between two communications.
 
     Attributes:
-      server: Global work that the round's messages need.
+      server: Global computation that the round's communication needs.
       broadcast: Global values of which each group receives a copy.
-      scatter: Pairs (global `[n, *s]`, partitioned `[*s]`): group i receives row i.
-      local: The work of one group.
-      reduces: What the groups send, all together.
-      loops: Loops that start when all that is done.
+      scatter: Pairs (global `[n, *s]`, partitioned `[*s]`): group i receives slice i.
+      local: The computation of one group.
+      reduces: Reductions of the groups' results, communicated together.
+      loops: Loops that start after the reductions.
     """
 
     server: Stage
@@ -138,7 +138,7 @@ class Round:
 
     @property
     def partials(self) -> list[Reduce]:
-        """The reductions that can be made of partial results: all but gathers."""
+        """The reductions that partial reductions compose: all but gathers."""
         return [r for r in self.reduces if r.op != "gather"]
 
 
@@ -149,8 +149,9 @@ class Plan:
     Attributes:
       name: The program's name.
       partition: The partition of its groups; None if it calls no building block, so
-        that everything is the server's work.
-      rounds: One for each level; the number of reductions in sequence is the number
+        that the server computes everything.
+      rounds: As few as its dependencies allow; the number of reductions in sequence is
+      the number
         of rounds that reduce.
       server: The global work after the last round.
       inputs: The program's arguments, flat.
@@ -174,18 +175,18 @@ class Plan:
         return 0 if self.partition is None else self.partition.size
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
-        """All stages in the order in which they run, with where they run."""
+        """All stages in the order in which they run, each with its location."""
         for number, a_round in enumerate(self.rounds, 1):
             yield f"round {number}, server", a_round.server
             yield f"round {number}, groups", a_round.local
             for loop in a_round.loops:
                 for body in loop.bodies:
-                    for where, stage in body.stages():
-                        yield f"round {number}, {loop.name}, {where}", stage
+                    for location, stage in body.stages():
+                        yield f"round {number}, {loop.name}, {location}", stage
         yield "server", self.server
 
     def kept(self) -> frozenset[str]:
-        """Names of the partitioned values that are needed after they are made."""
+        """Names of the partitioned values that are live after their stage."""
         kept = {v.name for v in self.outputs}
         for a_round in self.rounds:
             kept |= {v.name for v in a_round.local.inputs}
@@ -194,7 +195,7 @@ class Plan:
         return frozenset(kept)
 
     def communication(self, devices: int = 1) -> "Ledger":
-        """What travels between the server and the groups, and between devices.
+        """Bytes between the server and the groups, and between devices.
 
         Args:
           devices: m, the number of devices over which the groups are divided.
@@ -206,13 +207,13 @@ class Plan:
           >>> plan.communication().up()
           40
         """
-        return Ledger(self.partition, devices, tuple(_messages(self, "", ())))
+        return Ledger(self.partition, devices, tuple(_communicated(self, "", ())))
 
     def draw(self, path: str | Path) -> None:
         """Write a picture: the server on top, groups below, time from left to right.
 
         Args:
-          path: A file that ends in `.svg` or `.png`. Its folder is made if need be.
+          path: A file that ends in `.svg` or `.png`. Missing folders are created.
 
         Raises:
           DrjaxValueError: The path ends otherwise.
@@ -231,13 +232,13 @@ class Plan:
         """Write a file that runs without this program's source; see docs/plan_files.md.
 
         Args:
-          path: The file, by custom `.drjax`. Its folder is made if need be. A path, or
+          path: The file, by custom `.drjax`. Missing folders are created. A path, or
             a URL such as `gs://bucket/plan.drjax` of any file system that fsspec knows.
 
         Raises:
           PlanFileError: A stage calls back into Python, or has no compiled form for
-            one of cpu, cuda and tpu, or a pytree cannot be told without its class; or
-            the file cannot be written, and what was there before is unchanged.
+            one of cpu, cuda and tpu, or a pytree needs its class to be reconstructed;
+            or the file cannot be written, and an earlier one is unchanged.
 
         Example:
           >>> import drjax, jax.numpy as jnp
@@ -259,15 +260,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Message:
-    """One value that travels in one round.
+    """One value that is communicated in one round.
 
     Attributes:
       round: The round, from 1; in a loop `2.scan.1`, the first round of its body.
       op: `broadcast` or `scatter` (down), or the reduction (up).
-      value: What travels.
+      value: The value that is communicated.
       nbytes: Bytes for each group, each time.
       times: How often, one factor for each loop around it: its number of steps, or
-        its name if only the run knows. A branch counts as run.
+        its name if only a run determines it. A branch counts as run.
     """
 
     round: str
@@ -282,8 +283,8 @@ class Message:
 
     def __str__(self) -> str:
         times = "".join(f" × {t}" for t in self.times)
-        where = f"{self.round:>9}  {self.op:9}"
-        return f"{where}  {_digits(self.nbytes):>13}  {self.value}{times}"
+        head = f"{self.round:>9}  {self.op:9}"
+        return f"{head}  {_digits(self.nbytes):>13}  {self.value}{times}"
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ class Ledger:
     """The communication of a plan. Print it to read it.
 
     On m devices a broadcast costs nothing (every device has the server's value) and a
-    reduction is one message a device; a gather is as large as the device's rows.
+    reduction is one message a device; a gather is as large as the device's slices.
 
     Attributes:
       partition: The plan's partition.
@@ -315,15 +316,15 @@ class Ledger:
         """Bytes that each device puts into collectives, in one round or in all."""
         if self.devices == 1 or self.partition is None:
             return 0
-        rows = -(-self.partition.size // self.devices)
+        slices = -(-self.partition.size // self.devices)
         return self._total(
             round,
-            lambda m: 0 if m.down else m.nbytes * (rows if m.op == "gather" else 1),
+            lambda m: 0 if m.down else m.nbytes * (slices if m.op == "gather" else 1),
         )
 
     @property
     def open_loops(self) -> tuple[str, ...]:
-        """Loops whose number of steps is not known: totals count one step of them."""
+        """Loops with an unknown number of steps: totals count one step of them."""
         times = [t for m in self.messages for t in m.times]
         return tuple(dict.fromkeys(t for t in times if isinstance(t, str)))
 
@@ -352,29 +353,29 @@ def _digits(number) -> str:
     return f"{number:,}" if isinstance(number, int) else str(number)
 
 
-def _messages(plan: Plan, where: str, times: tuple[int | str, ...]) -> Iterator:
+def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iterator:
     for number, a_round in enumerate(plan.rounds, 1):
-        here = f"{where}{number}"
+        label = f"{prefix}{number}"
         for value in a_round.broadcast:
-            yield Message(here, "broadcast", value, value.nbytes, times)
-        for _, rows in a_round.scatter:
-            yield Message(here, "scatter", rows, rows.nbytes, times)
+            yield Message(label, "broadcast", value, value.nbytes, times)
+        for _, scattered in a_round.scatter:
+            yield Message(label, "scatter", scattered, scattered.nbytes, times)
         for reduce in a_round.reduces:
             source = reduce.source
-            yield Message(here, reduce.op, source, source.nbytes, times)
+            yield Message(label, reduce.op, source, source.nbytes, times)
         for loop in a_round.loops:
             steps: tuple[int | str, ...] = ()
             if loop.op != "cond":
                 steps = (loop.name if loop.length is None else loop.length,)
             for body in loop.bodies:
-                yield from _messages(body, f"{here}.{loop.name}.", times + steps)
+                yield from _communicated(body, f"{label}.{loop.name}.", times + steps)
 
 
 def check_known_shapes(plan: Plan, what: str) -> None:
-    """Refuse a plan with symbolic dimensions, which inputs alone bring in.
+    """Refuse a plan with symbolic dimensions.
 
     Raises:
-      PlanError: It has some.
+      PlanError: An input has symbolic dimensions, so other values may have some too.
     """
     for value in plan.inputs:
         if not all(isinstance(size, int) for size in value.shape):

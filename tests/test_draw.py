@@ -111,7 +111,7 @@ def test_one_arrow_a_message(plan):
             "up": len(a_round.reduces),
         }
         for kind, messages in sides.items():
-            here = lambda x, k=kind, i=number: (x.kind, x.where) == (k, f"round {i}")
+            here = lambda x, k=kind, i=number: (x.kind, x.location) == (k, f"round {i}")
             shown = messages if messages <= SHOWN + 1 else SHOWN + 1
             assert sum(map(here, picture.arrows)) == shown
             assert sum(map(here, picture.boxes)) == shown
@@ -201,7 +201,7 @@ def test_loops_are_frames_around_their_rounds():
     assert forward.lines[1] == "carries model"
     assert backward.lines[0].endswith("scan, 10 steps, last to first")
     assert not covers(forward, backward)
-    for box in (b for b in picture.boxes if "scan" in b.where and b.kind != "value"):
+    for box in (b for b in picture.boxes if "scan" in b.location and b.kind != "value"):
         assert covers(box, forward) != covers(box, backward)
     frames = texts(layout(PLANS["loops"]), "frame")
     for words in ("while", "condition", "body", "cond", "branch 0", "branch 1"):

@@ -1,1 +1,5 @@
-"""Plans as pictures and as text: columns -> render, and text."""
+"""Plans as text and as pictures.
+
+`text` (print), `columns` (texts of a picture), `render` (positions), `draw`
+(matplotlib).
+"""

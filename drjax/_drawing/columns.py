@@ -1,4 +1,7 @@
-"""What the picture of a plan says: a column for each round, a frame for each loop.
+"""The texts of a plan's picture: a column for each round, a frame for each loop.
+
+Input: a `drjax.plan.Plan`. Output of `columns_of`: columns and frames, without
+positions.
 
 Texts are short: of many values the largest are named, and long names lose their
 middle. All text is set in a font of fixed width, so its size is known here.
@@ -21,19 +24,19 @@ Lines = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """What one round says; the inputs and outputs of the plan are columns too.
+    """The texts of one round; the inputs and outputs of the plan are columns too.
 
     Attributes:
-      where: The round.
+      location: The round.
       head: Its name and total sizes.
-      server: What the box of the server says, empty without a box.
-      down: What each message to the groups says.
-      up: What each message from the groups says.
-      local: What the box in each group says.
+      server: Text in the box of the server, empty without a box.
+      down: Text of each value that is sent to the groups.
+      up: Text of each value that is sent by the groups.
+      local: Text in the box of each group.
       kind: `stage` or `value` (inputs, outputs).
     """
 
-    where: str
+    location: str
     head: Lines
     server: Lines = ()
     down: tuple[Lines, ...] = ()
@@ -52,7 +55,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Frame:
-    """A loop, or one of its bodies: what its title says, and what is inside."""
+    """A loop, or one of its bodies: its title, and the columns inside."""
 
     lines: Lines
     items: list
@@ -80,14 +83,14 @@ def _type(value: Value) -> str:
 
 
 def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], Lines]:
-    """The largest values, in their order, and what to say of the others."""
-    found = list(named)
-    if len(found) <= SHOWN + 1:
-        return found, ()
-    order = sorted(range(len(found)), key=lambda i: -found[i][1].nbytes)
-    rest = sum(found[i][1].nbytes for i in order[SHOWN:])
-    more = f"+ {len(found) - SHOWN} more", f"{size(rest)} in all"
-    return [found[i] for i in sorted(order[:SHOWN])], more
+    """The largest values, in their order, and a summary of the others."""
+    pairs = list(named)
+    if len(pairs) <= SHOWN + 1:
+        return pairs, ()
+    order = sorted(range(len(pairs)), key=lambda i: -pairs[i][1].nbytes)
+    rest = sum(pairs[i][1].nbytes for i in order[SHOWN:])
+    more = f"+ {len(pairs) - SHOWN} more", f"{size(rest)} in all"
+    return [pairs[i] for i in sorted(order[:SHOWN])], more
 
 
 def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
@@ -106,20 +109,21 @@ def listed(title: Lines, values: Iterable[Value]) -> Lines:
     return (*title, *lines, *([", ".join(more)] if more else [])) if shown else ()
 
 
-def _column(plan: Plan, number: int, where: str) -> Column:
+def _column(plan: Plan, number: int, location: str) -> Column:
     a_round = plan.rounds[number - 1]
-    later = {v.name for v in plan.outputs}
+    # Values that are live after this round are saved in the groups.
+    live = {v.name for v in plan.outputs}
     for r in plan.rounds[number:]:
-        later |= {v.name for v in r.local.inputs} | {r.source.name for r in r.reduces}
+        live |= {v.name for v in r.local.inputs} | {r.source.name for r in r.reduces}
     for r in plan.rounds[number - 1 :]:
-        later |= {v.name for loop in r.loops for v in loop.inputs}
+        live |= {v.name for loop in r.loops for v in loop.inputs}
     down = [(v.name, v) for v in a_round.broadcast]
-    down += [(f"row i of {whole.name}", rows) for whole, rows in a_round.scatter]
+    down += [(f"row i of {whole.name}", part) for whole, part in a_round.scatter]
     up = [(f"{r.op} of {r.source.name}", r.source) for r in a_round.reduces]
     local: Lines = ()
     if not a_round.local.empty:
         local = tuple(textwrap.wrap(a_round.local.name, LONGEST)[:3])
-        kept = (v for v in a_round.local.outputs if v.name in later)
+        kept = (v for v in a_round.local.outputs if v.name in live)
         local += listed(("keeps",), kept)
     elif down or up:
         local = ("no work",)
@@ -130,25 +134,25 @@ def _column(plan: Plan, number: int, where: str) -> Column:
     ]
     head = (f"round {number}", *([f"{'  '.join(sums)} a group"] if sums else []))
     server = listed(("server computes",), a_round.server.outputs)
-    return Column(where, head, server, _messages(down), _messages(up), local)
+    return Column(location, head, server, _messages(down), _messages(up), local)
 
 
-def items_of(plan: Plan, where: str = "") -> list:
+def items_of(plan: Plan, prefix: str = "") -> list:
     """The columns of a plan, and frames for its loops, from left to right."""
     items: list = []
     for number, a_round in enumerate(plan.rounds, 1):
-        here = f"{where}round {number}"
-        column = _column(plan, number, here)
+        location = f"{prefix}round {number}"
+        column = _column(plan, number, location)
         if column.server or column.local:
             items.append(column)
-        items += [_frame(loop, number, here) for loop in a_round.loops]
+        items += [_frame(loop, number, location) for loop in a_round.loops]
     if not plan.server.empty:
         server = listed(("server computes",), plan.server.outputs)
-        items.append(Column(f"{where}end", ("at the end",), server))
+        items.append(Column(f"{prefix}end", ("at the end",), server))
     return items
 
 
-def _frame(loop: Loop, number: int, where: str) -> Frame:
+def _frame(loop: Loop, number: int, location: str) -> Frame:
     title = f"round {number}: {loop.op}"
     if loop.length is not None:
         title += f", {loop.length:,} step{'s' * (loop.length != 1)}"
@@ -160,7 +164,7 @@ def _frame(loop: Loop, number: int, where: str) -> Frame:
     if loop.op == "while":
         parts = ["condition", "body"]
     bodies = [
-        items_of(body, f"{where}, {loop.name}, {part}, ")
+        items_of(body, f"{location}, {loop.name}, {part}, ")
         for body, part in zip(loop.bodies, parts, strict=True)
     ]
     if loop.op == "scan":

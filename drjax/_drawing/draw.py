@@ -1,4 +1,6 @@
-"""Paints a plan with matplotlib.
+"""Paint a plan with matplotlib.
+
+Input: a `drjax.plan.Plan` and a path. Output: an SVG or PNG file.
 
 plan -> `Picture` -> figure -> file
 """
@@ -16,7 +18,7 @@ SETTINGS: Any = {
     "svg.hashsalt": "drjax",
     "text.hinting": "none",
 }
-# Colours of Okabe and Ito 2008, which colour-blind people tell apart, and tints.
+# Colors of Okabe and Ito 2008, which color-blind people tell apart, and tints.
 _DOWN, _UP, _LOOP = "#0072B2", "#D55E00", "#8A4B75"
 _STYLES = {  # fill, edge, line width
     "band": ("#F3F4F6", "none", 0.0),
@@ -73,14 +75,14 @@ def figure_of(picture: Picture) -> Any:
 
 
 def _paint_arrow(axes: Any, arrow: Arrow) -> None:
-    colour = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
+    color = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
     if "bar" in arrow.kind:
-        colour = _DOWN if "down" in arrow.kind else _UP
+        color = _DOWN if "down" in arrow.kind else _UP
     x, y = zip(*arrow.points, strict=True)
     order = 1.5 if arrow.kind == "time" else 2
-    axes.plot(x, y, color=colour, lw=1.1, zorder=order, solid_joinstyle="round")
+    axes.plot(x, y, color=color, lw=1.1, zorder=order, solid_joinstyle="round")
     if "bar" not in arrow.kind and arrow.kind != "fan up":
-        style = {"arrowstyle": "-|>", "color": colour, "lw": 1.1, "mutation_scale": 9}
+        style = {"arrowstyle": "-|>", "color": color, "lw": 1.1, "mutation_scale": 9}
         style |= {"shrinkA": 0, "shrinkB": 0}
         axes.annotate(
             "", arrow.points[-1], arrow.points[-2], arrowprops=style, zorder=order + 0.2
@@ -94,20 +96,27 @@ def _paint_box(axes: Any, box: Box) -> None:
     if box.kind in _STYLES:
         fill, edge, width = _STYLES[box.kind]
         shape = f"round,pad=0,rounding_size={3 if order == 3 else 5}"
-        place = (box.x, box.y), box.width, box.height
+        bounds = (box.x, box.y), box.width, box.height
         axes.add_patch(
             FancyBboxPatch(
-                *place, boxstyle=shape, fc=fill, ec=edge, lw=width, zorder=order
+                *bounds, boxstyle=shape, fc=fill, ec=edge, lw=width, zorder=order
             )
         )
     y = box.y + PAD
     for i, line in enumerate(box.lines):
         large = box.kind == "title" and i == 0
         strong = i == 0 and box.kind != "value"
+        size = 8 if i == 0 or box.kind == "value" else 7.5
+        color = "#111827" if i == 0 else "#374151"
         axes.text(
-            box.x + PAD, y, line, parse_math=False, va="top", zorder=4,
-            size=8 * TITLE if large else 8 if i == 0 or box.kind == "value" else 7.5,
+            box.x + PAD,
+            y,
+            line,
+            parse_math=False,  # names of values may contain dollar signs
+            va="top",
+            zorder=4,
+            size=8 * TITLE if large else size,
             weight="bold" if strong else "normal",
-            color=_LOOP if box.kind == "frame" else "#111827" if i == 0 else "#374151",
-        )  # fmt: skip
+            color=_LOOP if box.kind == "frame" else color,
+        )
         y += LINE * (TITLE if large else 1)

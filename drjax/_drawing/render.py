@@ -1,12 +1,14 @@
-"""A plan's picture: time from left to right, the server on top, groups below.
+"""The layout of a plan's picture: time from left to right, server above groups.
+
+Input: a `drjax.plan.Plan`. Output: a `Picture`, boxes and arrows with their positions.
 
     plan -> columns and frames -> `Picture`
 
 A `Picture` is pure data, in points from the top left: boxes with their text, and
 arrows. All text is set in a font of fixed width, so the layout knows how wide it is
-without matplotlib. What one round sends hangs in a staircase: each message is entered
-by its arrow at the top left and left at the bottom right, so no arrow crosses another
-message. A loop is a frame around the columns of its bodies.
+without matplotlib. The values that one round sends form a staircase: the arrow of
+each enters at the top left and leaves at the bottom right, so no arrow crosses another
+value. A loop is a frame around the columns of its bodies.
 """
 
 from dataclasses import dataclass
@@ -32,14 +34,14 @@ TITLE = 1.6  # times larger than other text
 
 @dataclass(frozen=True)
 class Box:
-    """Lines of text at a place.
+    """Lines of text at a position.
 
     Attributes:
       kind: `title`, `label`, `band` (the server, a group), `frame` (a loop), `server`
-        and `local` (stages), `value` (inputs, outputs), `down` and `up` (messages).
-      x, y, width, height: Where it is.
+        and `local` (stages), `value` (inputs, outputs), `down` and `up` (values sent).
+      x, y, width, height: Its position and size.
       lines: Its text.
-      where: The round that it belongs to, such as `round 1`.
+      location: The round that it belongs to, such as `round 1`.
     """
 
     kind: str
@@ -48,7 +50,7 @@ class Box:
     width: float
     height: float
     lines: tuple[str, ...] = ()
-    where: str = ""
+    location: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,20 @@ class Arrow:
     """A line through points, with a head at its end.
 
     Attributes:
-      kind: `down` and `up` for messages, `fan down` and `fan up` for what joins them
-        to all groups, `time` along the server and the groups.
-      points: Where it goes.
-      where: The round that it belongs to.
+      kind: `down` and `up` for values sent, `fan down` and `fan up` for their
+        branches to all groups, `time` along the server and the groups.
+      points: Its corners.
+      location: The round that it belongs to.
     """
 
     kind: str
     points: tuple[tuple[float, float], ...]
-    where: str = ""
+    location: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What to paint, in points."""
+    """Boxes and arrows, in points."""
 
     width: float
     height: float
@@ -78,7 +80,7 @@ class Picture:
 
 
 def layout(plan: Plan) -> Picture:
-    """Where everything is."""
+    """The positions of all boxes and arrows."""
     items = columns_of(plan)
     n = plan.partition.size if plan.partition else 0
     groups = f"partition {plan.partition}" if plan.partition else "no groups"
@@ -111,9 +113,9 @@ class _Layout:
         self.bottom, self.n = max(y, self.server_end), n
         self.name, self.groups = name, groups
 
-    def add(self, kind, x, y, lines, where="", width=None, height=None) -> Box:
+    def add(self, kind, x, y, lines, location="", width=None, height=None) -> Box:
         size = width or text_width(lines), height or text_height(lines)
-        self.boxes.append(Box(kind, x, y, *size, lines, where))
+        self.boxes.append(Box(kind, x, y, *size, lines, location))
         return self.boxes[-1]
 
     def picture(self) -> Picture:
@@ -155,7 +157,7 @@ class _Layout:
             x += text_width(line) + 50
 
     def place(self, items: list, x: float, depth: int) -> float:
-        """Place columns and frames from x on; where the next one may begin."""
+        """Place columns and frames from x on; returns the x of the next one."""
         for item in items:
             if isinstance(item, Frame):
                 end = self.place(item.items, x + INSET, depth + 1) - GAP + INSET
@@ -171,49 +173,52 @@ class _Layout:
 
     def column(self, column: Column, x: float) -> None:
         kinds = ("server", "local") if column.kind == "stage" else ("value", "value")
-        width, where = column.width, column.where
-        self.add("label", x, self.head_y, column.head, where)
+        width, location = column.width, column.location
+        self.add("label", x, self.head_y, column.head, location)
         if column.server:
             middle = (self.server_y + self.server_end) / 2
             y = middle - text_height(column.server) / 2
-            self.add(kinds[0], x, y, column.server, where)
+            self.add(kinds[0], x, y, column.server, location)
         inset = BUS if column.kind == "stage" else 0
         for lane in self.lanes.values() if column.local else ():
             y = lane + (self.lane - text_height(column.local)) / 2
             self.add(
-                kinds[1], x + inset, y, column.local, where, width=width - 2 * inset
+                kinds[1], x + inset, y, column.local, location, width=width - 2 * inset
             )
         for kind, side in (("down", column.down), ("up", column.up)):
             if side:
                 left = x if kind == "down" else x + width - stairs(side)
-                self.messages(kind, side, left, x, width, where)
+                self.messages(kind, side, left, x, width, location)
 
-    def messages(self, kind, side, left, x, width, where) -> None:
-        """A staircase of messages, their arrows, and what joins them to the groups."""
+    def messages(self, kind, side, left, x, width, location) -> None:
+        """A staircase of values, their arrows, and their branches to the groups."""
         wide, ends = max(map(text_width, side)), []
         top = self.server_end + 18 + (self.rows - len(side) * self.row) / 2
         for i, lines in enumerate(side):
             box_x, y = left + (len(side) - 1 - i) * STEP, top + i * self.row
-            box = self.add(kind, box_x, y, lines, where, width=wide)
+            box = self.add(kind, box_x, y, lines, location, width=wide)
             middle = y + box.height / 2
             alone = len(side) == 1
             above = box_x + (wide / 2 if alone else STEP / 2)
             ends.append(box_x + (wide / 2 if alone else wide - STEP / 2))
+            x_in, x_out = above, ends[-1]
             points = (
-                (above, self.server_end), (above, middle),
-                (ends[-1], middle), (ends[-1], self.bus_y),
-            )  # fmt: skip
+                (x_in, self.server_end),
+                (x_in, middle),
+                (x_out, middle),
+                (x_out, self.bus_y),
+            )
             points = points if kind == "down" else points[::-1]
-            self.arrows.append(Arrow(kind, points, where))
+            self.arrows.append(Arrow(kind, points, location))
         down = kind == "down"
         bus_x = x + STEP / 2 if down else x + width - STEP / 2
         edge = x + BUS if down else x + width - BUS
         middles = [y + self.lane / 2 for y in self.lanes.values()]
         for far in (max(ends), min(ends)):
             bar = ((far, self.bus_y), (bus_x, self.bus_y), (bus_x, middles[-1]))
-            self.arrows.append(Arrow(f"fan {kind} bar", bar, where))
+            self.arrows.append(Arrow(f"fan {kind} bar", bar, location))
         for middle in middles:
             ways = ((bus_x, middle), (edge, middle))
             self.arrows.append(
-                Arrow(f"fan {kind}", ways if down else ways[::-1], where)
+                Arrow(f"fan {kind}", ways if down else ways[::-1], location)
             )

@@ -1,4 +1,8 @@
-"""How a plan prints: its signature, and its rounds line by line."""
+"""A plan as text: its signature, and its rounds line by line.
+
+Input: a `drjax.plan.Plan`. Output: lines. Nothing is imported of the plan, which
+imports this module lazily to print itself.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +26,8 @@ def lines(plan: Any) -> Iterator[str]:
     yield from _rounds(plan)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def size(nbytes: int) -> str:
@@ -46,12 +50,12 @@ def _rounds(plan: Any) -> Iterator[str]:
         yield from ("", f"round {number}", *_server_lines(a_round.server))
         for value in a_round.broadcast:
             yield f"  to every group       {value}   {size(value.nbytes)}"
-        for whole, rows in a_round.scatter:
-            source = f"{size(rows.nbytes)}, of {whole.name}"
-            yield f"  row i to group i     {rows}   {source}"
+        for whole, scattered in a_round.scatter:
+            source = f"{size(scattered.nbytes)}, of {whole.name}"
+            yield f"  row i to group i     {scattered}   {source}"
         if not a_round.local.empty:
             yield f"  each group computes  {a_round.local.name}"
-            yield from (f"    keeps  {value}" for value in _kept(a_round))
+            yield from (f"    keeps  {value}" for value in _saved(a_round))
         for reduce in a_round.reduces:
             source = reduce.source
             yield (
@@ -81,6 +85,7 @@ def _server_lines(stage: Any) -> list[str]:
     return [] if stage.empty else [line]
 
 
-def _kept(a_round: Any) -> list:
-    sent = {reduce.source.name for reduce in a_round.reduces}
-    return [v for v in a_round.local.outputs if v.name not in sent]
+def _saved(a_round: Any) -> list:
+    """The outputs of the local stage that no reduction consumes at once."""
+    reduced = {reduce.source.name for reduce in a_round.reduces}
+    return [v for v in a_round.local.outputs if v.name not in reduced]
