@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import drjax
-from drjax._planner.partitioning.infer import Kinds
+from drjax._planner.partitioning.infer import PartitioningInference
 from drjax._planner.partitioning.kind import signature
-from drjax._planner.unbatching.rules import ROW_RULES
+from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.backends.xla import reuse_accumulators
 from tests.interpreter import interpreted, stage_runner
 from tests.meshes import in_mesh
@@ -112,8 +112,8 @@ def counting():
 
         return run
 
-    count_rules = {name: counted(name, rule) for name, rule in ROW_RULES.items()}
-    check_equation = Kinds._check
+    count_rules = {name: counted(name, rule) for name, rule in UNBATCHING_RULES.items()}
+    check_equation = PartitioningInference._check_equation
 
     def check_counted(self, eqn):
         operands = ", ".join(str(self[v]) for v in eqn.invars)
@@ -121,13 +121,13 @@ def counting():
             kinds[f"{eqn.primitive.name}({operands})"] += 1
         elif self.is_loop(eqn):
             kinds[eqn.primitive.name] += 1
-        elif self.meaning(eqn) is not None:
+        elif self.implicit_communication(eqn) is not None:
             kinds[f"means {eqn.primitive.name}({operands})"] += 1
         return check_equation(self, eqn)
 
     with (
-        mock.patch.dict(ROW_RULES, count_rules),
-        mock.patch.object(Kinds, "_check", check_counted),
+        mock.patch.dict(UNBATCHING_RULES, count_rules),
+        mock.patch.object(PartitioningInference, "_check_equation", check_counted),
     ):
         yield rules, kinds
 

@@ -221,7 +221,7 @@ def test_sums_of_arguments():
 @pytest.mark.parametrize("written", [jnp.prod, lambda y: jnp.max(y + 1j)])
 def test_other_reductions_are_refused(written):
     fn = program(lambda x: written(drjax.map_fn(jnp.sin, x)))
-    with pytest.raises(drjax.PlanError, match="may mix the rows"):
+    with pytest.raises(drjax.PlanError, match="may mix the slices"):
         drjax.make_plan(fn)(X)
 
 
@@ -287,4 +287,4 @@ def test_plans_do_not_depend_on_debug_data(fn, args, transform):
         closed = jax.make_jaxpr(wanted)(*map(jnp.asarray, args))
     said = _said_of(stripped(closed))
     assert said == _said_of(closed)
-    assert ("may mix the rows" in said) == (fn is OTHERS[1][1])
+    assert ("may mix the slices" in said) == (fn is OTHERS[1][1])

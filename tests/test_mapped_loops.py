@@ -150,5 +150,5 @@ def test_fourier_transforms():
 
     agree(fn)
     mixes = program(lambda x: jnp.abs(jnp.fft.fft(rows(x), axis=0)))
-    with pytest.raises(drjax.PlanError, match="may mix the rows"):
+    with pytest.raises(drjax.PlanError, match="may mix the slices"):
         drjax.make_plan(mixes)(X)

@@ -197,7 +197,7 @@ def test_a_with_mesh_block():
         (
             (V[:3],),
             drjax.DrjaxValueError,
-            r"v of shape \(4,\), got \(3,\). Plan it anew",
+            r"v of shape \(4,\), got \(3,\). Plan it again",
         ),
         ((X,), drjax.DrjaxValueError, r"v of shape \(4,\), got \(4, 4\)"),
         ((V.astype(int),), drjax.DrjaxTypeError, "v of dtype float32, got int32"),

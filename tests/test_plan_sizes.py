@@ -101,5 +101,5 @@ def test_callbacks_see_rows_of_a_map_only():
         jax.debug.print("{x}", x=rows(x))
         return drjax.reduce_mean(x)
 
-    with pytest.raises(drjax.PlanError, match="Python the rows of all groups at once"):
+    with pytest.raises(drjax.PlanError, match="slices of all groups to Python at once"):
         drjax.make_plan(fn)(jnp.ones(1))

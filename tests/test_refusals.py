@@ -214,7 +214,7 @@ def test_derivative_of_what_is_planned():
     def program(x, w):
         return drjax.reduce_mean(times(squares(x), w)).sum()
 
-    with pytest.raises(drjax.PlanError, match="rev at .* may mix the rows"):
+    with pytest.raises(drjax.PlanError, match="rev at .* may mix the slices"):
         jax.grad(drjax.jit(program))(X, 2.0)
 
 
@@ -238,7 +238,7 @@ def test_prints_of_all_rows():
         return drjax.reduce_mean(x)
 
     text = refused(prints, X)
-    assert "Python the rows of all groups at once" in text
+    assert "slices of all groups to Python at once" in text
     assert IN_MAP in text and GATHER in text
 
 
@@ -301,7 +301,7 @@ M = np.ones(3, np.float32)
 
 def test_partitioned_without_leading_axis():
     text = refused(scaled, M, X, partitioned=(True, True))
-    assert "partitioned= says that m is partitioned over clients:4" in text
+    assert "partitioned= declares that m is partitioned over clients:4" in text
     assert "leading axis of 4, but its shape is (3,)" in text
 
 
@@ -310,7 +310,7 @@ def test_partitioned_where_it_is_broadcast():
                    partitioned=(True, True))  # fmt: skip
     assert text.startswith("drjax_broadcast at ")
     assert "(float32[4] partitioned)" in text
-    assert "partitioned= says that m has a row for each group" in text
+    assert "partitioned= declares that m has a slice for each group" in text
 
 
 def test_partitioned_without_partition():

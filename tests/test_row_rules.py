@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax._jaxprs.prng_keys import is_key
-from drjax._planner.inline import flatten
-from drjax._planner.unbatching.rules import ELEMENTWISE, ROW_RULES, by_rows
+from drjax._planner.inline import inline_calls
+from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES, unbatch
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -266,7 +266,7 @@ def found_equations(name):
     """All equations of this primitive in its cases, with the values of operands."""
     for fn, args in CASES.get(name, ()):
         args = [jnp.asarray(x() if callable(x) else x) for x in args]
-        program = flatten(jax.make_jaxpr(fn)(*args))
+        program = inline_calls(jax.make_jaxpr(fn)(*args))
         values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
         for eqn in program.eqns:
             operands = [
@@ -280,7 +280,7 @@ def found_equations(name):
 
 def check_rows(eqn, operands, outs, rows) -> None:
     """The rows of the results are the results of the rows."""
-    partitioned = [(x, a) for x, a in zip(operands, rows.ins, strict=True)
+    partitioned = [(x, a) for x, a in zip(operands, rows.in_axes, strict=True)
                    if a is not None]  # fmt: skip
     sizes = {x.shape[a] for x, a in partitioned}
     (n,) = sizes
@@ -288,11 +288,11 @@ def check_rows(eqn, operands, outs, rows) -> None:
     for i in range(n):
         taken = [
             x if a is None else row(x, i, a)
-            for x, a in zip(operands, rows.ins, strict=True)
+            for x, a in zip(operands, rows.in_axes, strict=True)
         ]
         columns.append(rows.run(eqn, taken))
     for got, want, axis in zip(
-        zip(*columns, strict=True), outs, rows.outs, strict=True
+        zip(*columns, strict=True), outs, rows.out_axes, strict=True
     ):
         assert all(x.dtype == want.dtype for x in got)
         if is_key(want.dtype):
@@ -313,7 +313,7 @@ RULES = [
     pytest.param(name, marks=pytest.mark.slow)
     if name in ELEMENTWISE - {"add"}
     else name
-    for name in sorted(ROW_RULES)
+    for name in sorted(UNBATCHING_RULES)
 ]
 
 
@@ -326,11 +326,11 @@ def test_rule(name):
         for axes in itertools.product(*choices):
             if all(axis is None for axis in axes):
                 continue
-            rows = by_rows(eqn, axes)
+            rows = unbatch(eqn, axes)
             if rows is None:
                 refused += 1
                 continue
-            for given, used in zip(axes, rows.ins, strict=True):
+            for given, used in zip(axes, rows.in_axes, strict=True):
                 assert given is None or given == used
             check_rows(eqn, operands, outs, rows)
             accepted += 1
@@ -342,9 +342,9 @@ def test_rule(name):
 
 @pytest.mark.slow
 def test_without_partitioned_operands_nothing_is_by_rows():
-    for name in ROW_RULES:
+    for name in UNBATCHING_RULES:
         for eqn, operands, _ in found_equations(name):
-            assert by_rows(eqn, [None] * len(operands)) is None
+            assert unbatch(eqn, [None] * len(operands)) is None
 
 
 # Pointwise for vmap, but not work on partitioned values outside of drjax.map_fn.
@@ -365,4 +365,4 @@ def test_no_pointwise_primitive_of_this_jax_is_missing():
         if getattr(rule, "__name__", "") in ("vectorized_batcher", "broadcast_batcher")
     }
     assert len(pointwise) > 60
-    assert not pointwise - set(ROW_RULES) - NOT_WORK
+    assert not pointwise - set(UNBATCHING_RULES) - NOT_WORK

@@ -1,1 +1,5 @@
-"""Tools on jaxprs that know nothing of groups: evaluation, provenance, keys."""
+"""Tools on jaxprs that know nothing of groups.
+
+`walk` (definitions, liveness, backward slices), `eval_jaxpr` (an interpreter),
+`provenance` (source lines), `prng_keys` (keys as raw data).
+"""

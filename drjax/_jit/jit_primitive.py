@@ -40,14 +40,14 @@ class Options:
       name: That of the program.
       names: Those of the arguments.
       groups_per_step: How many of a device's groups work at once.
-      recompute: Whether to compute again what a round needs of an earlier one.
+      rematerialize: Whether a round rematerializes what it needs of an earlier one.
       bound: Whether the program is traced under the mesh in context.
     """
 
     name: str
     names: tuple[str, ...]
     groups_per_step: GroupsPerStep
-    recompute: bool
+    rematerialize: bool
     bound: bool = False
 
     def of(self, count: int) -> "Options":
@@ -76,7 +76,11 @@ def plan_of(jaxpr, options: Options):
     given = [None] * len(jaxpr.in_avals)
     with planning(options.bound):
         return plan_of_jaxpr(
-            jaxpr, options.name, options.names, given, recompute=options.recompute
+            jaxpr,
+            options.name,
+            options.names,
+            given,
+            rematerialize=options.rematerialize,
         )
 
 

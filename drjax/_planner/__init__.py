@@ -1,12 +1,21 @@
 """From the jaxpr of a program to its plan.
 
-make_plan
-  inline                   the jaxpr, flat: no jit, no custom derivatives
-  implicit_communication   equations that act across groups, as building blocks
-  partitioning/            which values are global, which partitioned
-  unbatching/              the equation of one group for a batched one
-  rounds                   in which round each equation runs
-  rematerialize            what a later round computes again
-  group_index              where the group's index is needed
-  build_stages             the stages of rounds, as jaxprs of their own
+The passes, in the order in which `make_plan` runs them:
+
+  inline                   inline calls, remove dead equations (liveness)
+  partitioning/            partitioning inference: global or partitioned, a fixed point
+  unbatching/              the per-group equation of a batched one
+  implicit_communication   reductions over the group axis become building blocks, with
+    scan_over_groups       scans that are maps, and
+    index_groups           reads and updates of some groups
+  rematerialize            rematerialize residuals of loops, unless
+    no_rematerialize       they are bitwise-observable
+  rounds                   the round of each equation, as few as possible
+  build_stages             split into stages, as jaxprs of their own, with
+    stage_values           the values that stages exchange,
+    naming                 their names, and
+    group_index            the group index as an argument
+
+`check` prints what partitioning inference concludes; `arguments` validates the
+arguments of a plan.
 """

@@ -1,4 +1,8 @@
-"""The arguments of a planned program: checked against what was planned."""
+"""Validate the arguments of a planned program.
+
+Input: a plan and the arguments of a call. Output: their leaves, as arrays of the shapes
+and dtypes of `plan.inputs`, or an error that names the leaf.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,30 +27,31 @@ def flat_inputs(
 
     Raises:
       DrjaxTypeError: Their structure is another than that of `plan.in_tree`, or a leaf
-        has another dtype than its value in `plan.inputs`.
+        has a dtype other than its value in `plan.inputs`.
       DrjaxValueError: A leaf has another shape.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     if plan.in_tree != tree:
         raise DrjaxTypeError(
             f"{plan.name} was planned for arguments (args, kwargs) of structure "
-            f"{plan.in_tree}, got {tree}. Plan it anew."
+            f"{plan.in_tree}, got {tree}. Plan it again."
         )
-    found = []
+    arrays = []
     for value, leaf in zip(plan.inputs, leaves, strict=True):
         array = as_array(leaf)
         shape = value.shape
         if value.partitioned:
+            # The shape of a partitioned value is that of one slice.
             shape = (*shape[: value.axis], plan.size, *shape[value.axis :])
         if array.shape != shape:
             raise DrjaxValueError(
                 f"{plan.name} was planned for {value.name} of shape {shape}, got "
-                f"{array.shape}. Plan it anew."
+                f"{array.shape}. Plan it again."
             )
         if array.dtype != value.dtype:
             raise DrjaxTypeError(
                 f"{plan.name} was planned for {value.name} of dtype {value.dtype}, got "
-                f"{array.dtype}. Cast it, or plan it anew."
+                f"{array.dtype}. Cast it, or plan it again."
             )
-        found.append(array)
-    return found
+        arrays.append(array)
+    return arrays

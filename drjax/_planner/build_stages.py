@@ -1,358 +1,421 @@
-"""Cutting a flat program at its communication: levels become rounds, work stages.
+"""Build the stages of a plan: split an inlined jaxpr at its communication.
 
-The stages are cut out of the flat program at its communication. Each is traced anew
-as a function of its inputs and so type-checked, and its results are compared with the
-types that the program gave them.
+Input: an inlined jaxpr, its kinds, the kinds that its results must have, and names.
+Output: a `Plan`, whose rounds are those of `RoundAssignment` and whose loops hold plans
+of their bodies.
 
-What does not cross a cut: a broadcast value is an input of every local stage that
-uses it (groups never store copies of global values), and so is a scattered one. What
-does: partitioned values that a later level uses are outputs of a local stage.
+For each round, the local stage holds its equations on partitioned values, and those of
+earlier rounds that it rematerializes. The server's stage holds the global equations
+that something needs: it is found by liveness, from the last round back to the first.
+
+What enters a stage: a broadcast or scattered value is an input of every local stage
+that uses it (groups never store copies of global values). What leaves it: operands of
+reductions, and partitioned values that a later round needs and cannot rematerialize.
+
+Invariants: each stage is traced as a function of its inputs, and so type-checked, and
+the types of its results are compared with those of the program. No equation with
+effects is in two stages, and no bitwise-observable variable is computed twice.
+Sharp edges: the stage of a later round may contain all local work of an earlier one;
+`rematerialize=False` saves its results for all groups instead.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
+from drjax._jaxprs.walk import split_scan, split_while, variables
 from drjax._planner import group_index
-from drjax._planner.inline import Flat
+from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.naming import function_name
-from drjax._planner.no_rematerialize import exact
-from drjax._planner.partitioning.infer import Kinds
-from drjax._planner.partitioning.kind import Kind
-from drjax._planner.rounds import Levels, reduction
-from drjax._planner.stage_values import Places, spread
+from drjax._planner.no_rematerialize import bitwise_observable
+from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
+from drjax._planner.rounds import RoundAssignment, reduction
+from drjax._planner.stage_values import (
+    BroadcastOperand,
+    ConstantOperand,
+    ExpandedOperand,
+    GroupIndexOperand,
+    Operand,
+    ScatteredOperand,
+    SliceOperand,
+    StageValues,
+)
 from drjax.plan import Loop, Plan, Reduce, Round, Stage
 
-_TO_PARTITIONED = (
+# These equations are communication down or an index: inputs of a stage, not its work.
+_INPUTS_OF_STAGES = (
     primitives.broadcast_p,
     primitives.scatter_p,
     primitives.partition_index_p,
 )
 
 
-class Cutter:
-    """Makes the plan of one flat program.
+class StageBuilder:
+    """Builds the plan of one inlined jaxpr.
 
     Args:
       program: The program.
       kinds: The kinds of its variables.
-      results: The kind that each result must have. A global value may be wanted as
+      results: The kind that each result must have. A global value may be required as
         a partitioned one.
       arguments: A name for each argument.
-      recompute: Whether a level repeats the work of earlier levels that it needs,
-        instead of each group keeping its results. Work with effects is never repeated,
-        nor what an extremum is taken of.
-      called: A name for each result, if it has one.
+      rematerialize: Whether a round rematerializes the results of earlier rounds that
+        it needs, instead of each group saving them. Equations with effects and
+        bitwise-observable variables are never rematerialized.
+      result_names: A name for each result, if it has one.
     """
 
     def __init__(
         self,
-        program: Flat,
-        kinds: Kinds,
+        program: InlinedJaxpr,
+        kinds: PartitioningInference,
         results: Sequence[Kind],
         arguments: Sequence[str],
-        recompute: bool,
-        called: Sequence[str] = (),
+        rematerialize: bool,
+        result_names: Sequence[str] = (),
     ):
         self.program, self.kinds, self.results = program, kinds, results
-        self.partition, self.recompute = kinds.partition, recompute
-        self.levels, self._exact = Levels(program, kinds), exact(program)
-        self.at = Places(program, kinds, arguments, called)
+        self.partition, self.rematerialize = kinds.partition, rematerialize
+        self.rounds = RoundAssignment(program, kinds)
+        self._observable = bitwise_observable(program)
+        self.values = StageValues(program, kinds, arguments, result_names)
         self._order = {id(e): i for i, e in enumerate(program.eqns)}
 
     def is_work(self, eqn) -> bool:
-        """Whether a partitioned equation is work, not a change of place."""
-        return eqn.primitive not in _TO_PARTITIONED
+        """Whether a partitioned equation is computed by a local stage."""
+        return eqn.primitive not in _INPUTS_OF_STAGES
 
     @functools.cache  # noqa: B019
-    def leaves(self, level: int) -> list[tuple[Any, int]]:
-        """What leaves the groups at the end of a level: `(variable, group axis)`."""
-        found = [(e.invars[0], 0) for e in self.levels.reduces.get(level, ())]
-        for eqn in self.levels.loops.get(level, ()):
-            needs = self.kinds.loops[eqn].ins
-            found += [
-                (v, need.axis)
-                for v, need in zip(eqn.invars, needs, strict=True)
-                if need.axis is not None
+    def leaving(self, index: int) -> list[tuple[Any, int]]:
+        """The slices that leave the groups after a round: `(variable, group axis)`."""
+        leaving = [(e.invars[0], 0) for e in self.rounds.reduces.get(index, ())]
+        for eqn in self.rounds.loops.get(index, ()):
+            kinds = self.kinds.loops[eqn].operand_kinds
+            leaving += [
+                (v, kind.axis)
+                for v, kind in zip(eqn.invars, kinds, strict=True)
+                if kind.axis is not None
             ]
-        found += [
+        leaving += [
             (v, kind.axis)
             for v, kind in zip(self.program.outvars, self.results, strict=True)
-            if kind.axis is not None and self.levels.of(v) == level
+            if kind.axis is not None and self.rounds.round_of(v) == index
         ]
-        return _unique(found)
+        return _unique(leaving)
 
     # -----------------------------------------------------------------------------
     # The plan
 
     def plan(self, name: str, in_tree: Any = None, out_tree: Any = None) -> Plan:
-        tables = self.levels.reduces, self.levels.loops
-        levels = [level for table in tables for level in table]
-        for level, eqns in self.levels.local.items():
-            if any(map(self.is_work, eqns)):
-                levels.append(level)
         outvars = self.program.outvars
-        wanted = set()  # global values that someone needs
-        for var, kind in zip(outvars, self.results, strict=True):
-            if kind.partitioned:
-                levels.append(self.levels.of(var))
-            else:
-                wanted.add(var)
-        count = self._count = 1 + max(levels, default=-1)
-        locals_ = [self._local(level) for level in range(count)]
-        loops = [tuple(map(self._loop, self.levels.loops.get(level, ())))
-                 for level in range(count)]  # fmt: skip
+        live = {
+            v for v, k in zip(outvars, self.results, strict=True) if not k.partitioned
+        }
+        count = self._count = self._count_rounds()
+        locals_ = [self._local(index) for index in range(count)]
+        loops = [
+            tuple(map(self._loop, self.rounds.loops.get(index, ())))
+            for index in range(count)
+        ]
         for _, broadcast, scatter, _ in locals_:
-            wanted |= {*broadcast, *(var for var, _ in scatter)}
-        for eqns in self.levels.loops.values():
+            live |= {*broadcast, *(var for var, _ in scatter)}
+        for eqns in self.rounds.loops.values():
             for eqn in eqns:
-                needs = self.kinds.loops[eqn].ins
-                wanted |= {
-                    v for v, need in zip(eqn.invars, needs, strict=True)
-                    if not need.partitioned
-                }  # fmt: skip
-        servers = [self._server(level, wanted) for level in reversed(range(count + 1))]
+                kinds = self.kinds.loops[eqn].operand_kinds
+                operands = zip(eqn.invars, kinds, strict=True)
+                live |= {v for v, kind in operands if not kind.partitioned}
+        # Backward, as the server computes in each round what later rounds need.
+        servers = [self._server(index, live) for index in reversed(range(count + 1))]
         servers.reverse()
         rounds = tuple(
             Round(
                 server,
-                tuple(map(self.at.value, broadcast)),
+                tuple(map(self.values.value, broadcast)),
                 tuple(
-                    (self.at.value(v), self.at.row_value(v, axis))
+                    (self.values.value(v), self.values.scattered(v, axis))
                     for v, axis in scatter
                 ),
                 stage,
                 reduces,
-                loops_here,
+                round_loops,
             )
-            for server, (stage, broadcast, scatter, reduces), loops_here in zip(
+            for server, (stage, broadcast, scatter, reduces), round_loops in zip(
                 servers[:-1], locals_, loops, strict=True
             )
         )
         outputs = [
-            self.at.value(v) if kind.axis is None else self.at.sent(v, kind.axis)
+            self.values.value(v)
+            if kind.axis is None
+            else self.values.outgoing(v, kind.axis)
             for v, kind in zip(outvars, self.results, strict=True)
         ]
-        inputs = tuple(map(self.at.value, self.program.invars))
         return Plan(
-            name, self.partition, rounds, servers[-1], inputs, tuple(outputs),
-            in_tree, out_tree,
-        )  # fmt: skip
+            name,
+            self.partition,
+            rounds,
+            servers[-1],
+            tuple(map(self.values.value, self.program.invars)),
+            tuple(outputs),
+            in_tree,
+            out_tree,
+        )
 
-    def _server(self, level: int, wanted: set) -> Stage:
-        """Global work of a level; adds what it needs to `wanted`."""
-        kept: list[Any] = []
-        for eqn in reversed(self.levels.server.get(level, [])):
-            if eqn.effects or any(v in wanted for v in eqn.outvars):
-                kept.append(eqn)
-                wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
-        kept.reverse()
-        made = [v for e in kept for v in e.outvars if v in wanted]
+    def _count_rounds(self) -> int:
+        """The number of rounds that communicate or have local work."""
+        indices = [*self.rounds.reduces, *self.rounds.loops]
+        for index, eqns in self.rounds.local.items():
+            if any(map(self.is_work, eqns)):
+                indices.append(index)
+        for var, kind in zip(self.program.outvars, self.results, strict=True):
+            if kind.partitioned:
+                indices.append(self.rounds.round_of(var))
+        return 1 + max(indices, default=-1)
+
+    def _server(self, index: int, live: set) -> Stage:
+        """The server's stage of a round; adds its operands to the `live` variables."""
+        eqns: list[Any] = []
+        for eqn in reversed(self.rounds.server.get(index, [])):
+            if eqn.effects or any(v in live for v in eqn.outvars):
+                eqns.append(eqn)
+                live.update(variables(eqn.invars))
+        eqns.reverse()
+        results = [v for e in eqns for v in e.outvars if v in live]
         consts: dict[Any, Any] = self.program.consts
-        if level == 0:
-            made = [c for c in consts if c in wanted] + made
-        own = {v for e in kept for v in e.outvars}
-        needed = [v for e in kept for v in e.invars if not isinstance(v, Literal)]
-        inputs = _unique(v for v in needed if v not in own and v not in consts)
+        if index == 0:
+            # Constants that others need leave the server's first stage.
+            results = [c for c in consts if c in live] + results
+        defined = {v for e in eqns for v in e.outvars}
+        operands = [v for e in eqns for v in variables(e.invars)]
+        inputs = _unique(v for v in operands if v not in defined and v not in consts)
 
         def run(*args):
-            known = {**consts, **dict(zip(inputs, args, strict=True))}
-            for eqn in kept:
-                operands = [
-                    v.val if isinstance(v, Literal) else known[v] for v in eqn.invars
-                ]
-                outs = _compat.bind_equation(eqn, operands)
-                known.update(zip(eqn.outvars, outs, strict=True))
-            return [known[v] for v in made]
+            env = {**consts, **dict(zip(inputs, args, strict=True))}
+            for eqn in eqns:
+                outs = _compat.bind_equation(eqn, _read(env, eqn.invars))
+                env.update(zip(eqn.outvars, outs, strict=True))
+            return [env[v] for v in results]
 
-        ins, outs = map(self.at.value, inputs), map(self.at.value, made)
-        return _stage("server", tuple(ins), tuple(outs), run, numbered=False)
+        ins, outs = map(self.values.value, inputs), map(self.values.value, results)
+        return _stage("server", tuple(ins), tuple(outs), run, takes_index=False)
 
-    def _local(self, level: int):
-        """`(stage, broadcast vars, scattered (var, axis), reduces)` of a level."""
-        eqns, made = self._work(level), self._made(level)
-        sent = [x for x in self.leaves(level) if not self.at.is_row(*x)]
-        passed = _unique(
+    def _local(self, index: int):
+        """`(stage, broadcast vars, scattered (var, axis), reduces)` of a round."""
+        eqns, computed = self._work(index), self._computed(index)
+        outgoing = [x for x in self.leaving(index) if not self.values.is_slice(*x)]
+        # A reduction of a slice of an earlier round: the stage hands it through.
+        forwarded = _unique(
             e.invars[0]
-            for e in self.levels.reduces.get(level, ())
-            if self.at.is_row(e.invars[0], 0) and e.invars[0] not in made
+            for e in self.rounds.reduces.get(index, ())
+            if self.values.is_slice(e.invars[0], 0) and e.invars[0] not in computed
         )
-        kept = [v for v in made if self._is_kept(v, level)]
-        once = self._exact.intersection(kept)
-        needs = [s for e in eqns for s in self.at.sources(e)]
-        needs += [self.at.source(*x) for x in sent] + [("row", v) for v in passed]
-        needs += [
-            self.at.copy(what[0].invars[0]) for how, what in needs if how == "spread"
-        ]
-        broadcast = _unique(what for how, what in needs if how == "global")
-        scatter = _unique(what for how, what in needs if how == "scatter")
-        rows = _unique(what for how, what in needs if how == "row" and what not in made)
+        saved = [v for v in computed if self._is_saved(v, index)]
+        fenced = self._observable.intersection(saved)
+        needs: list[Operand] = [x for e in eqns for x in self.values.operands(e)]
+        needs += [self.values.slice_of(*x) for x in outgoing]
+        needs += [SliceOperand(v) for v in forwarded]
+        needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
+        broadcast = _unique(x for x in needs if isinstance(x, BroadcastOperand))
+        scatter = _unique(x for x in needs if isinstance(x, ScatteredOperand))
+        slices = _unique(
+            x for x in needs if isinstance(x, SliceOperand) and x.var not in computed
+        )
 
         def run(group, *args):
-            known = dict(zip([*broadcast, *scatter, *rows], args, strict=True))
+            env = dict(zip([*broadcast, *scatter, *slices], args, strict=True))
 
-            def read(source):
-                how, what = source
-                if how == "literal":
-                    return what
-                if how == "number":
-                    return group
-                if how == "spread":
-                    eqn, axis = what
-                    return spread(eqn, axis, read(self.at.copy(eqn.invars[0])))
-                return known[what]
+            def read(operand: Operand):
+                match operand:
+                    case ConstantOperand():
+                        return operand.value
+                    case GroupIndexOperand():
+                        return group
+                    case ExpandedOperand():
+                        return operand.expand(read(operand.operand))
+                    case BroadcastOperand() | ScatteredOperand() | SliceOperand():
+                        return env[operand]
+                    case _:
+                        assert_never(operand)
 
             for eqn in eqns:
-                operands = list(map(read, self.at.sources(eqn)))
-                outs = self._run_row(eqn, group, operands)
+                operands = list(map(read, self.values.operands(eqn)))
+                outs = self._run_unbatched(eqn, group, operands)
                 for var, out in zip(eqn.outvars, outs, strict=True):
-                    if var in made:
-                        known[var] = _once(out) if var in once else out
-            sent_on = [read(self.at.source(*x)) for x in sent]
-            return [*(known[v] for v in kept), *sent_on, *(known[v] for v in passed)]
+                    if var in computed:
+                        env[SliceOperand(var)] = _fence(out) if var in fenced else out
+            return [
+                *(env[SliceOperand(v)] for v in saved),
+                *(read(self.values.slice_of(*x)) for x in outgoing),
+                *(env[SliceOperand(v)] for v in forwarded),
+            ]
 
-        inputs = [*map(self.at.value, broadcast)]
-        inputs += [self.at.row_value(var, axis) for var, axis in scatter]
-        inputs += map(self.at.value, rows)
-        outputs = [*map(self.at.value, kept), *(self.at.sent(*x) for x in sent)]
-        outputs += [self.at.passed(v, level) for v in passed]
-        name = " + ".join(_unique(_work_names(eqns))) or "rows"
-        stage = _stage(name, tuple(inputs), tuple(outputs), run, numbered=True)
+        inputs = [self.values.value(x.var) for x in broadcast]
+        inputs += [self.values.scattered(x.var, x.axis) for x in scatter]
+        inputs += [self.values.value(x.var) for x in slices]
+        outputs = [*map(self.values.value, saved)]
+        outputs += [self.values.outgoing(*x) for x in outgoing]
+        outputs += [self.values.forwarded(v, index) for v in forwarded]
+        name = " + ".join(_unique(_function_names(eqns))) or "rows"
+        stage = _stage(name, tuple(inputs), tuple(outputs), run, takes_index=True)
         reduces = tuple(
             Reduce(
                 str(reduction(e.primitive)),
-                self.at.passed(e.invars[0], level)
-                if e.invars[0] in passed
-                else self.at.sent(e.invars[0], 0),
-                self.at.value(e.outvars[0]),
+                self.values.forwarded(e.invars[0], index)
+                if e.invars[0] in forwarded
+                else self.values.outgoing(e.invars[0], 0),
+                self.values.value(e.outvars[0]),
             )
-            for e in self.levels.reduces.get(level, ())
+            for e in self.rounds.reduces.get(index, ())
         )
-        return stage, broadcast, scatter, reduces
+        return (
+            stage,
+            [x.var for x in broadcast],
+            [(x.var, x.axis) for x in scatter],
+            reduces,
+        )
 
-    def _is_kept(self, var, level: int) -> bool:
-        """Whether a row that a stage makes leaves it."""
-        if any(v is var for v, axis in self.leaves(level) if self.at.is_row(v, axis)):
+    def _is_saved(self, var, index: int) -> bool:
+        """Whether a slice that a stage computes is one of its outputs."""
+        if any(v is var and self.values.is_slice(v, a) for v, a in self.leaving(index)):
             return True
-        return self.levels.of(var) == level < self._last_use.get(var, -1)
+        return self.rounds.round_of(var) == index < self._last_use.get(var, -1)
 
     @functools.cached_property
     def _last_use(self) -> dict[Any, int]:
-        """The last level that needs a row of an earlier one."""
-        return {v: at for at in range(self._count) for v in self._external(at)}
+        """Liveness across rounds: the last round that needs an earlier one's slice."""
+        return {v: i for i in range(self._count) for v in self._live_in(i)}
 
-    @functools.cache  # noqa: B019  (the cutter lives as long as its plan is made)
-    def _external(self, level: int) -> frozenset:
-        """The rows that a level needs of earlier ones."""
-        eqns = self._work(level)
-        needed = {w for e in eqns for how, w in self.at.sources(e) if how == "row"}
-        needed |= {v for v, axis in self.leaves(level) if self.at.is_row(v, axis)}
-        return frozenset(needed - self._made(level).keys())
+    @functools.cache  # noqa: B019  (the builder lives as long as its plan is built)
+    def _live_in(self, index: int) -> frozenset:
+        """The slices that a round needs of earlier ones."""
+        operands = [x for e in self._work(index) for x in self.values.operands(e)]
+        needed = {x.var for x in operands if isinstance(x, SliceOperand)}
+        needed |= {
+            v for v, axis in self.leaving(index) if self.values.is_slice(v, axis)
+        }
+        return frozenset(needed - self._computed(index).keys())
 
     @functools.cache  # noqa: B019
-    def _work(self, level: int) -> tuple:
-        """The equations of a level's stage, those that it repeats included."""
-        eqns = [e for e in self.levels.local.get(level, ()) if self.is_work(e)]
-        if not self.recompute:
+    def _work(self, index: int) -> tuple:
+        """The equations of a round's local stage, rematerialized ones included."""
+        eqns = [e for e in self.rounds.local.get(index, ()) if self.is_work(e)]
+        if not self.rematerialize:
             return tuple(eqns)
-        rows = [v for v, axis in self.leaves(level) if self.at.is_row(v, axis)]
-        todo = eqns + [self.at.definition[v] for v in rows if self._repeatable(v)]
-        found = {id(e): e for e in todo}
-        while todo:
-            for how, what in self.at.sources(todo.pop()):
-                if how == "row" and self._repeatable(what):
-                    eqn = self.at.definition[what]
-                    if id(eqn) not in found:
-                        found[id(eqn)] = eqn
-                        todo.append(eqn)
-        return tuple(sorted(found.values(), key=lambda e: self._order[id(e)]))
+        slices = [v for v, axis in self.leaving(index) if self.values.is_slice(v, axis)]
+        stack = eqns + [
+            self.values.definition[v] for v in slices if self._may_rematerialize(v)
+        ]
+        work = {id(e): e for e in stack}
+        # The backward slice of the round's equations through earlier rounds.
+        while stack:
+            for operand in self.values.operands(stack.pop()):
+                if not isinstance(operand, SliceOperand):
+                    continue
+                if self._may_rematerialize(operand.var):
+                    eqn = self.values.definition[operand.var]
+                    if id(eqn) not in work:
+                        work[id(eqn)] = eqn
+                        stack.append(eqn)
+        return tuple(sorted(work.values(), key=lambda e: self._order[id(e)]))
 
-    def _made(self, level: int) -> dict[Any, None]:
-        """What the stage of a level makes, in order: not what it must not repeat."""
-        made = (v for eqn in self._work(level) for v in eqn.outvars)
+    def _computed(self, index: int) -> dict[Any, None]:
+        """The variables that the stage of a round computes, in order.
+
+        An equation with several results may be rematerialized for one of them while
+        another is observable: that one is read from the round that computed it.
+        """
+        results = (v for eqn in self._work(index) for v in eqn.outvars)
         return dict.fromkeys(
-            v for v in made if v not in self._exact or self.levels.of(v) == level
+            v
+            for v in results
+            if v not in self._observable or self.rounds.round_of(v) == index
         )
 
-    def _repeatable(self, var) -> bool:
-        eqn = self.at.definition.get(var)
-        if eqn is None or eqn.effects or var in self._exact:
+    def _may_rematerialize(self, var) -> bool:
+        eqn = self.values.definition.get(var)
+        if eqn is None or eqn.effects or var in self._observable:
             return False
         return not self.kinds.is_loop(eqn)
 
-    def _run_row(self, eqn, group, operands) -> list:
+    def _run_unbatched(self, eqn, group, operands) -> list:
         """The results of a local equation for one group."""
         if eqn.primitive is primitives.map_fn_p:
-            jaxpr = eqn.params["jaxpr"]
-            return group_index.evaluate(jaxpr, group, self.partition, *operands)
-        rows = self.kinds.rows(eqn)
-        assert rows is not None
-        return rows.run(eqn, operands)
+            return group_index.evaluate_for_group(
+                eqn.params["jaxpr"], group, self.partition, *operands
+            )
+        unbatched = self.kinds.unbatched(eqn)
+        assert unbatched is not None
+        return unbatched.run(eqn, operands)
 
     # -----------------------------------------------------------------------------
     # Loops
 
     def _loop(self, eqn) -> Loop:
         op, loop = eqn.primitive.name, self.kinds.loops[eqn]
-        ins, outs = loop.ins, loop.outs
-        names = [self.at.names.of(v) for v in eqn.invars]
+        names = [self.values.names.of(v) for v in eqn.invars]
         inputs = [
-            self.at.value(v) if need.axis is None else self.at.sent(v, need.axis)
-            for v, need in zip(eqn.invars, ins, strict=True)
+            self.values.value(v)
+            if kind.axis is None
+            else self.values.outgoing(v, kind.axis)
+            for v, kind in zip(eqn.invars, loop.operand_kinds, strict=True)
         ]
-        outputs = tuple(map(self.at.value, eqn.outvars))
-        name = self.at.names.fresh(op)
-        parts: dict[str, Any] = {}
-        results = [outs] * len(loop.bodies)
-        arguments = [names] * len(loop.bodies)
+        outputs = tuple(map(self.values.value, eqn.outvars))
+        name = self.values.names.fresh(op)
+        # Of each body: the kinds of its results, and names of its arguments.
+        results = [loop.result_kinds] * len(loop.bodies)
+        arguments = [names[1:]] * len(loop.bodies)
+        fields: dict[str, Any] = {}
         if op == "scan":
-            consts, carry = _compat.scan_sizes(eqn)
-            first = consts + carry
-            results = [[*outs[:carry], *(_step(kind) for kind in outs[carry:])]]
-            arguments = [[*names[:first], *(f"{x}[step]" for x in names[first:])]]
-            parts = dict(
-                consts=(consts,), carry=carry, length=eqn.params["length"],
-                reverse=eqn.params["reverse"],
-            )  # fmt: skip
+            consts, carry, xs = split_scan(eqn, names)
+            n_carry = len(carry)
+            steps = (shift_axis(kind, -1) for kind in loop.result_kinds[n_carry:])
+            results = [[*loop.result_kinds[:n_carry], *steps]]
+            arguments = [[*consts, *carry, *(f"{x}[step]" for x in xs)]]
+            fields = {
+                "consts": (len(consts),),
+                "carry": n_carry,
+                "length": eqn.params["length"],
+                "reverse": eqn.params["reverse"],
+            }
         elif op == "while":
-            n_cond, n_body = (eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
-            n = n_cond + n_body
-            results[0] = [Kind("global")]
-            arguments = [names[:n_cond] + names[n:], names[n_cond:]]
-            parts = dict(consts=(n_cond, n_body), carry=len(names) - n)
-        else:
-            arguments = [names[1:]] * len(loop.bodies)
+            cond_consts, body_consts, carry = split_while(eqn, names)
+            results[0] = [GLOBAL]
+            arguments = [[*cond_consts, *carry], [*body_consts, *carry]]
+            consts = len(cond_consts), len(body_consts)
+            fields = {"consts": consts, "carry": len(carry)}
         bodies = tuple(
-            Cutter(kinds.program, kinds, wanted, named, self.recompute).plan(
-                f"{name} body {i}"
-            )
-            for i, (kinds, wanted, named) in enumerate(
+            StageBuilder(
+                kinds.program, kinds, body_results, body_arguments, self.rematerialize
+            ).plan(f"{name} body {i}")
+            for i, (kinds, body_results, body_arguments) in enumerate(
                 zip(loop.bodies, results, arguments, strict=True)
             )
         )
-        return Loop(op, name, tuple(inputs), outputs, bodies, **parts)
+        return Loop(op, name, tuple(inputs), outputs, bodies, **fields)
 
 
-def _once(row):
-    """A row that the compiler must not compute twice, in two ways."""
-    if not isinstance(row, jax.Array):  # a constant
-        return row
-    if jax.dtypes.issubdtype(row.dtype, jax.dtypes.extended):
-        return row
-    return jax.lax.optimization_barrier(row)
+def _read(env: dict, atoms: Sequence[Any]) -> list:
+    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
 
 
-def _step(kind: Kind) -> Kind:
-    """The kind of one step of what a scan stacks."""
-    return kind if kind.axis is None else Kind(kind.name, kind.axis - 1)
+def _fence(x):
+    """An observable slice, which the compiler must not rematerialize by itself.
+
+    XLA may fuse an equation into each of its users, and round otherwise in each.
+    """
+    if not isinstance(x, jax.Array):  # a constant
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return jax.lax.optimization_barrier(x)
 
 
-def _work_names(eqns) -> list[str]:
+def _function_names(eqns) -> list[str]:
     return [
         function_name(e.params["name"])
         for e in eqns
@@ -360,10 +423,10 @@ def _work_names(eqns) -> list[str]:
     ]
 
 
-def _stage(name: str, inputs, outputs, run, numbered: bool) -> Stage:
-    """Trace `run` as a stage, which gives each equation its types, and check them."""
+def _stage(name: str, inputs, outputs, run, takes_index: bool) -> Stage:
+    """Trace `run` as a stage, and check the types of its results."""
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
-    if numbered:
+    if takes_index:
         avals = [jax.ShapeDtypeStruct((), np.int32), *avals]
     jaxpr = _compat.without_dead_code(jax.make_jaxpr(run)(*avals))
     avals_out: list[Any] = jaxpr.out_avals

@@ -1,4 +1,8 @@
-"""`drjax.check`: the signature of a program, with the kind of each value."""
+"""`drjax.check`: the signature of a program, with the kind of each value.
+
+Input: a function and its arguments. Output: a `Signature`, which prints itself. The
+kinds are those of partitioning inference; no stage is built and nothing is compiled.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drjax._partition import Partition
-from drjax._planner.make_plan import infer, prepare
+from drjax._planner.make_plan import infer_partitioning, trace
 from drjax._planner.naming import function_name, result_names
 from drjax._sharding.layout import find_mesh, layout
 
@@ -36,14 +40,14 @@ class Typed:
 
 @dataclass(frozen=True)
 class Signature:
-    """What `drjax.check` finds. Print it to read it.
+    """The result of `drjax.check`. Print it to read it.
 
     Attributes:
       name: The program's name.
       partition: Its partition; None if it calls no building block.
       arguments: Its arguments, flat.
       results: Its results, flat.
-      axes: The mesh axes that carry the partition here, () if it runs locally.
+      axes: The mesh axes that the partition is sharded over, () if it runs locally.
       devices: The number of devices along those axes.
     """
 
@@ -67,18 +71,18 @@ class Signature:
         count = len(self.arguments)
         title = f"{self.name}: calls no drjax building block"
         if self.partition is not None:
-            title = f"{self.name} over partition {self.partition}, {self._place()}"
+            title = f"{self.name} over partition {self.partition}, {self._placement()}"
         return "\n".join([title, *lines[:count], "returns", *lines[count:]])
 
-    def _place(self) -> str:
+    def _placement(self) -> str:
         assert self.partition is not None
         if not self.axes:
             return "run locally (no mesh with such an axis in context)"
-        rows = -(-self.partition.size // self.devices)
+        groups = -(-self.partition.size // self.devices)
         padded = " at most" if self.partition.size % self.devices else ""
         names = ", ".join(map(repr, self.axes))
         return (
-            f"on mesh axis {names} of {self.devices} devices with {rows} groups each"
+            f"on mesh axis {names} of {self.devices} devices with {groups} groups each"
             + padded
         )
 
@@ -115,8 +119,10 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
 
     @functools.wraps(fn)
     def checker(*args, **kwargs) -> Signature:
-        traced = prepare(fn, partitioned, args, kwargs)
-        program, kinds = infer(traced.closed, traced.names, traced.given)
+        traced = trace(fn, partitioned, args, kwargs)
+        program, kinds = infer_partitioning(
+            traced.closed, traced.names, traced.declared
+        )
         outs = result_names(traced.out_tree)
 
         def typed(var, name):
@@ -125,8 +131,8 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
         partition = kinds.partition
         axes, devices = (), 1
         if partition is not None:
-            where = layout(partition, find_mesh(partition))
-            axes, devices = where.axes, where.devices
+            placement = layout(partition, find_mesh(partition))
+            axes, devices = placement.axes, placement.devices
         return Signature(
             function_name(getattr(fn, "__name__", "program")),
             partition,

@@ -1,9 +1,16 @@
-"""The number of a group as an explicit argument of its jaxpr.
+"""The group index as an explicit argument of a per-group jaxpr.
 
-Inside a mapped function `partition_index` is an equation without operands. A stage
-that runs anywhere must be told which group it works for. `evaluate` runs a per-group
-jaxpr with the number given: where a loop, branch or call contains the equation, it is
-rebuilt by JAX's public control flow around a closure over the number.
+Input: a per-group jaxpr that may hold `partition_index`, and an index. Output: the
+results for the group with this index.
+
+Inside a mapped function `partition_index` is an equation without operands, as
+`jax.lax.axis_index` is. A local stage runs anywhere, one group at a time, so its jaxpr
+takes the group index as its first argument. `evaluate_for_group` evaluates a per-group
+jaxpr with the index bound: where a loop, branch or call contains the equation, it is
+rebuilt by JAX's public control flow around a closure over the index.
+
+Invariants: only the partition of the plan is bound; an inner program's index stays as
+it is. Sharp edges: other equations with jaxprs in their parameters are refused.
 """
 
 import jax
@@ -17,18 +24,21 @@ from drjax._planner.inline import CALLS, any_of_batch, step_where
 from drjax.primitives import partition_index_p
 
 
-def evaluate(jaxpr, number, partition: Partition | None, *args) -> list:
-    """The results of a per-group jaxpr for the group with this number."""
-    if not _asks(jaxpr, partition):
+def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list:
+    """The results of a per-group jaxpr for the group with this index."""
+    # Without the index the jaxpr is called as it is, with its calls and their caches.
+    if not _uses_group_index(jaxpr, partition):
         return _compat.jaxpr_as_fun(_compat.closed(jaxpr))(*args)
 
     def run(inner):
-        return lambda *xs: evaluate(inner, number, partition, *xs)
+        return lambda *xs: evaluate_for_group(inner, group, partition, *xs)
 
     def step(eqn, operands):
-        if _is_number(eqn, partition):
-            return [number]
-        if not any(_asks(j, partition) for j in _compat.jaxprs_in(eqn.params)):
+        if _is_group_index(eqn, partition):
+            return [group]
+        if not any(
+            _uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params)
+        ):
             return None
         rule = _RULES.get(eqn.primitive.name)
         if rule is None and eqn.primitive.name in CALLS:
@@ -36,15 +46,15 @@ def evaluate(jaxpr, number, partition: Partition | None, *args) -> list:
         if rule is None:
             raise PlanError(
                 f"drjax.partition_index() inside {eqn.primitive.name} at "
-                f"{source_line(eqn)} has no plan. Compute the number outside, "
-                "in the function given to drjax.map_fn, and close over it."
+                f"{source_line(eqn)} has no plan. Compute the index outside of "
+                "it, in the function given to drjax.map_fn, and close over it."
             )
         return rule(eqn, operands, run)
 
     return eval_jaxpr.evaluate(jaxpr, args, step)
 
 
-def _is_number(eqn, partition: Partition | None) -> bool:
+def _is_group_index(eqn, partition: Partition | None) -> bool:
     return (
         eqn.primitive is partition_index_p
         and eqn.params["per_group"]
@@ -52,11 +62,11 @@ def _is_number(eqn, partition: Partition | None) -> bool:
     )
 
 
-def _asks(jaxpr, partition: Partition | None) -> bool:
-    """Whether the number is used anywhere in a per-group jaxpr."""
+def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
+    """Whether the group index is used anywhere in a per-group jaxpr."""
     return any(
-        _is_number(eqn, partition)
-        or any(_asks(j, partition) for j in _compat.jaxprs_in(eqn.params))
+        _is_group_index(eqn, partition)
+        or any(_uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
 
@@ -70,10 +80,9 @@ def _scan(eqn, operands, run):
         outs = body(*consts, *carry, *xs)
         return outs[:n_carry], outs[n_carry:]
 
-    carry, ys = jax.lax.scan(
-        step, carry, operands[n_consts + n_carry :], eqn.params["length"],
-        eqn.params["reverse"], eqn.params["unroll"],
-    )  # fmt: skip
+    xs = operands[n_consts + n_carry :]
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, carry, xs, **options)
     return [*carry, *ys]
 
 
@@ -82,12 +91,12 @@ def _while(eqn, operands, run):
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
-    goes_on = lambda *carry: cond(*cond_consts, *carry)[0]
+    condition = lambda *carry: cond(*cond_consts, *carry)[0]
     step = lambda *carry: body(*body_consts, *carry)
-    if params["cond_jaxpr"].out_avals[0].shape:  # one for each element of a batch
-        goes_on, step = any_of_batch(goes_on), step_where(goes_on, step)
+    if params["cond_jaxpr"].out_avals[0].shape:  # a batch of conditions
+        condition, step = any_of_batch(condition), step_where(condition, step)
     return jax.lax.while_loop(
-        lambda carry: goes_on(*carry),
+        lambda carry: condition(*carry),
         lambda carry: step(*carry),
         list(operands[n_cond + n_body :]),
     )
@@ -98,4 +107,5 @@ def _cond(eqn, operands, run):
     return jax.lax.switch(index, [run(b) for b in eqn.params["branches"]], *operands)
 
 
+# Calls need no rule: the jaxpr that they call is evaluated in their place.
 _RULES = {"scan": _scan, "while": _while, "cond": _cond}

@@ -1,16 +1,23 @@
-"""Equations that combine groups without saying so, and what they mean.
+"""Equations of `lax` that combine groups: communication that a program implies.
+
+Input: an equation and the group axes of its operands. Output of
+`implicit_communication`: the same equation written with building blocks, or None.
+Output of `make_communication_explicit`: the program in which every such equation is.
 
 * A sum, a maximum or a minimum over the group axis is `drjax.reduce_sum`, `reduce_max`
-  or `reduce_min`, whether a user wrote it (`jnp.mean(rows)`) or a derivative did (the
-  transpose of the broadcast of a global value that meets rows in pointwise work). What
-  it reduces besides the groups, each group reduces by itself, before it sends.
-* A product that contracts the group axis, such as the derivative of a product of rows
-  and a matrix, is one product in each group, and their sum. So is a convolution.
+  or `reduce_min`, whether a user wrote it (`jnp.mean(x)`) or a derivative did (the
+  transpose of the broadcast of a global value that meets partitioned ones in pointwise
+  equations). Each group first reduces the other axes by itself.
+* A product that contracts the group axis, such as the derivative of a product of a
+  partitioned value and a matrix, is one product in each group, and their sum. So is a
+  convolution.
 * A scan over the groups may be a map: see `scan_over_groups.py`.
-* Taking, or changing, the slices of some groups: see `index_groups.py`.
+* Reading, or updating, the slices of some groups: see `index_groups.py`.
 
-`meaning` recognises them by what they compute and never by where they come from, and
-`explicit` rewrites a program with building blocks.
+Invariants: equations are recognized by what they compute and never by their source
+lines or names. The result of the rewrite is inferred again, as it may contain equations
+that imply communication themselves. Sharp edges: a sum in another order rounds
+otherwise, as any reduction over groups does.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,84 +27,97 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._api.resolve import map_leaves
+from drjax._jaxprs.walk import live_equations, substitute
 from drjax._partition import Partition
-from drjax._planner.index_groups import changed, gathered, taken
-from drjax._planner.inline import Flat, flatten, live_equations
-from drjax._planner.scan_over_groups import map_of_scan
+from drjax._planner.index_groups import (
+    gather_groups,
+    read_some_groups,
+    update_some_groups,
+)
+from drjax._planner.inline import InlinedJaxpr, inline_calls
+from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax.primitives import reduce_max_p, reduce_min_p, reduce_sum_p
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What an equation does to groups.
+class ImplicitCommunication:
+    """The communication that an equation implies.
 
     Attributes:
-      fn: The same work, written with building blocks: `(partition, *operands)`.
-      ins: The group axis of each operand; None: all of it is taken.
-      outs: The group axis of each result, None if it is global; (): all are global.
+      fn: The equation written with building blocks: `(partition, *operands)`.
+      in_axes: The group axis of each operand; None: it enters whole.
+      out_axes: The group axis of each result, None if it is global; (): all are global.
     """
 
     fn: Callable
-    ins: tuple[int | None, ...]
-    outs: tuple[int | None, ...] = ()
+    in_axes: tuple[int | None, ...]
+    out_axes: tuple[int | None, ...] = ()
 
-    def of_results(self, eqn) -> tuple[int | None, ...]:
-        return self.outs or (None,) * len(eqn.outvars)
+    def result_axes(self, eqn) -> tuple[int | None, ...]:
+        return self.out_axes or (None,) * len(eqn.outvars)
 
 
-def meaning(eqn, axes: Sequence[int | None]) -> Meaning | None:
-    """What an equation does to groups, or None.
+def implicit_communication(
+    eqn, axes: Sequence[int | None]
+) -> ImplicitCommunication | None:
+    """The communication that an equation implies, or None.
 
     Args:
       eqn: The equation.
       axes: The group axis of each operand; None: it is not partitioned.
     """
     if eqn.primitive.name == "scan":
-        found = map_of_scan(eqn, axes)
-        return None if found is None else Meaning(*found)
+        mapped = scan_as_map(eqn, axes)
+        return None if mapped is None else ImplicitCommunication(*mapped)
     if eqn.primitive is lax.dot_general_p:
-        return _product(eqn, *axes)
+        return _contraction(eqn, *axes)
     if eqn.primitive is lax.conv_general_dilated_p:
         return _convolution(eqn, *axes)
     axis, *others = axes or [None]
     if axis is None or any(other is not None for other in others):
         return None
-    fn = _of_one(eqn, axis)
+    fn = _with_global_result(eqn, axis)
     if fn is not None:
-        return Meaning(fn, (axis, *others))
-    fn = changed(eqn, axis)
-    return None if fn is None else Meaning(fn, (axis, *others), (axis,))
+        return ImplicitCommunication(fn, (axis, *others))
+    fn = update_some_groups(eqn, axis)
+    return None if fn is None else ImplicitCommunication(fn, (axis, *others), (axis,))
 
 
-def of_all_rows(eqn, axes: Sequence[int | None]) -> Meaning | None:
-    """The equation on the rows of all groups as global values, if they may be so."""
+def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
+    """The equation on gathered operands; None if a gather would be observable."""
     if "callback" in eqn.primitive.name or eqn.effects:
         return None
 
-    def on_all(partition: Partition, *operands):
+    def on_gathered(partition: Partition, *operands):
         whole = [
-            x if axis is None else gathered(partition, x, axis)
+            x if axis is None else gather_groups(partition, x, axis)
             for x, axis in zip(operands, axes, strict=True)
         ]
         return _compat.bind_equation(eqn, whole)
 
-    return Meaning(on_all, tuple(axes))
+    return ImplicitCommunication(on_gathered, tuple(axes))
 
 
-def _of_one(eqn, axis: int) -> Callable | None:
-    """The meaning of an equation of which only the first operand is partitioned."""
+def _with_global_result(eqn, axis: int) -> Callable | None:
+    """The communication of an equation whose first operand alone is partitioned."""
     if eqn.primitive in _REDUCTIONS:
         return _reduction(eqn, axis)
-    return taken(eqn, axis)
+    return read_some_groups(eqn, axis)
 
 
-def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
-    """A product that adds up over the groups."""
+def _contraction(
+    eqn, left: int | None, right: int | None
+) -> ImplicitCommunication | None:
+    """A product that contracts the group axis.
+
+    With the group axis c of x and of y, `sum_c x[c] y[c]` is by definition the sum over
+    groups of the products of their slices: the contraction becomes a batch dimension,
+    and a `reduce_sum` over it. An operand that is not partitioned is scattered.
+    """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if left is not None and left in lc:
         position = lc.index(left)
@@ -105,49 +125,52 @@ def _product(eqn, left: int | None, right: int | None) -> Meaning | None:
         position = rc.index(right)
     else:
         return None
-    ins = lc[position], rc[position]
-    matches = left in (None, ins[0]) and right in (None, ins[1])
+    in_axes = lc[position], rc[position]
+    matches = left in (None, in_axes[0]) and right in (None, in_axes[1])
     if not matches:
         return None
     params = dict(eqn.params)
     params["dimension_numbers"] = (
         (drop(position, lc), drop(position, rc)),
-        ((ins[0], *lb), (ins[1], *rb)),
+        ((in_axes[0], *lb), (in_axes[1], *rb)),
     )
 
     def products(partition: Partition, x, y):
-        rows = lax.dot_general_p.bind(x, y, **params)
-        return _over_groups(reduce_sum_p, rows, partition)
+        per_group = lax.dot_general_p.bind(x, y, **params)
+        return _reduce_groups(reduce_sum_p, per_group, partition)
 
-    return Meaning(products, ins)
+    return ImplicitCommunication(products, in_axes)
 
 
-def _convolution(eqn, left: int | None, right: int | None) -> Meaning | None:
-    """A convolution that adds up over groups that lie along its features.
+def _convolution(
+    eqn, left: int | None, right: int | None
+) -> ImplicitCommunication | None:
+    """A convolution that contracts the group axis: it lies along the input features.
 
     The derivative in the kernel is one, as the batch lies there.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
-    ins = dims.lhs_spec[1], dims.rhs_spec[1]
-    matches = left in (None, ins[0]) and right in (None, ins[1])
+    in_axes = dims.lhs_spec[1], dims.rhs_spec[1]
+    matches = left in (None, in_axes[0]) and right in (None, in_axes[1])
     plain = params["feature_group_count"] == params["batch_group_count"] == 1
     if (left is None and right is None) or not (matches and plain):
         return None
 
     def convolve(x, y):
-        x, y = lax.expand_dims(x, ins[:1]), lax.expand_dims(y, ins[1:])
+        # One group is one feature, so the slice of each operand keeps that dimension.
+        x, y = lax.expand_dims(x, in_axes[:1]), lax.expand_dims(y, in_axes[1:])
         return lax.conv_general_dilated_p.bind(x, y, **params)
 
     def sums(partition: Partition, x, y):
-        x, y = jnp.moveaxis(x, ins[0], 0), jnp.moveaxis(y, ins[1], 0)
-        rows = map_leaves(convolve, x, y, partition=partition, mesh=None)
-        return _over_groups(reduce_sum_p, rows, partition)
+        x, y = jnp.moveaxis(x, in_axes[0], 0), jnp.moveaxis(y, in_axes[1], 0)
+        per_group = map_leaves(convolve, x, y, partition=partition, mesh=None)
+        return _reduce_groups(reduce_sum_p, per_group, partition)
 
-    return Meaning(sums, ins)
+    return ImplicitCommunication(sums, in_axes)
 
 
 # Reductions of lax, and those of drjax that they are over the group axis. Of bools,
-# the conjunction is the minimum.
+# the conjunction is the minimum and the disjunction the maximum.
 _REDUCTIONS = {
     lax.reduce_sum_p: reduce_sum_p,
     lax.reduce_max_p: reduce_max_p,
@@ -161,6 +184,7 @@ def _reduction(eqn, axis: int) -> Callable | None:
     """A reduction over the group axis, and maybe over others."""
     axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
     bitwise = eqn.primitive in (lax.reduce_or_p, lax.reduce_and_p)
+    # lax orders complex values lexicographically; drjax has no such reduction.
     unordered = eqn.primitive is not lax.reduce_sum_p and jnp.issubdtype(
         dtype, jnp.complexfloating
     )
@@ -171,61 +195,74 @@ def _reduction(eqn, axis: int) -> Callable | None:
     params = {**eqn.params, "axes": others}
 
     def reduction(partition: Partition, x):
-        rows = eqn.primitive.bind(x, **params) if others else x
-        return _over_groups(
-            _REDUCTIONS[eqn.primitive], jnp.moveaxis(rows, left, 0), partition
+        # Each group reduces its other axes first, so that less is communicated.
+        per_group = eqn.primitive.bind(x, **params) if others else x
+        return _reduce_groups(
+            _REDUCTIONS[eqn.primitive], jnp.moveaxis(per_group, left, 0), partition
         )
 
     return reduction
 
 
-def _over_groups(primitive, rows, partition: Partition):
+def _reduce_groups(primitive, x, partition: Partition):
     """A reduction of drjax; unlike a building block, it promotes no dtypes."""
-    return primitive.bind(rows, partition=partition, mesh=None)
+    return primitive.bind(x, partition=partition, mesh=None)
 
 
-def explicit(program: Flat, kinds: Any) -> Flat | None:
-    """The program, of these kinds, with building blocks for all such equations.
+def make_communication_explicit(
+    program: InlinedJaxpr, kinds: Any
+) -> InlinedJaxpr | None:
+    """The program with building blocks for all equations that imply communication.
+
+    Args:
+      program: The program.
+      kinds: Its kinds, a `PartitioningInference`.
 
     Returns:
-      None if there are none.
+      None if no equation implies communication.
     """
     eqns, bodies, changed = [], dict(program.known_bodies), False
     consts = dict(program.consts)
     for eqn in program.eqns:
-        meant = kinds.meaning(eqn)
-        fn = _itself if kinds.scatters_rows(eqn) else meant and meant.fn
+        implicit = kinds.implicit_communication(eqn)
+        fn = implicit and implicit.fn
+        if kinds.is_redundant_scatter(eqn):
+            fn = _identity
         if fn is not None:
-            eqns += _written_out(eqn, fn, kinds.partition, consts)
+            eqns += _equations_of(eqn, fn, kinds.partition, consts)
             changed = True
             continue
         eqns.append(eqn)
         if kinds.is_loop(eqn):
-            found = [explicit(b.program, b) for b in kinds.loops[eqn].bodies]
-            if any(new is not None for new in found):
-                pairs = zip(program.bodies(eqn), found, strict=True)
+            rewritten = [
+                make_communication_explicit(b.program, b)
+                for b in kinds.loops[eqn].bodies
+            ]
+            if any(new is not None for new in rewritten):
+                pairs = zip(program.bodies(eqn), rewritten, strict=True)
                 bodies[eqn] = tuple(old if new is None else new for old, new in pairs)
                 changed = True
     if not changed:
         return None
     live = live_equations(eqns, program.outvars)
-    return Flat(program.invars, live, program.outvars, consts, bodies)
+    return InlinedJaxpr(program.invars, live, program.outvars, consts, bodies)
 
 
-def _itself(partition: Partition, x):
+def _identity(partition: Partition, x):
     return jnp.copy(x)
 
 
-def _written_out(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
-    """The equations of `fn` in the place of another equation."""
+def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
+    """The equations of `fn`, with the operands and results of another equation."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    inner = flatten(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))
+    inner = inline_calls(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))
     consts.update(inner.consts)
     names: dict[Any, Any] = dict(zip(inner.invars, eqn.invars, strict=True))
     names.update(zip(inner.outvars, eqn.outvars, strict=True))
-    found = []
+    eqns = []
     for new in inner.eqns:
-        ins = [v if isinstance(v, Literal) else names.get(v, v) for v in new.invars]
+        ins = substitute(new.invars, names)
         outs = [names.get(v, v) for v in new.outvars]
-        found.append(new.replace(invars=ins, outvars=outs, source_info=eqn.source_info))
-    return found
+        # Errors and profiles still name the line of the equation that is replaced.
+        eqns.append(new.replace(invars=ins, outvars=outs, source_info=eqn.source_info))
+    return eqns

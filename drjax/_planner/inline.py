@@ -1,8 +1,17 @@
-"""A jaxpr without calls: inner jits, checkpoints and custom rules are inlined.
+"""Inline the calls of a jaxpr: inner jits, checkpoints and custom derivative rules.
 
-What a call computes stays; what it says about derivatives is dropped, as plans are
-made of programs that are already differentiated. Equations keep their source lines.
-Loops and branches stay equations; `bodies` flattens what they hold.
+Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
+without calls, dead equations (liveness), or equations on scalar constants only.
+
+A call's equations stay; its derivative rules are dropped, as plans are made of programs
+that are already differentiated. Loops and branches stay equations; `bodies` inlines
+their jaxprs. To prepare unbatching, pointwise equations broadcast explicitly, `while`
+has a scalar condition, and indices that count the groups become batch dimensions.
+
+Invariants: each variable is defined once, by an equation that precedes its uses;
+results and operands of loops are variables, not literals; equations keep their source
+lines. Sharp edges: `InlinedJaxpr` holds the caches of later passes, so a pass that
+changes equations returns a new one.
 """
 
 import functools
@@ -18,8 +27,9 @@ from jax.sharding import AxisType
 
 from drjax import _compat, primitives
 from drjax._jaxprs.provenance import called_by
+from drjax._jaxprs.walk import deep_equations, live_equations, split_while, variables
 from drjax._partition import Partition
-from drjax._planner.unbatching.own_index import share_rows
+from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 
 BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
@@ -46,71 +56,74 @@ CONTROL = {
 }
 
 
-class Flat:
+class InlinedJaxpr:
     """Straight-line code: `invars`, `eqns`, `outvars`, and values of constants.
 
     Attributes:
+      known_bodies: The inlined jaxprs of its loops and branches, by equation.
       names: Names of its arguments, if it is a whole program.
-      inferred: What is known of it as the body of a loop; see `LoopKinds`.
-      forms: The row-by-row forms of its equations; see `Kinds.rows`.
+      inference_cache: Inferences of it as the body of a loop, by kinds and phase; see
+        `PartitioningInference.infer_body`.
+      unbatched_cache: The equations of one group, by equation and group axes; see
+        `PartitioningInference.unbatched`.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
         self.invars, self.eqns, self.outvars = invars, eqns, outvars
         self.consts: dict[Any, Any] = consts
-        self.known_bodies: dict[Any, tuple[Flat, ...]] = known_bodies or {}
+        self.known_bodies: dict[Any, tuple[InlinedJaxpr, ...]] = known_bodies or {}
         self.names: dict[Any, str] = {}
-        self.inferred: dict[Any, Any] = {}
-        self.forms: dict[Any, Any] = {}
+        self.inference_cache: dict[Any, Any] = {}
+        self.unbatched_cache: dict[Any, Any] = {}
 
     @functools.cached_property
-    def around(self) -> dict[Any, list[int]]:
-        """For each variable the numbers of the equations that make or take it."""
-        found: dict[Any, list[int]] = {v: [] for v in (*self.invars, *self.consts)}
+    def defs_and_uses(self) -> dict[Any, list[int]]:
+        """For each variable the indices of the equations that define and use it."""
+        indices: dict[Any, list[int]] = {v: [] for v in (*self.invars, *self.consts)}
         for i, eqn in enumerate(self.eqns):
             for var in eqn.outvars:
-                found[var] = [i]
+                indices[var] = [i]
         for i, eqn in enumerate(self.eqns):
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal):
-                    found[atom].append(i)
-        return found
+            for var in variables(eqn.invars):
+                indices[var].append(i)
+        return indices
 
-    def bodies(self, eqn) -> tuple["Flat", ...]:
-        """The flat jaxprs of a loop or branch: (body,), (condition, body), branches."""
+    def bodies(self, eqn) -> tuple["InlinedJaxpr", ...]:
+        """The inlined jaxprs of a loop: (body,), (condition, body), or branches."""
         if eqn not in self.known_bodies:
-            found = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
-            closed = found[0] if eqn.primitive.name == "cond" else found
-            self.known_bodies[eqn] = tuple(flatten(body, eqn) for body in closed)
+            params = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
+            closed = params[0] if eqn.primitive.name == "cond" else params
+            self.known_bodies[eqn] = tuple(inline_calls(body, eqn) for body in closed)
         return self.known_bodies[eqn]
 
 
-def flatten(closed, call=None) -> Flat:
+def inline_calls(closed, call=None) -> InlinedJaxpr:
     """Inline all calls of a closed jaxpr, which `call` calls; remove dead equations."""
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
     outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
     eqns = _fold_constants(live_equations(eqns, outvars), consts)
-    eqns = share_rows(eqns, consts)
-    for i, eqn in enumerate(eqns):  # what a loop takes is always a variable
+    eqns = share_batch_dimensions(eqns, consts)
+    # Inference raises variables only, so operands of loops and results are variables.
+    for i, eqn in enumerate(eqns):
         if eqn.primitive.name in CONTROL:
             eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
     outvars = [_variable(v, consts) for v in outvars]
-    return Flat(list(jaxpr.invars), live_equations(eqns, outvars), outvars, consts)
+    return InlinedJaxpr(
+        list(jaxpr.invars), live_equations(eqns, outvars), outvars, consts
+    )
 
 
 def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
     """Whether a jaxpr holds a building block (of this partition) at any depth."""
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive in BLOCKS and not eqn.params.get("per_group"):
-            if partition is None or eqn.params["partition"] == partition:
-                return True
-        if eqn.primitive in BLOCKS:
-            continue  # what stands inside a map_fn is the work of one group
-        if any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params)):
-            return True
-    return False
+    # The jaxpr of a map_fn is work of one group: its blocks are an inner program's.
+    return any(
+        eqn.primitive in BLOCKS
+        and not eqn.params.get("per_group")
+        and partition in (None, eqn.params["partition"])
+        for eqn in deep_equations(jaxpr, lambda eqn: eqn.primitive not in BLOCKS)
+    )
 
 
 def _variable(atom, consts: dict):
@@ -131,9 +144,9 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
-        called = _called(eqn, ins)
-        if called is not None:
-            inner, operands = called
+        callee = _callee(eqn, ins)
+        if callee is not None:
+            inner, operands = callee
             inner_jaxpr = _compat.open_jaxpr(inner)
             for var, value in zip(
                 inner_jaxpr.constvars, _compat.jaxpr_consts(inner), strict=True
@@ -143,26 +156,28 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
             outs = _inline(inner_jaxpr, operands, eqns, consts, outer)
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
-        if _changes_nothing(eqn):
+        if _is_identity(eqn):
             names.update(zip(eqn.outvars, ins, strict=True))
             continue
         outs = eqn.outvars
-        if call is not None:  # the same jaxpr may be called twice
+        if call is not None:
+            # The same jaxpr may be called twice: each call has variables of its own.
             eqn = called_by(call, eqn)
             outs = [_compat.new_var(var.aval) for var in outs]
             names.update(zip(eqn.outvars, outs, strict=True))
         if call is not None or ins != eqn.invars:
             eqn = eqn.replace(invars=ins, outvars=outs)
-        eqns += _spelled_out(_with_one_condition(eqn))
+        eqns += _with_explicit_broadcasts(_with_scalar_condition(eqn))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _called(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
+def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     """The jaxpr that an equation only calls, and its operands; None for any other."""
     name = eqn.primitive.name
     if name in CALLS:
         return eqn.params[CALLS[name]], list(ins)
-    if name == "custom_linear_solve":  # of four functions, only one is called
+    if name == "custom_linear_solve":
+        # Of its four functions the value needs `solve` only; derivatives need others.
         sizes = eqn.params["const_lengths"]
         first = sizes.matvec + sizes.vecmat
         consts = ins[first : first + sizes.solve]
@@ -171,48 +186,52 @@ def _called(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     return None
 
 
-def _changes_nothing(eqn) -> bool:
+def _is_identity(eqn) -> bool:
     """Whether the results of an equation are its operands, one by one."""
     if eqn.primitive.name == "device_put":
+        # Without a device it moves nothing.
         return all(device is None for device in eqn.params["devices"])
     if eqn.primitive.name == "reshard":
-        # As derivatives do on a mesh in context, to a type without any Explicit axis.
+        # Derivatives on a mesh in context write it, to a type without Explicit axes.
         return AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
+    # Checkpoints write barriers, against common-subexpression elimination.
     return eqn.primitive.name == "optimization_barrier"
 
 
-def _with_one_condition(eqn):
-    """For a `while` with a condition for each element of a batch, one with a scalar."""
+def _with_scalar_condition(eqn):
+    """A `while` with a scalar condition, for one with a batch of conditions."""
     if eqn.primitive.name != "while":
         return eqn
     params = eqn.params
     condition, body = (params[f"{name}_jaxpr"] for name in ("cond", "body"))
     if condition.out_avals[0].shape == ():
         return eqn
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    n = n_cond + n_body
-    goes_on, step = map(_compat.jaxpr_as_fun, (condition, body))
+    cond_consts, body_consts, _ = split_while(eqn, eqn.invars)
+    n_cond = len(cond_consts)
+    n = n_cond + len(body_consts)
+    continues, step = map(_compat.jaxpr_as_fun, (condition, body))
 
-    def any_goes_on(*args):
-        return [any_of_batch(lambda *xs: goes_on(*xs)[0])(*args)]
+    def any_continues(*args):
+        return [any_of_batch(lambda *xs: continues(*xs)[0])(*args)]
 
-    def step_of_some(*args):
-        some = lambda *carry: goes_on(*args[:n_cond], *carry)[0]
-        step_of = lambda *carry: step(*args[n_cond:n], *carry)
-        return step_where(some, step_of)(*args[n:])
+    def masked_step(*args):
+        mask = lambda *carry: continues(*args[:n_cond], *carry)[0]
+        unmasked = lambda *carry: step(*args[n_cond:n], *carry)
+        return step_where(mask, unmasked)(*args[n:])
 
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     changed = {
-        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*types[:n_cond], *types[n:]),
-        "body_jaxpr": jax.make_jaxpr(step_of_some)(*types),
+        "cond_jaxpr": jax.make_jaxpr(any_continues)(*types[:n_cond], *types[n:]),
+        "body_jaxpr": jax.make_jaxpr(masked_step)(*types),
         "body_nconsts": n,
     }
-    ins = [*eqn.invars[:n_cond], *eqn.invars]
+    # The step evaluates the condition too, so it takes the constants of both.
+    ins = [*cond_consts, *eqn.invars]
     return eqn.replace(invars=ins, params={**params, **changed})
 
 
-# What `while` means for a batch: it goes on as long as any element does, and changes
-# only those that do. Conditions and steps are functions of what is carried.
+# The semantics of a batched `while`: it continues as long as any element does, and
+# updates only those that do. Conditions and steps are functions of the carry.
 
 
 def any_of_batch(condition: Callable) -> Callable:
@@ -220,54 +239,58 @@ def any_of_batch(condition: Callable) -> Callable:
 
 
 def step_where(condition: Callable, step: Callable) -> Callable:
-    def step_of_some(*carry):
-        some = condition(*carry)
-        dims = range(some.ndim)
+    def masked_step(*carry):
+        mask = condition(*carry)
+        dims = range(mask.ndim)
         return [
-            lax.select(lax.broadcast_in_dim(some, new.shape, dims), new, old)
+            lax.select(lax.broadcast_in_dim(mask, new.shape, dims), new, old)
             for old, new in zip(carry, step(*carry), strict=True)
         ]
 
-    return step_of_some
+    return masked_step
 
 
-def _spelled_out(eqn) -> list:
+def _with_explicit_broadcasts(eqn) -> list:
     """A pointwise equation whose operands all have the shape of the result.
 
-    By itself it broadcasts dimensions of size one, and these could be the groups'.
+    A pointwise primitive broadcasts dimensions of size one implicitly. Such a dimension
+    may be the group axis of a single group, which unbatching must see.
     """
     if eqn.primitive.name not in ELEMENTWISE:
         return [eqn]
-    shape, found, ins = eqn.outvars[0].aval.shape, [], list(eqn.invars)
+    shape, broadcasts, ins = eqn.outvars[0].aval.shape, [], list(eqn.invars)
     for i, var in enumerate(ins):
         small = var.aval.shape
         if len(small) == len(shape) and small != shape:
-            equations, ins[i] = _spread(var, shape, eqn.source_info)
-            found += equations
-    return [*found, eqn.replace(invars=ins)] if found else [eqn]
+            equations, ins[i] = _broadcast(var, shape, eqn.source_info)
+            broadcasts += equations
+    return [*broadcasts, eqn.replace(invars=ins)] if broadcasts else [eqn]
 
 
-def _spread(var, shape, source_info) -> tuple[list, Any]:
+def _broadcast(var, shape, source_info) -> tuple[list, Any]:
     """Equations that broadcast dimensions of size one, and their result."""
     small = var.aval.shape
     kept = [d for d in range(len(shape)) if small[d] == shape[d]]
-    gone = [d for d in range(len(shape)) if small[d] != shape[d]]
-    spread = lambda x: lax.broadcast_in_dim(lax.squeeze(x, gone), shape, kept)
-    jaxpr = jax.make_jaxpr(spread)(jax.ShapeDtypeStruct(small, var.aval.dtype))
+    unit = [d for d in range(len(shape)) if small[d] != shape[d]]
+    broadcast = lambda x: lax.broadcast_in_dim(lax.squeeze(x, unit), shape, kept)
+    jaxpr = jax.make_jaxpr(broadcast)(jax.ShapeDtypeStruct(small, var.aval.dtype))
     raw = _compat.open_jaxpr(jaxpr)
     names: dict[Any, Any] = {raw.invars[0]: var}
-    found = []
+    eqns = []
     for eqn in raw.eqns:
         outs = [_compat.new_var(v.aval) for v in eqn.outvars]
         ins = [names[v] for v in eqn.invars]
         names.update(zip(eqn.outvars, outs, strict=True))
         new = eqn.replace(invars=ins, outvars=outs, source_info=source_info)
-        found.append(new)
-    return found, names[raw.outvars[0]]
+        eqns.append(new)
+    return eqns, names[raw.outvars[0]]
 
 
 def _fold_constants(eqns: list, consts: dict) -> list:
-    """Compute now what depends on scalar constants only, such as 1/n in a gradient."""
+    """Constant folding of scalars, such as 1/n in a gradient.
+
+    A folded scalar is part of a stage's code, instead of a broadcast in each round.
+    """
     kept = []
     for eqn in eqns:
         operands = [
@@ -290,14 +313,3 @@ def _fold_constants(eqns: list, consts: dict) -> list:
         else:
             kept.append(eqn)
     return kept
-
-
-def live_equations(eqns: list, outvars: list) -> list:
-    """The equations that the results need, and those with effects."""
-    needed = {v for v in outvars if not isinstance(v, Literal)}
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return kept[::-1]

@@ -1,6 +1,12 @@
-"""From a function to its plan: trace, flatten, kinds, cut.
+"""From a function to its plan: trace, inline, infer, rematerialize, build stages.
 
-function -> jaxpr -> Flat -> Kinds -> Levels -> Plan
+Input: a function and its arguments. Output: a `drjax.plan.Plan`.
+
+    function -> jaxpr -> InlinedJaxpr -> PartitioningInference -> StageBuilder -> Plan
+
+Invariants: the function is traced without a mesh, once. Sharp edges: a rewrite
+(explicit communication, rematerialization) adds equations, so partitioning is inferred
+again after each one.
 """
 
 import functools
@@ -15,13 +21,19 @@ from drjax._context import planned
 from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
-from drjax._planner.build_stages import Cutter
-from drjax._planner.implicit_communication import explicit
-from drjax._planner.inline import BLOCKS, CONTROL, Flat, flatten, uses_blocks
+from drjax._planner.build_stages import StageBuilder
+from drjax._planner.implicit_communication import make_communication_explicit
+from drjax._planner.inline import (
+    BLOCKS,
+    CONTROL,
+    InlinedJaxpr,
+    inline_calls,
+    uses_blocks,
+)
 from drjax._planner.naming import argument_names, function_name, result_names
-from drjax._planner.partitioning.infer import Kinds
+from drjax._planner.partitioning.infer import PartitioningInference
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
-from drjax._planner.rematerialize import recompute as recompute_residuals
+from drjax._planner.rematerialize import rematerialize_residuals
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 
@@ -32,16 +44,16 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
     Args:
       fn: A program, or any function that calls programs over one partition;
         derivatives (`jax.grad(program)`) and vmapped programs too.
-      partitioned: Which arguments have one row a group: a tree of bools that is a
-        prefix of the arguments. Default: found out from how they are used; an array
-        used row by row is partitioned unless another use needs it whole.
+      partitioned: Which arguments have one slice for each group: a tree of bools that
+        is a prefix of the arguments. Default: inferred from their uses; an array that
+        is used slice by slice is partitioned unless another use needs it whole.
 
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
       their shapes) and returns a `drjax.plan.Plan`.
 
     Raises:
-      PlanError: The function has no plan: it mixes the groups' rows other than by a
+      PlanError: The function has no plan: it mixes the groups' slices other than by a
         drjax reduction, uses two partitions at one level, or is bound to a mesh. The
         message names the equation and its source line.
 
@@ -59,11 +71,16 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
 
     @functools.wraps(fn)
     def planner(*args, **kwargs) -> Plan:
-        traced = prepare(fn, partitioned, args, kwargs)
+        traced = trace(fn, partitioned, args, kwargs)
         in_tree = jax.tree_util.tree_structure((args, kwargs))
         name = function_name(getattr(fn, "__name__", "program"))
         return plan_of_jaxpr(
-            traced.closed, name, traced.names, traced.given, in_tree, traced.out_tree
+            traced.closed,
+            name,
+            traced.names,
+            traced.declared,
+            in_tree,
+            traced.out_tree,
         )
 
     return planner
@@ -77,22 +94,23 @@ class Traced:
       closed: The closed jaxpr.
       out_tree: The structure of its results.
       names: A name for each argument.
-      given: The kind of each argument, if the user said it.
+      declared: The kind of each argument, if `partitioned=` declares it.
     """
 
     closed: Any
     out_tree: Any
     names: list[str]
-    given: list[Kind | None]
+    declared: list[Kind | None]
 
 
-def prepare(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
-    """Trace a function without any mesh."""
+def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
+    """Trace a function without any mesh, as a plan is free of devices."""
     mesh = jax.sharding.get_abstract_mesh()
     try:
         make = jax.make_jaxpr(fn, return_shape=True)
         closed, out = trace_without_mesh(lambda: make(*args, **kwargs))
     except (RuntimeError, ValueError) as error:
+        # JAX has no type for this error. Others are the program's own.
         if mesh.empty or "mesh" not in str(error):
             raise
         raise PlanError(
@@ -104,62 +122,78 @@ def prepare(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced
         closed,
         jax.tree_util.tree_structure(out),
         argument_names(fn, args, kwargs),
-        _given_kinds(partitioned, args, kwargs),
+        _declared_kinds(partitioned, args, kwargs),
     )
 
 
-def infer(closed, names, given) -> tuple[Flat, Kinds]:
-    """The flat program of a closed jaxpr and its checked kinds."""
+def infer_partitioning(
+    closed, names, declared
+) -> tuple[InlinedJaxpr, PartitioningInference]:
+    """A closed jaxpr, inlined, with explicit communication, and its checked kinds."""
     with outside_meshes():
-        program = flatten(closed)
+        program = inline_calls(closed)
     program.names = dict(zip(program.invars, names, strict=True))
     partition = find_partition(program)
-    for var, kind, argument in zip(program.invars, given, names, strict=True):
+    for var, kind, argument in zip(program.invars, declared, names, strict=True):
         if kind != PARTITIONED:
             continue
         if partition is None:
             raise PlanError(
-                f"partitioned= says that {argument} is partitioned, but the function "
-                "calls no drjax building block, so it has no partition."
+                f"partitioned= declares that {argument} is partitioned, but the "
+                "function calls no drjax building block, so it has no partition."
             )
         if var.aval.shape[:1] != (partition.size,):
             raise PlanError(
-                f"partitioned= says that {argument} is partitioned over {partition}, "
-                f"which needs a leading axis of {partition.size}, but its shape is "
-                f"{var.aval.shape}."
+                f"partitioned= declares that {argument} is partitioned over "
+                f"{partition}, which needs a leading axis of {partition.size}, but its "
+                f"shape is {var.aval.shape}."
             )
-    return _checked(program, partition, given)
+    return _infer_and_make_explicit(program, partition, declared)
 
 
-def _checked(program: Flat, partition: Partition | None, given) -> tuple[Flat, Kinds]:
-    """The program with every reduction written as a building block, and its kinds."""
-    kinds = Kinds(program, partition, given).check()
-    while partition and (written := _explicit(program, kinds)) is not None:
-        program, kinds = written, Kinds(written, partition, given).check()
+def _infer_and_make_explicit(
+    program: InlinedJaxpr, partition: Partition | None, declared
+) -> tuple[InlinedJaxpr, PartitioningInference]:
+    """The program with every communication a building block, and its kinds.
+
+    Each pass makes the communication explicit that the kinds imply. Partitioning is
+    inferred again after it, as the new equations have kinds too and may imply more
+    communication.
+    """
+    kinds = PartitioningInference(program, partition, declared).check()
+    while partition and (explicit := _make_explicit(program, kinds)) is not None:
+        kinds = PartitioningInference(explicit, partition, declared).check()
+        program = explicit
     return program, kinds
 
 
-def _explicit(program: Flat, kinds: Kinds) -> Flat | None:
+def _make_explicit(
+    program: InlinedJaxpr, kinds: PartitioningInference
+) -> InlinedJaxpr | None:
     with outside_meshes():
-        return explicit(program, kinds)
+        return make_communication_explicit(program, kinds)
 
 
 def plan_of_jaxpr(
-    closed, name, names, given, in_tree=None, out_tree=None, recompute=True
+    closed, name, names, declared, in_tree=None, out_tree=None, rematerialize=True
 ) -> Plan:
-    """The plan of a closed jaxpr; see `make_plan` and `Cutter`."""
-    program, kinds = infer(closed, names, given)
-    while recompute and (rewritten := recompute_residuals(program, kinds)) is not None:
-        program, kinds = _checked(rewritten, kinds.partition, given)
+    """The plan of a closed jaxpr; see `make_plan` and `StageBuilder`."""
+    program, kinds = infer_partitioning(closed, names, declared)
+    while (
+        rematerialize
+        and (rewritten := rematerialize_residuals(program, kinds)) is not None
+    ):
+        # New bodies have new variables, so their kinds are inferred again.
+        program, kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
     results = [kinds[v] for v in program.outvars]
-    called = [] if out_tree is None else result_names(out_tree)
-    cutter = Cutter(program, kinds, results, names, recompute, called)
+    named = [] if out_tree is None else result_names(out_tree)
+    builder = StageBuilder(program, kinds, results, names, rematerialize, named)
     with outside_meshes():
-        return cutter.plan(name, in_tree, out_tree)
+        return builder.plan(name, in_tree, out_tree)
 
 
-def _equations(program: Flat) -> Iterator[Any]:
-    """All equations of a program that are not the work of one group."""
+def _equations(program: InlinedJaxpr) -> Iterator[Any]:
+    """All equations of a program, without those of one group (in a map_fn)."""
     for eqn in program.eqns:
         yield eqn
         if eqn.primitive.name in CONTROL:
@@ -167,12 +201,12 @@ def _equations(program: Flat) -> Iterator[Any]:
                 yield from _equations(body)
 
 
-def find_partition(program: Flat) -> Partition | None:
+def find_partition(program: InlinedJaxpr) -> Partition | None:
     """The partition of a program's blocks, None if it has none; two are refused."""
-    found: dict[Partition, Any] = {}
+    partitions: dict[Partition, Any] = {}
     for eqn in _equations(program):
         if eqn.primitive in BLOCKS:
-            found.setdefault(eqn.params["partition"], eqn)
+            partitions.setdefault(eqn.params["partition"], eqn)
         if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
             raise PlanError(
                 f"{eqn.primitive.name} at {source_line(eqn)} works on a "
@@ -195,10 +229,10 @@ def find_partition(program: Flat) -> Partition | None:
                 "building blocks, and what it does with them has no plan. Call them "
                 "outside of it, or run the program with jax.jit."
             )
-    if not found:
+    if not partitions:
         return None
-    if len(found) > 1:
-        (first, _), (second, eqn) = list(found.items())[:2]
+    if len(partitions) > 1:
+        (first, _), (second, eqn) = list(partitions.items())[:2]
         names = [str(first), str(second)]
         if names[0] == names[1]:
             names = [f"{p} with mesh_axes={p.mesh_axes}" for p in (first, second)]
@@ -208,21 +242,23 @@ def find_partition(program: Flat) -> Partition | None:
             "call the second program inside a function given to drjax.map_fn, or plan "
             "them one at a time."
         )
-    return next(iter(found))
+    return next(iter(partitions))
 
 
+# Primitives that name devices, or a layout on them.
 _MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")
 
 
-def _given_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
-    """What `partitioned=` says of each leaf of the arguments."""
+def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
+    """The kind that `partitioned=` declares of each leaf of the arguments."""
     leaves = jax.tree_util.tree_leaves((args, kwargs))
     if partitioned is None:
         return [None] * len(leaves)
+    # Users write a list where the arguments are a tuple.
     if isinstance(partitioned, list):
         partitioned = tuple(partitioned)
     try:
-        said = jax.tree.broadcast(
+        declared = jax.tree.broadcast(
             partitioned, args, is_leaf=lambda x: x is None or isinstance(x, bool)
         )
     except ValueError as error:
@@ -232,6 +268,6 @@ def _given_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | Non
             f"{error}"
         ) from None
     kinds = {True: PARTITIONED, False: GLOBAL, None: None}
-    flat = jax.tree_util.tree_leaves(said, is_leaf=lambda x: x is None)
-    found = [kinds[s] for s in flat]
-    return found + [None] * (len(leaves) - len(found))
+    flat = jax.tree_util.tree_leaves(declared, is_leaf=lambda x: x is None)
+    # Arguments given by name have no place in the tree and are inferred.
+    return [kinds[d] for d in flat] + [None] * (len(leaves) - len(flat))

@@ -1,4 +1,11 @@
-"""Names for the values of a plan, from the user's arguments and functions."""
+"""Names for the values of a plan, from the user's arguments and functions.
+
+Input: functions, arguments, variables. Output: names that are unique in a plan.
+
+Invariants: a name identifies a value in its plan; the body of a loop is a plan of its
+own. Names depend on the program alone, never on object identities, so that the same
+program gives the same plan file.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -40,7 +47,7 @@ def result_names(tree) -> list[str]:
 
 
 class Names:
-    """Gives each variable a name, and never the same name twice."""
+    """A name for each variable, no two of them the same."""
 
     def __init__(self, invars: list, argument_names: list[str]):
         self._names: dict[Any, str] = {}
@@ -74,8 +81,8 @@ class Names:
                 name = eqn.primitive.name
             self._unique_for(var, name)
 
-    def constant(self, var, number: int) -> None:
-        self._unique_for(var, f"constant.{number}")
+    def constant(self, var, index: int) -> None:
+        self._unique_for(var, f"constant.{index}")
 
     def rename(self, var, name: str) -> None:
         """Give a variable another name than that of its equation."""

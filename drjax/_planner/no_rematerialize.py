@@ -1,10 +1,19 @@
-"""Rows whose very values leave the groups, and so must not be computed a second time.
+"""Variables that are bitwise-observable and must not be rematerialized.
 
-Another stage may round a row otherwise. That changes a result as little as any rounding
-does, unless a later round looks for the row that the server knows: the derivative of an
-extremum, `loss == drjax.reduce_min(loss)`, or `loss >= the k-th of
-drjax.gather(loss)`. So what goes unchanged into an extremum, a gather, or the choice of
-one group is kept, through all work that only moves, chooses or negates values.
+Input: an inlined jaxpr. Output: `bitwise_observable`, a set of its variables.
+
+A compiler may round the same equations differently in two stages. That changes a result
+as little as any rounding does, unless the program compares a slice bit by bit with a
+value that the server has: the derivative of an extremum, `loss ==
+drjax.reduce_min(loss)`, or `loss >= the k-th of drjax.gather(loss)`. A rematerialized
+`loss` could then differ from the one that was reduced, and no group, or several, would
+match. So the operands of an extremum, of a gather and of the selection of one group are
+computed once and saved, and so is each variable whose values they are, through
+equations that only move, select or negate values.
+
+Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
+rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
+then it may be the choice of one group.
 """
 
 from collections.abc import Iterator
@@ -13,70 +22,77 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
-from drjax._planner.inline import CALLS, Flat
+from drjax._planner.inline import CALLS, InlinedJaxpr
 from drjax._primitives.reduce_ops import of_primitive
 
-_FIRST = frozenset(
+# Primitives whose results are values of their first operand ...
+_MOVES_FIRST = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice
     dynamic_update_slice expand_dims gather neg pad reduce_max reduce_min
     reduce_precision reshape rev slice split squeeze tile transpose unstack""".split()
-)  # work whose results are values of its first operand
-_EVERY = frozenset("concatenate max min stack".split())  # ... of all its operands
+)
+# ... and of all their operands.
+_MOVES_ALL = frozenset("concatenate max min stack".split())
 
 
-def exact(program: Flat) -> frozenset:
-    """Variables that must not be computed a second time."""
+def bitwise_observable(program: InlinedJaxpr) -> frozenset:
+    """Variables that must not be rematerialized."""
     definition = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    found: set[Any] = set()
+    observable: set[Any] = set()
     for eqn in program.eqns:
         op, gathers = of_primitive(eqn.primitive), eqn.primitive is primitives.gather_p
-        if op or gathers:  # of what is added up, only what a select_n has chosen
-            every = gathers or (op is not None and op.selects)
-            rows = _sources(definition, eqn.invars[0], every)
-            found |= {var for var, chosen in rows if chosen}
-    return frozenset(found)
+        if op or gathers:
+            # A sum exposes values only if all groups but one add zeros, which a
+            # select_n makes.
+            selected = gathers or (op is not None and op.selects)
+            aliases = _aliases(definition, eqn.invars[0], selected)
+            observable |= {var for var, selected in aliases if selected}
+    return frozenset(observable)
 
 
-def _sources(definition: dict, var, chosen: bool) -> set[tuple[Any, bool]]:
-    """Variables with the values of `var`, and whether some may have been chosen."""
-    found: set[tuple[Any, bool]] = set()
-    todo = [(var, chosen)]
-    while todo:
-        var, chosen = todo.pop()
-        if isinstance(var, Literal) or (var, chosen) in found:
+def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
+    """Variables that hold values of `var`, and whether a selection lies between."""
+    aliases: set[tuple[Any, bool]] = set()
+    stack = [(var, selected)]
+    while stack:
+        var, selected = stack.pop()
+        if isinstance(var, Literal) or (var, selected) in aliases:
             continue
-        found.add((var, chosen))
+        aliases.add((var, selected))
         eqn = definition.get(var)
         if eqn is not None:
-            operands = _operands(eqn, eqn.outvars.index(var))
-            todo += [(operand, chosen or choice) for operand, choice in operands]
-    return found
+            operands = _moved_operands(eqn, eqn.outvars.index(var))
+            stack += [(operand, selected or selects) for operand, selects in operands]
+    return aliases
 
 
-def _operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
-    """The operands that a result takes its values from, and whether it chooses them."""
+def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
+    """The operands whose values a result holds, and whether it selects among them."""
     name = eqn.primitive.name
     if name == "select_n":
         yield from ((operand, True) for operand in eqn.invars[1:])
-    elif name in _FIRST:
+    elif name in _MOVES_FIRST:
         yield eqn.invars[0], False
-    elif name in _EVERY:
+    elif name in _MOVES_ALL:
         yield from ((operand, False) for operand in eqn.invars)
     elif name in ("clamp", "sort"):
+        # The operands of clamp are (lower bound, value, upper bound).
         yield eqn.invars[1 if name == "clamp" else index], False
     elif eqn.primitive is primitives.map_fn_p:
-        yield from _through(eqn.params["jaxpr"], eqn.invars, index, False)
+        yield from _through_call(eqn.params["jaxpr"], eqn.invars, index, False)
     elif name in CALLS:
-        yield from _through(eqn.params[CALLS[name]], eqn.invars, index, False)
+        yield from _through_call(eqn.params[CALLS[name]], eqn.invars, index, False)
     elif name == "cond":
         for branch in eqn.params["branches"]:
-            yield from _through(branch, eqn.invars[1:], index, True)
+            yield from _through_call(branch, eqn.invars[1:], index, True)
 
 
-def _through(jaxpr, operands, index: int, chosen: bool) -> Iterator[tuple[Any, bool]]:
+def _through_call(
+    jaxpr, operands, index: int, selected: bool
+) -> Iterator[tuple[Any, bool]]:
     raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))
     definition = {v: eqn for eqn in raw.eqns for v in eqn.outvars}
-    for var, choice in _sources(definition, raw.outvars[index], chosen):
+    for var, selects in _aliases(definition, raw.outvars[index], selected):
         if var in outer:
-            yield outer[var], choice
+            yield outer[var], selects

@@ -1,9 +1,24 @@
-"""Levels: the number of reductions on the longest path to a variable.
+"""The round of each equation, with as few rounds as possible.
 
-One level is one round of communication, so giving every equation the least level that
-its operands allow makes the number of rounds minimal, lets independent reductions
-travel together, and fuses all local work of a level into one stage. A loop that needs
-a plan of its own ends a level, as a reduction does.
+Input: an inlined jaxpr and its kinds. Output: `RoundAssignment`: for each equation the
+round in which it runs, for each variable the round from which on it is available.
+
+Communication is a reduction, or a loop with a plan of its own. Let
+
+    round(argument or constant) = 0
+    round(equation)             = max over its operands of round(operand)
+    round(result)               = round(equation) + 1 if the equation communicates
+                                  round(equation)     otherwise
+
+The number of rounds is minimal: round(v) is the largest number of communicating
+equations on a path of dependencies to v. They depend on each other, so no plan can run
+two of them in one round, and no plan has fewer rounds than the longest path. The
+assignment attains this bound. It also puts independent reductions into the same round,
+where they are communicated together, and all local equations of a round into one stage.
+
+Invariants: operands are available in the round of their equation or earlier; equations
+keep their order within a round. Sharp edges: a broadcast does not end a round, as the
+server's stage of a round precedes its local stage.
 """
 
 from typing import Any
@@ -11,8 +26,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import primitives
-from drjax._planner.inline import Flat
-from drjax._planner.partitioning.infer import Kinds
+from drjax._planner.inline import InlinedJaxpr
+from drjax._planner.partitioning.infer import PartitioningInference
 from drjax._primitives.reduce_ops import of_primitive
 
 
@@ -24,39 +39,51 @@ def reduction(primitive) -> str | None:
     return op and op.name
 
 
-class Levels:
-    """The level of each variable and equation of a flat program."""
+class RoundAssignment:
+    """The round of each variable and equation of an inlined jaxpr.
 
-    def __init__(self, program: Flat, kinds: Kinds):
-        self._levels: dict[Any, int] = {}
-        self.local: dict[int, list] = {}  # equations on partitioned values
+    Attributes:
+      local: For each round, its equations on partitioned values.
+      server: For each round, its equations on global values.
+      reduces: For each round, the reductions that end it.
+      loops: For each round, the loops that run at its end.
+    """
+
+    def __init__(self, program: InlinedJaxpr, kinds: PartitioningInference):
+        self._available: dict[Any, int] = {}
+        self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
         self.reduces: dict[int, list] = {}
         self.loops: dict[int, list] = {}
         for eqn in program.eqns:
-            level = max(map(self.of, eqn.invars), default=0)
-            after = level
+            index = max(map(self.round_of, eqn.invars), default=0)
+            available = index
             if is_reduction(eqn, kinds):
-                self.reduces.setdefault(level, []).append(eqn)
-                after = level + 1
+                self.reduces.setdefault(index, []).append(eqn)
+                available = index + 1
             elif kinds.is_loop(eqn):
-                self.loops.setdefault(level, []).append(eqn)
-                after = level + 1
+                self.loops.setdefault(index, []).append(eqn)
+                available = index + 1
             elif any(kinds[v].partitioned for v in eqn.outvars or eqn.invars):
-                # What has no results is work for its effects, where its operands are.
-                self.local.setdefault(level, []).append(eqn)
+                # An equation without results runs for its effects, where its operands
+                # are: in the groups if one of them is partitioned.
+                self.local.setdefault(index, []).append(eqn)
             else:
-                self.server.setdefault(level, []).append(eqn)
-            self._levels.update(dict.fromkeys(eqn.outvars, after))
-        place = {v: i for i, v in reversed(list(enumerate(program.outvars)))}
-        for eqns in self.reduces.values():  # results in their order, then all others
-            eqns.sort(key=lambda eqn: place.get(eqn.outvars[0], len(place)))
+                self.server.setdefault(index, []).append(eqn)
+            self._available.update(dict.fromkeys(eqn.outvars, available))
+        # Reductions that are results of the program come first and in its order, so
+        # that a printed plan reads like the program.
+        position = {v: i for i, v in reversed(list(enumerate(program.outvars)))}
+        for eqns in self.reduces.values():
+            eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
 
-    def of(self, atom) -> int:
-        return 0 if isinstance(atom, Literal) else self._levels.get(atom, 0)
+    def round_of(self, atom) -> int:
+        """The round from which on a variable is available."""
+        return 0 if isinstance(atom, Literal) else self._available.get(atom, 0)
 
 
-def is_reduction(eqn, kinds: Kinds) -> bool:
+def is_reduction(eqn, kinds: PartitioningInference) -> bool:
     if reduction(eqn.primitive) is None:
         return False
+    # A nested program's reductions over another partition are work of one group.
     return eqn.params["partition"] == kinds.partition

@@ -1,11 +1,17 @@
-"""Loops over the groups that are maps: `jax.lax.map(fn, rows)`, and its derivatives.
+"""Scans over the groups that are maps: `jax.lax.map(fn, x)`, and its derivatives.
 
-A scan whose steps are the groups mixes them only by what it carries. If that is
-nothing, or what each step leaves as it is or adds to (so the derivative in what `fn`
-closes over does), then the steps are independent of each other: the scan means one
-`map_fn`, and a `reduce_sum` of what is added.
+Input: a scan whose steps are the groups. Output: the same scan written with building
+blocks, or None if its steps depend on each other.
+
+Such a scan mixes groups only by its carry. If the carry is empty, or each step leaves
+it as it is or adds to it (so the derivative in what `fn` closes over does), the steps
+are independent of each other: the scan is one `map_fn`, and a `reduce_sum` of the
+addends, since addition is associative and commutative up to rounding:
 
     scan: (c, x_i) -> (c + f(x_i), g(x_i))    is    c + reduce_sum(map f), map g
+
+Invariants: `f` and `g` do not read a running sum. Sharp edges: the addition must be the
+last equation on its carried value; a step that scales the carry is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +27,10 @@ from drjax._partition import Partition
 from drjax.primitives import reduce_sum_p
 
 
-def map_of_scan(
+def scan_as_map(
     eqn, axes: Sequence[int | None]
 ) -> tuple[Callable, tuple[int | None, ...], tuple[int | None, ...]] | None:
-    """`(work written with blocks, axes of operands, axes of results)`, or None.
+    """`(scan written with blocks, axes of operands, axes of results)`, or None.
 
     Args:
       eqn: A scan.
@@ -35,65 +41,67 @@ def map_of_scan(
     over_groups = 0 in axes[first:] and not any(axes[first:])
     if not over_groups or any(axis is not None for axis in axes[:first]):
         return None
-    if "jaxpr" not in eqn.params:  # rewritten by the planner
+    if "jaxpr" not in eqn.params:  # rewritten by rematerialization: it communicates
         return None
     body = eqn.params["jaxpr"]
-    found = _addends(_compat.open_jaxpr(body), n_consts, n_carry)
-    if found is None:
+    addends = _addends(_compat.open_jaxpr(body), n_consts, n_carry)
+    if addends is None:
         return None
-    wanted = [v for v in found if v is not None]
+    summed = [v for v in addends if v is not None]
     ys = _compat.open_jaxpr(body).outvars[n_carry:]
-    run, used = _compat.select_outputs(body, [*wanted, *ys])
-    added = [n_consts + i for i, addend in enumerate(found) if addend is not None]
-    if any(used[i] for i in added):
+    run, used = _compat.select_outputs(body, [*summed, *ys])
+    # A step that reads a running sum depends on the steps before it.
+    sums_read = [n_consts + i for i, v in enumerate(addends) if v is not None]
+    if any(used[i] for i in sums_read):
         return None
 
     def blocks(partition: Partition, *operands):
-        given, init = operands[:first], operands[n_consts:first]
+        closed_over, init = operands[:first], operands[n_consts:first]
 
-        def row(*xs):
+        def step(*xs):
             return list(
-                run(*(x for x, u in zip([*given, *xs], used, strict=True) if u))
+                run(*(x for x, u in zip([*closed_over, *xs], used, strict=True) if u))
             )
 
         xs = list(operands[first:])
         tree = jax.tree.structure(tuple(xs))
-        outs = call_mapped(row, xs, tree, partition=partition, mesh=None)
-        sums = iter(outs[: len(wanted)])
+        outs = call_mapped(step, xs, tree, partition=partition, mesh=None)
+        sums = iter(outs[: len(summed)])
         carried = [
-            jnp.copy(c)  # a result has an equation of its own
+            jnp.copy(c)  # a result needs an equation that defines it
             if addend is None
             else c + reduce_sum_p.bind(next(sums), partition=partition, mesh=None)
-            for c, addend in zip(init, found, strict=True)
+            for c, addend in zip(init, addends, strict=True)
         ]
-        return [*carried, *outs[len(wanted) :]]
+        return [*carried, *outs[len(summed) :]]
 
-    ins = (*(None,) * first, *(0,) * (len(axes) - first))
-    return blocks, ins, (*(None,) * n_carry, *(0,) * len(ys))
+    in_axes = (*(None,) * first, *(0,) * (len(axes) - first))
+    return blocks, in_axes, (*(None,) * n_carry, *(0,) * len(ys))
 
 
 def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
-    """For each carried value what a step adds to it, or None if it leaves it as it is.
+    """For each carried value what a step adds to it; None: the step leaves it as it is.
 
     Returns:
       None if a step does anything else.
     """
     definition = {v: e for e in body.eqns for v in e.outvars}
-    used = [v for e in body.eqns for v in e.invars] + list(body.outvars)
-    found = []
+    uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)
+    addends = []
     carried = body.invars[n_consts : n_consts + n_carry]
+    # The running sum may be read by its addition only, and the addition by nothing.
     for before, after in zip(carried, body.outvars[:n_carry], strict=True):
         if after is before:
-            found.append(None)
+            addends.append(None)
             continue
         eqn = None if isinstance(after, Literal) else definition.get(after)
         if eqn is None or eqn.primitive.name not in ("add", "add_any"):
             return None
         others = [v for v in eqn.invars if v is not before]
         same = [v.aval.shape == before.aval.shape for v in others]
-        if same != [True] or sum(v is before for v in used) != 1:
+        if same != [True] or sum(v is before for v in uses) != 1:
             return None
-        if isinstance(others[0], Literal) or sum(v is after for v in used) != 1:
+        if isinstance(others[0], Literal) or sum(v is after for v in uses) != 1:
             return None
-        found += others
-    return found
+        addends += others
+    return addends

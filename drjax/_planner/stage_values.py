@@ -1,21 +1,99 @@
-"""Where values are: what a stage calls them, and how a group gets its row of each."""
+"""The values of stages, and how a local stage obtains each operand.
+
+Input: an inlined jaxpr, its kinds, and names for its arguments. Output: `StageValues`:
+for each variable the `Value` that stages exchange, and for each operand of a local
+equation an `Operand`, which says how one group obtains its slice.
+
+Invariants: a variable has one `Value` in its plan, whichever stage asks. Global values
+are never stored per group: a broadcast or scattered value is an input of each local
+stage that uses it. Sharp edges: a scalar constant of the program is part of a stage's
+code and not an input.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
 from drjax import primitives
-from drjax._planner.inline import Flat
+from drjax._jaxprs.walk import definitions
+from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.naming import Names
-from drjax._planner.partitioning.infer import Kinds
+from drjax._planner.partitioning.infer import PartitioningInference
 from drjax.plan import Value
 
 
-class Places:
-    """The values of one flat program.
+@dataclass(frozen=True, eq=False)
+class ConstantOperand:
+    """A literal or scalar constant, which is part of the stage's code."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class BroadcastOperand:
+    """A copy of a global value."""
+
+    var: Any
+
+
+@dataclass(frozen=True)
+class ScatteredOperand:
+    """A group's slice, along an axis, of a global value."""
+
+    var: Any
+    axis: int
+
+
+@dataclass(frozen=True)
+class SliceOperand:
+    """A group's slice of a partitioned value, computed by this or an earlier round."""
+
+    var: Any
+
+
+@dataclass(frozen=True)
+class GroupIndexOperand:
+    """The group index."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpandedOperand:
+    """A `broadcast_in_dim` along the group axis: each group expands a copy itself.
+
+    A copy of the operand is smaller than the slices of the expanded array.
+    """
+
+    eqn: Any
+    axis: int
+    operand: ConstantOperand | BroadcastOperand
+
+    def expand(self, copy):
+        """A group's slice of the result."""
+        params, axis = self.eqn.params, self.axis
+        shape, dims = params["shape"], params["broadcast_dimensions"]
+        return jax.lax.broadcast_in_dim(
+            copy,
+            (*shape[:axis], *shape[axis + 1 :]),
+            tuple(d - (d > axis) for d in dims),
+        )
+
+
+Operand = (
+    ConstantOperand
+    | BroadcastOperand
+    | ScatteredOperand
+    | SliceOperand
+    | GroupIndexOperand
+    | ExpandedOperand
+)
+
+
+class StageValues:
+    """The values of one inlined jaxpr.
 
     Args:
       program: The program.
@@ -26,14 +104,14 @@ class Places:
 
     def __init__(
         self,
-        program: Flat,
-        kinds: Kinds,
+        program: InlinedJaxpr,
+        kinds: PartitioningInference,
         arguments: Sequence[str],
         results: Sequence[str] = (),
     ):
         self.program, self.kinds = program, kinds
         self.names = Names(program.invars, list(arguments))
-        self.definition = {v: e for e in program.eqns for v in e.outvars}
+        self.definition = definitions(program.eqns)
         for i, var in enumerate(program.consts):
             self.names.constant(var, i)
         for eqn in program.eqns:
@@ -42,7 +120,7 @@ class Places:
             if var in self.definition:
                 self.names.rename(var, name)
         self._values: dict[Any, Value] = {}
-        self._sources: dict[Any, list[tuple[str, Any]]] = {}
+        self._operands: dict[Any, list[Operand]] = {}
 
     def value(self, var) -> Value:
         if var not in self._values:
@@ -50,94 +128,88 @@ class Places:
             self._values[var] = new_value(self.names.of(var), var.aval, axis)
         return self._values[var]
 
-    def row_value(self, var, axis: int) -> Value:
-        """The partitioned value that scattering a global one gives."""
-        key = ("row of", var, axis)
+    def scattered(self, var, axis: int) -> Value:
+        """The partitioned value that results from scattering a global one."""
+        key = ("scattered", var, axis)
         if key not in self._values:
             name = self.names.fresh(f"{self.names.of(var)}[group]")
             self._values[key] = new_value(name, var.aval, axis)
         return self._values[key]
 
-    def sent(self, var, axis: int) -> Value:
-        """The partitioned value under which a group sends its row of `var`."""
-        if self.is_row(var, axis):
+    def outgoing(self, var, axis: int) -> Value:
+        """The partitioned value that leaves a group for its slice of `var`.
+
+        It is `var` itself if `var` is partitioned. A global value that enters a
+        reduction gets a value of its own, as it has no slices otherwise.
+        """
+        if self.is_slice(var, axis):
             return self.value(var)
-        key = ("sent", var, axis)
+        key = ("outgoing", var, axis)
         if key not in self._values:
             name = self.names.fresh(self.names.of(var))
             self._values[key] = new_value(name, var.aval, axis)
         return self._values[key]
 
-    # -----------------------------------------------------------------------------
-    # Where a group's row comes from
+    def forwarded(self, var, round_index: int) -> Value:
+        """The output of a stage for a slice that it takes as an input.
 
-    def source(self, atom, axis: int) -> tuple[str, Any]:
-        """How a local stage gets a group's row of `atom`, whose groups lie on `axis`.
-
-        Returns `("literal", value)`, `("global", var)` (a copy of the whole),
-        `("spread", (eqn, axis))` (a copy of an operand, broadcast in the group),
-        `("scatter", (var, axis))`, `("number", None)` or `("row", var)`.
+        The outputs of a stage are its own, so that each value has one stage that
+        computes it.
         """
-        if isinstance(atom, Literal):
-            return "literal", atom.val
-        eqn = self.definition.get(atom)
-        if eqn is not None and self.kinds.signature(eqn) is not None:
-            if eqn.primitive is primitives.broadcast_p:
-                return self.copy(eqn.invars[0])
-            if eqn.primitive is primitives.scatter_p:
-                return "scatter", (eqn.invars[0], 0)
-            if eqn.primitive is primitives.partition_index_p:
-                return "number", None
-        if self.kinds[atom].partitioned:
-            return "row", atom
-        if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
-            if axis not in eqn.params["broadcast_dimensions"] and len(eqn.invars) == 1:
-                return "spread", (eqn, axis)
-        return "scatter", (atom, axis)
-
-    def is_row(self, atom, axis: int) -> bool:
-        return self.source(atom, axis)[0] == "row"
-
-    def copy(self, atom) -> tuple[str, Any]:
-        if isinstance(atom, Literal):
-            return "literal", atom.val
-        if atom in self.program.consts and atom.aval.shape == ():
-            return "literal", self.program.consts[atom]  # part of the stage's code
-        return "global", atom
-
-    def sources(self, eqn) -> list[tuple[str, Any]]:
-        """Where the operands of a local equation come from."""
-        if eqn not in self._sources:
-            self._sources[eqn] = self._find_sources(eqn)
-        return self._sources[eqn]
-
-    def _find_sources(self, eqn) -> list[tuple[str, Any]]:
-        if eqn.primitive is primitives.map_fn_p:
-            return [self.source(atom, 0) for atom in eqn.invars]
-        rows = self.kinds.rows(eqn)
-        assert rows is not None
-        return [
-            self.copy(atom) if axis is None else self.source(atom, axis)
-            for atom, axis in zip(eqn.invars, rows.ins, strict=True)
-        ]
-
-    def passed(self, var, level: int) -> Value:
-        """Under what name a stage hands on a row that it did not make."""
-        key = ("passed", var, level)
+        key = ("forwarded", var, round_index)
         if key not in self._values:
             name = self.names.fresh(self.names.of(var))
             self._values[key] = new_value(name, var.aval, self.kinds[var].axis)
         return self._values[key]
 
+    # -----------------------------------------------------------------------------
+    # Operands of local equations
 
-def spread(eqn, axis: int, operand):
-    """A `broadcast_in_dim` into the group axis, for one group's row."""
-    shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    return jax.lax.broadcast_in_dim(
-        operand,
-        (*shape[:axis], *shape[axis + 1 :]),
-        tuple(d - (d > axis) for d in dims),
-    )
+    def slice_of(self, atom, axis: int) -> Operand:
+        """How a local stage obtains a group's slice of `atom` along `axis`."""
+        if isinstance(atom, Literal):
+            return ConstantOperand(atom.val)
+        eqn = self.definition.get(atom)
+        if eqn is not None and self.kinds.signature(eqn) is not None:
+            if eqn.primitive is primitives.broadcast_p:
+                return self.copy_of(eqn.invars[0])
+            if eqn.primitive is primitives.scatter_p:
+                return ScatteredOperand(eqn.invars[0], 0)
+            if eqn.primitive is primitives.partition_index_p:
+                return GroupIndexOperand()
+        if self.kinds[atom].partitioned:
+            return SliceOperand(atom)
+        if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+            if axis not in eqn.params["broadcast_dimensions"] and len(eqn.invars) == 1:
+                return ExpandedOperand(eqn, axis, self.copy_of(eqn.invars[0]))
+        return ScatteredOperand(atom, axis)
+
+    def copy_of(self, atom) -> ConstantOperand | BroadcastOperand:
+        """How a local stage obtains all of a global value."""
+        if isinstance(atom, Literal):
+            return ConstantOperand(atom.val)
+        if atom in self.program.consts and atom.aval.shape == ():
+            return ConstantOperand(self.program.consts[atom])
+        return BroadcastOperand(atom)
+
+    def is_slice(self, atom, axis: int) -> bool:
+        return isinstance(self.slice_of(atom, axis), SliceOperand)
+
+    def operands(self, eqn) -> list[Operand]:
+        """How a local stage obtains the operands of an equation."""
+        if eqn not in self._operands:
+            self._operands[eqn] = self._compute_operands(eqn)
+        return self._operands[eqn]
+
+    def _compute_operands(self, eqn) -> list[Operand]:
+        if eqn.primitive is primitives.map_fn_p:
+            return [self.slice_of(atom, 0) for atom in eqn.invars]
+        unbatched = self.kinds.unbatched(eqn)
+        assert unbatched is not None
+        return [
+            self.copy_of(atom) if axis is None else self.slice_of(atom, axis)
+            for atom, axis in zip(eqn.invars, unbatched.in_axes, strict=True)
+        ]
 
 
 def new_value(name: str, aval: Any, axis: int | None) -> Value:

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._jaxprs.provenance import source_line
-from drjax._planner.inline import CONTROL, Flat, flatten
+from drjax._planner.inline import CONTROL, InlinedJaxpr, inline_calls
 from drjax.plan import Stage
 
 
@@ -33,7 +33,7 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
     if stage.forms is not None:
         return None
     try:
-        _run(flatten(stage.jaxpr), inputs)
+        _run(inline_calls(stage.jaxpr), inputs)
     except _Found as found:
         return source_line(found.args[0])
     return None
@@ -43,7 +43,7 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     """What makes the NaN in the results: an equation of numbers, or an input."""
     if stage.forms is not None:
         return "a plan file does not hold the lines of its source"
-    program = flatten(stage.jaxpr)
+    program = inline_calls(stage.jaxpr)
     try:
         _run(program, inputs, find_nan=True)
     except _Found as found:
@@ -60,7 +60,7 @@ def has_nan(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 
-def _run(program: Flat, args: Sequence[Any], find_nan: bool = False) -> list:
+def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
     """The results of a program.
 
     Raises:
@@ -88,7 +88,7 @@ def _run(program: Flat, args: Sequence[Any], find_nan: bool = False) -> list:
     return list(map(read, program.outvars))
 
 
-def _origin(program: Flat, var, bad: set, read: Callable) -> Any:
+def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
     """The equation that makes a NaN of numbers, or the argument that has it."""
     definition = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     while var in definition:
@@ -105,7 +105,7 @@ def _origin(program: Flat, var, bad: set, read: Callable) -> Any:
     return var
 
 
-def _outs(program: Flat, eqn, operands: list, find_nan: bool = False) -> list:
+def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) -> list:
     """The results of an equation: of a loop or branch, step by step."""
     if eqn.primitive.name not in CONTROL:
         return _compat.bind_equation(eqn, operands)

@@ -1,8 +1,24 @@
-"""The kinds of what goes through a `scan`, `while` or `cond`.
+"""Partitioning inference of `scan`, `while` and `cond`.
 
-A loop is inferred by an engine of its own, given what is known of its operands, until
-what goes round the loop comes back as it went in. It makes no more passes than the
-program around it has begun, which may still demand a global value of it.
+Input: a loop or branch equation and the inference of the program around it. Output:
+`ControlFlowInference`: the kind that each operand must have, the kind of each result,
+and the inference of each body.
+
+The kinds of carried values are a fixed point: a body is inferred by an inference of its
+own, given the kinds that are known of its operands, and its results join the carried
+values until they leave a step as they entered it. `_join` takes the highest element of
+the chain `free < global < partitioned` and keeps an axis once it is there, so each
+carried value is raised at most twice, and the iteration ends after at most
+`2 * carried + 1` inferences.
+
+In this chain partitioned stands above global, unlike in `infer.py`, because the initial
+value of a global carry may be scattered before the loop, so one partitioned step makes
+all steps partitioned.
+
+Invariants: a body is inferred no further than the phase that the program around it has
+begun, which may still demand a global value of the body. Sharp edges: a scan over the
+group axis is not such a loop unless it is a map (`scan_over_groups.py`); `check`
+refuses it.
 """
 
 from collections.abc import Sequence
@@ -10,115 +26,131 @@ from typing import Any
 
 from drjax import _compat
 from drjax._planner.partitioning import diagnostics
-from drjax._planner.partitioning.kind import FREE, GLOBAL, PARTITIONED, Kind, moved
+from drjax._planner.partitioning.kind import (
+    FREE,
+    GLOBAL,
+    PARTITIONED,
+    Kind,
+    shift_axis,
+)
 
 
-class LoopKinds:
-    """What is known of a `scan`, `while` or `cond`.
+class ControlFlowInference:
+    """The kinds of the operands and results of a `scan`, `while` or `cond`.
 
     Args:
-      outer: The engine of the program in which it stands, a `Kinds`.
+      outer: The inference of the program around it, a `PartitioningInference`.
       eqn: Its equation.
 
     Attributes:
-      bodies: The engines of its jaxprs, as `Flat.bodies` gives them.
-      ins: For each operand the kind that it needs.
-      outs: For each result its kind.
+      bodies: The inferences of its jaxprs, in the order of `InlinedJaxpr.bodies`.
+      operand_kinds: The kind that each operand must have.
+      result_kinds: The kind of each result.
     """
 
     def __init__(self, outer: Any, eqn):
         self.outer, self.eqn = outer, eqn
-        cells = [outer.cell(v) for v in eqn.invars]
-        wanted = [outer.cell(v) for v in eqn.outvars]
-        make = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        self.ins, self.outs, self.bodies = make[eqn.primitive.name](cells, wanted)
+        operands = [outer.lattice_value(v) for v in eqn.invars]
+        results = [outer.lattice_value(v) for v in eqn.outvars]
+        infer = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        self.operand_kinds, self.result_kinds, self.bodies = infer[eqn.primitive.name](
+            operands, results
+        )
 
-    def _body(self, index: int, given: Sequence, wanted: Sequence) -> Any:
-        flat = self.outer.program.bodies(self.eqn)[index]
-        return self.outer.body(flat, given, wanted)
+    def _body(self, index: int, arguments: Sequence, results: Sequence) -> Any:
+        body = self.outer.program.bodies(self.eqn)[index]
+        return self.outer.infer_body(body, arguments, results)
 
-    def _scan(self, cells, wanted):
+    def _scan(self, operands, results):
         n_consts, n_carry = _compat.scan_sizes(self.eqn)
         n_init = n_consts + n_carry
-        xs = [moved(c, -1) for c in cells[n_init:]]
-        ys = [moved(c, -1) for c in wanted[n_carry:]]
-        carry = _join(_open(cells[n_consts:n_init]), wanted[:n_carry])
+        xs = [shift_axis(kind, -1) for kind in operands[n_init:]]
+        ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
+        carry = _join(_scatterable(operands[n_consts:n_init]), results[:n_carry])
         while True:
-            body = self._body(0, [*cells[:n_consts], *carry, *xs], [*carry, *ys])
-            ins, outs = _ends(body)
-            found = _join(carry, ins[n_consts:n_init], outs[:n_carry])
-            if found == carry:
+            body = self._body(0, [*operands[:n_consts], *carry, *xs], [*carry, *ys])
+            ins, outs = _argument_and_result_kinds(body)
+            joined = _join(carry, ins[n_consts:n_init], outs[:n_carry])
+            if joined == carry:
                 break
-            carry = found
-        xs = [moved(c, +1) for c in ins[n_init:]]
-        ys = [moved(c, +1) for c in outs[n_carry:]]
+            carry = joined
+        xs = [shift_axis(kind, +1) for kind in ins[n_init:]]
+        ys = [shift_axis(kind, +1) for kind in outs[n_carry:]]
         return [*ins[:n_consts], *carry, *xs], [*carry, *ys], (body,)
 
-    def _while(self, cells, wanted):
+    def _while(self, operands, results):
         n_cond, n_body = (self.eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
         n = n_cond + n_body
-        carry = _join(_open(cells[n:]), wanted)
+        carry = _join(_scatterable(operands[n:]), results)
         while True:
-            cond = self._body(0, [*cells[:n_cond], *carry], [GLOBAL])
-            body = self._body(1, [*cells[n_cond:n], *carry], carry)
-            cond_ins, _ = _ends(cond)
-            ins, outs = _ends(body)
-            found = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
-            if found == carry:
+            # All groups leave the loop together, so the condition is global.
+            cond = self._body(0, [*operands[:n_cond], *carry], [GLOBAL])
+            body = self._body(1, [*operands[n_cond:n], *carry], carry)
+            cond_ins, _ = _argument_and_result_kinds(cond)
+            ins, outs = _argument_and_result_kinds(body)
+            joined = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
+            if joined == carry:
                 break
-            carry = found
-        needs = [*cond_ins[:n_cond], *ins[:n_body], *carry]
-        return needs, carry, (cond, body)
+            carry = joined
+        operand_kinds = [*cond_ins[:n_cond], *ins[:n_body], *carry]
+        return operand_kinds, carry, (cond, body)
 
-    def _cond(self, cells, wanted):
-        outs, ins = list(wanted), cells[1:]
+    def _cond(self, operands, results):
+        outs, ins = list(results), operands[1:]
         while True:
             branches = tuple(
                 self._body(i, ins, outs)
                 for i in range(len(self.outer.program.bodies(self.eqn)))
             )
-            ends = [_ends(branch) for branch in branches]
-            found = _join(outs, *(_open(out) for _, out in ends))
-            if found == outs:
+            kinds = [_argument_and_result_kinds(branch) for branch in branches]
+            joined = _join(outs, *(_scatterable(out) for _, out in kinds))
+            if joined == outs:
                 break
-            outs = found
-        needs = _join(ins, *(needs for needs, _ in ends))
-        return [GLOBAL, *needs], outs, branches
+            outs = joined
+        operand_kinds = _join(ins, *(branch_ins for branch_ins, _ in kinds))
+        # All groups take the same branch, so the index is global.
+        return [GLOBAL, *operand_kinds], outs, branches
 
     def check(self) -> None:
         """Refuse loops over the groups, and whatever the bodies refuse."""
-        name, cells = self.eqn.primitive.name, [self.outer[v] for v in self.eqn.invars]
+        name = self.eqn.primitive.name
+        kinds = [self.outer[v] for v in self.eqn.invars]
         first = sum(_compat.scan_sizes(self.eqn)) if name == "scan" else 0
-        scanned = cells[first:] if name == "scan" else cells[:1] * (name == "cond")
-        if PARTITIONED in scanned:
-            raise self.outer.refusal(self.eqn, cells, diagnostics.MIXES_ROWS)
-        for need, kind in zip(self.ins, cells, strict=True):
-            if kind.partitioned and need != kind:
+        # The steps of a scan and the index of a cond must not be the groups.
+        steps = kinds[first:] if name == "scan" else kinds[:1] * (name == "cond")
+        if PARTITIONED in steps:
+            raise self.outer.refusal(self.eqn, kinds, diagnostics.MIXES_GROUPS)
+        for required, kind in zip(self.operand_kinds, kinds, strict=True):
+            if kind.partitioned and required != kind:
                 raise self.outer.refusal(
-                    self.eqn, cells, diagnostics.ALREADY_PARTITIONED
+                    self.eqn, kinds, diagnostics.ALREADY_PARTITIONED
                 )
-        for out, var in zip(self.outs, self.eqn.outvars, strict=True):
-            if out.partitioned and self.outer[var] != out:
-                raise self.outer.refusal(self.eqn, cells, diagnostics.MIXES_ROWS)
+        for result, var in zip(self.result_kinds, self.eqn.outvars, strict=True):
+            if result.partitioned and self.outer[var] != result:
+                raise self.outer.refusal(self.eqn, kinds, diagnostics.MIXES_GROUPS)
         for body in self.bodies:
             body.check()
 
 
-def _ends(body: Any) -> tuple[list[Kind], list[Kind]]:
-    """The cells of a body's arguments and results."""
-    p = body.program
-    return [body.cell(v) for v in p.invars], [body.cell(v) for v in p.outvars]
+def _argument_and_result_kinds(body: Any) -> tuple[list[Kind], list[Kind]]:
+    program = body.program
+    return (
+        [body.lattice_value(v) for v in program.invars],
+        [body.lattice_value(v) for v in program.outvars],
+    )
 
 
-def _open(kinds: Sequence[Kind]) -> list[Kind]:
-    """What a value is before a loop or in a branch: if global, it may be scattered."""
+def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:
+    """Initial or branch values: if global, they may be scattered, so they are free."""
     return [kind if kind.partitioned else FREE for kind in kinds]
 
 
 def _join(*columns: Sequence[Kind]) -> list[Kind]:
-    """For each variable the highest of its kinds; partitioned above global."""
+    """The highest kind of each variable; the first axis, if there are several."""
     joined = []
     for kinds in zip(*columns, strict=True):
-        rows = [k for k in kinds if k.partitioned] or [k for k in kinds if k == GLOBAL]
-        joined.append(rows[0] if rows else FREE)
+        highest = [k for k in kinds if k.partitioned] or [
+            k for k in kinds if k == GLOBAL
+        ]
+        joined.append(highest[0] if highest else FREE)
     return joined

@@ -1,37 +1,44 @@
-"""What is said of an equation that has no plan."""
+"""Error texts for equations that have no plan.
+
+Input: the equation, the kinds of its operands and a fix. Output: a `PlanError` that
+names the equation, its source line and the fix.
+
+Invariants: inference decides before it asks for a text, so source lines (debug data)
+influence texts only.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
+from drjax._jaxprs.walk import backward_slice, definitions
 from drjax._partition import Partition
-from drjax._planner.inline import Flat
+from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.kind import Kind
-from drjax._planner.unbatching.rules import ROW_RULES
+from drjax._planner.unbatching.rules import UNBATCHING_RULES
 
-MIXES_ROWS = (
-    "It may mix the rows of different groups, which only a reduction can do. Do it "
-    "inside the function given to drjax.map_fn, where each group sees its own row, "
+MIXES_GROUPS = (
+    "It may mix the slices of different groups, which only a reduction can do. Do it "
+    "inside the function given to drjax.map_fn, where each group sees its own slice, "
     "combine the groups with drjax.reduce_sum, reduce_mean, reduce_max, reduce_min or "
-    "select, or collect the rows as a global value with drjax.gather."
+    "select, or collect the slices as a global value with drjax.gather."
 )
 ALREADY_PARTITIONED = (
-    "It needs a global value. Use drjax.gather to collect all rows as a global value, "
-    "or leave out the broadcast: the value already has a row for each group. Is it a "
-    "value that a mapped function closes over? Pass it to drjax.map_fn as an argument."
+    "It needs a global value. Use drjax.gather to collect all slices as a global "
+    "value, or leave out the broadcast: the value already has a slice for each group. "
+    "Is it a value that a mapped function closes over? Pass it to drjax.map_fn as an "
+    "argument."
 )
 ANOTHER_AXIS = (
     "It needs the groups along axis 0, as drjax.scatter gives them. Move the axis "
     "before the value is scattered."
 )
-_CALLS_BACK = (
-    "It gives Python the rows of all groups at once. Call it inside the function given "
-    "to drjax.map_fn, for each row, or with drjax.gather of the rows."
+_CALLBACK = (
+    "It passes the slices of all groups to Python at once. Call it inside the function "
+    "given to drjax.map_fn, for each group, or with drjax.gather of the slices."
 )
-_UNKNOWN = "drjax knows no row-by-row form of it. "
+_NO_RULE = "drjax has no unbatching rule for it. "
 
 
 def refusal(
@@ -39,8 +46,8 @@ def refusal(
     kinds: Sequence[Kind],
     partition: Partition | None,
     fix: str,
-    program: Flat,
-    said: Sequence[Any],
+    program: InlinedJaxpr,
+    declared: Sequence[Any],
 ) -> PlanError:
     """The error for an equation.
 
@@ -49,22 +56,23 @@ def refusal(
       kinds: Those of its operands.
       partition: The partition.
       fix: What to do about it.
-      program: The program in which it stands.
-      said: The arguments of the program that are partitioned because the user says so.
+      program: The program that contains it.
+      declared: The arguments that `partitioned=` declares to be partitioned.
     """
     pairs = zip(eqn.invars, kinds, strict=True)
     operands = ", ".join(f"{v.aval.str_short()} {kind}" for v, kind in pairs)
     name = eqn.primitive.name
-    if fix is MIXES_ROWS and ("callback" in name or name == "debug_print"):
-        fix = _CALLS_BACK
-    elif fix is MIXES_ROWS and name not in ROW_RULES:
-        fix = _UNKNOWN + fix
-    blamed = _arguments_of(eqn, program).intersection(said)
-    if blamed:
-        names = ", ".join(program.names[v] for v in program.names if v in blamed)
+    if fix is MIXES_GROUPS and ("callback" in name or name == "debug_print"):
+        fix = _CALLBACK
+    elif fix is MIXES_GROUPS and name not in UNBATCHING_RULES:
+        fix = _NO_RULE + fix
+    # The declaration may be wrong rather than the equation.
+    suspects = _arguments_of(eqn, program).intersection(declared)
+    if suspects:
+        names = ", ".join(program.names[v] for v in program.names if v in suspects)
         fix += (
-            f" partitioned= says that {names} has a row for each group: without it, "
-            "drjax finds out."
+            f" partitioned= declares that {names} has a slice for each group: without "
+            "it, drjax infers the kind."
         )
     return PlanError(
         f"{name} at {source_line(eqn)} takes ({operands}) "
@@ -72,13 +80,7 @@ def refusal(
     )
 
 
-def _arguments_of(eqn, program: Flat) -> set:
+def _arguments_of(eqn, program: InlinedJaxpr) -> set:
     """The named arguments on which an equation depends."""
-    makers = {v: e for e in program.eqns for v in e.outvars}
-    found, todo = set(), [eqn]
-    while todo:
-        for var in todo.pop().invars:
-            if not isinstance(var, Literal) and var not in found:
-                found.add(var)
-                todo += [makers[var]] if var in makers else []
-    return found.intersection(program.names)
+    _, starts = backward_slice(eqn.invars, definitions(program.eqns))
+    return set(starts).intersection(program.names)

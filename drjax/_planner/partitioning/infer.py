@@ -1,24 +1,37 @@
-"""Kinds: is a variable global or partitioned? `unbatching/rules.py` has the rules.
+"""Partitioning inference: is a variable global or partitioned?
 
-Each variable of the flat program has a cell in a lattice:
+Input: an `InlinedJaxpr`, its partition, and the kinds of arguments that the user has
+declared. Output: `PartitioningInference`, a table from variables to kinds; `check`
+refuses programs without a meaning.
 
-            partitioned along axis 0, 1, ...    global
-                                     \\         /
-                                        free
+The lattice is that of `kind.py`: free below global and below partitioned along each
+axis. Arguments start free, and so do values computed from free values only. Three
+phases raise variables; each is the least fixed point of its transfer rules:
 
-Arguments start free, and so does what is computed from free values only. Three passes
-of a worklist move cells up and never down:
-
-1. forward: what drjax primitives and row-by-row equations make of partitioned values;
-2. demands for global values (a broadcast, an equation that mixes rows), backwards
-   through free values; they win, since a global value can still be scattered;
-3. demands for partitioned values (a map, a reduction, a row-by-row partner).
+1. forward: results of drjax primitives and of unbatchable equations on partitioned
+   operands. These kinds follow from the program and admit no choice;
+2. demands for global values (a broadcast, an equation that mixes groups), backward
+   through free values. They precede phase 3, since a global value can still be
+   scattered, and a partitioned one cannot become global without communication;
+3. demands for partitioned values (a map, a reduction, a pointwise equation with a
+   partitioned partner), backward.
 
 What is free in the end is global. A partitioned value where a global one is needed
 has no meaning and is refused; a global `[n, ...]` value where a partitioned one is
 needed is a scatter.
 
-Loops are in `control_flow.py`.
+Termination: a transfer rule raises free variables only, and the lattice has height
+two, so each variable is raised at most once in a run. The worklist receives the
+equations next to a variable only when it is raised, so a run visits at most
+`E + sum of (uses + 1)` equations for E equations. Where demands of phase 3 contradict
+each other, the variables are forced to be global and the run starts again; the forced
+set grows strictly and is bounded by the number of variables. Bodies of loops iterate
+over their carried values with the same argument; see `control_flow.py`.
+
+Invariants: the result does not depend on debug data. No variable is ever lowered.
+Sharp edges: of two demands for different axes, the one first visited is recorded and
+the other detected afterwards (`_inconsistent_variables`). The order of the worklist is
+that of the equations, so the outcome is deterministic.
 """
 
 from collections import OrderedDict
@@ -30,303 +43,357 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._partition import Partition
-from drjax._planner.implicit_communication import Meaning, meaning, of_all_rows
-from drjax._planner.inline import CONTROL, Flat, uses_blocks
+from drjax._planner.implicit_communication import (
+    ImplicitCommunication,
+    gather_operands,
+    implicit_communication,
+)
+from drjax._planner.inline import CONTROL, InlinedJaxpr, uses_blocks
 from drjax._planner.partitioning import diagnostics
-from drjax._planner.partitioning.control_flow import LoopKinds
+from drjax._planner.partitioning.control_flow import ControlFlowInference
 from drjax._planner.partitioning.kind import (
     FREE,
     GLOBAL,
     PARTITIONED,
     Kind,
-    along,
+    partitioned_along,
     signature,
 )
-from drjax._planner.unbatching.core import Rows
-from drjax._planner.unbatching.rules import by_rows, candidates, of_one_group
+from drjax._planner.unbatching.core import UnbatchedEquation
+from drjax._planner.unbatching.rules import (
+    unbatch,
+    unbatch_single_group,
+    unbatching_candidates,
+)
 from drjax.primitives import scatter_p
 
-PASSES = ("forward", "global", "partitioned")
+PHASES = ("forward", "global", "partitioned")
 
 
-class _Refused(Exception):
-    """An equation cannot take variables by rows, which others demand; they may."""
+class _ConflictingDemands(Exception):
+    """An equation mixes groups of variables that only demands made partitioned."""
 
-    def __init__(self, loose: set[Any]):
-        self.loose = loose
-
-
-def _of_axes(axes: Sequence[int | None]) -> list[Kind]:
-    return [GLOBAL if axis is None else along(axis) for axis in axes]
+    def __init__(self, variables: set[Any]):
+        self.variables = variables
 
 
-class Kinds:
-    """The kinds of all variables of a flat program.
+def _kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:
+    return [GLOBAL if axis is None else partitioned_along(axis) for axis in axes]
+
+
+class PartitioningInference:
+    """The kinds of all variables of an inlined jaxpr.
 
     Args:
       program: The program.
       partition: Its partition.
-      given: For each argument its kind, if it is known.
-      wanted: For each result its kind, if it is known.
-      last: The last pass to make.
+      argument_kinds: The kind of each argument, None if it is to be inferred.
+      result_kinds: The kind of each result, None or left out if it is to be inferred.
+      last_phase: The last phase to run.
 
     Attributes:
-      loops: For each loop on partitioned values: how it loops.
-      demand: The pass that it has begun.
+      loops: For each loop on partitioned values the inference of its bodies.
+      phase: The phase that has begun.
     """
 
     def __init__(
         self,
-        program: Flat,
+        program: InlinedJaxpr,
         partition: Partition | None,
-        given: Sequence[Kind | None],
-        wanted: Sequence[Kind | None] = (),
-        last: str = PASSES[-1],
+        argument_kinds: Sequence[Kind | None],
+        result_kinds: Sequence[Kind | None] = (),
+        last_phase: str = PHASES[-1],
     ):
-        self.program, self.partition, self._last = program, partition, last
-        self._size = -1 if partition is None else partition.size
-        self._said = dict(zip(program.invars, given, strict=True))
-        whole: set[Any] = set()  # variables that no one axis fits
-        while (found := self._infer(whole, wanted)) - whole:
-            whole |= found
+        self.program, self.partition, self._last_phase = program, partition, last_phase
+        self._num_groups = -1 if partition is None else partition.size
+        self._declared = dict(zip(program.invars, argument_kinds, strict=True))
+        # Variables whose uses demand different axes. No one axis fits, so they are
+        # global and scattered for each use.
+        forced_global: set[Any] = set()
+        while (conflicts := self._run(forced_global, result_kinds)) - forced_global:
+            forced_global |= conflicts
 
-    def _infer(self, whole: set, wanted: Sequence[Kind | None]) -> set:
-        """Infer everything; returns what is wanted in ways that contradict."""
-        self.loops: dict[Any, LoopKinds] = {}
-        self._cells = dict.fromkeys((*self.program.consts, *whole), GLOBAL)
-        self._moved: list[Any] = []
-        self._raise_to(list(self._said), list(self._said.values()))
-        self._sure = sure = set()  # partitioned, whoever uses it
-        for demand in PASSES[: PASSES.index(self._last) + 1]:
-            self.demand = demand
-            if demand != "forward":
-                sure |= set(self._cells)
-            for var, kind in zip(self.program.outvars, wanted, strict=False):
-                if kind is not None and kind.name == demand:
-                    self._raise_to([var], [kind])
+    def _run(self, forced_global: set, result_kinds: Sequence[Kind | None]) -> set:
+        """Run all phases; returns the variables with contradicting demands."""
+        self.loops: dict[Any, ControlFlowInference] = {}
+        self._lattice = dict.fromkeys((*self.program.consts, *forced_global), GLOBAL)
+        self._raised: list[Any] = []
+        self._raise(list(self._declared), list(self._declared.values()))
+        # Variables whose kind does not come from a demand for partitioned values.
+        self._settled = settled = set()
+        for phase in PHASES[: PHASES.index(self._last_phase) + 1]:
+            self.phase = phase
+            if phase != "forward":
+                settled |= set(self._lattice)
+            for var, kind in zip(self.program.outvars, result_kinds, strict=False):
+                if kind is not None and kind.name == phase:
+                    self._raise([var], [kind])
             try:
-                self._until_stable(demand)
-            except _Refused as found:
-                return found.loose
-        self._bad = {}
-        if self._last != PASSES[-1]:
+                self._iterate_to_fixed_point(phase)
+            except _ConflictingDemands as conflict:
+                return conflict.variables
+        self._inconsistent = {}
+        # Before the last phase, a demand may still come from outside of a body.
+        if self._last_phase != PHASES[-1]:
             return set()
-        self._bad = {e: vs for e in self.program.eqns if (vs := self._contradicted(e))}
-        return {v for found in self._bad.values() for v in found} - sure
+        self._inconsistent = {
+            eqn: variables
+            for eqn in self.program.eqns
+            if (variables := self._inconsistent_variables(eqn))
+        }
+        # A settled variable cannot be forced to be global: `check` refuses it.
+        return {v for vs in self._inconsistent.values() for v in vs} - settled
 
-    def _contradicted(self, eqn) -> list:
-        """The variables of an equation that do not lie as it takes or gives them."""
+    def _inconsistent_variables(self, eqn) -> list:
+        """Partitioned variables of an equation along another axis than it needs."""
         if self.is_loop(eqn):
-            ins, outs = self.loops[eqn].ins, self.loops[eqn].outs
+            ins, outs = self.loops[eqn].operand_kinds, self.loops[eqn].result_kinds
         elif self.signature(eqn) is not None:
             ins, outs = [PARTITIONED] * len(eqn.invars), []
-        elif (meant := self.meaning(eqn)) is not None:
-            ins, outs = map(_of_axes, (meant.ins, meant.of_results(eqn)))
+        elif (implicit := self.implicit_communication(eqn)) is not None:
+            axes = implicit.in_axes, implicit.result_axes(eqn)
+            ins, outs = map(_kinds_of_axes, axes)
         else:
-            rows = self.rows(eqn)
-            if rows is None:
-                return [v for v in eqn.outvars if self.cell(v).partitioned]
-            ins, outs = map(_of_axes, (rows.ins, rows.outs))
+            unbatched = self.unbatched(eqn)
+            if unbatched is None:
+                return [v for v in eqn.outvars if self.lattice_value(v).partitioned]
+            axes = unbatched.in_axes, unbatched.out_axes
+            ins, outs = map(_kinds_of_axes, axes)
         atoms, kinds = [*eqn.invars, *eqn.outvars[: len(outs)]], [*ins, *outs]
         return [
             atom
             for atom, kind in zip(atoms, kinds, strict=True)
-            if self.cell(atom).partitioned and self.cell(atom) != kind
+            if self.lattice_value(atom).partitioned and self.lattice_value(atom) != kind
         ]
 
-    def check(self) -> "Kinds":
-        """Refuse what has no meaning: partitioned values in a global place."""
+    def check(self) -> "PartitioningInference":
+        """Refuse what has no meaning: partitioned values where global are needed."""
         for eqn in self.program.eqns:
-            self._check(eqn)
+            self._check_equation(eqn)
         return self
 
     def __getitem__(self, atom) -> Kind:
         """The kind of a variable; literals and what stayed free are global."""
-        found = self.cell(atom)
-        return GLOBAL if found is FREE else found
+        kind = self.lattice_value(atom)
+        return GLOBAL if kind is FREE else kind
 
-    def cell(self, atom: Any) -> Kind:
+    def lattice_value(self, atom: Any) -> Kind:
+        """The kind of a variable as far as it is inferred, free if it is not."""
         if isinstance(atom, Literal):
+            # A scalar literal fits a partitioned partner, as pointwise equations
+            # broadcast it; an array literal has a shape and is global.
             aval: Any = atom.aval
             return GLOBAL if aval.shape else FREE
-        return self._cells.get(atom, FREE)
+        return self._lattice.get(atom, FREE)
 
-    def rows(self, eqn) -> Rows | None:
-        """How an equation works row by row, also if only its results are so."""
-        axes = tuple([self.cell(v).axis for v in eqn.invars])
+    def unbatched(self, eqn) -> UnbatchedEquation | None:
+        """The equation of one group, also if only its results are partitioned."""
+        axes = tuple([self.lattice_value(v).axis for v in eqn.invars])
         if any(axis is not None for axis in axes):
-            forms = self.program.forms
-            if (eqn, axes) not in forms:
-                found = by_rows(eqn, axes)
-                if found is None and self._size == 1:
-                    found = of_one_group(eqn, axes)
-                forms[eqn, axes] = found
-            return forms[eqn, axes]
-        outs = [self.cell(v) for v in eqn.outvars]
-        return self._rows_for(eqn, outs) if any(o.partitioned for o in outs) else None
+            cache = self.program.unbatched_cache
+            if (eqn, axes) not in cache:
+                unbatched = unbatch(eqn, axes)
+                if unbatched is None and self._num_groups == 1:
+                    unbatched = unbatch_single_group(eqn, axes)
+                cache[eqn, axes] = unbatched
+            return cache[eqn, axes]
+        results = [self.lattice_value(v) for v in eqn.outvars]
+        if not any(kind.partitioned for kind in results):
+            return None
+        return self._unbatched_with_results(eqn, results)
 
     def signature(self, eqn) -> tuple[Kind, Kind] | None:
+        """The type rule of a drjax primitive over this partition."""
         if self.partition is None or eqn.params.get("partition") != self.partition:
             return None
         return signature(eqn.primitive)
 
-    def meaning(self, eqn) -> Meaning | None:
-        """What an equation that combines groups means; None for any other."""
+    def implicit_communication(self, eqn) -> ImplicitCommunication | None:
+        """The communication that an equation of `lax` implies; None for any other."""
         if self.partition is None or self.signature(eqn) is not None:
             return None
-        axes = [self.cell(v).axis for v in eqn.invars]
+        axes = [self.lattice_value(v).axis for v in eqn.invars]
         if all(axis is None for axis in axes):
             return None
-        found = meaning(eqn, axes)
-        if found is None and self._size == 1 and eqn.primitive.name not in CONTROL:
-            return of_all_rows(eqn, axes) if self.rows(eqn) is None else None
-        return found
+        implicit = implicit_communication(eqn, axes)
+        single = self._num_groups == 1 and eqn.primitive.name not in CONTROL
+        if implicit is None and single:
+            # A gather from one group costs nothing, so that any equation has a plan.
+            return gather_operands(eqn, axes) if self.unbatched(eqn) is None else None
+        return implicit
 
-    def scatters_rows(self, eqn) -> bool:
-        """Whether it scatters what is partitioned already, as derivatives may.
+    def is_redundant_scatter(self, eqn) -> bool:
+        """Whether a scatter takes a partitioned value, as derivatives may.
 
-        The transpose of a gather scatters the cotangent of its result, which is made of
-        rows where the result was used row by row.
+        The transpose of a gather scatters the cotangent of its result, which is
+        partitioned where the result was used in unbatchable equations.
         """
         if self.signature(eqn) is None or eqn.primitive is not scatter_p:
             return False
-        return self.cell(eqn.invars[0]) == PARTITIONED
+        return self.lattice_value(eqn.invars[0]) == PARTITIONED
 
     def is_loop(self, eqn) -> bool:
         """Whether a loop or branch needs a plan of its own."""
-        if eqn.primitive.name not in CONTROL or self.meaning(eqn) is not None:
+        if eqn.primitive.name not in CONTROL:
             return False
-        if "sizes" in eqn.params or any(self.cell(v).partitioned for v in eqn.invars):
+        if self.implicit_communication(eqn) is not None:
+            return False
+        # "sizes" marks a scan that rematerialization has rewritten.
+        operands_partitioned = any(
+            self.lattice_value(v).partitioned for v in eqn.invars
+        )
+        if "sizes" in eqn.params or operands_partitioned:
             return True
         return self.partition is not None and any(
             uses_blocks(jaxpr, self.partition)
             for jaxpr in _compat.jaxprs_in(eqn.params)
         )
 
-    def body(
-        self, flat: Flat, given: Sequence[Kind], wanted: Sequence[Kind]
-    ) -> "Kinds":
-        """The engine of the body of a loop, as far as this one has come."""
-        key = (self.partition, *given, "->", *wanted, self.demand)
-        if key not in flat.inferred:
-            engine = Kinds(flat, self.partition, given, wanted, self.demand)
-            flat.inferred[key] = engine
-        return flat.inferred[key]
+    def infer_body(
+        self,
+        body: InlinedJaxpr,
+        argument_kinds: Sequence[Kind],
+        result_kinds: Sequence[Kind],
+    ) -> "PartitioningInference":
+        """The inference of the body of a loop, up to the phase of this one.
+
+        Later phases must wait: the program around the loop may still demand a global
+        value of what the body would make partitioned.
+        """
+        # The cache stands in the body. A fixed point asks for the same kinds often,
+        # and nested loops would otherwise be inferred exponentially often.
+        key = (self.partition, *argument_kinds, "->", *result_kinds, self.phase)
+        if key not in body.inference_cache:
+            body.inference_cache[key] = PartitioningInference(
+                body, self.partition, argument_kinds, result_kinds, self.phase
+            )
+        return body.inference_cache[key]
 
     # -----------------------------------------------------------------------------
     # The worklist
 
-    def _raise_to(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> None:
-        """Move free cells up."""
+    def _raise(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> None:
+        """Raise free variables to these kinds; others keep theirs."""
         for atom, kind in zip(atoms, kinds, strict=True):
             if kind is None or kind == FREE or isinstance(atom, Literal):
                 continue
-            if self.cell(atom) == FREE:
-                self._cells[atom] = kind
-                self._moved.append(atom)
+            if self.lattice_value(atom) == FREE:
+                self._lattice[atom] = kind
+                self._raised.append(atom)
 
-    def _until_stable(self, demand: str) -> None:
-        """Visit every equation, and again those around each cell that moves."""
+    def _iterate_to_fixed_point(self, phase: str) -> None:
+        """Visit every equation, and again those next to each raised variable."""
         eqns = self.program.eqns
         order = range(len(eqns))
-        if demand != "forward":
+        if phase != "forward":
+            # Demands flow from uses to definitions: fewer visits in reverse order.
             order = reversed(order)
-        waiting = OrderedDict.fromkeys(order)  # as a set
-        while waiting:
-            at, _ = waiting.popitem(last=False)
-            eqn = eqns[at]
-            self._moved.clear()
+        worklist = OrderedDict.fromkeys(order)  # as a set
+        while worklist:
+            index, _ = worklist.popitem(last=False)
+            eqn = eqns[index]
+            self._raised.clear()
             loop = self.is_loop(eqn)
             try:
-                if loop or any(self.cell(v) == FREE for v in eqn.outvars):
-                    self._forward(eqn)
-                if demand != "forward" and (loop or self._has_free(eqn)):
-                    self._backward(eqn, demand)
+                if loop or any(self.lattice_value(v) == FREE for v in eqn.outvars):
+                    self._transfer_forward(eqn)
+                if phase != "forward" and (loop or self._has_free_operand(eqn)):
+                    self._transfer_backward(eqn, phase)
             except PlanError as error:
-                if loose := self._loose(eqn, demand):
-                    raise _Refused(loose) from error
+                if variables := self._demanded_operands(eqn, phase):
+                    raise _ConflictingDemands(variables) from error
                 raise
-            for atom in self._moved:
-                waiting |= dict.fromkeys(self.program.around[atom])
+            for atom in self._raised:
+                worklist |= dict.fromkeys(self.program.defs_and_uses[atom])
             if not loop:
-                waiting.pop(at, None)
+                # Its rules have seen what it raised. A loop has not: a kind of a
+                # result may change the kinds of its carried values.
+                worklist.pop(index, None)
 
-    def _loose(self, eqn, demand: str) -> set:
-        """The operands that are partitioned by others' demands alone."""
-        if demand != PASSES[-1]:
+    def _demanded_operands(self, eqn, phase: str) -> set:
+        """The operands that are partitioned because of demands alone."""
+        if phase != PHASES[-1]:
             return set()
-        return {v for v in eqn.invars if self.cell(v).partitioned} - self._sure
+        partitioned = {v for v in eqn.invars if self.lattice_value(v).partitioned}
+        return partitioned - self._settled
 
-    def _has_free(self, eqn) -> bool:
-        return any(self.cell(v) == FREE for v in eqn.invars if v.aval.shape)
+    def _has_free_operand(self, eqn) -> bool:
+        return any(self.lattice_value(v) == FREE for v in eqn.invars if v.aval.shape)
 
-    def _forward(self, eqn) -> None:
+    def _transfer_forward(self, eqn) -> None:
+        """Raise the results to the kinds that follow from the operands."""
         signature = self.signature(eqn)
         if signature is not None:
             kinds = [signature[1]] * len(eqn.outvars)
         elif self.is_loop(eqn):
-            loop = self.loops[eqn] = LoopKinds(self, eqn)
-            kinds = loop.outs
-        elif (meant := self.meaning(eqn)) is not None:
-            kinds = _of_axes(meant.of_results(eqn))
-        elif any(self.cell(v).partitioned for v in eqn.invars):
-            rows = self.rows(eqn)
-            if rows is None:
+            loop = self.loops[eqn] = ControlFlowInference(self, eqn)
+            kinds = loop.result_kinds
+        elif (implicit := self.implicit_communication(eqn)) is not None:
+            kinds = _kinds_of_axes(implicit.result_axes(eqn))
+        elif any(self.lattice_value(v).partitioned for v in eqn.invars):
+            unbatched = self.unbatched(eqn)
+            if unbatched is None:
                 raise self.refusal(
-                    eqn, [self[v] for v in eqn.invars], diagnostics.MIXES_ROWS
+                    eqn, [self[v] for v in eqn.invars], diagnostics.MIXES_GROUPS
                 )
-            kinds = _of_axes(rows.outs)
-        elif self._is_open(eqn):
-            return  # its kind follows from how its results are used
+            kinds = _kinds_of_axes(unbatched.out_axes)
+        elif self._follows_its_uses(eqn):
+            return
         else:
             kinds = [GLOBAL] * len(eqn.outvars)
-        self._raise_to(eqn.outvars, kinds)
+        self._raise(eqn.outvars, kinds)
 
-    def _is_open(self, eqn) -> bool:
-        return self._has_free(eqn) and bool(candidates(eqn, self._size))
-
-    def _backward(self, eqn, demand: str) -> None:
-        needs = self._needs(eqn)
-        self._raise_to(
-            eqn.invars,
-            [k if k is not None and k.name == demand else None for k in needs],
+    def _follows_its_uses(self, eqn) -> bool:
+        """Whether the kinds of results are still open: they follow from their uses."""
+        return self._has_free_operand(eqn) and bool(
+            unbatching_candidates(eqn, self._num_groups)
         )
 
-    def _needs(self, eqn) -> Sequence[Kind | None]:
-        """What an equation asks of each operand; None: nothing."""
+    def _transfer_backward(self, eqn, phase: str) -> None:
+        """Raise the operands to the kinds that the equation demands in this phase."""
+        demands = self._demands(eqn)
+        self._raise(
+            eqn.invars,
+            [k if k is not None and k.name == phase else None for k in demands],
+        )
+
+    def _demands(self, eqn) -> Sequence[Kind | None]:
+        """The kind that an equation demands of each operand; None: any."""
         signature = self.signature(eqn)
         if signature is not None:
             return [signature[0]] * len(eqn.invars)
         if self.is_loop(eqn):
-            return LoopKinds(self, eqn).ins
-        if (meant := self.meaning(eqn)) is not None:
-            return _of_axes(meant.ins)
-        outs = [self.cell(v) for v in eqn.outvars]
-        if any(out.partitioned for out in outs):
-            rows = self.rows(eqn)
-            if rows is None:
+            return ControlFlowInference(self, eqn).operand_kinds
+        if (implicit := self.implicit_communication(eqn)) is not None:
+            return _kinds_of_axes(implicit.in_axes)
+        results = [self.lattice_value(v) for v in eqn.outvars]
+        if any(kind.partitioned for kind in results):
+            unbatched = self.unbatched(eqn)
+            if unbatched is None:
                 return [None] * len(eqn.invars)
-            return _of_axes(rows.ins)
-        possible = candidates(eqn, self._size)
-        if possible and GLOBAL not in outs:
+            return _kinds_of_axes(unbatched.in_axes)
+        candidates = unbatching_candidates(eqn, self._num_groups)
+        if candidates and GLOBAL not in results:
             return [None] * len(eqn.invars)
         return [GLOBAL] * len(eqn.invars)
 
-    def _rows_for(self, eqn, outs: Sequence[Kind]) -> Rows | None:
-        """The form of an equation whose results lie along these axes."""
-        for rows in candidates(eqn, self._size):
+    def _unbatched_with_results(
+        self, eqn, results: Sequence[Kind]
+    ) -> UnbatchedEquation | None:
+        """The equation of one group whose results have these kinds."""
+        for candidate in unbatching_candidates(eqn, self._num_groups):
             if all(
-                out.axis == axis
-                for out, axis in zip(outs, rows.outs, strict=True)
-                if out.partitioned
+                kind.axis == axis
+                for kind, axis in zip(results, candidate.out_axes, strict=True)
+                if kind.partitioned
             ):
-                return rows
+                return candidate
         return None
 
     # -----------------------------------------------------------------------------
     # Refusals
 
-    def _check(self, eqn) -> None:
+    def _check_equation(self, eqn) -> None:
         kinds = [self[v] for v in eqn.invars]
         if self.is_loop(eqn):
             self.loops[eqn].check()
@@ -335,15 +402,21 @@ class Kinds:
             return
         signature = self.signature(eqn)
         if signature is None:
-            mixes = self.rows(eqn) is None and self.meaning(eqn) is None
-            if mixes or eqn in self._bad:
-                raise self.refusal(eqn, kinds, diagnostics.MIXES_ROWS)
+            mixes = (
+                self.unbatched(eqn) is None and self.implicit_communication(eqn) is None
+            )
+            if mixes or eqn in self._inconsistent:
+                raise self.refusal(eqn, kinds, diagnostics.MIXES_GROUPS)
         elif signature[0] == GLOBAL:
-            if not self.scatters_rows(eqn):
+            if not self.is_redundant_scatter(eqn):
                 raise self.refusal(eqn, kinds, diagnostics.ALREADY_PARTITIONED)
         elif any(kind.axis for kind in kinds):
             raise self.refusal(eqn, kinds, diagnostics.ANOTHER_AXIS)
 
     def refusal(self, eqn, kinds: Sequence[Kind], fix: str) -> PlanError:
-        said = [v for v, kind in self._said.items() if kind and kind.partitioned]
-        return diagnostics.refusal(eqn, kinds, self.partition, fix, self.program, said)
+        declared = [
+            v for v, kind in self._declared.items() if kind and kind.partitioned
+        ]
+        return diagnostics.refusal(
+            eqn, kinds, self.partition, fix, self.program, declared
+        )

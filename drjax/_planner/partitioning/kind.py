@@ -1,4 +1,16 @@
-"""What a value is: global, partitioned along an axis, or not yet known."""
+"""The lattice of partitioning inference: free, global, or partitioned along an axis.
+
+Input: nothing. Output: `Kind`, an element of the lattice, and `signature`, the kinds
+that each drjax primitive takes and returns.
+
+            partitioned along axis 0, 1, ...    global
+                                     \\         /
+                                        free
+
+Invariants: the lattice has height two, so that a variable is raised at most once.
+There is no top element: two uses that contradict each other are an error or a
+scatter, never a kind.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +27,8 @@ class Kind:
     axis: int | None = None
 
     def __str__(self) -> str:
-        where = f" along axis {self.axis}" if self.axis else ""
-        return self.name + where
+        suffix = f" along axis {self.axis}" if self.axis else ""
+        return self.name + suffix
 
     @property
     def partitioned(self) -> bool:
@@ -26,19 +38,20 @@ class Kind:
 FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
 
 
-def along(axis: int) -> Kind:
+def partitioned_along(axis: int) -> Kind:
     return Kind("partitioned", axis)
 
 
-def moved(kind: Kind | None, by: int) -> Kind | None:
-    """The kind of one of the values that a loop stacks, or of the stack."""
+def shift_axis(kind: Kind | None, by: int) -> Kind | None:
+    """The kind of one step of a stacked value (by=-1), or of the stack (by=+1)."""
     if kind is None or kind.axis is None:
         return kind
     axis = kind.axis + by
-    return FREE if axis < 0 else along(axis)
+    # The groups of a stack may be its steps. One step then has no group axis.
+    return FREE if axis < 0 else partitioned_along(axis)
 
 
-# The kind of the operands and of the results of primitives that do not reduce.
+# The type rules of the primitives that do not reduce: kind of operands, of results.
 _SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
     primitives.broadcast_p: (GLOBAL, PARTITIONED),
     primitives.map_fn_p: (PARTITIONED, PARTITIONED),

@@ -1,4 +1,16 @@
-"""The row-by-row form of an equation, and what its rules share."""
+"""The equation of one group, and what unbatching rules share.
+
+Input: an equation and, for each operand, its group axis or None. Output: an
+`UnbatchedEquation`, whose `run` binds the equation of one group.
+
+Let `x[i]` be the slice of x at index i of its group axis, and x itself for an operand
+without one. An `UnbatchedEquation` u of an equation f states, for each group i,
+
+    f(x, y, ...)[i] == u(x[i], y[i], ...)
+
+Invariants: an operand whose `in_axes` is None enters every group whole. A rule may give
+an operand an axis that was None: inference then demands it partitioned.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,36 +24,37 @@ Axes = Sequence[int | None]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How an equation works row by row.
+class UnbatchedEquation:
+    """The equation of one group.
 
     Attributes:
-      ins: For each operand its group axis; None: every group takes all of it.
-      outs: For each result its group axis.
-      params: The parameters of the equation for one group.
-      without: Operands that the equation for one group does not take.
-      size_one: Whether the equation for one group takes and gives rows that still have
-        the group axis, of size one.
+      in_axes: For each operand its group axis; None: every group takes all of it.
+      out_axes: For each result its group axis.
+      params: The parameters of the equation of one group.
+      dropped_operands: Operands that the equation of one group does not take.
+      keeps_unit_axis: Whether the equation of one group takes and returns slices that
+        still have the group axis, of size one.
     """
 
-    ins: tuple[int | None, ...]
-    outs: tuple[int, ...]
+    in_axes: tuple[int | None, ...]
+    out_axes: tuple[int, ...]
     params: dict[str, Any]
-    without: tuple[int, ...] = ()
-    size_one: bool = False
+    dropped_operands: tuple[int, ...] = ()
+    keeps_unit_axis: bool = False
 
     def run(self, eqn, operands: Sequence[Any]) -> list:
-        """The results of the equation for one group."""
-        if self.size_one:
+        """The results of the equation of one group."""
+        if self.keeps_unit_axis:
             operands = [
                 x if axis is None else lax.expand_dims(x, (axis,))
-                for x, axis in zip(operands, self.ins, strict=True)
+                for x, axis in zip(operands, self.in_axes, strict=True)
             ]
-        operands = [x for i, x in enumerate(operands) if i not in self.without]
+        operands = [x for i, x in enumerate(operands) if i not in self.dropped_operands]
         outs = _compat.bind_equation(eqn, operands, **self.params)
-        if self.size_one:
+        if self.keeps_unit_axis:
             outs = [
-                lax.squeeze(x, (axis,)) for x, axis in zip(outs, self.outs, strict=True)
+                lax.squeeze(x, (axis,))
+                for x, axis in zip(outs, self.out_axes, strict=True)
             ]
         return outs
 
@@ -55,29 +68,33 @@ def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
     return (*values[:axis], *values[axis + 1 :])
 
 
-def elementwise(eqn, axes: Axes) -> Rows | None:
+def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """`f(x, y)[i] == f(x[i], y[i])`: all operands have the same group axis."""
     known = {axis for axis in axes if axis is not None}
     if len(known) != 1:
         return None
     (axis,) = known
-    ins = tuple(axis if var.aval.shape else None for var in eqn.invars)
+    # Scalars have no axis to slice; the primitive broadcasts them.
+    in_axes = tuple(axis if var.aval.shape else None for var in eqn.invars)
     params = dict(eqn.params)
     if "sharding" in params:
+        # A sharding names the dimensions of the whole array.
         params["sharding"] = None
-    return Rows(ins, (axis,) * len(eqn.outvars), params)
+    return UnbatchedEquation(in_axes, (axis,) * len(eqn.outvars), params)
 
 
-def unary(form: Callable) -> Callable:
-    """A rule for one operand: `form(eqn, axis)` gives `(out axis, params)` or None."""
+def unary(rule_of_axis: Callable) -> Callable:
+    """A rule for one operand; `rule_of_axis(eqn, axis)` is `(out axis, params)`."""
 
-    def rule(eqn, axes: Axes) -> Rows | None:
+    def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
         axis = axes[0]
         if axis is None or len(axes) != 1:
             return None
-        found = form(eqn, axis)
-        if found is None:
+        unbatched = rule_of_axis(eqn, axis)
+        if unbatched is None:
             return None
-        out, params = found
-        return Rows((axis,), (out,) * len(eqn.outvars), {**eqn.params, **params})
+        out, params = unbatched
+        params = {**eqn.params, **params}
+        return UnbatchedEquation((axis,), (out,) * len(eqn.outvars), params)
 
     return rule

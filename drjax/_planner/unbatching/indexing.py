@@ -1,20 +1,32 @@
-"""Row rules of indexing: slices and updates at computed places, gather and scatter."""
+"""Unbatching rules of slices and updates at computed positions, gather and scatter.
+
+Input and output: those of `rules.py`. Let G be the group axis of the operand. Then
+
+    dynamic_slice(x, starts)[i] = dynamic_slice(x[i], starts without G)
+    gather(x, indices)[i]       = gather(x[i], indices)     G is a window dimension
+                                = gather(x[i], indices[i])  G is a batch dimension
+                                = gather(x, indices[i])     only indices have groups
+    scatter                     likewise, for operand and updates, or for all three
+
+Invariants: nothing is read that depends on the value of an index. Sharp edges: an index
+into G itself addresses other groups; `index_groups.py` has the cases with a plan.
+"""
 
 from collections.abc import Callable
 
-from drjax._planner.unbatching.core import Axes, Rows, drop, without
+from drjax._planner.unbatching.core import Axes, UnbatchedEquation, drop, without
 
 
-def dynamic_slice(eqn, axes: Axes) -> Rows | None:
+def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
     axis, sizes = axes[0], eqn.params["slice_sizes"]
     if axis is None or sizes[axis] != eqn.invars[0].aval.shape[axis]:
         return None  # a slice of full size starts at 0, whatever the index says
-    ins = (axis, *(None for _ in axes[1:]))
+    in_axes = (axis, *(None for _ in axes[1:]))
     params = {**eqn.params, "slice_sizes": drop(axis, sizes)}
-    return Rows(ins, (axis,), params, (1 + axis,))
+    return UnbatchedEquation(in_axes, (axis,), params, (1 + axis,))
 
 
-def dynamic_update_slice(eqn, axes: Axes) -> Rows | None:
+def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
     known = {axis for axis in axes if axis is not None}
     operand, update = (var.aval.shape for var in eqn.invars[:2])
     if len(known) != 1:
@@ -22,33 +34,35 @@ def dynamic_update_slice(eqn, axes: Axes) -> Rows | None:
     (axis,) = known
     if operand[axis] != update[axis]:
         return None
-    ins = (axis, axis, *(None for _ in axes[2:]))
-    return Rows(ins, (axis,), dict(eqn.params), (2 + axis,))
+    # An update of full size starts at 0, so the start index along it is dropped.
+    in_axes = (axis, axis, *(None for _ in axes[2:]))
+    return UnbatchedEquation(in_axes, (axis,), dict(eqn.params), (2 + axis,))
 
 
-def _agree(axes: Axes, wanted: Axes) -> bool:
-    """Whether no operand is partitioned along another axis than the wanted one."""
-    return all(a is None or a == w for a, w in zip(axes, wanted, strict=True))
+def _agree(axes: Axes, required: Axes) -> bool:
+    """Whether no operand is partitioned along another axis than the required one."""
+    return all(a is None or a == r for a, r in zip(axes, required, strict=True))
 
 
-def gather(eqn, axes: Axes) -> Rows | None:
+def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (var.aval for var in eqn.invars)
     offsets = dims.offset_dims
     free = [d for d in range(eqn.outvars[0].aval.ndim) if d not in offsets]
-    a, b = axes
+    a, b = axes  # group axes of the operand and of the indices
     if a in dims.operand_batching_dims and a is not None:
         b = dims.start_indices_batching_dims[dims.operand_batching_dims.index(a)]
     elif b in dims.start_indices_batching_dims and b is not None:
         a = dims.operand_batching_dims[dims.start_indices_batching_dims.index(b)]
     if not _agree(axes, (a, b)):
         return None
-    if b is not None:  # rows of indices, into one table or into rows of tables
+    if b is not None:  # each group has its indices, into one table or its own
         batched = b in dims.start_indices_batching_dims
+        # The last dimension of the indices holds the coordinates of one position.
         if b == indices.ndim - 1 or batched != (a is not None):
             return None
         out = free[b]
-    else:  # rows of which other dimensions are indexed
+    else:  # each group has its table, of which other dimensions are indexed
         assert a is not None
         indexed = (*dims.start_index_map, *dims.collapsed_slice_dims)
         if a in indexed or sizes[a] != operand.shape[a]:
@@ -65,17 +79,17 @@ def gather(eqn, axes: Axes) -> Rows | None:
     )
     sizes = sizes if a is None else drop(a, sizes)
     params = {**eqn.params, "dimension_numbers": dims, "slice_sizes": sizes}
-    return Rows((a, b), (out,), params)
+    return UnbatchedEquation((a, b), (out,), params)
 
 
-def scatter(eqn, axes: Axes) -> Rows | None:
+def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
     dims = eqn.params["dimension_numbers"]
     operand, _, updates = (var.aval for var in eqn.invars)
     windows = dims.update_window_dims
     free = [d for d in range(updates.ndim) if d not in windows]
     gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     kept = [d for d in range(operand.ndim) if d not in gone]
-    forms = [  # the axes of operand, indices and updates along which rows may lie
+    forms = [  # possible group axes of operand, indices and updates
         *((d, None, windows[i]) for i, d in enumerate(kept)),
         *(
             (d, i, free[i])
@@ -89,6 +103,7 @@ def scatter(eqn, axes: Axes) -> Rows | None:
     for a, b, c in forms:
         if not _agree(axes, (a, b, c)):
             continue
+        # A window may cover fewer groups than the operand has: then it moves groups.
         indexed = a in dims.scatter_dims_to_operand_dims
         if indexed or operand.shape[a] != updates.shape[c]:
             return None
@@ -102,12 +117,14 @@ def scatter(eqn, axes: Axes) -> Rows | None:
                 dims.scatter_indices_batching_dims
             ),
         )
-        return Rows((a, b, c), (a,), {**eqn.params, "dimension_numbers": dims})
+        return UnbatchedEquation(
+            (a, b, c), (a,), {**eqn.params, "dimension_numbers": dims}
+        )
     return None
 
 
 def _lower(axis: int | None) -> Callable:
-    """Renumbers dimensions after one has been removed, also from among them."""
+    """A function that renumbers dimensions after one of them has been removed."""
     if axis is None:
         return tuple
     return lambda dims: without(axis, [d for d in dims if d != axis])

@@ -1,14 +1,20 @@
-"""Indexing each row by its own number, `x[jnp.arange(n), i]`, as indexing by rows.
+"""Indexing each group's slice by its own index, as batched indexing.
 
-JAX writes "element i[r] of row r" in two ways: with a batch dimension
-that operand and indices share (`jnp.take_along_axis`, `vmap`), or with one more column
-of indices that counts the rows (`x[jnp.arange(n), i]` and `.at[jnp.arange(n), i]`). The
-first works row by row as it stands. `share_rows` turns the second into the first where
-the column is known to be 0, 1, ..., n - 1 before the program runs; the equations mean
-the same, so no one needs to know which dimension has the groups.
+Input: the equations of an inlined jaxpr and its constants. Output: the same results, in
+the same variables; `gather` and `scatter` may have fewer columns of indices.
 
-In: the equations of a flat program and its constants. Out: the same results, in the
-same variables, by equations of which `gather` and `scatter` may have fewer columns.
+JAX writes "element i[g] of slice g" in two ways: with a batch dimension that operand
+and indices share (`jnp.take_along_axis`, `vmap`), or with one more column of indices
+that counts the slices (`x[jnp.arange(n), i]`, `.at[jnp.arange(n), i]`). The first has
+an unbatching rule. `share_batch_dimensions` turns the second into the first:
+
+    gather(x, [k, i])  with  k[g] = g   ==   gather(x, [i]) with batch dimension g
+
+where k is known to be 0, 1, ..., n - 1 before the program runs.
+
+Invariants: both equations mean the same for every input, so the rewrite needs no
+partitioning inference and comes before it. Sharp edges: k must be an integer computed
+from constants by the primitives of `_LAYOUT` and pointwise ones.
 """
 
 from collections.abc import Sequence
@@ -22,42 +28,43 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._planner.unbatching.rules import ELEMENTWISE
 
-_SHAPES = frozenset(
+_LAYOUT = frozenset(
     "broadcast_in_dim concatenate iota reshape slice squeeze transpose".split()
 )
 
 
-def share_rows(eqns: list, consts: dict) -> list:
-    """The equations, with batch dimensions in place of columns that count rows."""
-    if not any(eqn.primitive.name in _FORMS for eqn in eqns):
+def share_batch_dimensions(eqns: list, consts: dict) -> list:
+    """The equations, with batch dimensions in place of columns that count groups."""
+    if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
         return eqns
-    known = _Known(eqns, consts)
-    return [new for eqn in eqns for new in _shared(eqn, known)]
+    known = _KnownIntegers(eqns, consts)
+    return [new for eqn in eqns for new in _rewrite(eqn, known)]
 
 
-class _Known:
-    """What integers of a program are known before it runs."""
+class _KnownIntegers:
+    """Integers of a program that depend on constants only: constant propagation."""
 
     def __init__(self, eqns: list, consts: dict):
         self.consts = consts
         self.definition = {v: e for e in eqns for v in e.outvars}
         self._order = {id(e): i for i, e in enumerate(eqns)}
 
-    def value(self, wanted) -> np.ndarray | None:
+    def value(self, var) -> np.ndarray | None:
         """The value of a variable, or None if it depends on any argument."""
-        needed, todo = {}, [wanted]
-        while todo:
-            atom = todo.pop()
+        backward_slice, stack = {}, [var]
+        while stack:
+            atom = stack.pop()
+            # Indices are integers, and so cheap to evaluate while planning.
             if not _is_integer(atom.aval):
                 return None
             if isinstance(atom, Literal) or atom in self.consts:
                 continue
             eqn = self.definition.get(atom)
-            if eqn is None or eqn.primitive.name not in ELEMENTWISE | _SHAPES:
+            if eqn is None or eqn.primitive.name not in ELEMENTWISE | _LAYOUT:
                 return None
-            if id(eqn) not in needed:
-                needed[id(eqn)] = eqn
-                todo += eqn.invars
+            if id(eqn) not in backward_slice:
+                backward_slice[id(eqn)] = eqn
+                stack += eqn.invars
         values: dict[Any, Any] = {}
 
         def read(atom):
@@ -66,19 +73,21 @@ class _Known:
             return values[atom] if atom in values else self.consts[atom]
 
         with jax.ensure_compile_time_eval():
-            for eqn in sorted(needed.values(), key=lambda e: self._order[id(e)]):
+            for eqn in sorted(
+                backward_slice.values(), key=lambda e: self._order[id(e)]
+            ):
                 outs = _compat.bind_equation(eqn, list(map(read, eqn.invars)))
                 values.update(zip(eqn.outvars, outs, strict=True))
-        return np.asarray(read(wanted))
+        return np.asarray(read(var))
 
 
 def _is_integer(aval) -> bool:
     return aval.dtype.kind in "iub"
 
 
-def _shared(eqn, known: _Known) -> list:
-    form = _FORMS.get(eqn.primitive.name)
-    if form is None or isinstance(eqn.invars[1], Literal):
+def _rewrite(eqn, known: _KnownIntegers) -> list:
+    fields = _DIMENSION_FIELDS.get(eqn.primitive.name)
+    if fields is None or isinstance(eqn.invars[1], Literal):
         return [eqn]
     operand, indices = (v.aval for v in eqn.invars[:2])
     join, last = known.definition.get(eqn.invars[1]), indices.ndim - 1
@@ -90,27 +99,32 @@ def _shared(eqn, known: _Known) -> list:
     if any(v.aval.shape[last] != 1 for v in columns):
         return [eqn]
     dims = eqn.params["dimension_numbers"]
-    mapped, batch, operand_batch, gone = (list(getattr(dims, f)) for f in form)
-    rows = dict(zip(operand_batch, batch, strict=True))
+    indexed, batch, operand_batch, gone = (list(getattr(dims, f)) for f in fields)
+    # Batch dimensions of the operand, and the dimensions of the indices they share.
+    shared = dict(zip(operand_batch, batch, strict=True))
     kept = []
-    for d, column in zip(mapped, columns, strict=True):
+    for d, column in zip(indexed, columns, strict=True):
         b = None
+        # Only a dimension of window size one can be a batch dimension.
         if d in gone:
-            b = _counted(known.value(column), operand.shape[d], rows.values())
+            size = operand.shape[d]
+            b = _counting_dimension(known.value(column), size, shared.values())
         if b is None:
             kept.append((d, column))
         else:
-            rows[d] = b
+            shared[d] = b
+    # With no column left there would be no indices; with all left, nothing changes.
     if len(kept) in (0, len(columns)):
         return [eqn]
-    operand_batch = sorted(rows)
+    operand_batch = sorted(shared)
     changed = (
         tuple(d for d, _ in kept),
-        tuple(rows[d] for d in operand_batch),
+        tuple(shared[d] for d in operand_batch),
         tuple(operand_batch),
-        tuple(d for d in gone if d not in rows),
+        tuple(d for d in gone if d not in shared),
     )
-    dims = dims._replace(**dict(zip(form, changed, strict=True)))
+    dims = dims._replace(**dict(zip(fields, changed, strict=True)))
+    # The promise was about rows of indices with the column that is gone.
     params = {**eqn.params, "dimension_numbers": dims, "indices_are_sorted": False}
     joined, more = kept[0][1], []
     if len(kept) > 1:
@@ -122,17 +136,16 @@ def _shared(eqn, known: _Known) -> list:
     return [*more, eqn.replace(invars=ins, params=params)]
 
 
-def _counted(column: np.ndarray | None, size: int, taken) -> int | None:
+def _counting_dimension(column: np.ndarray | None, size: int, shared) -> int | None:
     """The dimension of the indices along which a column counts 0, 1, ..., size - 1."""
     if column is None:
         return None
     for b, length in enumerate(column.shape[:-1]):
-        if length != size or b in taken:
+        if length != size or b in shared:
             continue
         others = tuple(d for d in range(column.ndim) if d != b)
-        if np.array_equal(column, np.broadcast_to(
-            np.expand_dims(np.arange(size), others), column.shape
-        )):  # fmt: skip
+        counts = np.expand_dims(np.arange(size), others)
+        if np.array_equal(column, np.broadcast_to(counts, column.shape)):
             return b
     return None
 
@@ -143,9 +156,9 @@ _SCATTER = (
     "operand_batching_dims",
     "inserted_window_dims",
 )
-# The fields of dimension numbers: indexed dimensions, those shared (of the indices, of
-# the operand), and dimensions that the result has no more.
-_FORMS: dict[str, Sequence[str]] = {
+# The fields of dimension numbers: indexed dimensions, batch dimensions (of the indices,
+# of the operand), and dimensions that the windows lack.
+_DIMENSION_FIELDS: dict[str, Sequence[str]] = {
     "gather": (
         "start_index_map",
         "start_indices_batching_dims",

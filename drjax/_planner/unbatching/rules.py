@@ -1,11 +1,26 @@
-"""The rule table: equations that work row by row, and their form for one row.
+"""Unbatching rules: equations that keep groups apart, and their form for one group.
 
-An equation works row by row if row i of every result is a function of row i of its
-partitioned operands and of other operands taken whole. Where the rows lie is the
-*group axis* of a value: 0 in users' programs, another one after a vmap or in what a
-scan stacks. A rule takes the equation and, for each operand, its group axis or None
-(not known to be partitioned), and returns a `Rows`, or None if it mixes rows. It is
-the inverse of a batching rule.
+Input: an equation and, for each operand, its *group axis* or None (not known to be
+partitioned). Output: an `UnbatchedEquation`, or None if the equation mixes groups. A
+rule is the inverse of a batching rule: batching u over the group axis gives the
+equation again.
+
+The group axis is 0 in users' programs, and another one after a vmap or in what a scan
+stacks. With `x[i]` the slice of group i along the group axis, the rules rest on
+
+    pointwise       f(x, y)[i] = f(x[i], y[i])
+    other axes      reduce(x, a)[i] = reduce(x[i], a'), where a lacks the group axis
+                    and a' is a with it removed; so cumsum, sort, split, rev, fft, ...
+    layout          transpose, reshape, broadcast_in_dim: the group axis only moves
+    batch           dot_general(x, y)[i] = dot_general(x[i], y[i]) for a batch dimension
+    free dimension  dot_general(x, y)[i] = dot_general(x[i], y) for a dimension that is
+                    neither batched nor contracted
+    windows         of size one along the group axis: each window has one group
+
+Invariants: a rule is exact, not an approximation, and reads parameters and shapes only.
+If all operands are None there is no rule to apply. Sharp edges: a primitive without a
+rule is refused, so a missing rule costs a plan, while a wrong one costs a result. A
+contraction of the group axis is communication: `implicit_communication.py`.
 """
 
 import math
@@ -14,8 +29,16 @@ from collections.abc import Callable
 import numpy as np
 
 from drjax._planner.unbatching import indexing
-from drjax._planner.unbatching.core import Axes, Rows, drop, elementwise, unary, without
+from drjax._planner.unbatching.core import (
+    Axes,
+    UnbatchedEquation,
+    drop,
+    elementwise,
+    unary,
+    without,
+)
 
+# Primitives whose operands and results have the same shape, up to scalars.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma
@@ -29,58 +52,61 @@ ELEMENTWISE = frozenset(
 )
 
 
-def by_rows(eqn, axes: Axes) -> Rows | None:
-    """The row-by-row form of an equation with operands partitioned so, or None."""
-    rule = ROW_RULES.get(eqn.primitive.name)
+def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """The equation of one group, for operands with these group axes, or None."""
+    rule = UNBATCHING_RULES.get(eqn.primitive.name)
     if rule is None or all(axis is None for axis in axes):
         return None
     return rule(eqn, axes)
 
 
-def of_one_group(eqn, axes: Axes) -> Rows | None:
-    """Any work is row by row where there is one group and one row.
+def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """With one group nothing can be mixed: any equation is its own unbatched form.
 
-    The group axis of a result may be any of its axes of size one, as they lie alike.
+    The group axis of a result may be any of its axes of size one, as moving such an
+    axis moves no element.
     """
     shapes = [var.aval.shape for var in eqn.outvars]
-    calls_back = "callback" in eqn.primitive.name or bool(eqn.effects)
-    if calls_back or not all(1 in shape for shape in shapes):
+    # Python would see the unit axis, and effects may not be repeated or moved.
+    observable = "callback" in eqn.primitive.name or bool(eqn.effects)
+    if observable or not all(1 in shape for shape in shapes):
         return None
     outs = tuple(shape.index(1) for shape in shapes)
-    return Rows(tuple(axes), outs, dict(eqn.params), size_one=True)
+    return UnbatchedEquation(tuple(axes), outs, dict(eqn.params), keeps_unit_axis=True)
 
 
-def candidates(eqn, n: int) -> list[Rows]:
-    """All row-by-row forms of an equation, if one operand were partitioned."""
-    if eqn.primitive.name not in ROW_RULES:
+def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
+    """The equations of one group, for each operand and axis of size n in turn."""
+    if eqn.primitive.name not in UNBATCHING_RULES:
         return []
-    found = []
+    forms = []
     for i, var in enumerate(eqn.invars):
         for axis, size in enumerate(var.aval.shape):
             if size == n:
                 axes: list[int | None] = [None] * len(eqn.invars)
                 axes[i] = axis
-                rows = by_rows(eqn, axes)
-                if rows is not None:
-                    found.append(rows)
-    return found
+                unbatched = unbatch(eqn, axes)
+                if unbatched is not None:
+                    forms.append(unbatched)
+    return forms
 
 
 def _broadcast_in_dim(eqn, axis):
     dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     out = dims[axis]
     if shape[out] != eqn.invars[0].aval.shape[axis]:
-        return None
+        return None  # one group, repeated to look like several
     dims = without(out, drop(axis, dims))
-    return out, {
-        "shape": drop(out, shape), "broadcast_dimensions": dims, "sharding": None,
-    }  # fmt: skip
+    params = {"shape": drop(out, shape), "broadcast_dimensions": dims}
+    return out, {**params, "sharding": None}
 
 
 def _reshape(eqn, axis):
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None:
         return None
+    # The group axis survives a reshape where as many elements precede it as before:
+    # then row-major order puts the same elements into each slice.
     before = math.prod(old[:axis])
     for out, size in enumerate(new):
         if size == old[axis] and math.prod(new[:out]) == before:
@@ -89,27 +115,27 @@ def _reshape(eqn, axis):
 
 
 def _over(param: str, removed: bool = True) -> Callable:
-    """Work over other dimensions, which the result has no more or still has."""
+    """Reduces other dimensions, which the result lacks (`removed`) or still has."""
 
-    def form(eqn, axis):
+    def rule_of_axis(eqn, axis):
         dims = eqn.params[param]
         if axis in dims:
             return None
         out = axis - sum(d < axis for d in dims) if removed else axis
         return out, {param: without(axis, dims)}
 
-    return form
+    return rule_of_axis
 
 
 def _along(param: str) -> Callable:
-    """Work along one other dimension, which the result still has."""
+    """Acts along one other dimension, which the result still has."""
 
-    def form(eqn, axis):
+    def rule_of_axis(eqn, axis):
         if eqn.params[param] == axis:
             return None
         return axis, {param: without(axis, (eqn.params[param],))[0]}
 
-    return form
+    return rule_of_axis
 
 
 def _transpose(eqn, axis):
@@ -121,6 +147,7 @@ def _transpose(eqn, axis):
 def _slice(eqn, axis):
     p, n = eqn.params, eqn.invars[0].aval.shape[axis]
     strides = p["strides"]
+    # Leaving out, repeating or reordering groups is communication.
     whole = p["start_indices"][axis] == 0 and p["limit_indices"][axis] == n
     if not whole or (strides is not None and strides[axis] != 1):
         return None
@@ -139,46 +166,50 @@ def _tile(eqn, axis):
 
 
 def _bitcast(eqn, axis):
-    """A dimension may appear or vanish at the end."""
+    """The last dimension may appear or vanish: it holds the parts of one element."""
     return (axis, {}) if axis < eqn.outvars[0].aval.ndim else None
 
 
 def _batch_of(dims: int) -> Callable:
-    """Work on the last dimensions of all operands, for each index of the others."""
+    """Acts on the last dimensions of all operands, for each index of the others."""
 
-    def rule(eqn, axes: Axes) -> Rows | None:
+    def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
         known = {axis for axis in axes if axis is not None}
         if len(known) != 1:
             return None
         (axis,) = known
         if axis >= min(var.aval.ndim for var in eqn.invars) - dims:
             return None
-        return Rows((axis,) * len(axes), (axis,) * len(eqn.outvars), dict(eqn.params))
+        return UnbatchedEquation(
+            (axis,) * len(axes), (axis,) * len(eqn.outvars), dict(eqn.params)
+        )
 
     return rule
 
 
 def _random_wrap(eqn, axis):
+    # The last dimension holds the words of one key.
     return None if axis == eqn.invars[0].aval.ndim - 1 else (axis, {})
 
 
-def _pad(eqn, axes: Axes) -> Rows | None:
+def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
     axis, config = axes[0], eqn.params["padding_config"]
     if axis is None or axes[1] is not None or tuple(config[axis]) != (0, 0, 0):
         return None
     params = {**eqn.params, "padding_config": drop(axis, config)}
-    return Rows((axis, None), (axis,), params)
+    return UnbatchedEquation((axis, None), (axis,), params)
 
 
-def _along_dimension(eqn, axes: Axes) -> Rows | None:
-    rows = elementwise(eqn, axes)
-    if rows is None or rows.outs[0] == eqn.params["dimension"]:
+def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
+    unbatched = elementwise(eqn, axes)
+    if unbatched is None or unbatched.out_axes[0] == eqn.params["dimension"]:
         return None
-    dimension = without(rows.outs[0], (eqn.params["dimension"],))[0]
-    return Rows(rows.ins, rows.outs, {**eqn.params, "dimension": dimension})
+    dimension = without(unbatched.out_axes[0], (eqn.params["dimension"],))[0]
+    params = {**eqn.params, "dimension": dimension}
+    return UnbatchedEquation(unbatched.in_axes, unbatched.out_axes, params)
 
 
-def _dot_general(eqn, axes: Axes) -> Rows | None:
+def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = axes
     if left is not None and left in lb:
@@ -187,19 +218,20 @@ def _dot_general(eqn, axes: Axes) -> Rows | None:
         position = rb.index(right)
     else:
         return _dot_free(eqn, left, right)
+    # Both operands lie along the same batch dimension, or one of them along another.
     if left not in (None, lb[position]) or right not in (None, rb[position]):
         return None
-    left, right = lb[position], rb[position]
+    left, right = lb[position], rb[position]  # a batch dimension has both operands
     dims = (
         (without(left, lc), without(right, rc)),
         (without(left, drop(position, lb)), without(right, drop(position, rb))),
     )
     params = {**eqn.params, "dimension_numbers": dims}
-    return Rows((left, right), (position,), params)
+    return UnbatchedEquation((left, right), (position,), params)
 
 
-def _dot_free(eqn, left: int | None, right: int | None) -> Rows | None:
-    """One operand is partitioned along a dimension that only it has."""
+def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | None:
+    """One operand is partitioned along a free dimension; the other enters whole."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if (left is None) == (right is None) or left in lc or right in rc:
         return None
@@ -212,11 +244,14 @@ def _dot_free(eqn, left: int | None, right: int | None) -> Rows | None:
         other = [d for d in range(eqn.invars[1].aval.ndim) if d not in (*rc, *rb)]
         out = len(lb) + len(free) + other.index(right)
         dims = ((lc, without(right, rc)), (lb, without(right, rb)))
-    return Rows((left, right), (out,), {**eqn.params, "dimension_numbers": dims})
+    return UnbatchedEquation(
+        (left, right), (out,), {**eqn.params, "dimension_numbers": dims}
+    )
 
 
 def _top_k(eqn, axis):
     last = eqn.invars[0].aval.ndim - 1
+    # Old JAX has no axis: it is the last one.
     along = eqn.params.get("axis", last) % (last + 1)
     if along == axis:
         return None
@@ -224,13 +259,14 @@ def _top_k(eqn, axis):
     return (axis, params) if params or axis < last else None
 
 
-def _stack(eqn, axes: Axes) -> Rows | None:
-    rows = elementwise(eqn, axes)
-    if rows is None:
+def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
+    unbatched = elementwise(eqn, axes)
+    if unbatched is None:
         return None
     new = eqn.params["axis"]
-    out = rows.outs[0] + (new <= rows.outs[0])
-    return Rows(rows.ins, (out,), {**eqn.params, "axis": new - (out < new)})
+    out = unbatched.out_axes[0] + (new <= unbatched.out_axes[0])
+    params = {**eqn.params, "axis": new - (out < new)}
+    return UnbatchedEquation(unbatched.in_axes, (out,), params)
 
 
 def _unstack(eqn, axis):
@@ -240,40 +276,54 @@ def _unstack(eqn, axis):
     return axis - (gone < axis), {"axis": gone - (axis < gone)}
 
 
-def _fft(eqn, axes: Axes) -> Rows | None:
+def _fft(eqn, axes: Axes) -> UnbatchedEquation | None:
     return _batch_of(len(eqn.params["fft_lengths"]))(eqn, axes)
 
 
-def _convolution(eqn, axes: Axes) -> Rows | None:
-    """The groups are the batch of images, or the features that the kernels make."""
+def _convolution(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """The groups are the batch of images, or the features that the kernels produce."""
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     batch, (left, right) = params["batch_group_count"] == 1, axes
+    # A convolution needs both dimensions, so the slice keeps them with size one.
     if right is None and left == dims.lhs_spec[0] and batch:
-        return Rows((left, None), (dims.out_spec[0],), dict(params), size_one=True)
+        return UnbatchedEquation(
+            (left, None), (dims.out_spec[0],), dict(params), keeps_unit_axis=True
+        )
     if left is None and right == dims.rhs_spec[0] and batch:
         if params["feature_group_count"] == 1:
-            return Rows((None, right), (dims.out_spec[1],), dict(params), size_one=True)
+            return UnbatchedEquation(
+                (None, right), (dims.out_spec[1],), dict(params), keeps_unit_axis=True
+            )
     return None
 
 
-_WINDOWS = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0),
-            "base_dilation": 1, "window_dilation": 1}  # fmt: skip
+# What each parameter of windows is along an axis where a window holds one element.
+_UNIT_WINDOW = {
+    "window_dimensions": 1,
+    "window_strides": 1,
+    "padding": (0, 0),
+    "base_dilation": 1,
+    "window_dilation": 1,
+}
 
 
-def _windows(eqn, axes: Axes) -> Rows | None:
-    """Work on windows that have one group each."""
+def _windows(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Acts on windows, if each lies within one group."""
     known = {axis for axis in axes if axis is not None}
     if len(known) != 1:
         return None
     (axis,) = known
-    for name, alone in _WINDOWS.items():
-        if name in eqn.params and np.any(np.not_equal(eqn.params[name][axis], alone)):
+    for name, unit in _UNIT_WINDOW.items():
+        if name in eqn.params and np.any(np.not_equal(eqn.params[name][axis], unit)):
             return None
     outs = (axis,) * len(eqn.outvars)
-    return Rows((axis,) * len(axes), outs, dict(eqn.params), size_one=True)
+    return UnbatchedEquation(
+        (axis,) * len(axes), outs, dict(eqn.params), keeps_unit_axis=True
+    )
 
 
-ROW_RULES: dict[str, Callable] = {
+# By primitive name, as some of these primitives have no public object.
+UNBATCHING_RULES: dict[str, Callable] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "broadcast_in_dim": unary(_broadcast_in_dim),
     "reshape": unary(_reshape),
