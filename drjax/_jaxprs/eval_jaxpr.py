@@ -1,4 +1,7 @@
-"""Running a jaxpr equation by equation."""
+"""An interpreter: evaluate a jaxpr equation by equation.
+
+Input: a jaxpr and its arguments, values or tracers. Output: its results.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,21 +22,21 @@ def evaluate(
     Args:
       jaxpr: The jaxpr.
       args: Its arguments.
-      step: `step(eqn, operands)` may give the results of an equation; None: bind it.
-      consts: Its constants, if not those that it holds.
+      step: `step(eqn, operands)` returns the results of an equation, or None to bind it.
+      consts: Its constants, if not those in its closure.
     """
     raw = _compat.open_jaxpr(jaxpr)
-    held = _compat.jaxpr_consts(jaxpr) if consts is None else consts
-    values = dict(zip(raw.constvars, held, strict=True))
-    values.update(zip(raw.invars, args, strict=True))
+    consts = _compat.jaxpr_consts(jaxpr) if consts is None else consts
+    env = dict(zip(raw.constvars, consts, strict=True))
+    env.update(zip(raw.invars, args, strict=True))
 
     def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
+        return atom.val if isinstance(atom, Literal) else env[atom]
 
     for eqn in raw.eqns:
         operands = [read(atom) for atom in eqn.invars]
         outs = step(eqn, operands)
         if outs is None:
             outs = _compat.bind_equation(eqn, operands)
-        values.update(zip(eqn.outvars, outs, strict=True))
+        env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in raw.outvars]

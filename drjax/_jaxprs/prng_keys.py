@@ -1,4 +1,7 @@
-"""Random keys pass into and out of stages as their raw data, uint32."""
+"""Random keys as raw data, uint32: the form in which stages exchange them.
+
+Input and output: arrays, or their types. Other dtypes than keys pass unchanged.
+"""
 
 import functools
 from typing import Any
@@ -16,10 +19,11 @@ def is_key(dtype: Any) -> bool:
 @functools.lru_cache(maxsize=64)
 def key_impl(dtype: Any) -> str:
     """The name of the implementation of keys of this dtype."""
-    found: list[str] = []
-    note = lambda key: found.append(str(jax.random.key_impl(key)))
-    jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    impls: list[str] = []
+    # JAX names the implementation of a key, not of a dtype: trace with an abstract key.
+    record = lambda key: impls.append(str(jax.random.key_impl(key)))
+    jax.eval_shape(record, jax.ShapeDtypeStruct((), dtype))
+    return impls[0]
 
 
 def key_dtype(impl: str) -> Any:
@@ -37,6 +41,6 @@ def from_raw(x: Any, dtype: Any) -> Any:
 
 
 def raw_type(value: Value) -> jax.ShapeDtypeStruct:
-    """The type under which a value passes."""
+    """The type of a value as raw data."""
     typed = jax.ShapeDtypeStruct(value.shape, value.dtype)
     return jax.eval_shape(to_raw, typed) if is_key(value.dtype) else typed

@@ -1,16 +1,19 @@
-"""Where an equation comes from, for messages: nothing may depend on it."""
+"""The source line of an equation, for error texts.
+
+Invariants: no plan, result or refusal depends on it, as it is debug data.
+"""
 
 import os
 from pathlib import Path
 
 from drjax import _compat
 
-_HERE = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def _user_frame(eqn):
     frames = _compat.user_frames(eqn)
-    return next((f for f in frames if not f.file_name.startswith(_HERE)), None)
+    return next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
 
 
 def source_line(eqn) -> str:
@@ -22,7 +25,7 @@ def source_line(eqn) -> str:
 
 
 def called_by(call, eqn):
-    """`eqn` as part of a call: from the line of the call if it has none of its own."""
+    """An equation of a callee: with the line of the call if it has none of its own."""
     if _user_frame(eqn) is not None:
         return eqn
     return eqn.replace(source_info=call.source_info)

@@ -1,1 +1,4 @@
-"""drjax.jit: `jit` calls the primitive of `jit_primitive`, which plans and compiles."""
+"""`drjax.jit`.
+
+`jit` binds the primitive of `jit_primitive`, whose rules plan and compile programs.
+"""

@@ -1,4 +1,11 @@
-"""`drjax.jit`: a program in normal form, compiled."""
+"""`drjax.jit`: a program in normal form, compiled.
+
+Input: a function and options. Output: a `jax.jit` of a function that binds `planned_p`.
+
+Invariants: the same function and options give the same object to `jax.jit`, which caches
+by it. Sharp edges: the cache holds functions weakly, so that it keeps none of them
+alive.
+"""
 
 import functools
 import weakref
@@ -35,19 +42,20 @@ def jit(
     Args:
       fn: A program, or a function that calls programs over one partition, such as
         `jax.value_and_grad(program)` or a loop over rounds.
-      groups_per_step: How many of a device's groups work at once. `"auto"`: as many as
-        fit in memory, found by compiling a few times; what was found is logged at INFO.
+      groups_per_step: How many of a device's groups run at once. `"auto"`: as many as
+        fit in memory, searched by compiling a few times; the result is logged at INFO.
         Default: all.
-      residuals: What a round needs of an earlier round's work in the groups:
-        `"recompute"` it, or `"store"` it for all groups. Work with effects is stored.
+      residuals: What a round needs of an earlier round's results in the groups:
+        `"recompute"` (rematerialize) it, or `"store"` it for all groups. Results of
+        equations with effects are stored.
       memory_budget: With `"auto"`, bytes of temporary memory for each device. Default:
         what the devices have left.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
 
     Returns:
       What `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
-      As with `jax.jit`, what is compiled is kept by function and options, as long as
-      the function lives: `drjax.jit(f)(x)` in a loop compiles once.
+      As with `jax.jit`, compiled programs are cached by function and options, as long
+      as the function lives: `drjax.jit(f)(x)` in a loop compiles once.
 
     Raises:
       PlanError: (when called) the program has no plan; `jax.jit` still runs it.
@@ -80,10 +88,10 @@ class _Planned:
     It holds the function weakly: what `drjax.jit` returns keeps that alive.
     """
 
-    __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_recompute")
+    __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_rematerialize")
 
-    def __init__(self, fn: Callable[[], Callable], groups, recompute: bool):
-        self._fn, self._groups, self._recompute = fn, groups, recompute
+    def __init__(self, fn: Callable[[], Callable], groups, rematerialize: bool):
+        self._fn, self._groups, self._rematerialize = fn, groups, rematerialize
         self.__name__ = function_name(getattr(fn(), "__name__", "program"))
 
     @property
@@ -92,6 +100,7 @@ class _Planned:
 
     def __call__(self, *args, **kwargs):
         flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
+        # Other leaves are static: jax.jit has them in its key.
         dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
         fn, name = self._fn(), self.__name__
         out_tree: Any = None
@@ -111,34 +120,35 @@ class _Planned:
         bound = is_bound()
         jaxpr, consts = trace(flat, avals, name, bound)
         names = argument_names(fn, args, kwargs)
-        given = tuple(
+        operand_names = tuple(
             [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
         )
-        options = Options(name, given, self._groups, self._recompute, bound)
-        plan = plan_of(jaxpr, options)  # errors now, and not when it is lowered
+        options = Options(name, operand_names, self._groups, self._rematerialize, bound)
+        plan = plan_of(jaxpr, options)  # raises PlanError here, not when it is lowered
         operands = xla.on_mesh(plan, [*consts, *arrays])
         outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
         return out_tree.unflatten(outs)
 
 
-_known: Any = weakref.WeakKeyDictionary()
+# Weak in the function, as the caches of jax.jit are.
+_cache: Any = weakref.WeakKeyDictionary()
 
 
-def _planned(fn: Callable, groups: GroupsPerStep, recompute: bool) -> _Planned:
+def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
     """The same object for the same function and options, as long as `fn` lives.
 
     Functions that are compared by value (methods, some callable objects) get a new one
-    each time: an equal one may go on living when the first one dies.
+    each time: an equal one may outlive the first.
     """
     try:
         if type(fn).__hash__ is not object.__hash__:
             raise TypeError
-        of_fn = _known.setdefault(fn, {})
+        by_options = _cache.setdefault(fn, {})
         reference: Any = weakref.ref(fn)
     except TypeError:
-        return _Planned(lambda: fn, groups, recompute)
-    new = _Planned(reference, groups, recompute)
-    return of_fn.setdefault((groups, recompute), new)
+        return _Planned(lambda: fn, groups, rematerialize)
+    new = _Planned(reference, groups, rematerialize)
+    return by_options.setdefault((groups, rematerialize), new)
 
 
 def _is_array(x: Any) -> bool:

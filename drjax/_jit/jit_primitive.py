@@ -1,16 +1,19 @@
 """The primitive behind `drjax.jit`: a program in normal form, compiled.
 
-`planned_p[jaxpr, options, types]` runs the plan of a jaxpr. Its rules transform the
-jaxpr and bind the primitive again, so that a derivative is planned too, instead of
-being taken through the loops of the plan:
+Input: a closed jaxpr and options. Output: `planned_p[jaxpr, options, types]`, which
+runs the plan of the jaxpr. Its rules transform the jaxpr and bind the primitive again,
+so that a derivative is planned too, instead of being taken through the loops of the
+plan:
 
     JVP        planned(f')(x, dx)
     linearize  planned(f)(x); the linear part takes x: it is planned(f')(x, .)
     transpose  planned(f'^T)(x, ct)
     batching   planned(batched f)
 
-A linear part comes with the types of its results, as it is planned only where it runs:
-in reverse mode it is just transposed, and that of a `custom_vjp` cannot be run.
+Invariants: symbolic zeros are no operands. A linear part comes with the types of its
+results, as it is planned only where it runs: in reverse mode it is just transposed, and
+that of a `custom_vjp` cannot be run. Sharp edges: reverse mode rematerializes the
+forward values, but for programs with effects.
 """
 
 import functools
@@ -34,12 +37,12 @@ from drjax.backends.xla.step_size import GroupsPerStep
 
 @dataclass(frozen=True)
 class Options:
-    """How a plan is made and runs.
+    """How a plan is built and run.
 
     Attributes:
-      name: That of the program.
-      names: Those of the arguments.
-      groups_per_step: How many of a device's groups work at once.
+      name: The name of the program.
+      names: The names of its arguments.
+      groups_per_step: How many of a device's groups run at once.
       rematerialize: Whether a round rematerializes what it needs of an earlier one.
       bound: Whether the program is traced under the mesh in context.
     """
@@ -60,7 +63,11 @@ planned_p = registration.new_primitive("jit", multiple_results=True)
 
 
 def _cached(fn: Callable) -> Callable:
-    """Cached by what is in context, in which no mesh has two forms."""
+    """Cached by arguments and context.
+
+    JAX represents a context without a mesh in two ways, which would be two keys of its
+    cache. Here it is always the same.
+    """
     cached = _compat.weakref_lru_cache(fn)
 
     @functools.wraps(fn)
@@ -73,20 +80,20 @@ def _cached(fn: Callable) -> Callable:
 
 @_cached
 def plan_of(jaxpr, options: Options):
-    given = [None] * len(jaxpr.in_avals)
+    undeclared = [None] * len(jaxpr.in_avals)
     with planning(options.bound):
         return plan_of_jaxpr(
             jaxpr,
             options.name,
             options.names,
-            given,
+            undeclared,
             rematerialize=options.rematerialize,
         )
 
 
 @_cached
 def _traced(jaxpr, options: Options, avals: tuple):
-    """What runs the plan, in the mesh in context."""
+    """The jaxpr that runs the plan, on the mesh in context."""
 
     def run(*args):
         plan = plan_of(jaxpr, options)
@@ -101,20 +108,20 @@ def _execute(*args, jaxpr, options: Options, types):
 
 
 def _abstract_eval(*avals, jaxpr, options: Options, types):
-    found = _traced(jaxpr, options, avals).out_avals if types is None else types
-    return list(found), _compat.effects_of(jaxpr)
+    result_types = _traced(jaxpr, options, avals).out_avals if types is None else types
+    return list(result_types), _compat.effects_of(jaxpr)
 
 
 def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
-    """`(jaxpr, what the function closes over)`."""
+    """`(jaxpr, arrays and tracers that the function closes over)`."""
     if bound:
         with planning(True):
             return _compat.trace_to_jaxpr(fn, list(map(_without_mesh, avals)), name)
 
     def traced():
         free = jax.sharding.get_abstract_mesh().empty
-        known = map(_without_mesh, avals) if free else avals
-        return _compat.trace_to_jaxpr(fn, list(known), name)
+        in_avals = map(_without_mesh, avals) if free else avals
+        return _compat.trace_to_jaxpr(fn, list(in_avals), name)
 
     return trace_without_mesh(traced)
 
@@ -135,7 +142,10 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
 
 
 def _jvp(primals, tangents, *, jaxpr, options: Options, types):
-    """Values and tangents apart, so that a checkpoint may know the values alone."""
+    """Values and tangents in two equations.
+
+    Partial evaluation, as in a checkpoint, can then evaluate the values alone.
+    """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     outs, _, residuals, linear = _linearize(
         False, nonzeros, *primals, jaxpr=jaxpr, options=options, types=types
@@ -144,21 +154,22 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    keep = functools.partial(_keep, is_vjp)
-    split = keep if _compat.effects_of(jaxpr) else _repeat
-    outs, nonzeros_out, residuals, on_dense = split(
+    # Effects must run once, so their results are saved and not rematerialized.
+    saving = functools.partial(_linearize_saving_residuals, is_vjp)
+    split = saving if _compat.effects_of(jaxpr) else _linearize_rematerializing
+    outs, nonzeros_out, residuals, linear_of_dense = split(
         nonzeros, primals, jaxpr, options, types
     )
 
     def linear(residuals, *tangents):
         dense = registration.instantiated(tangents, nonzeros)
-        found = on_dense(residuals, dense)
-        return registration.fill_zeros(jaxpr.out_avals, nonzeros_out, found)
+        out_tangents = linear_of_dense(residuals, dense)
+        return registration.fill_zeros(jaxpr.out_avals, nonzeros_out, out_tangents)
 
     return outs, nonzeros_out, residuals, linear
 
 
-def _types_of_tangents(outs, nonzeros_out) -> tuple:
+def _tangent_types(outs, nonzeros_out) -> tuple:
     return tuple(
         _compat.typeof(out).to_tangent_aval()
         for out, nonzero in zip(outs, nonzeros_out, strict=True)
@@ -166,29 +177,35 @@ def _types_of_tangents(outs, nonzeros_out) -> tuple:
     )
 
 
-def _repeat(nonzeros, primals, jaxpr, options: Options, types):
-    """Linearise; the linear part computes again what it needs."""
+def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types):
+    """Linearize; the linear part rematerializes the residuals that it needs.
+
+    It is the JVP without its primal results: dead-code elimination leaves of the primal
+    computation what the tangents depend on. Residuals are arguments and constants only.
+    """
     outs = _primal(nonzeros, primals, jaxpr, options, types)
     with planning(options.bound):
         both, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     both, consts = _compat.without_consts(both)
-    wanted = [i >= len(outs) for i in range(len(both.out_avals))]
-    tangent, used = _compat.dce_jaxpr(both, wanted)
+    is_tangent = [i >= len(outs) for i in range(len(both.out_avals))]
+    tangent, used = _compat.dce_jaxpr(both, is_tangent)
     known = [*consts, *primals]
-    n, of_tangents = len(known), _types_of_tangents(outs, nonzeros_out)
+    n, tangent_types = len(known), _tangent_types(outs, nonzeros_out)
     residuals = [x for x, u in zip(known, used[:n], strict=True) if u]
 
     def linear(residuals, tangents):
         args = [*residuals, *(t for t, u in zip(tangents, used[n:], strict=True) if u)]
-        return _bind_jaxpr(tangent, args, options, of_tangents)
+        return _bind_jaxpr(tangent, args, options, tangent_types)
 
     return outs, nonzeros_out, residuals, linear
 
 
-def _keep(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
-    """Linearise; what has effects is not done again, and leaves rows for all groups.
+def _linearize_saving_residuals(
+    is_vjp, nonzeros, primals, jaxpr, options: Options, types
+):
+    """Linearize; effects run once, and residuals are saved for all groups.
 
-    For a VJP, JAX gives a linear part that can be transposed only, not run.
+    For a VJP, JAX returns a linear part that can be transposed only, not run.
     """
     with planning(options.bound):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -196,11 +213,11 @@ def _keep(is_vjp, nonzeros, primals, jaxpr, options: Options, types):
     outs, nonzeros_out, residuals, tangent = registration.linearize_and_keep(
         bind, jaxpr, primals, split
     )
-    of_tangents = _types_of_tangents(outs, nonzeros_out)
+    tangent_types = _tangent_types(outs, nonzeros_out)
 
     def linear(residuals, tangents):
         operands = registration.with_kept(residuals, tangents)
-        return _bind_jaxpr(tangent, operands, options, of_tangents)
+        return _bind_jaxpr(tangent, operands, options, tangent_types)
 
     return outs, nonzeros_out, residuals, linear
 
@@ -214,14 +231,18 @@ def _bind_jaxpr(jaxpr, args, options: Options, types=None):
 
 
 def _primal(nonzeros, primals, jaxpr, options: Options, types):
-    """The results, of the forward rule of each `custom_vjp`: they have derivatives."""
+    """The results, by the forward rule of each `custom_vjp`.
+
+    A forward rule may compute otherwise than the function, and derivatives must be
+    taken of the same values.
+    """
     if not _compat.holds(jaxpr, ("custom_vjp_call",)):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
     with planning(options.bound):
         forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)
-    wanted = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
+    is_result = [i < len(jaxpr.out_avals) for i in range(len(forward.out_avals))]
     forward, consts = _compat.without_consts(forward)
-    jaxpr, used = _compat.dce_jaxpr(forward, wanted)
+    jaxpr, used = _compat.dce_jaxpr(forward, is_result)
     args = [x for x, u in zip((*consts, *primals), used, strict=True) if u]
     return _bind_jaxpr(jaxpr, args, options, types)
 
@@ -229,6 +250,7 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
 def _transpose(cts, *args, jaxpr, options: Options, types):
     linear = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, lin in zip(args, linear, strict=True) if not lin]
+    # Symbolic zeros stay out of the operands; the transposed program makes them dense.
     nonzero = [type(ct) is not _compat.Zero for ct in cts]
     dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
     fn = _compat.jaxpr_as_fun(jaxpr)
@@ -237,9 +259,9 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
 
     def transposed(*values):
         known_values = values[: len(known)]
-        given = iter(values[len(known) :])
+        dense_cts = iter(values[len(known) :])
         full = [
-            next(given) if nz else jnp.zeros(aval.shape, aval.dtype)
+            next(dense_cts) if nz else jnp.zeros(aval.shape, aval.dtype)
             for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
         ]
 
@@ -260,7 +282,7 @@ def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
 
 
 def _check(enabled, *args, jaxpr, options: Options, types):
-    """What checkify finds in the jaxpr, planned."""
+    """The plan of the checkified jaxpr."""
     tree: Any = None
 
     def checked(*args):
