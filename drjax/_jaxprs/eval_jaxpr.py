@@ -22,7 +22,8 @@ def evaluate(
     Args:
       jaxpr: The jaxpr.
       args: Its arguments.
-      step: `step(eqn, operands)` returns the results of an equation, or None to bind it.
+      step: `step(eqn, operands)` returns the results of an equation, or None, and the
+        equation is bound.
       consts: Its constants, if not those in its closure.
     """
     raw = _compat.open_jaxpr(jaxpr)

@@ -2,9 +2,9 @@
 
 Input: a function and options. Output: a `jax.jit` of a function that binds `planned_p`.
 
-Invariants: the same function and options give the same object to `jax.jit`, which caches
-by it. Sharp edges: the cache holds functions weakly, so that it keeps none of them
-alive.
+Invariants: the same function and options give the same object to `jax.jit`, which
+caches by it. Sharp edges: the cache holds functions weakly, so that it keeps none of
+them alive.
 """
 
 import functools

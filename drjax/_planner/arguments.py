@@ -31,6 +31,7 @@ def flat_inputs(
       DrjaxValueError: A leaf has another shape.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+    # Types in a plan are fixed: other arguments need another plan, not a cast.
     if plan.in_tree != tree:
         raise DrjaxTypeError(
             f"{plan.name} was planned for arguments (args, kwargs) of structure "

@@ -94,7 +94,10 @@ class StageBuilder:
     @functools.cache  # noqa: B019
     def leaving(self, index: int) -> list[tuple[Any, int]]:
         """The slices that leave the groups after a round: `(variable, group axis)`."""
+        # A reduction takes groups along axis 0. Its operand may be global: then each
+        # group sends its slice of it, or its copy of a broadcast.
         leaving = [(e.invars[0], 0) for e in self.rounds.reduces.get(index, ())]
+        # A loop starts after the round, so what it takes is an output of the stage.
         for eqn in self.rounds.loops.get(index, ()):
             kinds = self.kinds.loops[eqn].operand_kinds
             leaving += [
@@ -118,6 +121,7 @@ class StageBuilder:
             v for v, k in zip(outvars, self.results, strict=True) if not k.partitioned
         }
         count = self._count = self._count_rounds()
+        # Local stages and loops first: they determine which global values are live.
         locals_ = [self._local(index) for index in range(count)]
         loops = [
             tuple(map(self._loop, self.rounds.loops.get(index, ())))
@@ -169,16 +173,20 @@ class StageBuilder:
     def _count_rounds(self) -> int:
         """The number of rounds that communicate or have local work."""
         indices = [*self.rounds.reduces, *self.rounds.loops]
+        # Broadcasts and indices alone need no round: a later stage has them as inputs.
         for index, eqns in self.rounds.local.items():
             if any(map(self.is_work, eqns)):
                 indices.append(index)
         for var, kind in zip(self.program.outvars, self.results, strict=True):
             if kind.partitioned:
+                # A result without local work, such as a scattered argument.
                 indices.append(self.rounds.round_of(var))
         return 1 + max(indices, default=-1)
 
     def _server(self, index: int, live: set) -> Stage:
         """The server's stage of a round; adds its operands to the `live` variables."""
+        # The server keeps its values from round to round, so that only their definition
+        # matters: a stage that needs none of them is empty.
         eqns: list[Any] = []
         for eqn in reversed(self.rounds.server.get(index, [])):
             if eqn.effects or any(v in live for v in eqn.outvars):
@@ -207,6 +215,7 @@ class StageBuilder:
     def _local(self, index: int):
         """`(stage, broadcast vars, scattered (var, axis), reduces)` of a round."""
         eqns, computed = self._work(index), self._computed(index)
+        # Global values that leave the groups, copied or sliced.
         outgoing = [x for x in self.leaving(index) if not self.values.is_slice(*x)]
         # A reduction of a slice of an earlier round: the stage hands it through.
         forwarded = _unique(
@@ -214,11 +223,13 @@ class StageBuilder:
             for e in self.rounds.reduces.get(index, ())
             if self.values.is_slice(e.invars[0], 0) and e.invars[0] not in computed
         )
+        # Outputs of the stage: slices that it saves, then what leaves the groups.
         saved = [v for v in computed if self._is_saved(v, index)]
         fenced = self._observable.intersection(saved)
         needs: list[Operand] = [x for e in eqns for x in self.values.operands(e)]
         needs += [self.values.slice_of(*x) for x in outgoing]
         needs += [SliceOperand(v) for v in forwarded]
+        # Of an expanded array a group takes the operand that it expands.
         needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
         broadcast = _unique(x for x in needs if isinstance(x, BroadcastOperand))
         scatter = _unique(x for x in needs if isinstance(x, ScatteredOperand))
@@ -246,6 +257,8 @@ class StageBuilder:
                 operands = list(map(read, self.values.operands(eqn)))
                 outs = self._run_unbatched(eqn, group, operands)
                 for var, out in zip(eqn.outvars, outs, strict=True):
+                    # An observable result of a rematerialized equation is an input
+                    # of this stage, and must not be replaced by its second value.
                     if var in computed:
                         env[SliceOperand(var)] = _fence(out) if var in fenced else out
             return [
@@ -281,8 +294,11 @@ class StageBuilder:
 
     def _is_saved(self, var, index: int) -> bool:
         """Whether a slice that a stage computes is one of its outputs."""
+        # Leaving slices are outputs under their own name: no copy is made.
         if any(v is var and self.values.is_slice(v, a) for v, a in self.leaving(index)):
             return True
+        # Only the round of its definition saves a variable; rematerialized values die
+        # with their stage.
         return self.rounds.round_of(var) == index < self._last_use.get(var, -1)
 
     @functools.cached_property
@@ -321,6 +337,7 @@ class StageBuilder:
                     if id(eqn) not in work:
                         work[id(eqn)] = eqn
                         stack.append(eqn)
+        # In the order of the program, as definitions must precede uses.
         return tuple(sorted(work.values(), key=lambda e: self._order[id(e)]))
 
     def _computed(self, index: int) -> dict[Any, None]:
@@ -337,6 +354,7 @@ class StageBuilder:
         )
 
     def _may_rematerialize(self, var) -> bool:
+        # Arguments have no definition, effects run once, and a loop communicates.
         eqn = self.values.definition.get(var)
         if eqn is None or eqn.effects or var in self._observable:
             return False
@@ -368,11 +386,14 @@ class StageBuilder:
         name = self.values.names.fresh(op)
         # Of each body: the kinds of its results, and names of its arguments.
         results = [loop.result_kinds] * len(loop.bodies)
+        # The first operand of a cond is the index, which no branch takes.
         arguments = [names[1:]] * len(loop.bodies)
         fields: dict[str, Any] = {}
         if op == "scan":
             consts, carry, xs = split_scan(eqn, names)
             n_carry = len(carry)
+            # A body sees one step: a stack of partitioned values has its groups one
+            # axis earlier there.
             steps = (shift_axis(kind, -1) for kind in loop.result_kinds[n_carry:])
             results = [[*loop.result_kinds[:n_carry], *steps]]
             arguments = [[*consts, *carry, *(f"{x}[step]" for x in xs)]]
@@ -384,6 +405,7 @@ class StageBuilder:
             }
         elif op == "while":
             cond_consts, body_consts, carry = split_while(eqn, names)
+            # Body 0 is the condition.
             results[0] = [GLOBAL]
             arguments = [[*cond_consts, *carry], [*body_consts, *carry]]
             consts = len(cond_consts), len(body_consts)
@@ -428,7 +450,10 @@ def _stage(name: str, inputs, outputs, run, takes_index: bool) -> Stage:
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if takes_index:
         avals = [jax.ShapeDtypeStruct((), np.int32), *avals]
+    # An equation may have been included for one of several results, or as the operand
+    # of an equation whose result is a constant.
     jaxpr = _compat.without_dead_code(jax.make_jaxpr(run)(*avals))
+    # A wrong unbatching rule often changes a type, and then fails here.
     avals_out: list[Any] = jaxpr.out_avals
     for aval, value in zip(avals_out, outputs, strict=True):
         assert (aval.shape, aval.dtype) == (value.shape, value.dtype), (aval, value)

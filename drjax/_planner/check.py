@@ -33,6 +33,7 @@ class Typed:
 
     @property
     def kind(self) -> str:
+        # Axis 0 is the rule in users' programs, so only others are printed.
         if self.axis is None:
             return "global"
         return "partitioned" + (f" along axis {self.axis}" if self.axis else "")
@@ -78,6 +79,7 @@ class Signature:
         assert self.partition is not None
         if not self.axes:
             return "run locally (no mesh with such an axis in context)"
+        # Rounded up: the last device may have padding.
         groups = -(-self.partition.size // self.devices)
         padded = " at most" if self.partition.size % self.devices else ""
         names = ", ".join(map(repr, self.axes))
@@ -129,6 +131,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
             return Typed(name, var.aval.shape, var.aval.dtype, kinds[var].axis)
 
         partition = kinds.partition
+        # Without a building block nothing is sharded.
         axes, devices = (), 1
         if partition is not None:
             placement = layout(partition, find_mesh(partition))

@@ -40,6 +40,7 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
             _uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params)
         ):
             return None
+        # The index is bound inside of this equation, so it must be rebuilt.
         rule = _RULES.get(eqn.primitive.name)
         if rule is None and eqn.primitive.name in CALLS:
             return run(eqn.params[CALLS[eqn.primitive.name]])(*operands)
@@ -57,6 +58,7 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
 def _is_group_index(eqn, partition: Partition | None) -> bool:
     return (
         eqn.primitive is partition_index_p
+        # Outside of a map_fn the primitive returns the indices of all groups.
         and eqn.params["per_group"]
         and eqn.params["partition"] == partition
     )
@@ -74,6 +76,7 @@ def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
 def _scan(eqn, operands, run):
     n_consts, n_carry = _compat.scan_sizes(eqn)
     consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+    # Through the public function, as parameters of the primitive differ by version.
     body = run(eqn.params["jaxpr"])
 
     def step(carry, xs):

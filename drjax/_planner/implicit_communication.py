@@ -73,6 +73,7 @@ def implicit_communication(
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)
         return None if mapped is None else ImplicitCommunication(*mapped)
+    # These take two partitioned operands; all others at most one.
     if eqn.primitive is lax.dot_general_p:
         return _contraction(eqn, *axes)
     if eqn.primitive is lax.conv_general_dilated_p:
@@ -89,6 +90,7 @@ def implicit_communication(
 
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
     """The equation on gathered operands; None if a gather would be observable."""
+    # Python would receive whole arrays where a group has a slice.
     if "callback" in eqn.primitive.name or eqn.effects:
         return None
 
@@ -152,6 +154,7 @@ def _convolution(
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     in_axes = dims.lhs_spec[1], dims.rhs_spec[1]
     matches = left in (None, in_axes[0]) and right in (None, in_axes[1])
+    # Feature groups split the contracted axis, so that it is no single sum.
     plain = params["feature_group_count"] == params["batch_group_count"] == 1
     if (left is None and right is None) or not (matches and plain):
         return None
@@ -188,9 +191,11 @@ def _reduction(eqn, axis: int) -> Callable | None:
     unordered = eqn.primitive is not lax.reduce_sum_p and jnp.issubdtype(
         dtype, jnp.complexfloating
     )
+    # Without the group axis, each group reduces by itself: an unbatching rule.
     if axis not in axes or unordered or (bitwise and dtype != jnp.bool_):
         return None
     others = tuple(a for a in axes if a != axis)
+    # The position of the group axis after the other axes are gone.
     left = axis - sum(a < axis for a in others)
     params = {**eqn.params, "axes": others}
 
@@ -244,6 +249,7 @@ def make_communication_explicit(
                 changed = True
     if not changed:
         return None
+    # Equations that only the replaced ones needed are dead now.
     live = live_equations(eqns, program.outvars)
     return InlinedJaxpr(program.invars, live, program.outvars, consts, bodies)
 
@@ -255,6 +261,7 @@ def _identity(partition: Partition, x):
 def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
     """The equations of `fn`, with the operands and results of another equation."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    # Tracing writes jits of jax.numpy, which are inlined like the user's.
     inner = inline_calls(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))
     consts.update(inner.consts)
     names: dict[Any, Any] = dict(zip(inner.invars, eqn.invars, strict=True))

@@ -135,6 +135,7 @@ def _clamped(start, last: int):
 
 
 def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
+    # Dimension numbers of the slice, which lacks the group axis.
     others = tuple(d - (d > axis) for d in dimensions if d != axis)
 
     def with_blocks(partition: Partition, x):
@@ -264,6 +265,7 @@ def _scatter(eqn, axis: int) -> Callable | None:
         return None
     last = [operand.shape[d] - sizes[d] for d in indexed]
     column = indexed.index(axis)
+    # Each group has one slice, so that indices of other groups are out of bounds.
     drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP}
 
     def with_blocks(partition: Partition, x, indices, updates):

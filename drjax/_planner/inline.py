@@ -104,6 +104,7 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     eqns: list[Any] = []
     outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
     eqns = _fold_constants(live_equations(eqns, outvars), consts)
+    # After folding: it evaluates the indices that depend on constants only.
     eqns = share_batch_dimensions(eqns, consts)
     # Inference raises variables only, so operands of loops and results are variables.
     for i, eqn in enumerate(eqns):
@@ -152,6 +153,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
                 inner_jaxpr.constvars, _compat.jaxpr_consts(inner), strict=True
             ):
                 consts[var] = value
+            # Equations of library code show the line of the user's call.
             outer = eqn if call is None else called_by(call, eqn)
             outs = _inline(inner_jaxpr, operands, eqns, consts, outer)
             names.update(zip(eqn.outvars, outs, strict=True))
@@ -174,6 +176,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     """The jaxpr that an equation only calls, and its operands; None for any other."""
     name = eqn.primitive.name
+    # Derivative rules are dropped: the program is differentiated already.
     if name in CALLS:
         return eqn.params[CALLS[name]], list(ins)
     if name == "custom_linear_solve":
@@ -301,12 +304,14 @@ def _fold_constants(eqns: list, consts: dict) -> list:
             and operands
             and all(x is not None and np.ndim(x) == 0 for x in operands)
             and all(v.aval.shape == () for v in eqn.outvars)
+            # NumPy holds the folded values and has no random keys.
             and not any(
                 jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
                 for v in eqn.outvars
             )
         )
         if foldable:
+            # The planner itself may run under a jax.jit, as drjax.jit does.
             with jax.ensure_compile_time_eval():
                 outs = _compat.bind_equation(eqn, operands)
             consts.update(zip(eqn.outvars, map(np.asarray, outs), strict=True))

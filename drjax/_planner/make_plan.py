@@ -72,6 +72,7 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
     @functools.wraps(fn)
     def planner(*args, **kwargs) -> Plan:
         traced = trace(fn, partitioned, args, kwargs)
+        # Backends compare the structure of later arguments with this one.
         in_tree = jax.tree_util.tree_structure((args, kwargs))
         name = function_name(getattr(fn, "__name__", "program"))
         return plan_of_jaxpr(
@@ -135,6 +136,7 @@ def infer_partitioning(
     program.names = dict(zip(program.invars, names, strict=True))
     partition = find_partition(program)
     for var, kind, argument in zip(program.invars, declared, names, strict=True):
+        # What is declared global or left open fits any shape.
         if kind != PARTITIONED:
             continue
         if partition is None:
@@ -170,6 +172,7 @@ def _infer_and_make_explicit(
 def _make_explicit(
     program: InlinedJaxpr, kinds: PartitioningInference
 ) -> InlinedJaxpr | None:
+    # The rewrite traces building blocks, which would bind a mesh in context.
     with outside_meshes():
         return make_communication_explicit(program, kinds)
 
@@ -205,8 +208,10 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
     """The partition of a program's blocks, None if it has none; two are refused."""
     partitions: dict[Partition, Any] = {}
     for eqn in _equations(program):
+        # Building blocks, the only equations that name a partition.
         if eqn.primitive in BLOCKS:
             partitions.setdefault(eqn.params["partition"], eqn)
+        # A mutable array is shared by reference; stages run in different processes.
         if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
             raise PlanError(
                 f"{eqn.primitive.name} at {source_line(eqn)} works on a "
@@ -214,6 +219,7 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
                 "a plan. Use it inside a function given to drjax.map_fn, or update "
                 "values with x.at[...] instead."
             )
+        # Under drjax.jit the mesh is known, and `planned` is set.
         bound = eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND
         if bound and not planned.value:
             raise PlanError(
@@ -222,6 +228,7 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
                 "of its blocks, and plan it without shard_map and sharding "
                 "constraints; drjax.jit plans the function with its mesh."
             )
+        # Calls are inlined and loops have plans; other equations hide their jaxprs.
         hidden = any(map(uses_blocks, _compat.jaxprs_in(eqn.params)))
         if hidden and eqn.primitive not in BLOCKS and eqn.primitive.name not in CONTROL:
             raise PlanError(
@@ -234,6 +241,7 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
     if len(partitions) > 1:
         (first, _), (second, eqn) = list(partitions.items())[:2]
         names = [str(first), str(second)]
+        # Partitions that print alike differ in their mesh axes.
         if names[0] == names[1]:
             names = [f"{p} with mesh_axes={p.mesh_axes}" for p in (first, second)]
         raise PlanError(

@@ -20,6 +20,7 @@ from drjax._planner.rounds import reduction
 
 def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
     """One name for each leaf of `(args, kwargs)`: `model['w']`, `tasks.x`."""
+    # Builtins and some callables have no signature; their arguments get numbers.
     positional = [f"arg{i}" for i in range(len(args))]
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -41,6 +42,7 @@ def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
 
 def result_names(tree) -> list[str]:
     """One name for each leaf of a result: `result['w']`."""
+    # The paths of a tree are known of its leaves only, so it is filled with some.
     leaves = tree.unflatten(range(tree.num_leaves))
     paths = jax.tree_util.tree_flatten_with_path(leaves)[0]
     return ["result" + jax.tree_util.keystr(path) for path, _ in paths]
@@ -57,6 +59,7 @@ class Names:
 
     def _unique(self, name: str) -> str:
         count = self._used[name] = self._used.get(name, 0) + 1
+        # A suffix may itself be taken, by an argument named x_2.
         return name if count == 1 else self._unique(f"{name}_{count}")
 
     def of(self, var) -> str:

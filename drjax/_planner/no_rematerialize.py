@@ -22,6 +22,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
+from drjax._jaxprs.walk import definitions
 from drjax._planner.inline import CALLS, InlinedJaxpr
 from drjax._primitives.reduce_ops import of_primitive
 
@@ -37,7 +38,7 @@ _MOVES_ALL = frozenset("concatenate max min stack".split())
 
 def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     """Variables that must not be rematerialized."""
-    definition = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    definition = definitions(program.eqns)
     observable: set[Any] = set()
     for eqn in program.eqns:
         op, gathers = of_primitive(eqn.primitive), eqn.primitive is primitives.gather_p
@@ -56,6 +57,8 @@ def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
     stack = [(var, selected)]
     while stack:
         var, selected = stack.pop()
+        # The flag is part of the state: a variable may be reached with and without a
+        # selection, on different paths.
         if isinstance(var, Literal) or (var, selected) in aliases:
             continue
         aliases.add((var, selected))
@@ -69,6 +72,7 @@ def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
 def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
     """The operands whose values a result holds, and whether it selects among them."""
     name = eqn.primitive.name
+    # The predicate of a select_n and the index of a cond are not among the values.
     if name == "select_n":
         yield from ((operand, True) for operand in eqn.invars[1:])
     elif name in _MOVES_FIRST:
@@ -92,7 +96,7 @@ def _through_call(
 ) -> Iterator[tuple[Any, bool]]:
     raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))
-    definition = {v: eqn for eqn in raw.eqns for v in eqn.outvars}
+    definition = definitions(raw.eqns)
     for var, selects in _aliases(definition, raw.outvars[index], selected):
         if var in outer:
             yield outer[var], selects

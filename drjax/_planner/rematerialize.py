@@ -64,6 +64,7 @@ def rematerialize_residuals(
     """The program with one more scan, or pair of scans, rewritten; or None."""
     for eqn in program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
+            # One rewrite at a time, as kinds are inferred again after each.
             sunk = _sink(program, kinds, _Scan(program, eqn))
             if sunk is not None:
                 return sunk
@@ -128,6 +129,7 @@ class _ScanPair:
 
     def _only_scanned(self, var) -> bool:
         """Whether a stack is used by scans over it, and by nothing else."""
+        # A result of the program must be stacked anyway.
         if var in self.program.outvars:
             return False
         users = [e for e in self.program.eqns if var in e.invars]
@@ -162,6 +164,7 @@ class _ScanPair:
             stacked = eqn is not None or var in self.forward.body_carry
             if stacked and self.body_kinds[var].partitioned:
                 return None  # stacking it costs as much as the residual
+        # In the order of the body: definitions precede uses.
         ordered = [e for e in body.eqns if id(e) in eqns]
         return ordered, [v for v in starts if v not in body.consts]
 
@@ -217,6 +220,7 @@ class _ScanPair:
         names = {b: fresh[inner] for b, inner in roots.items()}
         for eqn in scan.body.eqns:
             body_eqns.append(eqn.replace(invars=substitute(eqn.invars, names)))
+        # The backward scan takes the starts of the slice in place of the residuals.
         kept = [pair for pair in scanned if pair[0] not in self.residuals]
         eqn, body = scan.replace(
             [*scan.consts, *(outer[v] for v in consts)],
@@ -227,6 +231,7 @@ class _ScanPair:
             forward.body.consts,
             list(zip(scan.ys, scan.body_ys, strict=True)),
         )
+        # A result of a step may be one of the replaced arguments itself.
         body.outvars = [names.get(v, v) for v in body.outvars]
         body.known_bodies = {**forward.body.known_bodies, **scan.body.known_bodies}
         return eqn, body
@@ -236,6 +241,7 @@ def _sink(
     program: InlinedJaxpr, kinds: PartitioningInference, scan: _Scan
 ) -> InlinedJaxpr | None:
     """Sink the cheap equations that compute a scan's partitioned constants."""
+    # An observable variable has no definition here: the slice starts from it.
     definition = definitions(program.eqns)
     for var in bitwise_observable(program):
         definition.pop(var, None)

@@ -38,6 +38,8 @@ def scan_as_map(
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
+    # The steps of a scan lie along axis 0 of its stacks: they are groups only if the
+    # groups lie there too.
     over_groups = 0 in axes[first:] and not any(axes[first:])
     if not over_groups or any(axis is not None for axis in axes[:first]):
         return None

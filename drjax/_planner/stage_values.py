@@ -112,6 +112,7 @@ class StageValues:
         self.program, self.kinds = program, kinds
         self.names = Names(program.invars, list(arguments))
         self.definition = definitions(program.eqns)
+        # In a fixed order, as later names depend on earlier ones.
         for i, var in enumerate(program.consts):
             self.names.constant(var, i)
         for eqn in program.eqns:
@@ -170,6 +171,7 @@ class StageValues:
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
         eqn = self.definition.get(atom)
+        # Communication down is an input of each stage, not a value that groups store.
         if eqn is not None and self.kinds.signature(eqn) is not None:
             if eqn.primitive is primitives.broadcast_p:
                 return self.copy_of(eqn.invars[0])
@@ -182,12 +184,14 @@ class StageValues:
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             if axis not in eqn.params["broadcast_dimensions"] and len(eqn.invars) == 1:
                 return ExpandedOperand(eqn, axis, self.copy_of(eqn.invars[0]))
+        # A global value where slices are needed is an implicit scatter.
         return ScatteredOperand(atom, axis)
 
     def copy_of(self, atom) -> ConstantOperand | BroadcastOperand:
         """How a local stage obtains all of a global value."""
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
+        # Arrays are inputs, so that the code of a stage stays small.
         if atom in self.program.consts and atom.aval.shape == ():
             return ConstantOperand(self.program.consts[atom])
         return BroadcastOperand(atom)
@@ -197,6 +201,7 @@ class StageValues:
 
     def operands(self, eqn) -> list[Operand]:
         """How a local stage obtains the operands of an equation."""
+        # Several rounds ask for the same equation when they rematerialize it.
         if eqn not in self._operands:
             self._operands[eqn] = self._compute_operands(eqn)
         return self._operands[eqn]

@@ -64,12 +64,14 @@ class ControlFlowInference:
     def _scan(self, operands, results):
         n_consts, n_carry = _compat.scan_sizes(self.eqn)
         n_init = n_consts + n_carry
+        # The body sees one step of each stack.
         xs = [shift_axis(kind, -1) for kind in operands[n_init:]]
         ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
         carry = _join(_scatterable(operands[n_consts:n_init]), results[:n_carry])
         while True:
             body = self._body(0, [*operands[:n_consts], *carry, *xs], [*carry, *ys])
             ins, outs = _argument_and_result_kinds(body)
+            # Arguments and results of the body are the same carried values.
             joined = _join(carry, ins[n_consts:n_init], outs[:n_carry])
             if joined == carry:
                 break
@@ -103,6 +105,7 @@ class ControlFlowInference:
                 for i in range(len(self.outer.program.bodies(self.eqn)))
             )
             kinds = [_argument_and_result_kinds(branch) for branch in branches]
+            # One partitioned branch makes the result partitioned: the others scatter.
             joined = _join(outs, *(_scatterable(out) for _, out in kinds))
             if joined == outs:
                 break
@@ -120,6 +123,8 @@ class ControlFlowInference:
         steps = kinds[first:] if name == "scan" else kinds[:1] * (name == "cond")
         if PARTITIONED in steps:
             raise self.outer.refusal(self.eqn, kinds, diagnostics.MIXES_GROUPS)
+        # A global operand may be scattered before the loop. The other way takes a
+        # gather, which users must write.
         for required, kind in zip(self.operand_kinds, kinds, strict=True):
             if kind.partitioned and required != kind:
                 raise self.outer.refusal(

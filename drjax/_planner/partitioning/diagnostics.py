@@ -62,6 +62,8 @@ def refusal(
     pairs = zip(eqn.invars, kinds, strict=True)
     operands = ", ".join(f"{v.aval.str_short()} {kind}" for v, kind in pairs)
     name = eqn.primitive.name
+    # Callbacks and missing rules look like mixing to inference, which only asks for a
+    # rule; users need another fix for them.
     if fix is MIXES_GROUPS and ("callback" in name or name == "debug_print"):
         fix = _CALLBACK
     elif fix is MIXES_GROUPS and name not in UNBATCHING_RULES:

@@ -123,8 +123,10 @@ class PartitioningInference:
         self._settled = settled = set()
         for phase in PHASES[: PHASES.index(self._last_phase) + 1]:
             self.phase = phase
+            # What the phases before the last one raise holds whoever uses it.
             if phase != "forward":
                 settled |= set(self._lattice)
+            # A required result kind is a demand like any other, in its phase.
             for var, kind in zip(self.program.outvars, result_kinds, strict=False):
                 if kind is not None and kind.name == phase:
                     self._raise([var], [kind])
@@ -149,6 +151,8 @@ class PartitioningInference:
         if self.is_loop(eqn):
             ins, outs = self.loops[eqn].operand_kinds, self.loops[eqn].result_kinds
         elif self.signature(eqn) is not None:
+            # Global operands are no contradiction: they are scattered. Results are
+            # raised by the signature itself.
             ins, outs = [PARTITIONED] * len(eqn.invars), []
         elif (implicit := self.implicit_communication(eqn)) is not None:
             axes = implicit.in_axes, implicit.result_axes(eqn)
@@ -318,6 +322,7 @@ class PartitioningInference:
         return partitioned - self._settled
 
     def _has_free_operand(self, eqn) -> bool:
+        # Scalars have no axis along which they could be partitioned.
         return any(self.lattice_value(v) == FREE for v in eqn.invars if v.aval.shape)
 
     def _transfer_forward(self, eqn) -> None:
@@ -338,6 +343,7 @@ class PartitioningInference:
                 )
             kinds = _kinds_of_axes(unbatched.out_axes)
         elif self._follows_its_uses(eqn):
+            # Demands of later phases decide; until then the results stay free.
             return
         else:
             kinds = [GLOBAL] * len(eqn.outvars)
@@ -368,10 +374,14 @@ class PartitioningInference:
             return _kinds_of_axes(implicit.in_axes)
         results = [self.lattice_value(v) for v in eqn.outvars]
         if any(kind.partitioned for kind in results):
+            # A partitioned result takes its operands partitioned along fitting axes. If
+            # no form fits, `check` refuses the equation.
             unbatched = self.unbatched(eqn)
             if unbatched is None:
                 return [None] * len(eqn.invars)
             return _kinds_of_axes(unbatched.in_axes)
+        # An equation that can be unbatched demands nothing, unless a result is global:
+        # only global operands give that without communication.
         candidates = unbatching_candidates(eqn, self._num_groups)
         if candidates and GLOBAL not in results:
             return [None] * len(eqn.invars)
@@ -381,6 +391,7 @@ class PartitioningInference:
         self, eqn, results: Sequence[Kind]
     ) -> UnbatchedEquation | None:
         """The equation of one group whose results have these kinds."""
+        # The first one, by operands and axes in their order: a deterministic choice.
         for candidate in unbatching_candidates(eqn, self._num_groups):
             if all(
                 kind.axis == axis
@@ -398,6 +409,7 @@ class PartitioningInference:
         if self.is_loop(eqn):
             self.loops[eqn].check()
             return
+        # Global operands always fit: they can be scattered where it is needed.
         if not any(kind.partitioned for kind in kinds):
             return
         signature = self.signature(eqn)

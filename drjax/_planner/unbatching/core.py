@@ -50,6 +50,7 @@ class UnbatchedEquation:
                 for x, axis in zip(operands, self.in_axes, strict=True)
             ]
         operands = [x for i, x in enumerate(operands) if i not in self.dropped_operands]
+        # Bound with the source line of the batched equation, for error texts.
         outs = _compat.bind_equation(eqn, operands, **self.params)
         if self.keeps_unit_axis:
             outs = [
@@ -71,6 +72,7 @@ def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
 def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
     """`f(x, y)[i] == f(x[i], y[i])`: all operands have the same group axis."""
     known = {axis for axis in axes if axis is not None}
+    # Groups along different axes would meet as a matrix of all pairs of groups.
     if len(known) != 1:
         return None
     (axis,) = known

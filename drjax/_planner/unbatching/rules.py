@@ -80,6 +80,7 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
     forms = []
+    # One operand at a time: a rule infers the axes of the others from it.
     for i, var in enumerate(eqn.invars):
         for axis, size in enumerate(var.aval.shape):
             if size == n:
@@ -160,6 +161,7 @@ def _slice(eqn, axis):
 
 def _tile(eqn, axis):
     reps = eqn.params["reps"]
+    # Copies of the groups would not be the groups.
     if reps[axis] != 1:
         return None
     return axis, {"reps": drop(axis, reps)}
@@ -194,6 +196,7 @@ def _random_wrap(eqn, axis):
 
 def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
     axis, config = axes[0], eqn.params["padding_config"]
+    # Padding along the group axis would add groups; the padding value is a scalar.
     if axis is None or axes[1] is not None or tuple(config[axis]) != (0, 0, 0):
         return None
     params = {**eqn.params, "padding_config": drop(axis, config)}
@@ -233,8 +236,10 @@ def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
 def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | None:
     """One operand is partitioned along a free dimension; the other enters whole."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    # Both partitioned along free dimensions: a product of all pairs of groups.
     if (left is None) == (right is None) or left in lc or right in rc:
         return None
+    # Dimensions of the result: batch, then free ones of the left, then of the right.
     free = [d for d in range(eqn.invars[0].aval.ndim) if d not in (*lc, *lb)]
     if left is not None:
         out = len(lb) + free.index(left)
@@ -263,6 +268,7 @@ def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
     unbatched = elementwise(eqn, axes)
     if unbatched is None:
         return None
+    # The new axis may come before the group axis, and then moves it.
     new = eqn.params["axis"]
     out = unbatched.out_axes[0] + (new <= unbatched.out_axes[0])
     params = {**eqn.params, "axis": new - (out < new)}
