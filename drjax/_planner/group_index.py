@@ -19,6 +19,7 @@ from drjax import _compat
 from drjax._errors import PlanError
 from drjax._jaxprs import eval_jaxpr
 from drjax._jaxprs.provenance import source_line
+from drjax._jaxprs.walk import deep_equations, split_scan, split_while
 from drjax._partition import Partition
 from drjax._planner.inline import CALLS, any_of_batch, step_where
 from drjax.primitives import partition_index_p
@@ -66,16 +67,12 @@ def _is_group_index(eqn, partition: Partition | None) -> bool:
 
 def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
     """Whether the group index is used anywhere in a per-group jaxpr."""
-    return any(
-        _is_group_index(eqn, partition)
-        or any(_uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
-    )
+    return any(_is_group_index(eqn, partition) for eqn in deep_equations(jaxpr))
 
 
 def _scan(eqn, operands, run):
-    n_consts, n_carry = _compat.scan_sizes(eqn)
-    consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+    consts, carry, xs = split_scan(eqn, operands)
+    n_carry = len(carry)
     # Through the public function, as parameters of the primitive differ by version.
     body = run(eqn.params["jaxpr"])
 
@@ -83,7 +80,6 @@ def _scan(eqn, operands, run):
         outs = body(*consts, *carry, *xs)
         return outs[:n_carry], outs[n_carry:]
 
-    xs = operands[n_consts + n_carry :]
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(step, carry, xs, **options)
     return [*carry, *ys]
@@ -91,8 +87,7 @@ def _scan(eqn, operands, run):
 
 def _while(eqn, operands, run):
     params = eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    cond_consts, body_consts, init = split_while(eqn, operands)
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
     condition = lambda *carry: cond(*cond_consts, *carry)[0]
     step = lambda *carry: body(*body_consts, *carry)
@@ -101,7 +96,7 @@ def _while(eqn, operands, run):
     return jax.lax.while_loop(
         lambda carry: condition(*carry),
         lambda carry: step(*carry),
-        list(operands[n_cond + n_body :]),
+        init,
     )
 
 

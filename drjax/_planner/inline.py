@@ -27,7 +27,13 @@ from jax.sharding import AxisType
 
 from drjax import _compat, primitives
 from drjax._jaxprs.provenance import called_by
-from drjax._jaxprs.walk import deep_equations, live_equations, split_while, variables
+from drjax._jaxprs.walk import (
+    deep_equations,
+    live_equations,
+    split_while,
+    substitute,
+    variables,
+)
 from drjax._partition import Partition
 from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
@@ -140,11 +146,8 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
     """Append the equations of `jaxpr` that `call` applies to `args`; its results."""
     names = dict(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom):
-        return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
     for eqn in jaxpr.eqns:
-        ins = [read(atom) for atom in eqn.invars]
+        ins = substitute(eqn.invars, names)
         callee = _callee(eqn, ins)
         if callee is not None:
             inner, operands = callee
@@ -170,7 +173,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
         if call is not None or ins != eqn.invars:
             eqn = eqn.replace(invars=ins, outvars=outs)
         eqns += _with_explicit_broadcasts(_with_scalar_condition(eqn))
-    return [read(atom) for atom in jaxpr.outvars]
+    return substitute(jaxpr.outvars, names)
 
 
 def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:

@@ -54,7 +54,7 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
 
     Raises:
       PlanError: The function has no plan: it mixes the groups' slices other than by a
-        drjax reduction, uses two partitions at one level, or is bound to a mesh. The
+        drjax reduction, uses two partitions side by side, or is bound to a mesh. The
         message names the equation and its source line.
 
     Example:

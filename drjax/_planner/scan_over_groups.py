@@ -23,6 +23,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._api.trace_map import call_mapped
+from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
 from drjax.primitives import reduce_sum_p
 
@@ -87,7 +88,7 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
     Returns:
       None if a step does anything else.
     """
-    definition = {v: e for e in body.eqns for v in e.outvars}
+    definition = definitions(body.eqns)
     uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)
     addends = []
     carried = body.invars[n_consts : n_consts + n_carry]

@@ -24,7 +24,7 @@ refuses it.
 from collections.abc import Sequence
 from typing import Any
 
-from drjax import _compat
+from drjax._jaxprs.walk import split_scan, split_while
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.kind import (
     FREE,
@@ -62,32 +62,33 @@ class ControlFlowInference:
         return self.outer.infer_body(body, arguments, results)
 
     def _scan(self, operands, results):
-        n_consts, n_carry = _compat.scan_sizes(self.eqn)
-        n_init = n_consts + n_carry
+        consts, init, stacks = split_scan(self.eqn, operands)
+        n_carry = len(init)
         # The body sees one step of each stack.
-        xs = [shift_axis(kind, -1) for kind in operands[n_init:]]
+        xs = [shift_axis(kind, -1) for kind in stacks]
         ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
-        carry = _join(_scatterable(operands[n_consts:n_init]), results[:n_carry])
+        carry = _join(_scatterable(init), results[:n_carry])
         while True:
-            body = self._body(0, [*operands[:n_consts], *carry, *xs], [*carry, *ys])
+            body = self._body(0, [*consts, *carry, *xs], [*carry, *ys])
             ins, outs = _argument_and_result_kinds(body)
+            const_kinds, carry_kinds, x_kinds = split_scan(self.eqn, ins)
             # Arguments and results of the body are the same carried values.
-            joined = _join(carry, ins[n_consts:n_init], outs[:n_carry])
+            joined = _join(carry, carry_kinds, outs[:n_carry])
             if joined == carry:
                 break
             carry = joined
-        xs = [shift_axis(kind, +1) for kind in ins[n_init:]]
+        xs = [shift_axis(kind, +1) for kind in x_kinds]
         ys = [shift_axis(kind, +1) for kind in outs[n_carry:]]
-        return [*ins[:n_consts], *carry, *xs], [*carry, *ys], (body,)
+        return [*const_kinds, *carry, *xs], [*carry, *ys], (body,)
 
     def _while(self, operands, results):
-        n_cond, n_body = (self.eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
-        n = n_cond + n_body
-        carry = _join(_scatterable(operands[n:]), results)
+        cond_consts, body_consts, init = split_while(self.eqn, operands)
+        n_cond, n_body = len(cond_consts), len(body_consts)
+        carry = _join(_scatterable(init), results)
         while True:
             # All groups leave the loop together, so the condition is global.
-            cond = self._body(0, [*operands[:n_cond], *carry], [GLOBAL])
-            body = self._body(1, [*operands[n_cond:n], *carry], carry)
+            cond = self._body(0, [*cond_consts, *carry], [GLOBAL])
+            body = self._body(1, [*body_consts, *carry], carry)
             cond_ins, _ = _argument_and_result_kinds(cond)
             ins, outs = _argument_and_result_kinds(body)
             joined = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
@@ -118,9 +119,10 @@ class ControlFlowInference:
         """Refuse loops over the groups, and whatever the bodies refuse."""
         name = self.eqn.primitive.name
         kinds = [self.outer[v] for v in self.eqn.invars]
-        first = sum(_compat.scan_sizes(self.eqn)) if name == "scan" else 0
         # The steps of a scan and the index of a cond must not be the groups.
-        steps = kinds[first:] if name == "scan" else kinds[:1] * (name == "cond")
+        steps = kinds[:1] if name == "cond" else []
+        if name == "scan":
+            _, _, steps = split_scan(self.eqn, kinds)
         if PARTITIONED in steps:
             raise self.outer.refusal(self.eqn, kinds, diagnostics.MIXES_GROUPS)
         # A global operand may be scattered before the loop. The other way takes a

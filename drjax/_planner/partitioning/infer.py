@@ -20,18 +20,18 @@ What is free in the end is global. A partitioned value where a global one is nee
 has no meaning and is refused; a global `[n, ...]` value where a partitioned one is
 needed is a scatter.
 
-Termination: a transfer rule raises free variables only, and the lattice has height
-two, so each variable is raised at most once in a run. The worklist receives the
-equations next to a variable only when it is raised, so a run visits at most
-`E + sum of (uses + 1)` equations for E equations. Where demands of phase 3 contradict
-each other, the variables are forced to be global and the run starts again; the forced
-set grows strictly and is bounded by the number of variables. Bodies of loops iterate
-over their carried values with the same argument; see `control_flow.py`.
+Termination: a transfer rule raises free variables only, and the lattice has two levels,
+so each variable is raised at most once in a run. The worklist receives the equations
+next to a variable only when it is raised, so a run of P phases visits at most `P E +
+(uses + 1, summed over the variables)` of E equations. Where demands of phase 3
+contradict each other, the variables are forced to be global and the run starts again;
+the forced set grows strictly and is bounded by the number of variables. Bodies of loops
+iterate over their carried values with the same argument; see `control_flow.py`.
 
-Invariants: the result does not depend on debug data. No variable is ever lowered.
-Sharp edges: of two demands for different axes, the one first visited is recorded and
-the other detected afterwards (`_inconsistent_variables`). The order of the worklist is
-that of the equations, so the outcome is deterministic.
+Invariants: the result does not depend on debug data. Within a run no variable is
+lowered. Sharp edges: of two demands for different axes, the one first visited is
+recorded and the other detected afterwards (`_inconsistent_variables`). The order of the
+worklist is that of the equations, so the outcome is deterministic.
 """
 
 from collections import OrderedDict

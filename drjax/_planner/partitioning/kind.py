@@ -7,7 +7,7 @@ that each drjax primitive takes and returns.
                                      \\         /
                                         free
 
-Invariants: the lattice has height two, so that a variable is raised at most once.
+Invariants: the lattice has two levels, so that a variable is raised at most once.
 There is no top element: two uses that contradict each other are an error or a
 scatter, never a kind.
 """

@@ -26,6 +26,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._jaxprs.walk import backward_slice, definitions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 
 _LAYOUT = frozenset(
@@ -46,25 +47,16 @@ class _KnownIntegers:
 
     def __init__(self, eqns: list, consts: dict):
         self.consts = consts
-        self.definition = {v: e for e in eqns for v in e.outvars}
+        self.definition = definitions(eqns)
         self._order = {id(e): i for i, e in enumerate(eqns)}
 
     def value(self, var) -> np.ndarray | None:
         """The value of a variable, or None if it depends on any argument."""
-        backward_slice, stack = {}, [var]
-        while stack:
-            atom = stack.pop()
-            # Indices are integers, and so cheap to evaluate while planning.
-            if not _is_integer(atom.aval):
-                return None
-            if isinstance(atom, Literal) or atom in self.consts:
-                continue
-            eqn = self.definition.get(atom)
-            if eqn is None or eqn.primitive.name not in ELEMENTWISE | _LAYOUT:
-                return None
-            if id(eqn) not in backward_slice:
-                backward_slice[id(eqn)] = eqn
-                stack += eqn.invars
+        if isinstance(var, Literal):
+            return np.asarray(var.val)
+        eqns, starts = backward_slice([var], self.definition, _is_evaluable)
+        if not all(v in self.consts for v in starts):
+            return None
         values: dict[Any, Any] = {}
 
         def read(atom):
@@ -73,16 +65,17 @@ class _KnownIntegers:
             return values[atom] if atom in values else self.consts[atom]
 
         with jax.ensure_compile_time_eval():
-            for eqn in sorted(
-                backward_slice.values(), key=lambda e: self._order[id(e)]
-            ):
+            for eqn in sorted(eqns.values(), key=lambda e: self._order[id(e)]):
                 outs = _compat.bind_equation(eqn, list(map(read, eqn.invars)))
                 values.update(zip(eqn.outvars, outs, strict=True))
         return np.asarray(read(var))
 
 
-def _is_integer(aval) -> bool:
-    return aval.dtype.kind in "iub"
+def _is_evaluable(var, eqn) -> bool:
+    """Whether an equation on constants is cheap to evaluate while planning."""
+    if eqn.primitive.name not in ELEMENTWISE | _LAYOUT:
+        return False
+    return all(atom.aval.dtype.kind in "iub" for atom in (var, *eqn.invars))
 
 
 def _rewrite(eqn, known: _KnownIntegers) -> list:
