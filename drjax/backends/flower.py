@@ -104,9 +104,8 @@ def compile(
                 "What clients compute stays with them, unless it is reduced."
             )
     clients = Assignment(plan.size, None if nodes is None else [*nodes])
-    return Runner(
-        plan, Nodes(grid, clients, start, checked.on_error == "drop"), checked
-    )
+    engine = Nodes(grid, clients, start, checked.on_error == "drop")
+    return Runner(plan, engine, checked)
 
 
 def client(load: Callable[[Any], Any]) -> Any:
@@ -261,11 +260,10 @@ class Nodes:
         # Clients that came later, or came back.
         self._find(np.flatnonzero(call.alive), min(5.0, self._start), late=False)
         self._requests = client_data.Requests(call)
-        self._check_nans = call.options.check_nans
         # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
             call.cache["partials"] = untrusted.partials_of(call.file)
-        self._partials = call.cache["partials"][call.stage]
+        self._checks = call.cache["partials"][call.stage], call.options.check_nans
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -312,9 +310,7 @@ class Nodes:
                 why = f"{reply.error.reason} (code {reply.error.code})"
                 return untrusted.failure(group, f"its client failed: {why}")
             data = _content(reply, "done")
-            return untrusted.validate_reply(
-                data, group, self._partials, self._check_nans
-            )
+            return untrusted.validate_reply(data, group, *self._checks)
         except BadReply as error:
             # The node, so that an operator can find the client.
             whose = f"its client, node {self._clients[group]}"

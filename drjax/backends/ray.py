@@ -104,9 +104,8 @@ class Actors:
         self._files: dict[Any, set[str]] = {}  # those that each actor has
         # From the handle of an in-flight task to its actor and its number.
         self._in_flight: dict[Any, Any] = {}
-        self._abandoned: dict[
-            Any, Any
-        ] = {}  # the same of tasks whose result is not needed
+        # The same of tasks whose result is not needed.
+        self._abandoned: dict[Any, Any] = {}
         self.generation = 0
 
     def open(self) -> None:
