@@ -265,3 +265,24 @@ def test_drjax_does_not_import_engines():
 @pytest.mark.parametrize("public", [EngineOptions, Groups, in_process.compile])
 def test_docstring_example_runs(public):
     assert runs(public)
+
+
+def test_the_driver_does_not_read_the_file_that_it_makes(monkeypatch):
+    from drjax._plan_file import load
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_mean))(jnp.arange(4.0))
+    run = in_process.compile(plan)
+    assert run(jnp.arange(4.0)) == 1.5  # the worker has read it
+    monkeypatch.setattr(load, "decode", lambda *_, **__: 1 / 0)
+    again = in_process.compile(plan)
+    assert again.file.data == run.file.data
+
+
+def test_an_exported_plan_is_not_exported_again():
+    from drjax._plan_file.export_plan import export_plan
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_mean))(jnp.arange(4.0))
+    exported = export_plan(plan)
+    pairs = zip(exported.stages(), export_plan(exported).stages(), strict=True)
+    assert all(one.forms is two.forms for (_, one), (_, two) in pairs)
+    assert any(stage.forms is not None for _, stage in exported.stages())

@@ -1,6 +1,6 @@
 """Plans as files.
 
-    save: plan -> export_stage -> encode -> container
+    save: plan -> export_plan (export_stage) -> encode -> container
     load: container -> decode -> exported_stage -> plan
 
 `stage_features` are what a stage needs of the process that loads it; `inspect` prints

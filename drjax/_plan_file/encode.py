@@ -1,71 +1,39 @@
 """From a plan to the manifest and the members of its file.
 
-Input: a plan, made here or loaded. Output: the manifest, as JSON data, and the members
-by name.
+Input: a plan whose stages are exported. Output: the manifest, as JSON data, and the
+members by name.
 
-Invariants: equal plans give equal contents. A loaded plan is written as it was read:
-its stages are not exported again, and its origin stays that of the first writer.
+Invariants: equal plans give equal contents. A loaded plan is written as it was read,
+and its origin stays that of the first writer.
 
 Sharp edges: keys of the manifest and names of members are a file format, described in
 docs/plan_files.md. Some use older words than the code: "in_turn" is
 `ExportedStage.sequential`, and "rows" are slices of groups.
 """
 
-import functools
 import hashlib
 import io
-import platform
-from importlib.metadata import version
 from typing import Any
 
-import jax
 import numpy as np
-from jax import export
 
 from drjax._jaxprs.prng_keys import is_key, key_impl
-from drjax._plan_file.export_stage import Exporter
-from drjax._plan_file.exported_stage import PLATFORMS, ExportedStage
+from drjax._plan_file.export_plan import origin_of
+from drjax._plan_file.exported_stage import ExportedStage
 from drjax._plan_file.pytrees import Tree, describe
-from drjax._plan_file.stage_features import StageFeatures, features_of, merge
 from drjax.plan import Ledger, Loop, Plan, Round, Stage, Value
 
 
 def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest of a plan, and the members of its file by name.
+    """The manifest of an exported plan, and the members of its file by name.
 
     Raises:
       PlanFileError: The plan cannot be written.
     """
-    stages = [*plan.stages()]
-    loaded = [s.forms for _, s in stages if s.forms is not None]
-    if loaded:
-        origin = loaded[0].origin
-    else:
-        origin = _origin(
-            merge(features_of(s.jaxpr, location) for location, s in stages)
-        )
-    writer = _Writer(origin)
-    with jax.enable_x64(origin["x64"]):
-        written = writer.plan(plan, "", "")
+    origin = origin_of(plan)
+    writer = _Writer()
+    written = writer.plan(plan, "")
     return {**origin, "plan": written, "ledger": ledger(plan)}, writer.members
-
-
-@functools.cache
-def _producer() -> dict[str, str]:
-    names = ("drjax", "jax", "jaxlib")
-    found = {name: version(name) for name in names}
-    return {**found, "python": platform.python_version()}
-
-
-def _origin(found: StageFeatures) -> dict[str, Any]:
-    convention = export.maximum_supported_calling_convention_version
-    return {
-        "producer": _producer(),
-        "calling_convention": convention,
-        "platforms": list(PLATFORMS),
-        "x64": found.wide,
-        "prng": sorted(found.keys),
-    }
 
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
@@ -93,17 +61,15 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
 class _Writer:
     """Writes plans as data; `members` are the other members of the file."""
 
-    def __init__(self, origin: dict[str, Any]):
-        self.origin = origin
+    def __init__(self):
         self.members: dict[str, bytes] = {}
 
-    def plan(self, plan: Plan, prefix: str, location: str) -> dict[str, Any]:
+    def plan(self, plan: Plan, prefix: str) -> dict[str, Any]:
         """A plan as data.
 
         Args:
           plan: The plan.
           prefix: Of the names of its members.
-          location: The same, for errors.
         """
         values: dict[str, dict] = {}
 
@@ -115,30 +81,26 @@ class _Writer:
 
         kept, rounds = plan.kept(), []
         for number, a_round in enumerate(plan.rounds, 1):
-            prefix_, location_ = f"{prefix}{number}.", f"{location}round {number}, "
+            within = f"{prefix}{number}."
             rounds.append(
                 {
-                    "server": self._server(
-                        a_round.server, f"{prefix_}server", f"{location_}server", names
-                    ),
+                    "server": self._stage(a_round.server, f"{within}server", names),
                     "broadcast": names(a_round.broadcast),
                     "scatter": [names(pair) for pair in a_round.scatter],
-                    "groups": self._local(
-                        a_round, kept, f"{prefix_}groups", f"{location_}groups", names
-                    ),
+                    "groups": {
+                        **self._stage(a_round.local, f"{within}groups", names),
+                        **batched_results(a_round, kept),
+                    },
                     "reduces": [
                         {"op": r.op, "values": names((r.source, r.result))}
                         for r in a_round.reduces
                     ],
                     "loops": [
-                        self._loop(loop, prefix_, location_, names)
-                        for loop in a_round.loops
+                        self._loop(loop, within, names) for loop in a_round.loops
                     ],
                 }
             )
-        server = self._server(
-            plan.server, f"{prefix}server", f"{location}server", names
-        )
+        server = self._stage(plan.server, f"{prefix}server", names)
         inputs, outputs = names(plan.inputs), names(plan.outputs)
         return {
             "name": plan.name,
@@ -152,20 +114,7 @@ class _Writer:
             "server": server,
         }
 
-    def _server(
-        self, stage: Stage, member: str, location: str, names
-    ) -> dict[str, Any]:
-        export = lambda: Exporter(stage, location, self.origin).server()
-        return self._stage(stage, member, export, names)
-
-    def _local(self, a_round: Round, kept, member: str, location: str, names):
-        stage = a_round.local
-        reduces, rows = a_round.partials, [v for v in stage.outputs if v.name in kept]
-        export = lambda: Exporter(stage, location, self.origin).local(reduces, rows)
-        found = self._stage(stage, member, export, names)
-        return {**found, **batched_results(a_round, kept)}
-
-    def _stage(self, stage: Stage, member: str, export, names) -> dict[str, Any]:
+    def _stage(self, stage: Stage, member: str, names) -> dict[str, Any]:
         data = {
             "name": stage.name,
             "inputs": names(stage.inputs),
@@ -174,7 +123,7 @@ class _Writer:
         }
         if stage.empty:
             return data
-        exported: ExportedStage = export() if stage.forms is None else stage.forms
+        exported: ExportedStage = stage.forms
         member = f"stages/{member}"
         for end, function in (("", exported.per_group), (".batch", exported.batched)):
             if function is not None:
@@ -198,9 +147,9 @@ class _Writer:
         self.members[name] = file.getvalue()
         return {"member": name, "dtype": str(x.dtype)}
 
-    def _loop(self, loop: Loop, prefix: str, location: str, names) -> dict[str, Any]:
+    def _loop(self, loop: Loop, prefix: str, names) -> dict[str, Any]:
         bodies = [
-            self.plan(body, f"{prefix}{loop.name}.{i}.", f"{location}{loop.name}, ")
+            self.plan(body, f"{prefix}{loop.name}.{i}.")
             for i, body in enumerate(loop.bodies)
         ]
         return {

@@ -2,15 +2,12 @@
 
 import os
 
-import jax
-import numpy as np
-
 from drjax import _storage
 from drjax._errors import PlanFileError
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
-from drjax._sharding.planning_context import planning
-from drjax.plan import Plan, check_known_shapes
+from drjax._plan_file.export_plan import export_plan
+from drjax.plan import Plan
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -26,9 +23,10 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """What a plan file holds."""
-    check_known_shapes(plan, "saved")
-    nowhere = jax.sharding.Mesh(np.empty((), object), ())
-    with jax.set_mesh(nowhere), planning(False):  # of no number of devices
-        manifest, members = encode(plan)
+    """The bytes of a plan file.
+
+    Raises:
+      PlanFileError: The plan cannot be written.
+    """
+    manifest, members = encode(export_plan(plan))
     return container.to_bytes(manifest, members)

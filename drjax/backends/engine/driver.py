@@ -17,7 +17,6 @@ import hashlib
 import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ import numpy as np
 
 from drjax._errors import EngineError
 from drjax._jaxprs.prng_keys import from_raw
-from drjax._plan_file.load import plan_from_bytes
+from drjax._plan_file.export_plan import export_plan
 from drjax._plan_file.save import plan_to_bytes
 from drjax._plan_file.stage_features import ALLOWED
 from drjax.backends import _python_loops
@@ -61,11 +60,11 @@ class Runner:
     ):
         self.plan, self.engine, self.options = plan, engine, options
         self._owner = owner
-        data = plan_to_bytes(plan)
-        with jax.enable_x64(True):  # if the file needs it
-            path = Path(f"{plan.name}.drjax")
-            self._loaded = plan_from_bytes(path, data, custom_calls=None)
-        exported = [s.forms for _, s in self._loaded.stages() if s.forms is not None]
+        # The driver runs the exported server stages too, so that results are the same
+        # whether the plan was made here or loaded. Only workers need the bytes.
+        self._exported = export_plan(plan)
+        data = plan_to_bytes(self._exported)
+        exported = [s.forms for _, s in self._exported.stages() if s.forms is not None]
         x64 = any(f.origin["x64"] for f in exported)
         # Workers trust the driver: its plan may make these custom calls there.
         calls = tuple(sorted({c for f in exported for c in f.custom_calls} - ALLOWED))
@@ -73,7 +72,7 @@ class Runner:
         # By identity: stages live as long as the plan, and hashing a jaxpr is slow.
         self._servers: dict[int, Any] = {}
         self._stage_indices = {
-            id(r): i for i, (_, r) in enumerate(rounds_of(self._loaded))
+            id(r): i for i, (_, r) in enumerate(rounds_of(self._exported))
         }
         self._sizes: dict[int, BlockSize] = {}  # by index of the stage
         self.report = Report()
@@ -97,7 +96,7 @@ class Runner:
             self.engine.open()
             try:
                 run, found = _Run(self, saved), []
-                outs = run.plan(self._loaded, inputs, "")
+                outs = run.plan(self._exported, inputs, "")
                 for value, x in zip(plan.outputs, outs, strict=True):
                     if value.partitioned:
                         x = np.moveaxis(survivors(value, x, run.alive), 0, value.axis)

@@ -52,9 +52,8 @@ class Lock:
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
-            self._folder.remove(
-                NAME
-            )  # first: whoever waits for it sees that it is gone
+            # Before it is unlocked: whoever gets the lock then sees that it is gone.
+            self._folder.remove(NAME)
         _open_files.discard(self._number)
         os.close(self._number)
 

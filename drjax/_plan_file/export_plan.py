@@ -1,0 +1,112 @@
+"""From a plan to the same plan with exported stages.
+
+Input: a plan, made here or loaded. Output: the plan, in which each stage that has
+results has an `ExportedStage`. `encode` writes it; an engine's driver runs its server
+stages.
+
+Invariants: a stage that is exported already, as in a loaded plan, stays the same
+object, and all stages have one origin. So to export twice costs nothing and changes no
+byte.
+
+Sharp edges: whether values are wide is a property of the whole plan, so that all of its
+stages are looked at before the first is exported.
+"""
+
+import functools
+import platform
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from drjax._plan_file.export_stage import Exporter
+from drjax._plan_file.exported_stage import PLATFORMS
+from drjax._plan_file.stage_features import StageFeatures, features_of, merge
+from drjax._sharding.planning_context import planning
+from drjax.plan import Loop, Plan, Round, Stage, check_known_shapes
+
+
+def export_plan(plan: Plan) -> Plan:
+    """The plan with all of its stages exported.
+
+    Raises:
+      PlanFileError: A stage cannot be exported.
+    """
+    check_known_shapes(plan, "saved")
+    origin = origin_of(plan)
+    nowhere = jax.sharding.Mesh(np.empty((), object), ())
+    # A file holds no mesh and no number of devices, whatever is in context here.
+    with jax.set_mesh(nowhere), planning(False), jax.enable_x64(origin["x64"]):
+        return _Export(origin).plan(plan, "")
+
+
+def origin_of(plan: Plan) -> dict[str, Any]:
+    """Where and how the stages of a plan are, or will be, exported."""
+    stages = [*plan.stages()]
+    for _, stage in stages:
+        if stage.forms is not None:
+            return stage.forms.origin
+    return _origin(merge(features_of(s.jaxpr, location) for location, s in stages))
+
+
+@functools.cache
+def _producer() -> dict[str, str]:
+    names = ("drjax", "jax", "jaxlib")
+    found = {name: version(name) for name in names}
+    return {**found, "python": platform.python_version()}
+
+
+def _origin(features: StageFeatures) -> dict[str, Any]:
+    return {
+        "producer": _producer(),
+        "calling_convention": export.maximum_supported_calling_convention_version,
+        "platforms": list(PLATFORMS),
+        "x64": features.wide,
+        "prng": sorted(features.keys),
+    }
+
+
+class _Export:
+    """Exports the stages of plans; `location` is a prefix for errors."""
+
+    def __init__(self, origin: dict[str, Any]):
+        self.origin = origin
+
+    def plan(self, plan: Plan, location: str) -> Plan:
+        kept = plan.kept()
+        rounds = tuple(
+            self._round(a_round, kept, f"{location}round {number}, ")
+            for number, a_round in enumerate(plan.rounds, 1)
+        )
+        server = self._server(plan.server, f"{location}server")
+        return replace(plan, rounds=rounds, server=server)
+
+    def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
+        return replace(
+            a_round,
+            server=self._server(a_round.server, f"{location}server"),
+            local=self._local(a_round, kept, f"{location}groups"),
+            loops=tuple(self._loop(loop, location) for loop in a_round.loops),
+        )
+
+    def _loop(self, loop: Loop, location: str) -> Loop:
+        location = f"{location}{loop.name}, "
+        bodies = tuple(self.plan(body, location) for body in loop.bodies)
+        return replace(loop, bodies=bodies)
+
+    def _server(self, stage: Stage, location: str) -> Stage:
+        # A stage without results has no member in the file.
+        if stage.empty or stage.forms is not None:
+            return stage
+        return replace(stage, forms=Exporter(stage, location, self.origin).server())
+
+    def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
+        stage = a_round.local
+        if stage.empty or stage.forms is not None:
+            return stage
+        rows = [v for v in stage.outputs if v.name in kept]
+        exporter = Exporter(stage, location, self.origin)
+        return replace(stage, forms=exporter.local(a_round.partials, rows))
