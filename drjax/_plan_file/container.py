@@ -162,8 +162,8 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data, object_pairs_hook=_unique_keys)
-        kind, version = found["format"], found["version"]
+        manifest = json.loads(data, object_pairs_hook=_unique_keys)
+        kind, version = manifest["format"], manifest["version"]
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise malformed(path, error) from error
     if kind != FORMAT:
@@ -174,16 +174,16 @@ def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
             f"has version {str(version)[:60]} of the format",
             f"This drjax reads version {VERSION}: load it by the drjax that saved it.",
         )
-    return found
+    return manifest
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; readers differ in which of two equal keys they believe."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         key = _repeated([key for key, _ in pairs])
         raise ValueError(f"it has the key {key[:60]!r} twice")
-    return found
+    return table
 
 
 def _repeated(names: list[str]) -> str:

@@ -238,8 +238,8 @@ class _Reader:
             return Stage(name, inputs, outputs, None, exported)
         if exported is not None:
             parts = [f for f in (exported.per_group, exported.batched) if f]
-            found = [function.custom_calls for function in parts]
-            if set(exported.custom_calls) != set().union(*found):
+            calls = [function.custom_calls for function in parts]
+            if set(exported.custom_calls) != set().union(*calls):
                 raise ValueError(f"stage {name} calls other code than it is said to")
             for function in parts:
                 if function.function.mlir_module_serialized != function.stablehlo:
@@ -294,8 +294,8 @@ class _Reader:
         if local:
             types = [jax.ShapeDtypeStruct((), np.int32), *types]
         if exported is not None:
-            found = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
-            if found != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
+            avals = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
+            if avals != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
                 raise ValueError("a stage gives other types than it is said to")
         return jax.make_jaxpr(run)(*types)
 

@@ -38,7 +38,7 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
     """The communication of a plan, one entry for each collective."""
-    found: Ledger = plan.communication()
+    communication: Ledger = plan.communication()
     return [
         {
             "round": m.round,
@@ -47,7 +47,7 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
             "bytes": m.nbytes,
             "times": list(m.times),
         }
-        for m in found.messages
+        for m in communication.messages
     ]
 
 

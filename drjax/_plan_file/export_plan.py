@@ -55,8 +55,8 @@ def origin_of(plan: Plan) -> dict[str, Any]:
 @functools.cache
 def _producer() -> dict[str, str]:
     names = ("drjax", "jax", "jaxlib")
-    found = {name: version(name) for name in names}
-    return {**found, "python": platform.python_version()}
+    versions = {name: version(name) for name in names}
+    return {**versions, "python": platform.python_version()}
 
 
 def _origin(features: StageFeatures) -> dict[str, Any]:

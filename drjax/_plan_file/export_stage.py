@@ -81,12 +81,12 @@ class Exporter:
         sequential = features_of(self.stage.jaxpr, self.location).sequential
         if not sequential:
             try:
-                found, more = batch(jax.vmap)
+                batched, more = batch(jax.vmap)
             except PlanFileError:  # what JAX cannot batch for an unknown b
                 sequential = True
         if sequential:
-            found, more = batch(_sequential)
-        return self._exported_stage(one, calls | more, found, sequential)
+            batched, more = batch(_sequential)
+        return self._exported_stage(one, calls | more, batched, sequential)
 
     def _exported_stage(
         self,
@@ -142,8 +142,8 @@ class Exporter:
         try:
             jitted = jax.jit(run, keep_unused=True)
             with _compat.frames_in_locations(0):  # file names of this machine stay out
-                found = export.export(jitted, platforms=PLATFORMS)(*consts, *types)
-            data = bytes(found.serialize()), bytes(found.mlir_module_serialized)
+                exported = export.export(jitted, platforms=PLATFORMS)(*consts, *types)
+            data = bytes(exported.serialize()), bytes(exported.mlir_module_serialized)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise PlanFileError(
                 f"{self.location} ({self.stage.name}) cannot be exported for "

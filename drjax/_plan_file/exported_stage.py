@@ -74,8 +74,8 @@ class ExportedFunction:
           PlanFileError: This version of JAX cannot read it.
         """
         try:
-            found = export.deserialize(bytearray(self.exported))
-            return found, custom_calls(found.mlir_module_serialized)
+            function = export.deserialize(bytearray(self.exported))
+            return function, custom_calls(function.mlir_module_serialized)
         except Exception as error:
             raise PlanFileError(
                 f"This JAX, {jax.__version__}, cannot read {self.source}: "
@@ -132,5 +132,5 @@ def run_batched(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
     raw = map(to_raw, inputs)
     outs = exported.batched.call(*exported.consts, mask, groups, *raw)
     count = len(outs) - len(rows)
-    found = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
-    return outs[:count], found
+    arrays = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
+    return outs[:count], arrays

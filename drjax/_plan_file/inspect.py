@@ -23,12 +23,12 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
       OSError: The file cannot be opened.
     """
     try:
-        found = _storage.locate(path)
+        location = _storage.locate(path)
     except (TypeError, ValueError) as error:
         raise PlanFileError(f"No file can be inspected: {error}.") from error
-    manifest, members = container.read(found)
+    manifest, members = container.read(location)
     with planning(False), jax.enable_x64(True):
-        plan = decode(found, manifest, members, run=False)
+        plan = decode(location, manifest, members, run=False)
     lines = [str(plan), "", str(plan.communication()), "", *_origin(manifest)]
     lines += ["", "stages", *_stages(plan)]
     whole = sum(map(len, members.values()))

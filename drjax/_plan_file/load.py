@@ -54,10 +54,10 @@ def load_plan(
       6.0
     """
     try:
-        found = _storage.locate(path)
+        location = _storage.locate(path)
     except (TypeError, ValueError) as error:
         raise PlanFileError(f"drjax.load_plan cannot read a file: {error}.") from error
-    return plan_from_bytes(found, custom_calls=custom_calls)
+    return plan_from_bytes(location, custom_calls=custom_calls)
 
 
 def plan_from_bytes(

@@ -70,12 +70,12 @@ def features_of(jaxpr: Any, location: str) -> StageFeatures:
     return StageFeatures(bool(dtypes & WIDE), keys, sequential)
 
 
-def merge(found: Iterable[StageFeatures]) -> StageFeatures:
+def merge(features: Iterable[StageFeatures]) -> StageFeatures:
     """What is in several stages."""
-    found = list(found)
-    keys = frozenset(key for one in found for key in one.keys)
+    features = list(features)
+    keys = frozenset(key for one in features for key in one.keys)
     return StageFeatures(
-        any(c.wide for c in found), keys, any(c.sequential for c in found)
+        any(c.wide for c in features), keys, any(c.sequential for c in features)
     )
 
 
@@ -147,18 +147,18 @@ def custom_calls(stablehlo_code: bytes) -> set[str]:
 
     In all of its functions and regions, also in those that nothing calls.
     """
-    found = set()
+    names = set()
 
     def look(op) -> ir.WalkResult:
         if op.name == "stablehlo.custom_call":
-            found.add(ir.StringAttr(op.attributes["call_target_name"]).value)
+            names.add(ir.StringAttr(op.attributes["call_target_name"]).value)
         elif op.name in _OF_HOST:
-            found.add(op.name)
+            names.add(op.name)
         return ir.WalkResult.ADVANCE
 
     with opened(stablehlo_code) as module:
         module.operation.walk(look)
-    return found - _OF_JAX
+    return names - _OF_JAX
 
 
 def _check(eqn: Any, location: str) -> None:

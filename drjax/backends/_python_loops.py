@@ -83,9 +83,9 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
             x[:, t] if v.partitioned else x[t]
             for v, x in zip(loop.inputs[split:], stacks, strict=True)
         ]
-        found = body([*consts, *carry, *xs])
-        carry, done = found[: loop.carry], done + 1
-        outs.append(found[loop.carry :])
+        results = body([*consts, *carry, *xs])
+        carry, done = results[: loop.carry], done + 1
+        outs.append(results[loop.carry :])
         steps.save(done, carry, outs)
     # Outputs stand where their inputs stood, as in lax.scan.
     columns = outs[::-1] if loop.reverse else outs

@@ -242,9 +242,9 @@ class Nodes:
         """
 
         def pull() -> Any:
-            found = self._grid.pull_messages([number])
+            messages = self._grid.pull_messages([number])
             # The SuperLink adds other messages to this server: only this reply counts.
-            answers = (x for x in found if x.metadata.reply_to_message_id == number)
+            answers = (x for x in messages if x.metadata.reply_to_message_id == number)
             return next(answers, None)
 
         try:

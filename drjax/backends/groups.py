@@ -241,9 +241,9 @@ def _array(column: Any) -> np.ndarray:
         column = column.flatten()
         shape.append(len(column) // max(1, count))
         count = len(column)
-    found = column.to_numpy(zero_copy_only=False)
+    flat = column.to_numpy(zero_copy_only=False)
     total = int(np.prod(shape)) or 1
-    return found.reshape(len(found) // total, *shape)
+    return flat.reshape(len(flat) // total, *shape)
 
 
 class Lazy:
@@ -274,11 +274,11 @@ class Lazy:
                 "needs the rows of all groups in one place."
             )
         # Groups that cannot be read stay NaN or zero here; they fail in their block.
-        found = empty_rows(self.value, self.n)
+        stack = empty_rows(self.value, self.n)
         for group, leaves in self.source.between(0, self.n):
             if not isinstance(leaves, Exception):
-                found[group] = self.row(leaves)
-        return found
+                stack[group] = self.row(leaves)
+        return stack
 
 
 class Source:
@@ -350,7 +350,7 @@ class Source:
                     f"its data has the structure {tree}, not {pytrees.Tree(self.node)}"
                 )
             self._tree = tree  # of the user's classes
-        found = []
+        arrays = []
         for value, leaf in zip(self.values, leaves, strict=True):
             array = _uncast(value, leaf)
             if array.shape != value.shape or array.dtype != value.dtype:
@@ -359,8 +359,8 @@ class Source:
                     f"its {value.name} is {array.dtype}{[*array.shape]}, but the plan "
                     f"is for {value.dtype}{[*value.shape]}{fix}"
                 )
-            found.append(np.asarray(to_raw(array)))
-        return found
+            arrays.append(np.asarray(to_raw(array)))
+        return arrays
 
 
 def _uncast(value: Value, leaf: Any) -> Any:
@@ -391,15 +391,15 @@ def flat_rows(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
         for i, a in enumerate(args)
     )
     kwargs = {k: _lazy(plan, a, positions[1].get(k)) for k, a in kwargs.items()}
-    found = []
+    arrays = []
     for value, x in zip(
         plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
     ):
         if not isinstance(x, Lazy):
             x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
             x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
-        found.append(x)
-    return found
+        arrays.append(x)
+    return arrays
 
 
 def _lazy(plan: Plan, x: Any, positions: Any) -> Any:

@@ -190,9 +190,9 @@ class Actors:
         while True:
             # Short waits: only between them can a dead raylet be noticed.
             look = max(0.0, min(_LOOK, end - time.monotonic()))
-            found = self._live().wait([*handles], num_returns=count, timeout=look)
-            if len(found[0]) == count or time.monotonic() >= end:
-                return found
+            waited = self._live().wait([*handles], num_returns=count, timeout=look)
+            if len(waited[0]) == count or time.monotonic() >= end:
+                return waited
 
     def results(self, call: StageCall) -> Results:
         self._settle(call.options.timeout)

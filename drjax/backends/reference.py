@@ -116,8 +116,8 @@ class _Run:
             # A local stage takes the group index first.
             inputs = [np.int32(group)]
             for value in stage.inputs:
-                found = values[value.name]
-                inputs.append(found[group] if value.partitioned else found)
+                stack = values[value.name]
+                inputs.append(stack[group] if value.partitioned else stack)
             try:
                 outs = _run(stage, inputs)
             except Exception as error:
@@ -151,8 +151,8 @@ def _stack(column: tuple) -> Any:
     return from_raw(rows, column[0].dtype)
 
 
-def _store(values: dict[str, Any], names: tuple[Value, ...], found: list) -> None:
-    values.update(zip([v.name for v in names], found, strict=True))
+def _store(values: dict[str, Any], names: tuple[Value, ...], arrays: list) -> None:
+    values.update(zip([v.name for v in names], arrays, strict=True))
 
 
 def _run(stage: Stage, args: list) -> list:

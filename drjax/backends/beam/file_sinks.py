@@ -40,8 +40,8 @@ def write(path: str, data: bytes) -> None:
 
 def listed(prefix: str) -> list[str]:
     """The files whose names begin so."""
-    (found,) = _systems().match([f"{prefix}*"])
-    paths = [x.path for x in found.metadata_list]
+    (match,) = _systems().match([f"{prefix}*"])
+    paths = [x.path for x in match.metadata_list]
     return [path for path in paths if not path.endswith(".part")]
 
 

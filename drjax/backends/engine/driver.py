@@ -95,18 +95,18 @@ class Runner:
             # `close`.
             self.engine.open()
             try:
-                run, found = _Run(self, saved), []
+                run, results = _Run(self, saved), []
                 outs = run.plan(self._exported, inputs, "")
                 for value, x in zip(plan.outputs, outs, strict=True):
                     if value.partitioned:
                         x = np.moveaxis(survivors(value, x, run.alive), 0, value.axis)
-                    found.append(from_raw(jax.numpy.asarray(x), value.dtype))
+                    results.append(from_raw(jax.numpy.asarray(x), value.dtype))
                 # Only with all results at hand; until then a crash resumes from the
                 # folder.
                 saved.clear()
             finally:
                 self.report.finish()
-            return plan.out_tree.unflatten(found)
+            return plan.out_tree.unflatten(results)
 
     def _checkpoint(self, inputs: list) -> checkpoint.Checkpoint:
         if self.options.checkpoint is None:
@@ -170,8 +170,8 @@ class _Run:
         """The results of a plan; `prefix`: of its rounds, as in names of members."""
         values: dict[str, Any] = {}
 
-        def store(names, found) -> None:
-            values.update(zip([v.name for v in names], found, strict=True))
+        def store(names, arrays) -> None:
+            values.update(zip([v.name for v in names], arrays, strict=True))
 
         take = lambda names: [values[v.name] for v in names]
         store(plan.inputs, inputs)
@@ -183,10 +183,10 @@ class _Run:
                 values[rows.name] = np.moveaxis(values[whole.name], rows.axis, 0)
             if a_round.local.forms is not None:
                 rows = rows_of(plan, a_round)
-                found = self._groups(
+                arrays = self._groups(
                     a_round, rows, take(a_round.local.inputs), location
                 )
-                store([*(r.result for r in a_round.partials), *rows], found)
+                store([*(r.result for r in a_round.partials), *rows], arrays)
             for reduce in a_round.reduces:
                 if reduce.op == "gather":
                     source = reduce.source
@@ -194,8 +194,8 @@ class _Run:
                     rows = survivors(source, values[source.name], self.alive)
                     values[reduce.result.name] = rows
             for loop in a_round.loops:
-                found = self._loop(loop, take(loop.inputs), plan, location)
-                store(loop.outputs, found)
+                arrays = self._loop(loop, take(loop.inputs), plan, location)
+                store(loop.outputs, arrays)
         last = plan.server
         store(last.outputs, self.runner.server(last, take(last.inputs)))
         return take(plan.outputs)
@@ -286,15 +286,15 @@ class _Run:
                 stage,
             )
         pairs = zip(a_round.partials, totals, strict=True)
-        found = [
+        outs = [
             *(result(r, total, stage_report.groups) for r, total in pairs),
             *slices,
         ]
         # Before the round's own entry: a resumed call must not count dropped groups.
         if len(self.report.dropped) > dropped:
             self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
-        self.checkpoint.put(key, found)
-        return found
+        self.checkpoint.put(key, outs)
+        return outs
 
     def _take(
         self, block: Block, block_result: BlockResult, stage_report, ops, totals, slices

@@ -82,10 +82,10 @@ class EngineOptions:
             )
         lowest = {"block_size": 1, "min_groups": 0, "retries": 0}
         for name, low in lowest.items():
-            found = getattr(options, name)
-            if found is not None and (type(found) is not int or found < low):
+            value = getattr(options, name)
+            if value is not None and (type(value) is not int or value < low):
                 raise DrjaxValueError(
-                    f"{name} must be an integer from {low}, got {found!r}."
+                    f"{name} must be an integer from {low}, got {value!r}."
                 )
         # `not >` also refuses NaN.
         if options.timeout is not None and not options.timeout > 0:

@@ -65,19 +65,19 @@ def partials_of(file: File) -> list[list[Partial]]:
     """The partial results of each stage of a plan file, by its place in `rounds_of`."""
     with jax.enable_x64(file.x64):
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
-        found = []
+        planned = []
         for _, a_round in rounds_of(plan):
             forms, reduces = a_round.local.forms, a_round.partials
             avals: Sequence[Any] = ()  # of the partial results, then of rows
             if reduces:
                 avals = forms.batched.function.out_avals[: len(reduces)]
-            found.append(
+            planned.append(
                 [
                     Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
                     for r, aval in zip(reduces, avals, strict=True)
                 ]
             )
-    return found
+    return planned
 
 
 def failure(group: int, why: str) -> BlockResult:
@@ -125,9 +125,9 @@ def _validated(
         # numpy defines True and False as the bytes 1 and 0 alone.
         if partial.dtype == bool and (arrays[-1].view(np.uint8) > 1).any():
             raise BadReply(f"{partial.name} has bytes that are neither true nor false")
-    (found,), (valid,) = arrays[:2]
-    if found != group:
-        raise BadReply(f"it is for group {found}, but group {group} was asked")
+    (reply_group,), (valid,) = arrays[:2]
+    if reply_group != group:
+        raise BadReply(f"it is for group {reply_group}, but group {group} was asked")
     if why is not None:
         return BlockResult([], [], {group: readable(why)}, pid, seconds)
     if not valid:
@@ -161,10 +161,10 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a name is there twice")
-    return found
+    return fields
 
 
 def _no_constant(text: str) -> Any:
@@ -230,8 +230,8 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
         # The identity of a reduction is what a group without entries gives to it.
         neutral = REDUCE_OPS[partial.op].identity(x.dtype) if partial.op else 0
         if not (np.isfinite(x) | (x == neutral)).all():
-            found = "NaN" if np.isnan(x).any() else "an infinity"
-            raise BadReply(f"it yields {found} as {partial.name}")
+            kind = "NaN" if np.isnan(x).any() else "an infinity"
+            raise BadReply(f"it yields {kind} as {partial.name}")
 
 
 def readable(text: Any) -> str:

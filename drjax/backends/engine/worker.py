@@ -82,13 +82,13 @@ class LoadedPlan:
             else:
                 # An error says nothing of groups, and a half might raise again.
                 suspects = np.flatnonzero(block.valid)
-            found = self._failing(task, stage, block, shared, suspects)
-            if not found:
+            failures = self._failing(task, stage, block, shared, suspects)
+            if not failures:
                 break
-            failed |= found
+            failed |= failures
             if not task.drop:
                 break
-            block = block.without_failed(found)
+            block = block.without_failed(failures)
         # No single group raises: memory, a bug of the batched function, or an error
         # that comes and goes. To drop groups for that would hide it.
         if error is not None and (not failed or (task.drop and block.valid.any())):
@@ -121,11 +121,11 @@ class LoadedPlan:
         A block may have many groups, of which few yield one; where many do, halving
         ends: it would be slower than to try each.
         """
-        found, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
+        suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
         while parts:
             part = parts.pop()
             if len(part) <= _FEW or left <= 0:
-                found.append(part)
+                suspects.append(part)
                 continue
             middle = len(part) // 2
             for half in (part[middle:], part[:middle]):
@@ -134,21 +134,21 @@ class LoadedPlan:
                 left -= 1
                 if _nans(self._batch(task, stage, only, shared), only, partials):
                     parts.append(half)
-        return np.sort(np.concatenate(found)) if found else np.zeros(0, int)
+        return np.sort(np.concatenate(suspects)) if suspects else np.zeros(0, int)
 
     def _failing(
         self, task: Task, stage: Stage, block: Block, shared, suspects: np.ndarray
     ) -> dict[int, str]:
         """Why groups fail, by number: each alone, in the form for one group."""
         # The per-group function: an error in it has one possible cause.
-        call, found = self._call(task.stage, batch=False), {}
+        call, failures = self._call(task.stage, batch=False), {}
         for i in suspects:
             args = _inputs(stage, shared, [x[i] for x in block.rows])
             group = block.groups[i]
             try:
                 outs = [np.asarray(y) for y in call(group, *args)]
             except Exception as error:
-                found[int(group)] = f"{type(error).__name__}: {error}"
+                failures[int(group)] = f"{type(error).__name__}: {error}"
                 continue
             if task.check_nans:
                 names = [
@@ -157,8 +157,8 @@ class LoadedPlan:
                     if _has_nan(y)
                 ]
                 if names:
-                    found[int(group)] = f"it yields NaN as {', '.join(names)}"
-        return found
+                    failures[int(group)] = f"it yields NaN as {', '.join(names)}"
+        return failures
 
     def search(self, task: Task, shared: list[np.ndarray], begin: Any) -> BlockResult:
         """Run the groups that take part one by one; `begin` is called before each."""

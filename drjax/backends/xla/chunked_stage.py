@@ -166,8 +166,8 @@ class ChunkedStage:
             i: REDUCE_OPS[reduce.op]
             for i, reduce in zip(self._sources, self.sums, strict=True)
         }
-        found = zip(sums.indices, totals, strict=True)
-        return {i: total for i, total in found if i in ops and ops[i].additive}
+        results = zip(sums.indices, totals, strict=True)
+        return {i: total for i, total in results if i in ops and ops[i].additive}
 
     def _reduce(self, reduce: Reduce, x, indices):
         op = REDUCE_OPS[reduce.op]
@@ -181,7 +181,7 @@ class ChunkedStage:
         # On Explicit axes the carry of a scan needs the sharding of its results.
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
-        found = []
+        accumulators = []
         for reduce, sharding in zip(self.sums, shardings, strict=True):
             source, dtype = reduce.source, sum_dtype(reduce)
 
@@ -191,8 +191,10 @@ class ChunkedStage:
 
             start = full(REDUCE_OPS[reduce.op].identity(source.dtype))
             compensated = is_compensated(reduce, steps)
-            found.append(Running(reduce.op, start, full(0) if compensated else None))
-        return found
+            accumulators.append(
+                Running(reduce.op, start, full(0) if compensated else None)
+            )
+        return accumulators
 
 
 def sum_dtype(reduce: Reduce):
@@ -202,7 +204,7 @@ def sum_dtype(reduce: Reduce):
 
 def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
     """From the sums of a device to those of all."""
-    n, found = layout.partition.size, list(totals)
+    n, results = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in sums]
     # A 16-bit sum may overflow: what has a wider accumulator is finished in it.
     early = [
@@ -211,22 +213,22 @@ def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
     ]
     for i, (op, reduce) in enumerate(zip(ops, sums, strict=True)):
         if early[i]:
-            found[i] = op.finish(found[i], n)
+            results[i] = op.finish(results[i], n)
         # Before the psum, so that it sends the dtype of the program.
-        found[i] = found[i].astype(reduce.source.dtype)
+        results[i] = results[i].astype(reduce.source.dtype)
     if layout.axes:
         for i, op in enumerate(ops):
             if not op.additive:
-                found[i] = op.across_devices(layout, found[i])
+                results[i] = op.across_devices(layout, results[i])
         at = [i for i, op in enumerate(ops) if op.additive]
         if at:  # one psum for all
-            summed = ops[at[0]].across_devices(layout, *(found[i] for i in at))
+            summed = ops[at[0]].across_devices(layout, *(results[i] for i in at))
             for i, x in zip(at, summed, strict=True):
-                found[i] = x
+                results[i] = x
     for i, op in enumerate(ops):
         if not early[i]:
-            found[i] = op.finish(found[i], n)
-    return found
+            results[i] = op.finish(results[i], n)
+    return results
 
 
 def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:

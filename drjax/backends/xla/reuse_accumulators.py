@@ -106,12 +106,12 @@ class AccumulatorReuse:
             results = finish_stacked(layout, self.reduces, list(sums.values()))
             values = dict(zip(names, results, strict=True))
             values |= server(values)
-            found = [values[v.name] for v in self.outputs]
-            aliased = [found[i] for i in aliases.values()]
+            outputs = [values[v.name] for v in self.outputs]
+            aliased = [outputs[i] for i in aliases.values()]
             # A carry keeps its type: stacked by device, though every part is now the
             # same.
             aliased = _on_each(layout, stack, False, True)(*aliased)
-            return step_index + 1, aliased, [found[i] for i in self.rest]
+            return step_index + 1, aliased, [outputs[i] for i in self.rest]
 
         # Behind the barrier the compiler does not see a trip count of 1, for which it
         # would remove the loop.
@@ -127,8 +127,8 @@ class AccumulatorReuse:
         # Unchecked, as every device has put the same there.
         first = lambda *xs: [x[0] for x in xs]
         aliased = _on_each(layout, first, True, False, check_vma=False)(*aliased)
-        found = zip([*aliases.values(), *self.rest], [*aliased, *rest], strict=True)
-        return {self.outputs[i].name: x for i, x in found}
+        outputs = zip([*aliases.values(), *self.rest], [*aliased, *rest], strict=True)
+        return {self.outputs[i].name: x for i, x in outputs}
 
 
 def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | None:

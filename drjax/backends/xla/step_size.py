@@ -127,13 +127,13 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
 
 def free_bytes(devices: Sequence[Any]) -> int:
     """What the fullest of these devices has left; on CPUs, its share of the host's."""
-    found = []
+    free = []
     for device in devices:
         # None on CPUs, and on some accelerators without the limit.
         stats = device.memory_stats()
         if stats and "bytes_limit" in stats:
-            found.append(stats["bytes_limit"] - stats["bytes_in_use"])
+            free.append(stats["bytes_limit"] - stats["bytes_in_use"])
         else:
             pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            found.append(pages // jax.local_device_count())
-    return min(found)
+            free.append(pages // jax.local_device_count())
+    return min(free)
