@@ -1,4 +1,7 @@
-"""Paths and URLs: of plan files, of groups, and of what is no place for files."""
+"""Paths and URLs: of plan files, of groups, and of what is no place for files.
+
+Covers: drjax._storage.
+"""
 
 import pickle
 import sys
@@ -17,9 +20,9 @@ from drjax import _storage
 from drjax.__main__ import main
 from drjax.backends import in_process
 from drjax.backends.groups import Parquet
-from tests.full_disk import files_of_at_most
-from tests.plan_files import sgd_plan
-from tests.raising import raises
+from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.plan_files import sgd_plan
+from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 

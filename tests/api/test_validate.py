@@ -1,0 +1,212 @@
+"""Errors of wrong values: shapes, dtypes, leaves, weights and indices.
+
+Covers: drjax._api.validate, drjax._api.resolve.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import drjax
+from tests.helpers.meshes import EXPLICIT, in_mesh, make_mesh
+from tests.helpers.raising import KEYS3, X3, X8, eight, raises, three
+
+TAKES_ROWS = {
+    "reduce_sum": lambda x: drjax.reduce_sum(x),
+    "reduce_mean": lambda x: drjax.reduce_mean(x),
+    "reduce_mean(where)": lambda x: drjax.reduce_mean(x, where=X3 > 1),
+    "reduce_weighted_mean": lambda x: drjax.reduce_weighted_mean(x, X3),
+    "reduce_max": lambda x: drjax.reduce_max(x),
+    "reduce_min": lambda x: drjax.reduce_min(x),
+    "select": lambda x: drjax.select(x, 0),
+    "gather": lambda x: drjax.gather(x),
+    "map_fn": lambda x: drjax.map_fn(lambda x: x, x),
+}
+
+
+@pytest.mark.parametrize("block", TAKES_ROWS)
+def test_another_leading_axis(block):
+    x = {"ok": X3, "bad": [np.ones((4, 2)), 1.0]}
+    text = f"drjax.{block.split('(')[0]} needs partitioned values over clients:3, with "
+    found = raises(drjax.DrjaxValueError, text, three(TAKES_ROWS[block]), x)
+    name = "args[0]" if block == "map_fn" else "x"
+    assert f"{name}['bad'][0]: shape (4, 2)\n" in found
+    assert f"{name}['bad'][1]: a scalar, shape ()\n" in found
+    assert "ok" not in found
+    assert "Use drjax.broadcast to give each group a copy" in found
+    raises(drjax.DrjaxValueError, text, jax.jit(three(TAKES_ROWS[block])), x)
+
+
+@pytest.mark.parametrize("block", ["scatter", "shard"])
+def test_rows_that_do_not_fit_the_groups(block):
+    text = f"drjax.{block} needs arrays [3, ...], one row for each group of clients:3, "
+    found = raises(
+        drjax.DrjaxValueError, text, three(getattr(drjax, block)), {"a": np.ones(4)}
+    )
+    assert "['a']: shape (4,)\nGive each group exactly one row" in found
+
+
+def test_rows_inside_a_manual_shard_map():
+    @jax.shard_map(in_specs=P("clients"), out_specs=P())
+    def f(x):
+        return eight(drjax.reduce_sum)(jnp.ones(8) + x.sum())
+
+    with jax.set_mesh(make_mesh({"clients": 4})):
+        text = "with leading axis [2, ...] (the 2 of 8 groups that one device holds)"
+        raises(drjax.DrjaxValueError, text, f, X8)
+
+
+NOT_ARRAYS = [
+    ("text", "is str: 'text'."),
+    (object, "is type: <class 'object'>."),
+    (np.array(["a"]), "is ndarray of dtype <U1: array(['a'], dtype='<U1')."),
+    (np.array([None]), "is ndarray of dtype object: array([None], dtype=object)."),
+    (np.array(["2020-01-01"], "M8[D]"), "is ndarray of dtype datetime64[D]"),
+    (jax.ShapeDtypeStruct((3,), "float32"), "is ShapeDtypeStruct: ShapeDtypeStruct("),
+]
+
+
+@pytest.mark.parametrize("leaf, text", NOT_ARRAYS)
+def test_leaves_that_are_not_arrays(leaf, text):
+    for block, name in (
+        (drjax.broadcast, "broadcast"), (drjax.scatter, "scatter"),
+        (drjax.reduce_sum, "reduce_sum"), (drjax.gather, "gather"),
+    ):  # fmt: skip
+        needs = f"drjax.{name} needs arrays as leaves, but x['a'][1] {text}"
+        found = raises(drjax.DrjaxTypeError, needs, three(block), {"a": [X3, leaf]})
+        assert "Close over values that are not arrays instead of passing them" in found
+    raises(drjax.DrjaxTypeError, f"but args[1]['b'] {text}",
+           three(lambda x: drjax.map_fn(max, (x, {"b": leaf}))), X3)  # fmt: skip
+    raises(drjax.DrjaxTypeError, f"but the result of <lambda>['r'] {text}",
+           three(lambda x: drjax.map_fn(lambda a: {"r": leaf}, x)), X3)  # fmt: skip
+    raises(drjax.DrjaxTypeError, f"but w {text}",
+           three(lambda x: drjax.reduce_weighted_mean(x, leaf)), X3)  # fmt: skip
+
+
+def test_a_long_leaf_is_cut():
+    found = raises(
+        drjax.DrjaxTypeError, "is str: 'aaa", three(drjax.broadcast), "a" * 99
+    )
+    assert "aaa..." in found and "a" * 60 not in found
+
+
+@pytest.mark.parametrize("block", [b for b in TAKES_ROWS if "reduce" in b])
+def test_keys_in_reductions(block):
+    name = block.split("(")[0]
+    text = f"drjax.{name} needs leaves that are numbers, got dtype key<fry>. To take"
+    raises(drjax.DrjaxTypeError, text, three(TAKES_ROWS[block]), {"k": KEYS3()})
+
+
+@pytest.mark.parametrize("block", ["reduce_max", "reduce_min"])
+def test_extrema_of_complex_numbers(block):
+    text = f"drjax.{block} needs leaves with an order, got dtype complex64. Reduce the"
+    raises(drjax.DrjaxTypeError, text, three(getattr(drjax, block)), X3 + 1j * X3)
+
+
+WHERE = [
+    (X3, drjax.DrjaxTypeError, "needs where= as bool [3], got dtype float32. Write"),
+    ("yes", drjax.DrjaxTypeError, "needs where= as bool [3], got str: 'yes'."),
+    ({"a": X3 > 1}, drjax.DrjaxTypeError, "needs where= as bool [3], got dict: "),
+    (X8 > 1, drjax.DrjaxValueError, "as bool [3], one for each group of clients:3, "),
+    (True, drjax.DrjaxValueError, "one for each group of clients:3, got shape ()."),
+]
+
+
+@pytest.mark.parametrize("where, error, text", WHERE)
+@pytest.mark.parametrize("block", ["reduce_sum", "reduce_mean"])
+def test_where_of_another_dtype_or_shape(block, where, error, text):
+    f = three(lambda x: getattr(drjax, block)(x, where=where))
+    assert f"drjax.{block} " in raises(error, text, f, X3)
+
+
+WEIGHTS = [
+    ({"a": X3}, "needs as weights one array [n], or a tree with the structure of the "),
+    ([1.0, 1.0, 1.0], "weights: PyTreeDef([*, *, *])\nPass one jax.Array if"),
+    (1.0, "(3,) for one weight a group of clients:3, but w has shape () where x['a']"),
+    (X8, "but w has shape (8,) where x['a'] has (3,)."),
+    ({"a": X3, "b": np.ones((3, 3))}, "but w['b'] has shape (3, 3) where x['b'] has "),
+]
+
+
+@pytest.mark.parametrize("w, text", WEIGHTS)
+def test_weights_that_do_not_match(w, text):
+    x = {"a": X3, "b": np.ones((3, 2), np.float32)}
+    raises(drjax.DrjaxValueError, text, three(drjax.reduce_weighted_mean), x, w)
+
+
+@pytest.mark.parametrize("w, dtype", [(X3 * 1j, "complex64"), (None, "key<fry>")])
+def test_weights_that_are_not_real(w, dtype):
+    text = f"drjax.reduce_weighted_mean needs real weights, but w has dtype {dtype}."
+    w = KEYS3() if w is None else w
+    raises(drjax.DrjaxTypeError, text, three(drjax.reduce_weighted_mean), X3, w)
+
+
+@pytest.mark.parametrize(
+    "i", ["0", None, 1.0, True, np.True_, np.float32(1), X3, np.array([0, 1, 2])]
+)
+def test_select_of_what_is_no_number(i):
+    text = "drjax.select needs the number of one group, an integer scalar, got "
+    text += f"{type(i).__name__}: {i!r}."
+    raises(drjax.DrjaxTypeError, text, three(lambda x: drjax.select(x, i)), X3)
+
+
+@pytest.mark.parametrize("i", [3, -4, 2**40, np.int8(5), np.uint32(3)])
+def test_select_out_of_bounds(i):
+    text = f"drjax.select needs a group between -3 and 2, got {int(i)}."
+    raises(drjax.DrjaxValueError, text, three(lambda x: drjax.select(x, i)), X3)
+
+
+def test_map_fn_without_a_function():
+    text = "drjax.map_fn needs a function and then its argument, drjax.map_fn(fn, arg),"
+    raises(drjax.DrjaxTypeError, text, three(lambda x: drjax.map_fn(x, jnp.sin)), X3)
+
+
+def test_map_fn_with_another_number_of_arguments():
+    def f(a):
+        return a
+
+    text = "drjax.map_fn calls f with 2 positional argument(s), but its signature is "
+    found = raises(
+        drjax.DrjaxTypeError, text, three(lambda x: drjax.map_fn(f, (x, x))), X3
+    )
+    assert "f(a): too many positional arguments. A plain tuple is unpacked" in found
+
+
+def test_errors_of_the_users_function_pass_through():
+    def wrong(a):
+        return jnp.ones(3) @ jnp.ones(4)
+
+    def broken(a):
+        raise KeyError("mine")
+
+    for mesh in (None, make_mesh({"clients": 4}, EXPLICIT)):
+        with in_mesh(mesh):
+            with pytest.raises(TypeError, match="contracting dimensions") as caught:
+                eight(lambda x: drjax.map_fn(wrong, x))(X8)
+            assert not isinstance(caught.value, drjax.DrjaxError)
+            with pytest.raises(KeyError, match="mine"):
+                eight(lambda x: drjax.map_fn(broken, x))(X8)
+
+
+def test_documented_values():
+    zero, none = np.zeros(3, np.float32), np.zeros(3, bool)
+    assert jnp.isnan(three(drjax.reduce_weighted_mean)(X3, zero))
+    assert jnp.isnan(three(drjax.reduce_mean)(X3, none))
+    assert three(drjax.reduce_sum)(X3, none) == 0
+    assert three(drjax.reduce_sum)(np.arange(3), none).dtype == jnp.int32
+    assert three(drjax.select)(X3, -1) == 2
+    assert jax.jit(three(drjax.select))(X3, 7) == 2  # traced: clamped, as by indexing
+
+
+def test_integers_that_overflow():
+    text = "drjax.broadcast got x = 1099511627776, which does not fit JAX's default"
+    raises(drjax.DrjaxValueError, text, three(drjax.broadcast), 2**40)
+
+
+@pytest.mark.parametrize("block", ["reduce_sum", "reduce_mean", "reduce_max"])
+def test_tangents_of_integers(block):
+    x = np.zeros(3, jax.dtypes.float0)
+    text = f"drjax.{block} needs leaves that are numbers, got dtype float0"
+    raises(drjax.DrjaxTypeError, text, three(getattr(drjax, block)), x)

@@ -1,0 +1,300 @@
+"""The engines' core, with blocks that run in this process.
+
+Covers: drjax.backends.engine.driver, drjax.backends.engine.pool_scheduler,
+drjax.backends.engine.protocols, drjax.backends.engine.blocks,
+drjax.backends.engine.combine, drjax.backends.engine.options,
+drjax.backends.engine.progress, drjax.backends.groups, drjax.backends.in_process.
+"""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import in_process, reference
+from drjax.backends.engine.driver import Runner
+from drjax.backends.engine.options import EngineOptions
+from drjax.backends.groups import Groups
+from drjax.backends.in_process import InProcess
+from tests.helpers.conformance import (
+    Conformance,
+    rows_for,
+    runs,
+    survivors,
+    weighted_plan,
+)
+from tests.helpers.raising import raises
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+
+class TestLocal(Conformance):
+    compile = staticmethod(in_process.compile)
+
+
+def test_rows_of_dropped_groups_are_empty():
+    n, (x, w) = 6, rows_for(6)
+
+    @drjax.program(clients=n)
+    def late(data):
+        x, w = data
+        first = drjax.map_fn(jnp.sin, x)
+        mean = drjax.reduce_mean(first)
+        root = drjax.map_fn(lambda w, m: jnp.sqrt(w) + m, (w, drjax.broadcast(mean)))
+        return first, root, data, drjax.reduce_mean(root)
+
+    w = np.where(np.arange(n) == 2, -w, w)
+    plan = drjax.make_plan(late)((x, w))
+    run = in_process.compile(plan, on_error="drop", check_nans=True)
+    for args in ((x, w), Groups([*zip(x, w, strict=True)])):
+        out = run(args)
+        good = np.arange(n) != 2
+        np.testing.assert_allclose(out[0], np.where(good, np.sin(x), np.nan), rtol=1e-6)
+        for found, given in zip(out[2], (x, w), strict=True):
+            np.testing.assert_array_equal(found, np.where(good, given, np.nan))
+    items: list = [*zip(x, np.abs(w), strict=True)]
+    items[4] = np.zeros(2, np.float32)
+    out = run(Groups(items))
+    assert [*run.report.dropped] == [4] and np.isnan(out[2][0][4])
+
+
+# ---------------------------------------------------------------------------------
+# Where the groups' data is
+
+
+def test_groups_are_made_a_bounded_number_at_a_time():
+    n, seen, (x, w) = 64, [], rows_for(64)
+
+    def items():
+        for i in range(n):
+            seen.append(i)
+            yield {"x": x[i], "w": w[i]}
+
+    @drjax.program(clients=n)
+    def total(data):
+        y = drjax.map_fn(lambda d: d["x"] * d["w"], data)
+        mean = drjax.reduce_mean(y)
+        again = drjax.map_fn(lambda d, m: d["x"] - m, (data, drjax.broadcast(mean)))
+        return drjax.reduce_max(again), data
+
+    class Watched(InProcess):
+        def submit(self, work, file, shared):
+            most.append(len(seen) % n - int(work.block.groups[-1]))
+            assert work.block.groups.size == 4
+            return super().submit(work, file, shared)
+
+    most: list[int] = []
+    plan = drjax.make_plan(total)({"x": x, "w": w})
+    run = Runner(plan, Watched(2), EngineOptions.checked(block_size=4))
+    largest, data = run(Groups(items))
+    assert largest == pytest.approx(64 - (x * w).mean(), rel=1e-6)
+    np.testing.assert_array_equal(data["x"], x)
+    assert max(most) <= 1 and len(seen) == 4 * n  # two rounds, and two results
+
+
+def test_groups_that_do_not_fit():
+    plan = weighted_plan(3)
+    run = in_process.compile(plan)
+    x, w = rows_for(3)
+    items = [*zip(x, w, strict=True)]
+    fails = lambda text, *args: raises(drjax.DrjaxError, text, run, *args)
+    text = "an iterator, list_iterator. Give a list, or a function"
+    raises(drjax.DrjaxTypeError, text, Groups, iter(items))
+    fails("takes model as a global value, got Groups", Groups(items), (x, w))
+    two = np.float32(2)
+    fails("The plan is for 3 groups, got 2", two, Groups(items[:2]))
+    fails("The plan is for 3 groups, got more", two, Groups([*items, items[0]]))
+    fails("Group 0 failed in round 1", two, Groups([{"x": x[0], "w": w[0]}] * 3))
+    fails("its data has the structure", two, Groups([[x[0], w[0]]] * 3))
+    fails("was planned for data[0] of shape (3,), got (2,)", two, (x[:2], w))
+
+
+# ---------------------------------------------------------------------------------
+# Loops, checkpoints, options
+
+
+def rounds_plan(n=6, steps=3):
+    """Rounds in a scan, with a branch and a search that communicate too."""
+
+    @drjax.program(clients=n)
+    def rounds(model, data):
+        mean = lambda f, *xs: drjax.reduce_mean(drjax.map_fn(f, xs))
+        rows = drjax.map_fn(jnp.tanh, data)
+
+        def step(model, t):
+            model = 0.9 * model + mean(lambda m, d: jnp.sin(m + d), *one(model, rows))
+            return model, (t * model, drjax.map_fn(jnp.add, one(model, rows)))
+
+        one = lambda model, rows: (drjax.broadcast(model), rows)
+        model, each = jax.lax.scan(step, model, jnp.arange(steps, dtype=jnp.float32))
+        shrink = lambda m: mean(lambda m, d: 0.5 * m * jnp.abs(d), *one(m, rows))
+        small = jax.lax.while_loop(lambda m: jnp.abs(m) > 1e-2, shrink, model)
+        last = jax.lax.cond(
+            model > 0, shrink, lambda m: m + drjax.reduce_max(rows), small
+        )
+        return model, each, small, last
+
+    data = jnp.linspace(-1.0, 2.0, n)
+    return drjax.make_plan(rounds)(jnp.float32(1), data), (np.float32(1), data)
+
+
+def same(found, wanted):
+    def check(a, b):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+
+    jax.tree.map(check, found, wanted)
+
+
+def test_loops_of_every_sort():
+    plan, args = rounds_plan()
+    run = in_process.compile(plan, block_size=4)
+    same(run(*args), reference.compile(plan)(*args))
+    rounds = [stage.round for stage in run.report.stages]
+    assert rounds.count("1.scan.0.1") == 3, rounds
+
+
+class Crash(BaseException):
+    """Not an error that anything catches."""
+
+
+class Crashing(InProcess):
+    """A pool whose driver ends when it sends its k-th block."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.left = after
+
+    def submit(self, work, file, shared):
+        self.left -= 1
+        if self.left < 0:
+            raise Crash
+        return super().submit(work, file, shared)
+
+
+@pytest.mark.parametrize("after", [3])
+def test_a_call_goes_on_where_it_ended(after, tmp_path):
+    plan, args = rounds_plan()
+    options = EngineOptions.checked(block_size=6, checkpoint=tmp_path / "run")
+    with pytest.raises(Crash):
+        Runner(plan, Crashing(after), options)(*args)
+    whole = in_process.compile(plan, block_size=6)
+    same(wanted := whole(*args), reference.compile(plan)(*args))
+    again = Runner(plan, InProcess(), options)
+    jax.tree.map(np.testing.assert_array_equal, again(*args), wanted)
+    blocks = lambda run: sum(s.blocks for s in run.report.stages)
+    assert blocks(again) == blocks(whole) - after
+    assert again.report.resumed
+    again(*args)  # anew: what was done is forgotten
+    assert blocks(again) == blocks(whole) and not again.report.resumed
+
+
+def test_a_checkpoint_of_another_call(tmp_path):
+    plan, args = rounds_plan()
+    options = EngineOptions.checked(checkpoint=tmp_path / "run")
+    with pytest.raises(Crash):
+        Runner(plan, Crashing(4), options)(*args)
+    run = Runner(plan, InProcess(), options)
+    text = "is of another call: of another plan or of other arguments"
+    raises(drjax.EngineError, text, run, np.float32(2), args[1])
+    same(run(*args), reference.compile(plan)(*args))
+
+
+def test_dropped_groups_stay_dropped_when_a_call_goes_on(tmp_path):
+    x, w = rows_for(9)
+    bad = np.isin(np.arange(9), [3, 6])
+    args = np.float32(2), (np.where(bad, -x, x), w)
+    keys = {"on_error": "drop", "check_nans": True, "block_size": 4}
+    options = EngineOptions.checked(checkpoint=tmp_path / "run", **keys)
+    with pytest.raises(Crash):  # in the second round
+        Runner(weighted_plan(9), Crashing(4), options)(*args)
+    again = Runner(weighted_plan(9), InProcess(), options)
+    survivors(again(*args), ~bad)
+    assert [*again.report.dropped] == [3, 6]
+    assert [s.round for s in again.report.stages] == ["2"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool"])
+def test_dtypes(dtype, tmp_path):
+    @drjax.program(clients=9)
+    def f(x):
+        y = drjax.map_fn(lambda x: x[::-1], x)
+        results = drjax.reduce_sum(y), drjax.reduce_mean(y), drjax.reduce_max(y)
+        return *results, drjax.reduce_min(y), drjax.gather(y), y
+
+    x = jnp.asarray(np.arange(27).reshape(9, 3) % 5, dtype)
+    plan = drjax.make_plan(f)(x)
+    run = in_process.compile(plan, block_size=2, checkpoint=tmp_path / "run")
+    for a, b in zip(run(x), reference.compile(plan)(x), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_loaded_plan_and_one_without_groups(tmp_path):
+    plan = weighted_plan(5)
+    plan.save(tmp_path / "plan.drjax")
+    loaded = drjax.load_plan(tmp_path / "plan.drjax")
+    args = np.float32(2), rows_for(5)
+    same(in_process.compile(loaded)(*args), reference.compile(plan)(*args))
+    alone = drjax.make_plan(lambda x, y: {"y": jnp.sin(x), "x": y})(1.0, 2.0)
+    assert in_process.compile(alone)(0.0, 3.0) == {"y": 0.0, "x": 3.0}
+
+
+def test_options():
+    wrong = lambda error, text, **options: raises(
+        error, text, lambda: in_process.compile(weighted_plan(3), **options)
+    )
+    wrong(drjax.DrjaxTypeError, "Engines take the options block_size, ", blocks=3)
+    wrong(drjax.DrjaxValueError, 'must be "raise" or "drop", got', on_error="skip")
+    wrong(drjax.DrjaxValueError, "block_size must be an integer from 1", block_size=0)
+    wrong(drjax.DrjaxValueError, "retries must be an integer from 0", retries=-1)
+    wrong(drjax.DrjaxValueError, "positive number of seconds, got 0", timeout=0)
+
+
+def test_progress(capfd):
+    in_process.compile(weighted_plan(3), progress=True)(np.float32(2), rows_for(3))
+    assert "round 1" in capfd.readouterr().err
+
+
+def test_an_extra_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    text = "drjax.backends.ray needs ray, which is not installed here. Install it"
+    from drjax.backends import ray
+
+    raises(drjax.EngineError, text, ray.compile, weighted_plan(3))
+
+
+def test_drjax_does_not_import_engines():
+    code = "import sys, drjax; assert not {'ray', 'pyarrow'} & {*sys.modules}"
+    code += "; import drjax.backends.ray; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("public", [EngineOptions, Groups, in_process.compile])
+def test_docstring_example_runs(public):
+    assert runs(public)
+
+
+def test_the_driver_does_not_read_the_file_that_it_makes(monkeypatch):
+    from drjax._plan_file import load
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_mean))(jnp.arange(4.0))
+    run = in_process.compile(plan)
+    assert run(jnp.arange(4.0)) == 1.5  # the worker has read it
+    monkeypatch.setattr(load, "decode", lambda *_, **__: 1 / 0)
+    again = in_process.compile(plan)
+    assert again.file.data == run.file.data
+
+
+def test_an_exported_plan_is_not_exported_again():
+    from drjax._plan_file.export_plan import export_plan
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_mean))(jnp.arange(4.0))
+    exported = export_plan(plan)
+    pairs = zip(exported.stages(), export_plan(exported).stages(), strict=True)
+    assert all(one.forms is two.forms for (_, one), (_, two) in pairs)
+    assert any(stage.forms is not None for _, stage in exported.stages())

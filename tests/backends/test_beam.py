@@ -1,0 +1,275 @@
+"""The Beam backend: the conformance test, and what is its own.
+
+Covers: drjax.backends.beam, drjax.backends.beam.transforms,
+drjax.backends.beam.file_sinks, drjax.backends.engine.file_exchange,
+drjax.backends.engine.one_round, drjax.backends.engine.extras,
+drjax.backends.engine.temporary_folders.
+"""
+
+# pyright: reportMissingImports=false
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import beam
+from drjax.backends.groups import Parquet
+from tests.helpers.cases import CASES
+from tests.helpers.conformance import (
+    Conformance,
+    check_example,
+    check_poisoned_file,
+    check_resume,
+    free_ports,
+    rows_for,
+    run_docs,
+    runs,
+    slow_work,
+    survivors,
+    wait_for,
+    weighted_plan,
+)
+from tests.helpers.raising import raises
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.usefixtures("leaks_unchecked"),
+    pytest.mark.filterwarnings("ignore"),  # Beam's own
+]
+
+
+class TestBeam(Conformance):
+    """In this process: pipelines are the same, and start in less time."""
+
+    cases = CASES[::4]
+
+    @staticmethod
+    def compile(plan, workers=1, **options):
+        return beam.compile(plan, workers=1, **options)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_two_worker_processes(on_error):
+    x, w = rows_for(17)
+    bad = np.isin(np.arange(17), [5])
+    args = np.float32(2), (np.where(bad, -x, x), w)
+    options = {"block_size": 2, "on_error": on_error, "check_nans": True}
+    with beam.compile(weighted_plan(17), workers=2, **options) as run:
+        if on_error == "raise":
+            with pytest.raises(drjax.EngineError, match="Group 5 failed in rou") as e:
+                run(*args)
+            assert (e.value.round, e.value.group) == ("1", 5)
+            args = np.float32(2), (x, w)
+        survivors(run(*args), ~bad if on_error == "drop" else np.ones(17, bool))
+        assert len(run.report.workers) >= 2
+        assert os.getpid() not in run.report.workers
+
+
+def test_a_worker_killed_while_a_stage_runs(tmp_path):
+    n, killed = 12, []
+    plan = weighted_plan(n, slow_work)
+    options = {"block_size": 1, "checkpoint": tmp_path / "run"}
+    with beam.compile(plan, workers=2, **options) as run:
+
+        def kill():  # the first that gave a block, while it is at the next one
+            while not run.report.workers:
+                time.sleep(0.05)
+            (pid, *_), stage = run.report.workers, run.report.stages[-1]
+            os.kill(pid, signal.SIGKILL)
+            killed.append((pid, stage.blocks, len(run.report.stages)))
+
+        threading.Thread(target=kill, daemon=True).start()
+        survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+        ((pid, blocks, stages),) = killed
+        assert stages == 1 and blocks < n
+        assert len(run.report.lost) == 1
+        assert run.report.lost[0].startswith("a run failed: ")  # in Beam's words
+        assert len(run.report.workers) >= 3 and run.report.workers[pid] < n
+
+
+def test_a_pipeline_that_fails_names_round_and_stage(tmp_path):
+    run = beam.compile(weighted_plan(3), workers=2, runner="no.such.Runner", retries=0)
+    with run, pytest.raises(drjax.EngineError, match="the run failed") as e:
+        run(np.float32(2), rows_for(3))
+    assert e.value.round == "1" and "No module named 'no'" in str(e.value)
+
+
+def test_workers_read_parquet_files(tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    n, (x, w) = 50, rows_for(50)
+    for part, at in enumerate((slice(0, 20), slice(20, 50))):
+        table = pa.table({"x": x[at], "w": w[at]})
+        pq.write_table(table, tmp_path / f"groups-{part}.parquet", row_group_size=8)
+    groups = Parquet(tmp_path / "groups-*.parquet", lambda row: (row["x"], row["w"]))
+    with beam.compile(weighted_plan(n), workers=1, block_size=4) as run:
+        survivors(run(np.float32(2), groups), np.ones(n, bool))
+        assert run.report.stages[0].blocks == 13  # of ranges 8, 8, 4, 8, 8, 8, 6
+    few = beam.compile(weighted_plan(40), workers=1)
+    raises(drjax.DrjaxError, "for 40 groups, got 50", few, np.float32(2), groups)
+
+
+def test_groups_in_files_that_do_not_fit(tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    lists = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [1.0, 2.0, 3.0], None, [1.0, 1.0, 1.0]]
+    table = pa.table({"x": pa.array(lists, pa.list_(pa.float32()))})
+    pq.write_table(table, tmp_path / "groups.parquet")
+    total = drjax.program(clients=5)(drjax.reduce_sum)
+    plan = drjax.make_plan(total)(np.zeros((5, 3), np.float32))
+    with beam.compile(plan, workers=1, on_error="drop") as run:
+        found = run(Parquet(tmp_path / "groups.parquet"))
+    np.testing.assert_array_equal(found, [2, 3, 4])
+    assert sorted(run.report.dropped) == [0, 1, 3]
+    assert "float32[2]" in run.report.dropped[0]
+
+
+def test_64_bits_in_files(tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    x = np.arange(6.0) + 1e-12
+    pq.write_table(pa.table({"x": x}), tmp_path / "groups.parquet")
+    with jax.enable_x64(True):
+        plan = drjax.make_plan(drjax.program(clients=6)(drjax.reduce_sum))(x)
+    with beam.compile(plan, workers=1) as run:
+        found = run(Parquet(tmp_path / "groups.parquet"))
+    assert found.dtype == np.float64 and abs(float(found) - x.sum()) < 1e-14
+
+
+@pytest.fixture
+def portable():
+    """Flags of a job service with a pool of workers, which are ended after a while."""
+    job, pool = free_ports(2)
+    here = str(Path(sys.executable).parent)  # the pool starts the `python` of PATH
+    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}"}
+    modules = (
+        ("portability.local_job_service_main", f"--port={job}"),
+        ("worker.worker_pool_main", f"--service_port={pool}"),
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"apache_beam.runners.{module}", flag],
+            env=environment, start_new_session=True,
+        )
+        for module, flag in modules
+    ]  # fmt: skip
+
+    def end():
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    timer = threading.Timer(180, end)  # with no workers a job would wait for ever
+    timer.start()
+    for port in (job, pool):
+        wait_for(lambda port=port: socket.socket().connect_ex(("localhost", port)) == 0)
+    yield [
+        f"--job_endpoint=localhost:{job}",
+        "--environment_type=EXTERNAL",
+        f"--environment_config=localhost:{pool}",
+    ]
+    timer.cancel()
+    end()
+
+
+@pytest.mark.slow
+def test_a_job_service_with_a_pool_of_workers(portable):
+    n, options = 17, {"runner": "PortableRunner", "flags": portable, "block_size": 4}
+    with beam.compile(weighted_plan(n), **options) as run:
+        survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+        assert os.getpid() not in run.report.workers
+
+
+def test_map_reduce_in_a_pipeline_of_ones_own():
+    import apache_beam
+    from apache_beam.testing.util import assert_that
+
+    n = 9
+
+    @drjax.program(clients=n)
+    def step(model, data):
+        work = lambda m, d: m * d["x"]
+        y = drjax.map_fn(work, (drjax.broadcast(2 * model), data))
+        mean = drjax.reduce_weighted_mean(y, data["w"])
+        return {"mean": mean + model, "most": drjax.reduce_max(y)}
+
+    x, w = rows_for(n)
+    plan = drjax.make_plan(step)(np.float32(1.5), {"x": x, "w": w})
+    rows = [(i, {"x": x[i], "w": w[i]}) for i in range(n)]
+    rows[4] = (4, {"x": np.zeros(2, np.float32), "w": w[4]})
+    options = {"block_size": 4, "on_error": "drop"}
+    good = np.arange(n) != 4
+
+    def check(results):
+        (result,) = results
+        mean = (3 * x * w)[good].sum() / w[good].sum() + 1.5
+        np.testing.assert_allclose(result["mean"], mean, rtol=1e-6)
+        np.testing.assert_allclose(result["most"], 27)
+
+    def check_failed(failed):
+        ((group, why),) = failed
+        assert group == 4 and "float32[2]" in why
+
+    with apache_beam.Pipeline("FnApiRunner") as p:
+        out = (
+            p
+            | apache_beam.Create(rows)
+            | beam.MapReduce(plan, np.float32(1.5), ..., **options)
+        )
+        assert_that(out["results"], check, "results")
+        assert_that(out["failed"], check_failed, "failed")
+
+
+def test_map_reduce_wants_every_group():
+    import apache_beam
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_sum))(np.zeros(4, "f"))
+    with pytest.raises(Exception, match="The plan is for 4 groups, got 3"):
+        with apache_beam.Pipeline("FnApiRunner") as p:
+            rows = p | apache_beam.Create([(i, np.float32(i)) for i in range(3)])
+            _ = rows | beam.MapReduce(plan, ...)
+
+
+def test_what_map_reduce_refuses():
+    plan = weighted_plan(3)
+    raises(drjax.DrjaxTypeError, "must be ...", beam.MapReduce, plan, 1.0, (1.0, 2.0))
+    raises(drjax.DrjaxValueError, "plans of one round", beam.MapReduce, plan, 1.0, ...)
+
+
+def test_options():
+    raises(
+        drjax.DrjaxValueError,
+        "Beam takes no timeout",
+        lambda: beam.compile(weighted_plan(3), timeout=3.0),
+    )
+
+
+def test_code_in_docs_runs():
+    run_docs("beam")
+
+
+@pytest.mark.parametrize("public", [beam.compile, "MapReduce"])
+def test_docstring_example_runs(public):
+    assert runs(getattr(beam, public) if isinstance(public, str) else public)
+
+
+def test_the_driver_is_killed(tmp_path):
+    check_resume("beam", tmp_path / "run")
+
+
+def test_a_poisoned_file(tmp_path):
+    check_poisoned_file(beam, tmp_path, workers=1)
+
+
+def test_the_example(tmp_path):
+    check_example("beam", tmp_path)

@@ -1,0 +1,105 @@
+"""Errors of the reference backend name the user's line.
+
+Covers: drjax.backends._locate_failure, drjax.backends.reference.
+"""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import drjax
+from drjax.backends.reference import GroupError
+
+N = 4
+
+
+def direct(a):
+    safe = jnp.where(a < 100, a, jnp.log(-a))
+    return jnp.sin(safe) + jnp.sqrt(a - 2)  # here
+
+
+def in_a_call(a):
+    return jax.jit(lambda b: jnp.sqrt(b - 2))(a) * 2  # here
+
+
+def in_a_scan(a):
+    def step(c, x):
+        shifted = c - x
+        return c - 1, jnp.sqrt(shifted)  # here
+
+    return lax.scan(step, a, jnp.arange(3.0), reverse=True)[1].sum()
+
+
+def in_a_while(a):
+    def step(carry):
+        i, c = carry
+        return i + 1, jnp.log(c - i)  # here
+
+    return lax.while_loop(lambda carry: carry[0] < 3, step, (0, a + 1))[1]
+
+
+def in_a_branch(a):
+    return lax.cond(a > 0, jnp.cos, lambda b: b / jnp.abs(b), a)  # here
+
+
+def of_a_program(a):
+    inner = drjax.program(samples=2)(lambda x: drjax.reduce_sum(drjax.broadcast(x)))
+    return inner(a) * jnp.arcsin(a)  # here
+
+
+def line_of(fn) -> str:
+    lines, first = inspect.getsourcelines(fn)
+    at = next(i for i, line in enumerate(lines) if line.endswith("# here\n"))
+    return f"{__file__}:{first + at}"
+
+
+def fails(fn, x, **options) -> GroupError:
+    program = drjax.program(clients=N)(lambda x: drjax.reduce_sum(drjax.map_fn(fn, x)))
+    run = drjax.backends.reference.compile(drjax.make_plan(program)(x), **options)
+    with pytest.raises(GroupError) as caught:
+        run(x)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "fn", [direct, in_a_call, in_a_scan, in_a_while, in_a_branch, of_a_program]
+)
+def test_the_line_that_makes_a_nan(fn):
+    x = jnp.arange(float(N)) * (2 if fn is of_a_program else 1)
+    error = fails(fn, x, check_nans=True)
+    assert re.search(rf"yields NaN as .*made by \w+ at {line_of(fn)} ", str(error))
+
+
+def test_an_input_that_has_a_nan_already():
+    error = fails(jnp.sin, jnp.array([0, 1, np.nan, 3]), check_nans=True)
+    assert error.group == 2
+    assert str(error).endswith("there is one in its input x.")
+
+
+@pytest.mark.parametrize("wrap", ["none", "scan", "while", "cond"])
+def test_the_line_that_raises(wrap):
+    def check(a):
+        assert a < 3, "three is too much"
+        return np.asarray(a, np.float32)
+
+    def call(a):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.pure_callback(check, shape, a, vmap_method="sequential")  # here
+
+    def work(a):
+        if wrap == "scan":
+            return lax.scan(lambda c, x: (call(c + x), None), a, jnp.ones(2))[0]
+        if wrap == "while":
+            return lax.while_loop(lambda c: c < 4, lambda c: call(c) + 1, a + 1)
+        if wrap == "cond":
+            return lax.cond(a < 5, call, jnp.sin, a)
+        return call(a)
+
+    error = fails(work, jnp.arange(float(N)))
+    assert error.group == {"none": 3, "scan": 1, "while": 0, "cond": 3}[wrap]
+    assert f"at {line_of(call)} (" in str(error) and "three is too much" in str(error)

@@ -1,0 +1,153 @@
+"""Rounds that go chunk by chunk and end in place; see `reuse_accumulators.py`.
+
+That their numbers are right, `test_values_of_plans.py` and the random programs see too.
+
+Covers: drjax.backends.xla.reuse_accumulators, drjax.backends.xla.chunked_stage.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax._sharding.layout import find_mesh, layout
+from drjax.backends.xla import reuse_accumulators
+from tests.helpers.compiled import count, hlo_text
+from tests.helpers.meshes import in_mesh_of
+
+N = 8
+
+
+@pytest.fixture(autouse=True)
+def even_small_ones(monkeypatch):
+    monkeypatch.setattr(reuse_accumulators, "LARGE", 1)
+
+
+@drjax.program(clients=N)
+def updates(x, rows):
+    def one(x, row):
+        return x * jnp.sin(row), jnp.max(x * row)
+
+    means = drjax.map_fn(one, (drjax.broadcast(x), rows))
+    return drjax.reduce_mean(means[0]), drjax.reduce_max(means[1])
+
+
+def momentum(x, speed, rows):
+    """A server with a state of its own: one result has no sum whose memory it takes."""
+    mean, highest = updates(x, rows)
+    speed = 0.9 * speed + mean
+    return x - 0.1 * speed, speed, highest
+
+
+def clipped(x, speed, rows):
+    """A server that needs the whole mean before it can use any of it."""
+    mean, highest = updates(x, rows)
+    return x - mean / jnp.maximum(1, jnp.linalg.norm(mean)), highest
+
+
+def two_rounds(x, speed, rows):
+    """What the second round receives is made at the end of the first."""
+    first, _ = updates(x, rows)
+    second, highest = updates(x - first, rows)
+    return first * second, highest
+
+
+def in_a_loop(x, speed, rows):
+    def one(carry, _):
+        x, speed = carry
+        x, speed, highest = momentum(x, speed, rows)
+        return (x, speed), highest
+
+    return jax.lax.scan(one, (x, speed), length=3)
+
+
+def of_keys(x, speed, rows):
+    """Random keys are made at the end: that cannot be in place."""
+    mean, highest = updates(x, rows)
+    key = jax.random.key(jnp.int32(100 * highest))
+    return mean, jax.random.split(key, 2)
+
+
+def with_effects(x, speed, rows):
+    mean, highest = updates(x, rows)
+    jax.debug.callback(lambda _: None, highest)
+    return mean, highest
+
+
+def endings(fn, *args) -> list[int]:
+    """Bytes that are in place, of each end of a round that is."""
+    plan = drjax.make_plan(fn)(*args)
+    assert plan.partition is not None
+    where = layout(plan.partition, find_mesh(plan.partition))
+    found = (
+        reuse_accumulators.find_reuse(plan, i, where) for i, _ in enumerate(plan.rounds)
+    )
+    return [end.reused_bytes for end in found if end is not None]
+
+
+X, ROWS = np.linspace(0, 1, 12, dtype=np.float32), np.linspace(0, 2, N)
+ARGS = X.reshape(3, 4), np.ones((3, 4), np.float32), np.float32(ROWS)
+ONE = 4 * 12 + 4  # bytes of both means
+
+
+@pytest.mark.parametrize("mesh", [None, {"clients": 4}, {"clients": 3}])
+@pytest.mark.parametrize(
+    "fn, found",
+    [
+        (momentum, [ONE]),
+        (clipped, [ONE]),
+        (two_rounds, [ONE - 4, ONE]),
+        (in_a_loop, []),  # the loop's body is a plan of its own
+        (of_keys, []),
+        (with_effects, []),
+    ],
+)
+def test_the_same_numbers(fn, found, mesh):
+    args = [jnp.asarray(x) for x in ARGS]
+    want = jax.jit(fn)(*args)
+    with in_mesh_of(mesh):
+        got = drjax.jit(fn, groups_per_step=1)(*args)
+        assert endings(fn, *args) == found
+
+    def same(a, b):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = map(jax.random.key_data, (a, b))
+        np.testing.assert_allclose(a, b, 1e-5)
+
+    jax.tree.map(same, got, want)
+
+
+@pytest.mark.parametrize("fn", [momentum, in_a_loop])
+def test_one_all_reduce_still(fn):
+    with in_mesh_of({"clients": 4}):
+        text = hlo_text(drjax.jit(fn, groups_per_step=1), *ARGS)
+        once = hlo_text(drjax.jit(fn), *ARGS)
+    # The maximum has one too.
+    assert count(text) == count(once)
+
+
+def test_sums_of_another_dtype_have_no_place():
+    """Sums of bfloat16 are in float32, twice as large as the result."""
+    half = [x.astype(jnp.bfloat16) for x in ARGS]
+
+    def mean(x, speed, rows):
+        return updates(x, rows)[0]
+
+    assert endings(mean, *half) == []
+    assert endings(mean, *ARGS) == [ONE - 4]
+
+
+def test_donated_arguments():
+    args = [jnp.asarray(x) for x in ARGS]
+    want = jax.jit(momentum)(*args)
+    planned = drjax.jit(momentum, groups_per_step=1, donate_argnums=(0, 1))
+    got = planned(*map(jnp.copy, args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), got, want)
+
+
+def test_small_ones_are_left_to_the_compiler(monkeypatch):
+    monkeypatch.setattr(reuse_accumulators, "LARGE", ONE)
+    assert endings(momentum, *ARGS) == [ONE]
+    monkeypatch.setattr(reuse_accumulators, "LARGE", ONE + 1)
+    assert endings(momentum, *ARGS) == []

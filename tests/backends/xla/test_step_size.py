@@ -1,0 +1,102 @@
+"""`groups_per_step="auto"`: as many groups at once as fit in memory.
+
+Covers: drjax.backends.xla.step_size.
+"""
+
+import logging
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends.xla import step_size
+from tests.helpers.compiled import temp_bytes
+from tests.helpers.maml import make_parallel_maml_loss, maml_args
+from tests.helpers.meshes import in_mesh_of
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+LINEAR = lambda step: 1000 + 10 * step
+STEPS = lambda step: 1000 * (1 + step // 7)
+UNEVEN = lambda step: 1000 + 10 * step + (3 * step if 64 % step else 0)
+
+
+@pytest.mark.parametrize("temp", [LINEAR, STEPS, UNEVEN])
+@pytest.mark.parametrize("budget", [1013, 1100, 2000, 5000, 10**9])
+def test_the_largest_number_that_fits(temp, budget):
+    asked = []
+
+    def counted(step):
+        asked.append(step)
+        return temp(step)
+
+    found = step_size.largest(64, counted, budget)
+    assert temp(found) <= budget
+    assert found == 64 or temp(found + 1) > budget
+    assert len(asked) == len(set(asked)) <= 8
+
+
+def test_not_even_one_fits():
+    with pytest.raises(drjax.DrjaxValueError, match=r"needs 1,010 bytes .* is 500\."):
+        step_size.largest(64, LINEAR, 500)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"clients": 4}, pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_drjax_jit_stays_within_the_budget(mesh, caplog):
+    n = 32
+    fn, args = jax.value_and_grad(make_parallel_maml_loss(n)), maml_args(n, 32)
+    want = jax.jit(fn)(*args)
+    with in_mesh_of(mesh), caplog.at_level(logging.INFO, logger="drjax"):
+        few, all_ = (temp_bytes(drjax.jit(fn, groups_per_step=k), *args)
+                     for k in (1, None))  # fmt: skip
+        budget = (few + all_) // 2
+        step = drjax.jit(fn, groups_per_step="auto", memory_budget=budget)
+        assert few <= temp_bytes(step, *args) <= budget
+        found = step(*args)
+        plenty = drjax.jit(fn, groups_per_step="auto")
+        assert temp_bytes(plenty, *args) == all_
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, want)
+    logged = [re.match(r"groups_per_step=(\d+) of (\d+)", m) for m in caplog.messages]
+    numbers = {tuple(map(int, m.groups())) for m in logged if m}
+    assert len(numbers) == 2 and max(numbers)[0] == max(numbers)[1]
+
+
+def test_the_backend_takes_it_too():
+    fn, args = make_parallel_maml_loss(8), maml_args(8)
+    plan = drjax.make_plan(fn)(*args)
+    run = drjax.backends.xla.compile(plan, groups_per_step="auto", memory_budget=10**6)
+    np.testing.assert_allclose(run(*args), fn(*args), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"groups_per_step": "most"}, drjax.DrjaxValueError, '"auto" or None'),
+        ({"memory_budget": 10}, drjax.DrjaxValueError, 'is for groups_per_step="auto"'),
+        (
+            {"groups_per_step": "auto", "memory_budget": 0}, drjax.DrjaxValueError,
+            "at least one in memory_budget",
+        ),
+        (
+            {"groups_per_step": "auto", "memory_budget": 1e6}, drjax.DrjaxTypeError,
+            "memory_budget as a positive int",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_options(options, error, text):
+    with pytest.raises(error, match=text):
+        drjax.jit(lambda x: x, **options)
+
+
+def test_a_manual_mesh_has_no_devices_to_ask():
+    mesh = jax.sharding.AbstractMesh(
+        (4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    fn, args = make_parallel_maml_loss(8), maml_args(8)
+    with jax.sharding.use_abstract_mesh(mesh):
+        with pytest.raises(drjax.DrjaxValueError, match="can be asked: give a number"):
+            jax.eval_shape(drjax.jit(fn, groups_per_step="auto"), *args)

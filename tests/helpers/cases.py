@@ -1,0 +1,334 @@
+"""The shared table of programs, each with its meaning in plain numpy.
+
+A test file per transformation runs every row of the table; `grid` spreads the rows
+over meshes so that each case and each transformation meets each mesh (the full
+product is marked a grid). Everything runs in float64: numpy is the oracle for values,
+and differences of the numpy function are the oracle for derivatives.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
+
+GRID = (pytest.mark.slow, pytest.mark.grid)
+N = 8  # groups: divisible by 1, 2, 4 and 8 devices
+
+MESHES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    **{
+        f"{kind.name.lower()}-{m}": lambda m=m, kind=kind: make_mesh(
+            {"clients": m}, kind
+        )
+        for kind in (AUTO, EXPLICIT)
+        for m in (1, 2, 4, 8)
+    },
+}
+
+program = drjax.program(clients=N)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and its meaning; `fn` and `numpy` return a float scalar or array."""
+
+    fn: Callable
+    numpy: Callable
+    args: tuple[np.ndarray, ...]
+    on_explicit: bool = True  # JAX cannot close over arrays on Explicit axes
+
+    @property
+    def name(self) -> str:
+        return self.fn.__name__
+
+
+def _data(*shape: int) -> np.ndarray:
+    size = int(np.prod(shape))
+    return (np.cos(np.arange(size) * 1.7 + len(shape)) + 0.1).reshape(shape)
+
+
+X, M, XS, W = _data(), _data(3), _data(N, 3), np.abs(_data(N)) + 0.1
+
+
+@program
+def broadcast_double_and_sum(x):
+    return drjax.reduce_sum(drjax.map_fn(lambda a: 2 * a, drjax.broadcast(x)))
+
+
+@program
+def mean_loss(m, xs):
+    def loss(m, x):
+        return jnp.sum(jnp.sin(m * x)) ** 2
+
+    return drjax.reduce_mean(drjax.map_fn(loss, (drjax.broadcast(m), xs)))
+
+
+def np_mean_loss(m, xs):
+    return np.mean(np.sin(m * xs).sum(1) ** 2)
+
+
+@program
+def weighted_tree(m, xs, weights):
+    def outputs(m, x):
+        return {"a": jnp.exp(m * x), "b": (jnp.sum(x), None)}
+
+    tree = drjax.map_fn(outputs, (drjax.broadcast(m), xs))
+    mean = drjax.reduce_weighted_mean(tree, weights)
+    return mean["a"] * mean["b"][0]
+
+
+def np_weighted_tree(m, xs, w):
+    a = (w[:, None] * np.exp(m * xs)).sum(0) / w.sum()
+    return a * (w * xs.sum(1)).sum() / w.sum()
+
+
+@program
+def largest(m, xs):
+    cubes = drjax.map_fn(lambda m, x: jnp.sin(m) * x**3, (drjax.broadcast(m), xs))
+    return drjax.reduce_max(cubes)
+
+
+@program
+def smallest(m, xs):
+    scaled = drjax.map_fn(jnp.multiply, (drjax.broadcast(m), xs))
+    return jnp.prod(drjax.reduce_min(scaled))
+
+
+@program
+def gathered_prefix_sums(m, xs):
+    rows = drjax.map_fn(lambda m, x: m * x**2, (drjax.broadcast(m), xs))
+    rows = drjax.gather(rows)
+    return jnp.cumsum(rows, axis=0)[::2]
+
+
+@program
+def scattered_squares(x):
+    return drjax.reduce_sum(drjax.map_fn(lambda r: r**3, drjax.scatter(x * 2)))
+
+
+@program
+def selected_row(m, xs):
+    rows = drjax.map_fn(lambda m, x: jnp.exp(m) * x, (drjax.broadcast(m), xs))
+    return drjax.select(rows, -3) * drjax.select(rows, jnp.int32(2))
+
+
+@program
+def two_rounds(m, xs):
+    mean = drjax.reduce_mean(xs)
+
+    def distance(mean, m, x):
+        return jnp.sum(m * (x - mean) ** 2)
+
+    spread = drjax.map_fn(distance, (*drjax.broadcast((mean, m)), xs))
+    return drjax.reduce_mean(spread) * jnp.sum(mean)
+
+
+def np_two_rounds(m, xs):
+    mean = xs.mean(0)
+    return (m * (xs - mean) ** 2).sum(1).mean() * mean.sum()
+
+
+@program
+def closed_over(m, xs):
+    scale = jnp.exp(m)
+    return drjax.reduce_sum(drjax.map_fn(lambda x: jnp.tanh(x @ scale), xs))
+
+
+@program
+def numbered(m):
+    def power(m):
+        return m ** (1 + drjax.partition_index() % 3)
+
+    inside = drjax.reduce_sum(drjax.map_fn(power, drjax.broadcast(m)))
+    outside = drjax.map_fn(
+        lambda i, m: i * m, (drjax.partition_index(), drjax.broadcast(m))
+    )
+    return inside + drjax.reduce_mean(outside)
+
+
+def np_numbered(m):
+    i = np.arange(N)[:, None]
+    return (m ** (1 + i % 3)).sum(0) + (i * m).mean(0)
+
+
+@program
+def pointwise_between(x, xs):
+    y = drjax.broadcast(x)[:, None] * xs + 1.0
+    return drjax.reduce_sum(jnp.square(y)) - 3 * drjax.reduce_mean(-y)
+
+
+@program
+def chosen_groups(m, xs):
+    odd = drjax.partition_index() % 2 == 1
+    mean = drjax.reduce_mean(drjax.map_fn(lambda x: x**2, xs), where=odd)
+    return mean * m + drjax.reduce_sum(xs, where=~odd)
+
+
+@program
+def maml(w, lr, xs):
+    def loss(w, x):
+        return 0.5 * jnp.sum((w * x - 1.0) ** 2)
+
+    def adapted(w, lr, x):
+        return loss(w - lr * jax.grad(loss)(w, x), x)
+
+    return drjax.reduce_mean(drjax.map_fn(adapted, (*drjax.broadcast((w, lr)), xs)))
+
+
+def np_maml(w, lr, xs):
+    adapted = w - lr * (w * xs - 1) * xs
+    return 0.5 * ((adapted * xs - 1) ** 2).sum(1).mean()
+
+
+@program
+def local_sgd(w, xs):
+    def train(w, x):
+        def step(w, _):
+            return w - 0.1 * x * (w * x - 1.0), jnp.sum(w)
+
+        return jax.lax.scan(step, w, None, length=3)
+
+    trained, sums = drjax.map_fn(train, (drjax.broadcast(w), xs))
+    return drjax.reduce_mean(trained) * drjax.reduce_sum(sums)
+
+
+def np_local_sgd(w, xs):
+    w, sums = np.broadcast_to(w, xs.shape), []
+    for _ in range(3):
+        sums.append(w.sum())
+        w = w - 0.1 * xs * (w * xs - 1.0)
+    return w.mean(0) * np.array(sums)
+
+
+@program
+def partitioned_result(m, xs):
+    def fn(m, x):
+        return jnp.where(x > 0, jnp.log1p(x * x), m * x)
+
+    return drjax.map_fn(fn, (drjax.broadcast(m), xs))
+
+
+@program
+def branches(m, xs):
+    def branch(m, x):
+        return jax.lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, m * x)
+
+    return drjax.reduce_sum(drjax.map_fn(branch, (drjax.broadcast(m), xs)))
+
+
+CASES = (
+    Case(broadcast_double_and_sum, lambda x: 2 * N * x, (X,)),
+    Case(mean_loss, np_mean_loss, (M, XS)),
+    Case(weighted_tree, np_weighted_tree, (M, XS, W)),
+    Case(largest, lambda m, xs: (np.sin(m) * xs**3).max(0), (M, XS)),
+    Case(smallest, lambda m, xs: np.prod((m * xs).min(0)), (M, XS)),
+    Case(
+        gathered_prefix_sums, lambda m, xs: (m * xs**2).cumsum(0)[::2], (M, XS)
+    ),
+    Case(scattered_squares, lambda x: ((2 * x) ** 3).sum(0), (XS,)),
+    Case(selected_row, lambda m, xs: np.exp(2 * m) * xs[-3] * xs[2], (M, XS)),
+    Case(two_rounds, np_two_rounds, (M, XS)),
+    Case(closed_over, lambda m, xs: np.tanh(xs @ np.exp(m)).sum(), (M, XS), False),
+    Case(numbered, np_numbered, (M,)),
+    Case(
+        pointwise_between,
+        lambda x, xs: ((x * xs + 1) ** 2).sum(0) + 3 * (x * xs + 1).mean(0),
+        (X, XS),
+    ),
+    Case(
+        chosen_groups,
+        lambda m, xs: (xs[1::2] ** 2).mean(0) * m + xs[::2].sum(0),
+        (M, XS),
+    ),
+    Case(maml, np_maml, (M, np.array(0.1), XS)),
+    Case(local_sgd, np_local_sgd, (M, XS)),
+    Case(
+        partitioned_result,
+        lambda m, xs: np.where(xs > 0, np.log1p(xs * xs), m * xs),
+        (M, XS),
+    ),
+    Case(
+        branches,
+        lambda m, xs: np.where(
+            xs.sum(1, keepdims=True) > 0, np.sin(m * xs), np.cos(m * xs)
+        ).sum(0),
+        (M, XS),
+    ),
+)  # fmt: skip
+
+
+def grid(shift: int = 0):
+    """Parametrise a test over (case, mesh): all pairs with the other axis, or all."""
+    params = []
+    for (i, case), (j, mesh) in itertools.product(enumerate(CASES), enumerate(MESHES)):
+        if mesh.startswith("explicit") and not case.on_explicit:
+            continue
+        default = (i + shift) % len(MESHES) == j
+        marks = () if default else GRID
+        params.append(pytest.param(case, mesh, marks=marks, id=f"{case.name}-{mesh}"))
+    return pytest.mark.parametrize(("case", "mesh_name"), params)
+
+
+def some(names, *chosen, marks=GRID):
+    """Parameters of a test: those that are not chosen have the marks."""
+    return [x if x in chosen else pytest.param(x, marks=marks) for x in names]
+
+
+class on_mesh:
+    """The context of a named mesh, in float64; yields the case's arguments on it."""
+
+    def __init__(self, case: Case, mesh_name: str):
+        self.case, self.mesh = case, MESHES[mesh_name]()
+
+    def __enter__(self):
+        self.contexts = (jax.enable_x64(True), in_mesh(self.mesh))
+        for context in self.contexts:
+            context.__enter__()
+        return tuple(map(jnp.asarray, self.case.args))
+
+    def __exit__(self, *error):
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def assert_close(got, want, rtol=1e-10):
+    scale = max(1.0, float(np.max(np.abs(want), initial=0.0)))
+    np.testing.assert_allclose(np.asarray(got), want, rtol=rtol, atol=rtol * scale)
+
+
+def directions(args) -> tuple[np.ndarray, ...]:
+    """A fixed direction to differentiate in, one array for each argument."""
+    return tuple(np.sin(3.0 * a + 1.0) for a in args)
+
+
+def difference(fn: Callable, args, step: float = 1e-4):
+    """Central difference of `fn` along `directions(args)`, fourth order."""
+    d = directions(args)
+
+    def at(t):
+        return np.asarray(fn(*(a + t * s for a, s in zip(args, d, strict=True))))
+
+    near = (at(step) - at(-step)) / (2 * step)
+    far = (at(2 * step) - at(-2 * step)) / (4 * step)
+    return (4 * near - far) / 3
+
+
+def second_difference(fn: Callable, args, step: float = 1e-3):
+    """Second central difference of `fn` along `directions(args)`, fourth order."""
+    d = directions(args)
+
+    def at(t):
+        return np.asarray(fn(*(a + t * s for a, s in zip(args, d, strict=True))))
+
+    def second(h):
+        return (at(h) - 2 * at(0.0) + at(-h)) / h**2
+
+    return (4 * second(step) - second(2 * step)) / 3

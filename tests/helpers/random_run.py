@@ -1,0 +1,289 @@
+"""Runs random programs in every way: see `random_programs.py`.
+
+`python -m tests.helpers.random_run SEED START COUNT` checks programs of a seed, and
+goes on after those that disagree. Before each one it says which it is, so that it is
+known when the process dies or hangs; `python -m tests.helpers.random_run SEED NUMBER`
+makes one smaller.
+"""
+
+import collections
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import re
+import sys
+import time
+import traceback
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+import drjax
+from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.kind import signature
+from drjax._planner.unbatching.rules import UNBATCHING_RULES
+from drjax.backends.xla import reuse_accumulators
+from tests.helpers.interpreter import interpreted, stage_runner
+from tests.helpers.meshes import in_mesh
+from tests.helpers.plain_blocks import blocks, plainly
+from tests.helpers.random_programs import (
+    MESHES,
+    Program,
+    arguments,
+    draw,
+    make,
+    smallest,
+    used,
+    walk,
+)
+from tests.helpers.random_steps import STEPS
+
+STDERR: Any = sys.__stderr__  # also where pytest captures it
+SECONDS = 300  # no program takes as long, however busy the machine
+
+
+@contextlib.contextmanager
+def strict(x64: bool = True):
+    with (
+        jax.enable_x64(x64),
+        jax.numpy_rank_promotion("allow"),
+        jax.check_tracer_leaks(False),
+    ):
+        yield
+
+
+def check(program: Program) -> None:
+    """Run a program as it says, and compare with what it means."""
+    mesh, blocks.calls = program.make_mesh(), []
+    # Compiles in less time, but rematerializes what an extremum is compared with; an
+    # older XLA makes NaN of some loops of nested programs.
+    extrema = re.search("max|min", str(program.recipe))
+    slow = extrema or jax.__version_info__ < (0, 12)
+    options = {} if slow else {"xla_backend_optimization_level": 0}
+    large = 0 if program.step == 1 else reuse_accumulators.LARGE
+    plan = functools.partial(drjax.jit, groups_per_step=program.step)
+
+    with (
+        strict(program.dtype == "float64"),
+        mock.patch.object(reuse_accumulators, "LARGE", large),
+    ):
+        with plainly():
+            fn, given = used(program, make(program), arguments(program))
+            want = interpreted(fn, compiler_options=options)(*given)
+        with in_mesh(mesh):
+            args, fn = _placed(program, mesh), make(program)
+            if program.runner == "inner":
+                fn = plan(fn)
+            fn, given = used(program, fn, args)
+            known = _reference_too(program)
+            if known:
+                fn = _traced_once(fn, given)
+            run = plan(fn) if program.runner == "drjax" else fn
+            runner = interpreted if mesh is None else jax.jit
+            found = runner(run, compiler_options=options)(*given)
+            compare(program, found, want)
+            _check_effects(program)
+        if known:
+            reference = drjax.backends.reference
+            with mock.patch.object(reference, "_run", stage_runner()):
+                found = reference.compile(drjax.make_plan(fn)(*given))(*given)
+            compare(program, found, want)
+            _check_effects(program)
+
+
+@contextlib.contextmanager
+def counting():
+    """How often each row rule gave a form, and each kind of equation was checked."""
+    rules, kinds = collections.Counter(), collections.Counter()
+
+    def counted(name, rule):
+        @functools.wraps(rule)
+        def run(eqn, axes):
+            found = rule(eqn, axes)
+            if found is not None:
+                rules[name] += 1
+            return found
+
+        return run
+
+    count_rules = {name: counted(name, rule) for name, rule in UNBATCHING_RULES.items()}
+    check_equation = PartitioningInference._check_equation
+
+    def check_counted(self, eqn):
+        operands = ", ".join(str(self[v]) for v in eqn.invars)
+        if signature(eqn.primitive) is not None:
+            kinds[f"{eqn.primitive.name}({operands})"] += 1
+        elif self.is_loop(eqn):
+            kinds[eqn.primitive.name] += 1
+        elif self.implicit_communication(eqn) is not None:
+            kinds[f"means {eqn.primitive.name}({operands})"] += 1
+        return check_equation(self, eqn)
+
+    with (
+        mock.patch.dict(UNBATCHING_RULES, count_rules),
+        mock.patch.object(PartitioningInference, "_check_equation", check_counted),
+    ):
+        yield rules, kinds
+
+
+def is_known(program: Program, error: Exception) -> bool:
+    """Whether a program is refused for one of the reasons that are known."""
+    return (
+        needs_types(program, error)
+        or _batches_a_convolution(program, error)
+        or _batches_an_update(program, error)
+    )
+
+
+def _batches_an_update(program: Program, error: Exception) -> bool:
+    """An update of some groups that is batched: what is batched is refused."""
+    batched = [s for s in walk(program.recipe) if s[0] in ("vmap", "vmap_axes")]
+    inside = program.recipe if program.mode == "vmap" else batched
+    return (
+        isinstance(error, drjax.PlanError)
+        and str(error).startswith("scatter")
+        and any(name == "changed" for name, *_ in walk(inside))
+    )
+
+
+def _batches_a_convolution(program: Program, error: Exception) -> bool:
+    """JAX's batching of a convolution merges the batch with the axis of the groups."""
+    steps = [(name, j) for name, _, j, _ in walk(program.recipe)]
+    variants = {"windows": (3, 4), "along_features": (35,)}
+    return (
+        isinstance(error, drjax.PlanError)
+        and "reshape" in str(error)
+        and any(
+            name in variants and j % STEPS[name].variants in variants[name]
+            for name, j in steps
+        )
+    )
+
+
+def needs_types(program: Program, error: Exception) -> bool:
+    """Whether JAX asks the program for shardings, which drjax.jit takes off.
+
+    On Explicit axes it does not infer those of an index into a partitioned value, say.
+    drjax.jit keeps them where the program closes over arrays of the mesh.
+    """
+    if program.mesh is None or (program.runner == "drjax" and not program.closed):
+        return False
+    words = ("out_sharding", "is not implemented", "operand sharding", "carry input")
+    typed = type(error).__name__ == "ShardingTypeError"
+    return bool(MESHES[program.mesh][1]) and (
+        typed or any(w in str(error) for w in words)
+    )
+
+
+def _reference_too(program: Program) -> bool:
+    return program.mesh is None and program.runner == "drjax" and program.step != 2
+
+
+def _check_effects(program: Program) -> None:
+    jax.effects_barrier()
+    times = sum(name == "effect" for name, *_ in program.recipe)
+    calls, blocks.calls[:] = sorted(blocks.calls), []
+    assert calls == sorted([*range(program.n)] * times), calls
+
+
+def _placed(program: Program, mesh):
+    """The arguments, on a mesh some of them with each group on its device."""
+    args = arguments(program)
+    if mesh is not None and MESHES[program.mesh or 0][1]:
+        # On Explicit axes JAX cannot add cotangents of arrays that have no mesh.
+        args = tuple(map(jnp.asarray, args))
+    size = 0 if mesh is None else MESHES[program.mesh or 0][0].get("clients", 0)
+    if not size or program.n % size or program.mode == "vmap" or program.seed % 3 == 0:
+        return args
+    shard = lambda x: drjax.shard(x, partition={"clients": program.n})
+    partitioned = (3, 4, 5, 7, 8, 10)
+    return tuple(shard(x) if k in partitioned else x for k, x in enumerate(args))
+
+
+def compare(program: Program, found, want) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    double = program.dtype == "float64"
+    rtol, atol = (1e-8, 1e-10) if double else (2e-3, 2e-4)
+    names = [jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(want)]
+    for name, x, y in zip(
+        names, jax.tree.leaves(found), jax.tree.leaves(want), strict=True
+    ):
+        assert x.dtype == y.dtype, (name, x.dtype, y.dtype)
+        assert x.shape == y.shape, (name, x.shape, y.shape)
+        x, y = np.asarray(x), np.asarray(y)
+        if y.dtype.itemsize < 4 or y.dtype.kind in "iub":
+            np.testing.assert_array_equal(x, y, err_msg=name)
+            continue
+        scale = max(1.0, float(np.max(np.abs(y), initial=0)))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol * scale, err_msg=name)
+
+
+def _traced_once(fn, args):
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    tree = jax.tree.structure(out)
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+    return lambda *xs: tree.unflatten(run(*xs))
+
+
+def run(seed: int, start: int, count: int) -> int:
+    """Check programs; how many do not agree."""
+    failed = 0
+    for number in range(start, start + count):
+        program = draw(seed, number)
+        print(f"at {seed} {number}", flush=True)
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=STDERR)
+        try:
+            check(program)
+        except Exception as error:
+            if is_known(program, error):
+                print(f"refused {seed} {number}: {str(error)[:80]}", flush=True)
+                continue
+            failed += 1
+            print(f"FAILED {seed} {number} {program}", flush=True)
+            traceback.print_exception(error, limit=-8, file=sys.stdout)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        if number % 50 == 49:
+            jax.clear_caches()
+            gc.collect()
+    return failed
+
+
+def main(seed: int, start: int, count: int | None = None) -> None:
+    importlib.import_module("tests.conftest")  # as strict as there
+    if count is None:
+        print(make_smaller(draw(seed, start)))
+        return
+    begin = time.process_time()
+    with counting() as reached:
+        failed = run(seed, start, count)
+    seconds = (time.process_time() - begin) / count
+    print(json.dumps({"reached": reached}))
+    print(f"done: {count} programs, {failed} failed, {seconds:.2f} CPU-seconds each")
+
+
+def make_smaller(program: Program) -> Program:
+    """The smallest program found that fails with the same kind of error."""
+
+    def error_of(program):
+        try:
+            check(program)
+        except Exception as error:
+            return type(error)
+        return None
+
+    kind = error_of(program)
+    if kind is None:
+        return program
+    return smallest(program, lambda p: error_of(p) is kind)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,467 @@
+"""The steps of random programs: see `random_programs.py`.
+
+A recipe is a list of steps `(name, i, j, body)`. Each step takes values of the kinds
+that it needs out of an environment, chosen by the numbers i and j, and puts its result
+back. So every recipe is a valid program. The environment has global values ("g0" a
+scalar, "g1" `[f]`, "gn" `[n, f]`) and partitioned ones ("p0" `[n]`, "p1" `[n, f]`).
+All work is bounded and smooth, and extrema are taken where there are no ties.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tests.helpers.plain_blocks import blocks
+
+GLOBAL, ROWS = ("g0", "g1", "gn"), ("p0", "p1")
+
+
+class Env:
+    """The values that a program has so far, by kind."""
+
+    def __init__(self, values: dict[str, list]):
+        self.values = {kind: list(found) for kind, found in values.items()}
+
+    def pick(self, kind: str, i: int):
+        return self.values[kind][i % len(self.values[kind])]
+
+    def add(self, kind: str, value) -> None:
+        self.values[kind].append(value)
+
+
+def bounded(x):
+    return x / jnp.sqrt(1 + x * x)
+
+
+# -------------------------------------------------------------------------------------
+# Steps
+
+
+class Step(NamedTuple):
+    """Work on values of these kinds.
+
+    Attributes:
+      kinds: The kinds of its operands.
+      result: The kind of its result.
+      fn: From the operands and a number to the result.
+      variants: How many different works the number chooses from.
+    """
+
+    kinds: tuple[str, ...]
+    result: str
+    fn: Callable
+    variants: int = 1
+
+
+STEPS: dict[str, Step] = {}
+
+
+def step(kinds: str, result: str, variants: int = 1):
+    def register(fn):
+        STEPS[fn.__name__] = Step(tuple(kinds.split()), result, fn, variants)
+        return fn
+
+    return register
+
+
+def _add_table(prefix: str, kinds: str, result: str, fns: dict[str, Callable]) -> None:
+    for name, fn in fns.items():
+        function = lambda *args, fn=fn: fn(*args[:-1])
+        STEPS[f"{prefix}_{name}"] = Step(tuple(kinds.split()), result, function)
+
+
+TABLE = np.array([0.2, 0.3, 0.4])
+scale = lambda: jnp.asarray(TABLE).sum()  # an array that derivative rules close over
+
+
+@jax.custom_vjp
+def scaled_sin(x):
+    return jnp.sin(x) * scale()
+
+
+scaled_sin.defvjp(
+    lambda x: (jnp.sin(x) * scale(), x), lambda x, ct: (ct * jnp.cos(x) * scale(),)
+)
+
+
+@jax.custom_jvp
+def scaled_cos(x):
+    return jnp.cos(x) * scale()
+
+
+scaled_cos.defjvp(
+    lambda p, t: (jnp.cos(p[0]) * scale(), -jnp.sin(p[0]) * scale() * t[0])
+)
+
+UNARY = {
+    "customvjp": scaled_sin,
+    "customjvp": scaled_cos,
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+    "exp": lambda x: jnp.exp(bounded(x)),
+    "logistic": jax.nn.sigmoid,
+    "log1p": lambda x: jnp.log1p(x * x),
+    "cube": lambda x: bounded(x) ** 3,
+    "sqrt": lambda x: jnp.sqrt(1 + jnp.square(x)),
+    "power": lambda x: (2 + jnp.cos(x)) ** 1.5,
+    "erf": jax.scipy.special.erf,
+    "checkpoint": lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.cos(y)))(x),
+    "jit": lambda x: jax.jit(lambda y: 1 - jnp.cos(y))(x),
+    "softplus": jax.nn.softplus,
+    "stopped": lambda x: x * lax.stop_gradient(jnp.cos(x)),
+    "cast": lambda x: bounded(x) * x.astype(jnp.float32).astype(x.dtype),
+    "clamped": lambda x: jnp.clip(x, -0.7654, 0.8765),
+    "relu": lambda x: jnp.where(x > 0.1234, x, 0.1 * jnp.sin(x)),
+}
+BINARY = {
+    "add": lambda a, b: bounded(a + b),
+    "mul": lambda a, b: a * bounded(b),
+    "sub": lambda a, b: bounded(a - b),
+    "div": lambda a, b: a / (2 + jnp.cos(b)),
+    "atan2": lambda a, b: jnp.arctan2(a, 2 + jnp.sin(b)),
+    "where": lambda a, b: jnp.where(jnp.sin(a) > 0.0321, a, jnp.tanh(b)),
+    "maximum": lambda a, b: jnp.maximum(jnp.sin(a) + 0.3217, jnp.sin(2 * b)),
+}
+for kind in (*ROWS, "g0", "g1", "gn"):
+    _add_table(f"unary_{kind}", kind, kind, UNARY)
+    _add_table(f"binary_{kind}", f"{kind} {kind}", kind, BINARY)
+
+# Global operands that JAX itself broadcasts; the derivative sums over the groups.
+
+
+def _with_global(spread: Callable) -> dict[str, Callable]:
+    return {name: lambda a, b, f=f: f(a, spread(b)) for name, f in BINARY.items()}
+
+
+_add_table("rows_scalar", "p1 g0", "p1", BINARY)
+_add_table("row_scalar", "p0 g0", "p0", BINARY)
+_add_table("by_global", "p1 g1", "p1", _with_global(lambda b: b[None]))
+_add_table("global_rows", "gn p1", "p1", BINARY)  # an implicit scatter
+_add_table("by_row", "p1 p0", "p1", {k: lambda a, b, f=f: f(a, b[:, None])
+                                    for k, f in BINARY.items()})  # fmt: skip
+_add_table("globals", "g1 g0", "g1", BINARY)
+
+
+def _squares(x):
+    """A positive definite matrix for each row."""
+    return jnp.einsum("ni,nj->nij", x, x) + 2 * jnp.eye(x.shape[1])[None]
+
+
+@step("p1", "p1", variants=39)
+def along_features(x, j):
+    """Work along the features: nothing here touches the axis of the groups."""
+    f = x.shape[1]
+    works = (
+        lambda: x[:, ::-1],
+        lambda: bounded(jnp.cumsum(x, axis=1)),
+        lambda: x * bounded(jnp.cumprod(lax.stop_gradient(x), axis=1)),
+        lambda: x * lax.cumlogsumexp(lax.stop_gradient(x), axis=1),
+        lambda: x * lax.cummax(lax.stop_gradient(x), axis=1),
+        lambda: x * lax.cummin(lax.stop_gradient(x), axis=1, reverse=True),
+        lambda: jnp.sin(x.T).T,
+        lambda: jnp.cos(x.reshape(-1, f, 1))[..., 0],
+        lambda: jnp.pad(x, ((0, 0), (1, 2)), constant_values=0.5)[:, 1 : f + 1],
+        lambda: jnp.concatenate([x[:, 1:], jnp.sin(x[:, :1])], axis=1),
+        lambda: jnp.roll(x, 1, axis=1),
+        lambda: jnp.concatenate(jnp.split(x, [1], axis=1)[::-1], axis=1),
+        lambda: jnp.tile(x, (1, 2))[:, 1 : f + 1],
+        lambda: bounded(x - x.mean(axis=1, keepdims=True)),
+        lambda: jax.nn.softmax(x, axis=1),
+        lambda: jnp.sort(x, axis=1),
+        lambda: x[:, np.array([*range(1, f), 0])],
+        lambda: lax.dynamic_slice_in_dim(jnp.tile(x, (1, 2)), 1, f, axis=1),
+        lambda: lax.dynamic_update_slice_in_dim(x, jnp.sin(x[:, :1]), 1, axis=1),
+        lambda: x.at[:, 1].set(0.25),
+        lambda: x.at[:, 0].multiply(0.5),
+        lambda: jnp.stack([x, jnp.sin(x)], axis=1).sum(1),
+        lambda: jnp.moveaxis(jnp.stack([x, x * x]), 1, 0)[:, 0],
+        lambda: x.reshape(-1, 1, f).repeat(2, axis=1).mean(1),
+        lambda: x.at[:, 1].add(jnp.sin(x[:, 0])),
+        lambda: jnp.sin(x).at[:, 0].max(0.2345 + x[:, 1]),
+        lambda: jnp.sin(x).at[:, 0].min(0.2345 + x[:, 1]),
+        lambda: x.at[:, 0].subtract(jnp.cos(x[:, 1])),
+        lambda: (
+            lax.bitcast_convert_type(jnp.round(8 * x), f"int{8 * x.dtype.itemsize}")
+            % 3
+            * x
+        ),
+        lambda: x * lax.stop_gradient(jnp.linalg.cholesky(_squares(x))[:, 0]),
+        lambda: x * lax.stop_gradient(lax.linalg.svd(_squares(x))[1]),
+        lambda: x * lax.stop_gradient(lax.linalg.eigh(_squares(x))[1]),
+        lambda: x * lax.stop_gradient(lax.linalg.lu(_squares(x))[0][:, 0]),
+        lambda: x * lax.stop_gradient(jnp.linalg.inv(_squares(x))[:, 0]),
+        lambda: lax.top_k(x + jnp.arange(f)[None] * 0.0137, 2)[0][:, :1] * jnp.cos(x),
+        lambda: lax.conv(x[:, None], jnp.full((1, 1, 2), 0.5), (1,), "SAME")[:, 0],
+        lambda: jnp.fft.rfft(lax.stop_gradient(x), axis=1).real[:, :1] * jnp.cos(x),
+        lambda: _pooled(lax.add, 0.0, x),
+        lambda: (
+            x[jnp.arange(len(x)), (1 + jnp.arange(len(x))) % 2][:, None] * jnp.cos(x)
+        ),
+    )
+    return works[j % len(works)]()
+
+
+@step("p1 g1", "p1", variants=5)
+def times_matrix(x, g, j):
+    matrix = jnp.outer(jnp.sin(g), jnp.cos(g))
+    works = (
+        lambda: x @ matrix,
+        lambda: (matrix @ x.T).T,
+        lambda: jnp.einsum("ni,ij,nj->nj", x, matrix, jnp.cos(x)),
+        lambda: jnp.einsum("ni,nj,j->ni", x, jnp.sin(x), g),
+        lambda: bounded(jnp.einsum("in,ij->jn", x.T, matrix).T),
+    )
+    return bounded(works[j % len(works)]())
+
+
+def _keys(x):
+    """A random key for each row, from its sign."""
+    data = jnp.uint32(x[:, :1] > 0) * jnp.ones(2, jnp.uint32)
+    wrapped = jax.random.wrap_key_data(data)
+    return jax.random.wrap_key_data(jax.random.key_data(wrapped))
+
+
+@step("p1 g1", "p0", variants=19)
+def over_features(x, g, j):
+    works = (
+        lambda: x @ bounded(g),
+        lambda: x.sum(1),
+        lambda: x.mean(axis=1),
+        lambda: (x + jnp.arange(x.shape[1])[None] * 0.0137).max(1),
+        lambda: x[:, 0] * jnp.prod(lax.stop_gradient(x), axis=1),
+        lambda: x[:, 1],
+        lambda: jax.nn.logsumexp(x, axis=1),
+        lambda: jnp.argmax(x + jnp.arange(x.shape[1])[None] * 0.0137, axis=1) * 0.1,
+        lambda: jnp.any(x > 0.4321, axis=1) * x[:, 0],
+        lambda: jnp.einsum("ni,ni->n", x, jnp.sin(x)),
+        lambda: jnp.linalg.norm(x + 0.1, axis=1),
+        lambda: x[:, -1:].squeeze(1),
+        lambda: lax.dynamic_index_in_dim(x, 1, axis=1, keepdims=False),
+        lambda: x.var(1),
+        lambda: jnp.argmin(x - jnp.arange(x.shape[1])[None] * 0.0137, axis=1) * 0.1,
+        lambda: jnp.min(x - jnp.arange(x.shape[1])[None] * 0.0137, axis=1),
+        lambda: jnp.all(x > -0.4321, axis=1) * x[:, 0],
+        lambda: lax.reduce_xor(jnp.int32(100 * x), (1,)) % 7 * 0.1,
+        lambda: jax.vmap(jax.random.uniform)(_keys(x)),
+    )
+    return bounded(works[j % len(works)]())
+
+
+def _pooled(combine, start, x):
+    """Over windows of two features, the first with itself."""
+    padded = jnp.concatenate([x[:, :1], x], axis=1)
+    ones = (1,) * x.ndim
+    return bounded(lax.reduce_window(padded, start, combine, (1, 2), ones, "VALID"))
+
+
+@step("p1 g1", "p1", variants=6)
+def windows(x, g, j):
+    """Pooling and convolutions, with derivatives in their kernel."""
+    x = _apart_features(x)
+    works = (
+        lambda: _pooled(lax.max, -jnp.inf, x),
+        lambda: -_pooled(lax.min, jnp.inf, x),
+        lambda: jax.jvp(lambda x: _pooled(lax.max, -jnp.inf, x), (x,), (jnp.sin(x),))[
+            1
+        ],
+        lambda: lax.conv(x[:, None], jnp.sin(g)[None, None, :2], (1,), "SAME")[:, 0],
+        lambda: lax.conv(x[:, :, None], jnp.outer(g, g)[..., None], (1,), "SAME")[
+            ..., 0
+        ],
+        lambda: lax.map(lambda row: jnp.sin(row * g), x),
+    )
+    return bounded(works[j % len(works)]())
+
+
+def _apart_features(x):
+    """Bounded rows, partitioned, without ties between neighbors."""
+    apart = jnp.sqrt(2.0 + jnp.arange(x.shape[1]))
+    return blocks.map_fn(lambda row: bounded(row) + 0.37 * apart, x)
+
+
+@step("p1 g1", "g1", variants=11)
+def written(x, g, j):
+    """Reductions over the groups that are written as such of any array."""
+    x = _apart(blocks.map_fn(jnp.cos, x))
+    works = (
+        lambda: x.sum(0),
+        lambda: g * jnp.mean(x),
+        lambda: x.max(0),
+        lambda: g * x.min(),
+        lambda: g @ (x.T @ jnp.sin(x)),
+        lambda: jnp.any(x > 0.4321, axis=0) * g,
+        lambda: jnp.all(x > 0.4321, axis=0) * g,
+        lambda: jax.nn.logsumexp(x, axis=0),
+        lambda: jnp.take(x, jnp.array([1, 7]), 0, mode="fill", fill_value=0.5).sum(0),
+        lambda: x[:2].sum(0) * g,
+        lambda: lax.scan(lambda c, row: (c + row * g, None), g, x)[0],
+    )
+    return bounded(works[j % len(works)]())
+
+
+@step("p1 g0 g1", "p1", variants=3)
+def changed(x, g, h, j):
+    """Some of the groups get other values."""
+    x, n = blocks.map_fn(jnp.cos, x), len(x)
+    works = (
+        lambda: x.at[1 % n].set(h),
+        lambda: x.at[jnp.int32(n * g)].add(h * g),
+        lambda: lax.dynamic_update_slice_in_dim(x, jnp.stack([h, h])[:n], 1, 0),
+    )
+    return works[j % len(works)]()
+
+
+@step("p1 g0", "g1", variants=3)
+def one_row(x, g, j):
+    n, x = (
+        len(x),
+        blocks.map_fn(jnp.cos, x),
+    )  # which is partitioned, whoever else uses x
+    works = (
+        lambda: x[1 % n],
+        lambda: x[-1] * g,
+        lambda: lax.dynamic_index_in_dim(x, jnp.int32(n * g), 0, keepdims=False),
+    )
+    return works[j % len(works)]()
+
+
+@step("gn g0", "g1", variants=4)
+def square(x, g, j):
+    """Arrays of n by n: more than one axis could be that of the groups."""
+    f, x = x.shape[1], lax.stop_gradient(jnp.sin(x[:, :1] + jnp.cos(x[:, 1:2]).T))
+    v = jnp.sin(x[:, 0] * g)
+    works = (
+        lambda: blocks.reduce_mean(x * x.T),
+        lambda: blocks.reduce_mean(blocks.map_fn(jnp.square, x.T) + x),
+        lambda: blocks.reduce_mean(blocks.map_fn(jnp.square, x) + v),
+        lambda: blocks.reduce_sum(blocks.map_fn(jnp.square, x) * v[:, None] + v),
+    )
+    return jnp.tile(works[j % len(works)](), f)[:f]
+
+
+@step("p0 g1", "p1", variants=5)
+def outer(x, g, j):
+    works = (
+        lambda: x[:, None] * g[None],
+        lambda: jnp.outer(x, g),
+        lambda: jnp.stack([x] * g.shape[0], axis=1) * 0.5,
+        lambda: jnp.broadcast_to(x[:, None], (len(x), len(g))),
+        lambda: x[:, None] + jnp.arange(g.shape[0])[None] * 0.1,
+    )
+    return works[j % len(works)]()
+
+
+# Building blocks
+
+
+@step("g0", "p0")
+def broadcast0(x, j):
+    return blocks.broadcast(x)
+
+
+@step("g1", "p1")
+def broadcast1(x, j):
+    return blocks.broadcast(x)
+
+
+@step("gn", "p1")
+def scatter(x, j):
+    return blocks.scatter(x)
+
+
+@step("p1", "gn")
+def gather(x, j):
+    return blocks.gather(x)
+
+
+@step("p1 p1 g1", "p1", variants=9)
+def mapped(x, y, g, j):
+    def recurrent(a, b):
+        return lax.scan(lambda c, t: (bounded(c + t * b), c.sum()), a, a)[0]
+
+    def numbered(a, b):
+        return a * jnp.cos(1.0 * blocks.partition_index()) + b
+
+    def chosen(a, b):
+        return lax.cond(a.sum() > 0.0123, jnp.sin, jnp.cos, a * b)
+
+    def adapted(a, b):
+        return b - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(w * a) ** 2))(b)
+
+    works = (
+        lambda a, b: jnp.sin(a * b),
+        lambda a, b: a * bounded(g) - b,
+        recurrent,
+        numbered,
+        chosen,
+        adapted,
+        jax.checkpoint(lambda a, b: jnp.tanh(a @ jnp.outer(b, g))),
+        jax.jit(lambda a, b: jnp.sort(a) * b[::-1]),
+        lambda a, b: scaled_sin(a * scaled_cos(b)),
+    )
+    return bounded(blocks.map_fn(works[j % len(works)], (x, y)))
+
+
+@step("p1 p0", "p0")
+def mapped_mixed(x, y, j):
+    return blocks.map_fn(lambda a, b: bounded(jnp.dot(a, a) * b), (x, y))
+
+
+@step("p0", "p0")
+def index(x, j):
+    number = blocks.partition_index()
+    return jnp.where(number % 2 == j % 2, x, 0.1 * number)
+
+
+def _apart(x):
+    """Bounded rows without ties between groups."""
+    number = jnp.sqrt(2.0 + blocks.partition_index())
+    return bounded(x) + 0.37 * number.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _reductions(rows: str, result: str) -> None:
+    def where(x):
+        return blocks.reduce_mean(x, where=blocks.partition_index() != 1)
+
+    works = {
+        "sum": lambda x, w: bounded(blocks.reduce_sum(x)),
+        "mean": lambda x, w: blocks.reduce_mean(x),
+        "max": lambda x, w: blocks.reduce_max(_apart(x)) - 1,
+        "min": lambda x, w: blocks.reduce_min(_apart(x)),
+        "weighted": lambda x, w: blocks.reduce_weighted_mean(x, 1.2 + jnp.sin(w)),
+        "select": lambda x, w: blocks.select(x, 2 % len(x)),
+        "where": lambda x, w: where(x),
+    }
+    _add_table(f"reduce_{rows}", f"{rows} p0", result, works)
+
+
+_reductions("p0", "g0")
+_reductions("p1", "g1")
+
+
+@step("gn g1", "g1", variants=7)
+def over_rows(x, g, j):
+    works = (
+        lambda: x.mean(0),
+        lambda: jnp.sort(x[:, 0]).sum() * g,
+        lambda: jnp.cumsum(x, axis=0)[-1] * 0.25,
+        lambda: (x.T @ x @ g) * 0.1,
+        lambda: x[1 % len(x)] - x[-1],
+        lambda: x.reshape(-1)[: len(g)],
+        lambda: jnp.linalg.norm(x[:, 0]) * g,
+    )
+    return bounded(works[j % len(works)]())
+
+
+@step("g1 g1", "g0")
+def inner(a, b, j):
+    return bounded(a @ b)
+
+
+@step("g1", "gn")
+def to_rows(g, j):
+    return jnp.outer(jnp.arange(1.0, blocks.partition_size() + 1) * 0.3, g)

@@ -1,0 +1,170 @@
+"""Saved plans run where their source is not: no user's module, no flax, or no JAX.
+
+Covers: drjax._plan_file.pytrees, drjax._plan_file.load.
+"""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import drjax
+from drjax._planner.arguments import flat_inputs
+from drjax.backends import reference
+from examples import local_sgd, maml
+from examples.common.sinusoid import init, sample_task
+from examples.common.transformer import Transformer, TransformerConfig
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+# Runs in a process of its own, in an empty folder.
+WITHOUT_SOURCE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("examples", "flax", "optax", "tests"):
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Blocked())
+import drjax, jax, numpy as np
+
+for name in ("examples", "flax", "optax"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(name)
+
+source, given, made = sys.argv[1:]
+drjax.make_plan = jax.make_jaxpr  # never called below
+plan = drjax.load_plan(source)
+arrays = np.load(given)
+arrays = [arrays[f"arr_{i}"] for i in range(len(plan.inputs))]
+args, kwargs = plan.in_tree.unflatten(arrays)
+run = {
+    "reference": drjax.backends.reference.compile(plan),
+    "xla": jax.jit(drjax.backends.xla.compile(plan, groups_per_step=2)),
+}
+found = {}
+for name, fn in run.items():
+    for i, leaf in enumerate(jax.tree.leaves(fn(*args, **kwargs))):
+        found[f"{name}.{i}"] = np.asarray(leaf)
+np.savez(made, **found)
+"""
+
+
+def round_of_local_sgd():
+    """The program that examples/local_sgd.py trains, small."""
+    size = TransformerConfig(d_model=8, layers=1, heads=2, mlp_ratio=2)
+    config = local_sgd.Config(model=size, rounds=5, groups=4, steps=2, length=8)
+    graphdef, params = nnx.split(Transformer(size, nnx.Rngs(0)))
+    outer, train_round, _ = local_sgd.make_programs(graphdef, config, held_out=1)
+    state = local_sgd.State(params, outer.init(params))
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 256, (4, 2, 2, 9), dtype=np.uint8)
+    lengths = np.full((4, 2, 2), 8, np.int32)
+    return train_round, (state, jnp.asarray(1), (tokens, lengths))
+
+
+def gradient_of_maml():
+    keys = jax.random.split(jax.random.key(1), maml.META_BATCH)
+    args = init(jax.random.key(0)), jnp.float32(0.01), jax.vmap(sample_task)(keys)
+    return maml.parallel_maml_gradients, args
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(round_of_local_sgd, marks=pytest.mark.slow), gradient_of_maml]
+)
+def test_a_process_without_the_source(make, tmp_path):
+    with jax.numpy_rank_promotion("allow"):  # as users of the examples do
+        program, args = make()
+        plan = drjax.make_plan(program)(*args)
+        plan.save(tmp_path / "plan.drjax")
+    flat_inputs(drjax.load_plan(tmp_path / "plan.drjax"), args, {})  # users' classes
+    np.savez(tmp_path / "given.npz", *jax.tree.leaves(args))
+    wanted = [np.asarray(x) for x in jax.tree.leaves(reference.compile(plan)(*args))]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    names = [str(tmp_path / n) for n in ("plan.drjax", "given.npz", "made.npz")]
+    run_alone(WITHOUT_SOURCE, names, empty)
+    assert not [*empty.iterdir()]
+    with np.load(tmp_path / "made.npz") as file:
+        made = dict(file)
+    assert len(made) == 2 * len(wanted)
+    for i, want in enumerate(wanted):
+        for name in ("reference", "xla"):
+            found = made[f"{name}.{i}"]
+            assert found.dtype == want.dtype
+            np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-6)
+
+
+def run_alone(code, arguments, folder):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, env=environment,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_JAX = """
+import json, sys, zipfile
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+source, given, made = sys.argv[1:]
+with zipfile.ZipFile(source) as archive:
+    manifest = json.loads(archive.read("manifest.json"))
+    (only,) = manifest["plan"]["rounds"]
+    groups = only["groups"]
+    code = archive.read(groups["member"] + ".mlirbc")
+inputs = dict(zip(manifest["plan"]["inputs"], np.load(given).values(), strict=True))
+tables = manifest["plan"]["values"]
+n = manifest["plan"]["partition"]["size"]
+sums = 0.0
+with ir.Context() as context:
+    stablehlo.register_dialect(context)
+    module = stablehlo.deserialize_portable_artifact(context, code)
+    whole = lambda x: ir.DenseElementsAttr.get(np.asarray(x))
+    for group in range(n):
+        args = [np.int32(manifest["platforms"].index("cpu")), np.int32(group)]
+        for name in groups["inputs"]:
+            row = inputs[name]
+            args.append(row if tables[name]["group_axis"] is None else row[group])
+        (out,) = stablehlo.eval_module(module, [whole(x) for x in args])
+        sums += np.asarray(out).astype(np.float64)
+assert "jax" not in sys.modules
+[reduction] = only["reduces"]
+np.save(made, sums / n if reduction["op"] == "mean" else sums)
+"""
+
+
+def test_a_process_without_jax(tmp_path):
+    @drjax.program(clients=5)
+    def step(model, data):
+        def work(model, x):
+            key = jax.random.fold_in(jax.random.key(0), drjax.partition_index())
+            drawn = jax.random.normal(key, model.shape)
+
+            def descend(model, row):
+                return model - 0.1 * jnp.tanh(row @ model + drawn @ model) * row, None
+
+            return jax.lax.scan(descend, model, x)[0]
+
+        return drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(model), data)))
+
+    args = jnp.ones(3), jnp.sin(jnp.arange(60.0)).reshape(5, 4, 3)
+    plan = drjax.make_plan(step)(*args)
+    plan.save(tmp_path / "plan.drjax")
+    np.savez(tmp_path / "given.npz", *args)
+    names = [str(tmp_path / n) for n in ("plan.drjax", "given.npz", "made.npy")]
+    run_alone(WITHOUT_JAX, names, tmp_path)
+    want = np.asarray(reference.compile(plan)(*args))
+    np.testing.assert_allclose(np.load(tmp_path / "made.npy"), want, rtol=1e-6)

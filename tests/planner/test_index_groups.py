@@ -1,0 +1,151 @@
+"""Indexing of partitioned values along the group axis, outside of mapped functions.
+
+Covers: drjax._planner.index_groups.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import drjax
+from drjax.backends import reference
+from drjax.plan import Plan
+from tests.helpers.meshes import in_mesh_of
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+N = 6
+program = drjax.program(clients=N)
+X = np.cos(np.arange(N * 6.0, dtype=np.float32)).reshape(N, 3, 2)
+I = np.array([4, 1], np.int32)
+
+
+def agree(fn, *args) -> Plan:
+    """The plan gives what `jax.jit` gives, in value and gradient; returns its plan."""
+    plan = drjax.make_plan(fn)(*args)
+    want = jax.jit(fn)(*args)
+    scalar = lambda *xs: jnp.sum(jnp.sin(1.0 * fn(*xs)))
+    both = jax.value_and_grad(scalar)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for got in (reference.compile(plan)(*args), drjax.jit(fn, 4)(*args)):
+        assert got.dtype == want.dtype
+        close(got, want)
+    if jnp.issubdtype(args[0].dtype, jnp.floating):
+        wanted = jax.jit(both)(*args)
+        jax.tree.map(close, drjax.jit(both, groups_per_step=1)(*args), wanted)
+    return plan
+
+
+def rows(x):
+    return drjax.map_fn(lambda row: row * 2, x)
+
+
+TAKEN = {
+    "first": lambda y, i: y[0],
+    "some": lambda y, i: y[:2],
+    "some, and of each a part": lambda y, i: y[1:3, ::2, 1],
+    "every third": lambda y, i: y[1::3],
+    "half": lambda y, i: y[3:],
+    "an element": lambda y, i: y[2, 1, 0],
+    "at an index": lambda y, i: lax.dynamic_slice(y, (i[0], i[1], 0), (2, 2, 1)),
+    "indices": lambda y, i: y[i],
+    "indices of most": lambda y, i: y[jnp.concatenate([i, i + 1, i[:1]])],
+    "take": lambda y, i: jnp.take(y, i, axis=0),
+    "take one": lambda y, i: jnp.take(y, i[0], axis=0),
+    "take clip": lambda y, i: jnp.take(y, i - 5, axis=0, mode="clip"),
+    "take beyond": lambda y, i: jnp.where(
+        jnp.isnan(t := jnp.take(y, i * 3 - 8, axis=0)), 7.0, t
+    ),
+    "fill in": lambda y, i: jnp.take(y, i + 3, axis=0, mode="fill", fill_value=-2),
+    "at small indices": lambda y, i: y.at[i.astype(jnp.int8) + 3].get(mode="fill",
+                                                                      fill_value=0),
+    "unsigned": lambda y, i: y.at[i.astype(jnp.uint32) + 3].get(mode="clip"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_slices_of_some_groups(name):
+    plan = agree(program(lambda x, i: TAKEN[name](rows(x), i)), X, I)
+    (only,) = (r for r in plan.rounds if r.reduces)
+    gathers = name in ("half", "indices of most")
+    assert [r.op for r in only.reduces] == ["gather" if gathers else "sum"]
+
+
+def test_integers_beyond_the_bounds():
+    fn = program(lambda x, i: jnp.take(drjax.map_fn(lambda r: r + 1, x), i, axis=0))
+    agree(fn, np.arange(N * 2, dtype=np.int32).reshape(N, 2), I + 3)
+
+
+CHANGED = {
+    "set": lambda y, i: y.at[1].set(0.5),
+    "set at an index": lambda y, i: y.at[i[0]].set(jnp.arange(2.0)[None]),
+    "set a part": lambda y, i: y.at[i[0], 1].set(0.5),
+    "set an element": lambda y, i: y.at[i[0], 1, i[1]].set(0.5),
+    "set a slice": lambda y, i: y.at[2:4].set(jnp.arange(12.0).reshape(2, 3, 2)),
+    "set most": lambda y, i: y.at[1:].set(0.5),
+    "add to several": lambda y, i: y.at[i].add(jnp.arange(2.0)),
+    "add twice": lambda y, i: y.at[jnp.zeros_like(i)].add(jnp.ones((2, 3, 2))),
+    "multiply": lambda y, i: y.at[i].multiply(3.0),
+    "smaller": lambda y, i: y.at[i].min(0.1),
+    "beyond": lambda y, i: y.at[i + 3].set(0.5),
+    "from the end": lambda y, i: y.at[-i].set(0.5),
+    "clip": lambda y, i: y.at[i + 3].set(0.5, mode="clip"),
+    "small indices": lambda y, i: y.at[i.astype(jnp.int8)].set(0.5),
+    "update": lambda y, i: lax.dynamic_update_slice(
+        y, jnp.ones((2, 2, 1)), (i[0] + 3, i[1], 0)
+    ),
+    "by another": lambda y, i: y.at[i[0]].set(y[i[1]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changes_of_some_groups(name):
+    change = CHANGED[name]
+    plan = agree(program(lambda x, i: change(rows(x), i)), X, I)
+    assert plan.outputs[0].partitioned
+    communicates = name == "by another"
+    assert any(r.reduces for r in plan.rounds) == communicates
+
+
+def test_batches():
+    """The group axis need not come first."""
+    fn = program(lambda x, i: rows(x)[i[0]])
+    agree(jax.vmap(fn, (2, None), 1), X, I)
+    agree(jax.vmap(program(lambda x, i: rows(x).at[i].add(1.0)), (2, None), 1), X, I)
+
+
+@pytest.mark.parametrize("shape", [{"clients": 4}, {"clients": 2, "model": 2}])
+def test_on_meshes(shape):
+    """Groups are chosen by their index, whatever device has them."""
+
+    @program
+    def fn(x, i):
+        y = rows(x).at[i].add(1.0)
+        y = lax.dynamic_update_slice(y, jnp.ones((2, 3, 1)), (i[1], 0, 0))
+        chosen = y[:2] + jnp.take(y, i + 1, axis=0).at[0].set(0.0) + y[1:5:2]
+        return drjax.reduce_mean(lax.map(jnp.tanh, y)) * chosen.sum(0) + y[3:].max(0)
+
+    both = jax.value_and_grad(lambda x, i: jnp.sum(fn(x, i)))
+    want = jax.jit(both)(X, I)
+    with in_mesh_of(shape):
+        for step in (None, 1):
+            got = drjax.jit(both, groups_per_step=step)(X, I)
+            close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            jax.tree.map(close, got, want)
+
+
+def test_work_does_not_grow_with_the_square_of_the_groups():
+    """Of many chosen groups all are gathered; of few each group sends a slice more."""
+    many = drjax.program(clients=100)
+    for count, op, shape in (
+        (10, "sum", (10, 3)),
+        (11, "gather", (3,)),
+        (50, "gather", (3,)),
+    ):
+        plan = drjax.make_plan(many(lambda x, count=count: rows(x)[:count]))(
+            jnp.ones((100, 3))
+        )
+        (reduce,) = plan.rounds[0].reduces
+        assert (reduce.op, reduce.source.shape) == (op, shape)

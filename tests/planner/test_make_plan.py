@@ -1,0 +1,271 @@
+"""What plans look like: rounds, messages, names, printing, and memory when compiled.
+
+Covers: drjax._planner.make_plan, drjax._planner.arguments, drjax._planner.naming,
+drjax._planner.rounds, drjax.plan, drjax._drawing.text.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from tests.helpers.cases import some
+from tests.helpers.compiled import count, hlo_text, temp_bytes
+from tests.helpers.maml import make_parallel_maml_loss, maml_args, task_loss
+from tests.helpers.meshes import in_mesh, in_mesh_of, make_mesh
+
+N = 16
+program = drjax.program(clients=N)
+
+
+def test_the_gradient_of_maml_is_one_round():
+    plan = drjax.make_plan(jax.grad(make_parallel_maml_loss(N)))(*maml_args(N))
+    (only,) = plan.rounds
+    assert {v.name for v in only.broadcast} == {"model['a']", "model['b']", "lr"}
+    assert [r.op for r in only.reduces] == ["sum", "sum"]
+    assert {r.result.name for r in only.reduces} == {"result['a']", "result['b']"}
+    assert only.local.name == "maml_loss" and not only.scatter and not only.loops
+    text = str(plan)
+    assert "parallel_maml_loss: a plan over partition clients:16 in 1 round" in text
+    assert "each group computes  maml_loss" in text
+    assert "-> result['a']" in text
+
+
+@pytest.mark.parametrize("k", some([1, 2, 5], 1, 2, marks=pytest.mark.slow))
+def test_k_dependent_reductions_are_k_rounds(k):
+    @program
+    def f(x):
+        for _ in range(k):
+            x = drjax.reduce_mean(drjax.map_fn(jnp.sin, drjax.broadcast(x)))
+        return x
+
+    plan = drjax.make_plan(f)(1.0)
+    assert [len(r.reduces) for r in plan.rounds] == [1] * k
+
+
+def test_independent_reductions_share_a_round():
+    @program
+    def f(x, data):
+        y = drjax.map_fn(jnp.multiply, (drjax.broadcast(x), data))
+        return drjax.reduce_sum(y), drjax.reduce_max(y), drjax.reduce_mean(data)
+
+    (only,) = drjax.make_plan(f)(1.0, jnp.ones(N)).rounds
+    assert sorted(r.op for r in only.reduces) == ["max", "mean", "sum"]
+
+
+def test_the_ledger_counts_what_the_compiler_sends():
+    args, fn = maml_args(N), jax.grad(make_parallel_maml_loss(N))
+    ledger = drjax.make_plan(fn)(*args).communication(devices=8)
+    assert ledger.down() == 2 * 8 * 8 * 4 + 4
+    assert ledger.up() == ledger.reduced_per_device() == 2 * 8 * 8 * 4
+    from benchmarks.hlo import collectives
+
+    with in_mesh(make_mesh({"clients": 8})):
+        found = collectives(hlo_text(drjax.jit(fn), *args))
+    assert sum(c.bytes for c in found) == ledger.reduced_per_device()
+    assert "total: 516 bytes down and 512 up for each group" in str(ledger)
+
+
+def make_rounds(n: int, steps: int = 5):
+    @drjax.program(clients=n)
+    def rounds(model, data):
+        def body(model, _):
+            def local(model, x):
+                grads = jax.grad(task_loss)(model, x)
+                return jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+
+            return drjax.reduce_mean(
+                drjax.map_fn(local, (drjax.broadcast(model), data))
+            ), None
+
+        model, _ = jax.lax.scan(body, model, None, length=steps)
+        return sum(jnp.sum(w**2) for w in jax.tree.leaves(model))
+
+    return rounds
+
+
+def test_loops_hold_plans_and_count_their_steps():
+    model, _, data = maml_args(N)
+    plan = drjax.make_plan(jax.grad(make_rounds(N)))(model, data)
+    loops = [loop for r in plan.rounds for loop in r.loops]
+    assert [(loop.op, loop.length, loop.reverse) for loop in loops] == [
+        ("scan", 5, False), ("scan", 5, True),
+    ]  # fmt: skip
+    for loop in loops:  # what goes forward and back is global: nothing grows with n
+        assert not any(v.partitioned for v in loop.outputs)
+    ledger = plan.communication()
+    assert ledger.up() == 2 * 5 * 2 * 8 * 8 * 4
+    assert "scan of 5 steps, backwards" not in str(ledger)
+    assert "scan_2 of 5 steps, backwards" in str(plan)
+
+
+def test_unknown_numbers_of_steps_stay_symbolic():
+    @program
+    def f(x):
+        body = lambda x: drjax.reduce_mean(drjax.map_fn(jnp.sqrt, drjax.broadcast(x)))
+        return jax.lax.while_loop(lambda x: x > 2.0, body, x)
+
+    ledger = drjax.make_plan(f)(100.0).communication()
+    assert ledger.open_loops == ("while",)
+    assert "× while" in str(ledger) and "for one step of while" in str(ledger)
+
+
+def test_a_function_without_blocks_is_the_servers_work():
+    plan = drjax.make_plan(jnp.sin)(1.0)
+    assert plan.partition is None and plan.rounds == ()
+    assert "calls no building block" in str(plan)
+    assert str(plan.communication()).endswith("reduced per device")
+    assert drjax.jit(jnp.sin)(1.0) == jnp.sin(1.0)
+
+
+def test_check_shows_kinds_and_place():
+    fn, args = make_parallel_maml_loss(10), maml_args(10)
+    text = str(drjax.check(fn)(*args))
+    assert "model['a']  float32[8,8]     global" in text
+    assert "tasks       float32[10,4,8]  partitioned" in text
+    assert "run locally" in text
+    with in_mesh_of({"clients": 4}):
+        text = str(drjax.check(fn)(*args))
+    assert "on mesh axis 'clients' of 4 devices with 3 groups each at most" in text
+
+
+# ---------------------------------------------------------------------------------
+# Memory and collectives of what is compiled
+
+
+def placed(data):
+    return drjax.shard(data, partition={"clients": len(data)})
+
+
+PROGRAMS = {
+    "maml": lambda n: (
+        jax.value_and_grad(make_parallel_maml_loss(n)),
+        maml_args(n, 64),
+    ),
+    "crossing": lambda n: (
+        jax.grad(lambda *a: jnp.log(make_parallel_maml_loss(n)(*a))),
+        maml_args(n, 64),
+    ),
+    "rounds": lambda n: (jax.value_and_grad(make_rounds(n)), maml_args(n, 64)[::2]),
+}
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("rounds", {"clients": 8}),
+        pytest.param("maml", None, marks=pytest.mark.slow),
+        pytest.param("crossing", {"clients": 8}, marks=pytest.mark.slow),
+        pytest.param("maml", {"clients": 8}, marks=pytest.mark.slow),
+        pytest.param("crossing", None, marks=pytest.mark.slow),
+        pytest.param("rounds", None, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_does_not_grow_with_the_groups(name, mesh):
+    devices = 1 if mesh is None else 8
+    with in_mesh_of(mesh):  # one group a device would need no accumulators
+        few, many = (
+            temp_bytes(drjax.jit(fn, groups_per_step=1), *rest, placed(data))
+            for fn, (*rest, data) in map(PROGRAMS[name], (8 * devices, 64 * devices))
+        )
+        # Four bytes for the number of each group of the device.
+        assert many <= 1.01 * few + 4 * 64
+
+
+@pytest.mark.slow
+def test_stored_residuals_do_grow():
+    sizes = [
+        temp_bytes(drjax.jit(fn, groups_per_step=1, residuals="store"), *args)
+        for fn, args in map(PROGRAMS["rounds"], (8, 128))
+    ]
+    assert sizes[1] > 4 * sizes[0]
+
+
+def test_one_all_reduce_for_each_round():
+    with in_mesh_of({"clients": 8}):
+        for name, rounds in (("maml", 1), ("crossing", 2), ("rounds", 2)):
+            fn, args = PROGRAMS[name](N)
+            text = hlo_text(drjax.jit(fn, groups_per_step=1), *args)
+            assert count(text) == {"all-reduce": rounds}, name
+
+
+def test_jit_options():
+    fn, args = make_parallel_maml_loss(N), maml_args(N)
+    wanted = jax.jit(fn)(*args)
+
+    def scaled(scale, *args, factor):
+        return scale * factor * fn(*args)
+
+    step = drjax.jit(
+        scaled, groups_per_step=3, static_argnums=0, static_argnames="factor"
+    )
+    np.testing.assert_allclose(step(2, *args, factor=3), 6 * wanted, rtol=1e-6)
+    model = jax.tree.map(jnp.copy, args[0])
+    grads = drjax.jit(jax.grad(fn), donate_argnums=0)(model, *args[1:])
+    assert all(x.is_deleted() for x in jax.tree.leaves(model))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(grads))
+    lowered = drjax.jit(fn).lower(*args).compile()
+    np.testing.assert_allclose(lowered(*args), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [10, 3])
+def test_sizes_that_do_not_divide(n):
+    fn, args = jax.value_and_grad(make_parallel_maml_loss(n)), maml_args(n)
+    wanted = jax.jit(fn)(*args)
+    with in_mesh_of({"clients": 8}):
+        found = drjax.jit(fn, groups_per_step=1)(*args)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found, wanted)
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        (
+            {"groups_per_step": 0},
+            drjax.DrjaxValueError,
+            "one in groups_per_step",
+        ),
+        (
+            {"groups_per_step": 1.5},
+            drjax.DrjaxTypeError,
+            "int, .auto. or None",
+        ),
+        ({"residuals": "keep"}, drjax.DrjaxValueError, '"recompute" or "store"'),
+    ],
+)
+def test_wrong_options(options, error, text):
+    with pytest.raises(error, match=text):
+        drjax.jit(lambda x: x, **options)
+
+
+def test_a_refused_program_says_why_and_still_runs():
+    mixed = program(lambda x: jnp.prod(drjax.map_fn(jnp.sin, x)))
+    x = jnp.ones(N)
+    with pytest.raises(drjax.PlanError, match="combine the groups with drjax.reduce"):
+        drjax.jit(mixed)(x)
+    np.testing.assert_allclose(jax.jit(mixed)(x), np.sin(1.0) ** N, rtol=1e-6)
+
+
+def test_errors_name_the_group():
+    @program
+    def f(x):
+        def check(a):
+            assert a != 3, "three is odd"
+            return np.asarray(a, np.float32)
+
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        call = lambda a: jax.pure_callback(check, shape, a, vmap_method="sequential")
+        return drjax.reduce_sum(drjax.map_fn(lambda a: jnp.log(a - 5.0), x)), (
+            drjax.reduce_sum(drjax.map_fn(call, x))
+        )
+
+    x = jnp.arange(float(N))
+    plan = drjax.make_plan(f)(x)
+    with pytest.raises(drjax.backends.reference.GroupError, match="Group 3 failed"):
+        drjax.backends.reference.compile(plan)(x)
+    with pytest.raises(drjax.backends.reference.GroupError) as caught:
+        drjax.backends.reference.compile(plan, check_nans=True)(x)
+    assert caught.value.group == 0 and "yields NaN" in str(caught.value)
+    assert caught.value.inputs[1] == 0.0

@@ -1,0 +1,121 @@
+"""Rows that a later round finds again among what was reduced: to the last bit.
+
+Covers: drjax._planner.no_rematerialize, drjax._planner.rematerialize.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import xla
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+N = 256
+program = drjax.program(clients=N)
+ARGS = (
+    jax.random.normal(jax.random.key(1), (7,)),
+    jax.random.normal(jax.random.key(0), (N, 16, 7)),
+)
+
+
+def loss(w, x):
+    h = jnp.tanh(x @ w) * jnp.sin(x[:, 0])
+    smooth = jnp.mean(h**2 / jnp.sqrt(1 + h * h)) + jnp.exp(-0.1 * jnp.sum(h))
+    return smooth + jnp.mean(jnp.log1p(jnp.exp(-(x @ w) * jnp.sign(x[:, 0]))))
+
+
+def losses(w, x):
+    return drjax.map_fn(loss, (drjax.broadcast(w), x))
+
+
+def gradients(w, x):
+    return drjax.map_fn(jax.grad(loss), (drjax.broadcast(w), x))
+
+
+def chosen(compare, rows, value):
+    """1 for groups whose row compares so with a global value."""
+    one = lambda row, value: jnp.float32(compare(row, value))
+    return drjax.map_fn(one, (rows, drjax.broadcast(value)))
+
+
+@program
+def of_least_loss(w, x):
+    rows = losses(w, x)
+    mine = chosen(jnp.equal, rows, drjax.reduce_min(rows))
+    return drjax.reduce_weighted_mean(gradients(w, x), mine)
+
+
+@program
+def of_least_loss_with_gradient(w, x):
+    """The loss and what is computed again come from one mapped function."""
+    rows, grads = drjax.map_fn(jax.value_and_grad(loss), (drjax.broadcast(w), x))
+    mine = chosen(jnp.equal, rows, drjax.reduce_min(rows))
+    return drjax.reduce_weighted_mean(grads, mine)
+
+
+@program
+def of_least_loss_that_may(w, x):
+    """The extremum is that of rows some of which were replaced."""
+    rows, number = losses(w, x), drjax.partition_index()
+    may = lambda row, i: jnp.where(i >= 10, row, jnp.inf)
+    least = drjax.reduce_min(drjax.map_fn(may, (rows, number)))
+    grads = gradients(w, x)
+    return drjax.reduce_weighted_mean(grads, chosen(jnp.equal, rows, least))
+
+
+@program
+def of_a_hundred(w, x):
+    rows = losses(w, x)
+    threshold = jnp.sort(drjax.gather(rows))[-100]
+    mine = chosen(jnp.greater_equal, rows, threshold)
+    return drjax.reduce_sum(mine), drjax.reduce_weighted_mean(gradients(w, x), mine)
+
+
+@program
+def of_the_loss_of_one(w, x):
+    rows = losses(w, x)
+    mine = chosen(jnp.equal, rows, drjax.select(rows, 37))
+    return drjax.reduce_weighted_mean(gradients(w, x), mine)
+
+
+@program
+def ranks(w, x):
+    rows = losses(w, x)
+    rank = lambda row, every: jnp.sum(every > row)
+    return drjax.map_fn(rank, (rows, drjax.broadcast(drjax.gather(rows))))
+
+
+PROGRAMS = [
+    of_least_loss,
+    of_least_loss_with_gradient,
+    of_least_loss_that_may,
+    of_a_hundred,
+    of_the_loss_of_one,
+    ranks,
+]
+
+
+@pytest.mark.parametrize("step", [1, 64])
+@pytest.mark.parametrize("fn", PROGRAMS)
+def test_they_are_found(fn, step):
+    wanted = jax.jit(fn)(*ARGS)
+    assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(wanted))
+    run = xla.compile(drjax.make_plan(fn)(*ARGS), groups_per_step=step)
+    for found in (drjax.jit(fn, groups_per_step=step)(*ARGS), jax.jit(run)(*ARGS)):
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        jax.tree.map(close, found, wanted)
+
+
+def test_ranks_are_a_permutation():
+    found = drjax.jit(ranks, groups_per_step=64)(*ARGS)
+    np.testing.assert_array_equal(jnp.sort(found), jnp.arange(N))
+
+
+def test_only_they_are_kept():
+    """The gradients are computed again, the losses are not."""
+    plan = drjax.make_plan(of_least_loss_with_gradient)(*ARGS)
+    taken = [v.shape for v in plan.rounds[1].local.inputs if v.partitioned]
+    assert sorted(taken) == [(), ARGS[1].shape[1:]]

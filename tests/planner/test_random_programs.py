@@ -1,0 +1,244 @@
+"""Random programs: value and derivatives agree in every way to run a program.
+
+Each program meets one size, dtype, derivative, mesh and chunk size, drawn with it:
+half of them run on meshes. What it should give is found by its plain meaning, which
+shares no code with drjax, and by StableHLO's interpreter, which is not of XLA. A long
+run is `DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow -s
+tests/planner/test_random_programs.py`; it goes in batches, each in a fresh process, one
+per core, and prints its count, its seed, and which rules it has reached. It takes
+hours; stopped, the same command goes on with the batches that are left. `python -m
+tests.helpers.random_run SEED NUMBER` makes a program that it names smaller.
+
+Covers: drjax._planner.inline, drjax._planner.group_index, drjax._planner.rematerialize,
+drjax._planner.partitioning.infer, drjax._planner.partitioning.control_flow,
+drjax._planner.partitioning.kind, drjax._planner.unbatching.rules.
+"""
+
+import collections
+import concurrent.futures
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jaxlib
+import pytest
+from jax.extend.core import Primitive
+
+import drjax
+from drjax._planner.inline import CONTROL
+from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
+from tests.helpers.random_programs import MESHES, MODES, Program, covering, fits, valid
+from tests.helpers.random_run import check, counting, is_known, run
+from tests.helpers.unbatching_cases import INTERNAL
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+COUNT = int(os.environ.get("DRJAX_RANDOM_PROGRAMS", "50"))
+BATCH = 250  # what JAX keeps of each program makes long processes slow
+SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
+
+
+@pytest.fixture
+def reached():
+    with counting() as found:
+        yield found
+
+
+def report(reached) -> None:
+    rules, kinds = reached
+    print("row rules:", dict(rules.most_common()))
+    print("not reached:", sorted(set(UNBATCHING_RULES) - set(rules)))
+    print("kinds:", dict(kinds.most_common()))
+
+
+def assert_all_rules(reached) -> None:
+    """Every rule has been reached: pointwise work has one."""
+    rules, kinds = reached
+    found = {name.split("(")[0] for name in kinds}
+    combining = """conv_general_dilated dot_general dynamic_slice dynamic_update_slice
+        gather reduce_and reduce_max reduce_min reduce_or reduce_sum scan scatter
+        scatter-add slice""".split()
+    meanings = {f"means {name}" for name in combining}
+    public = vars(drjax.primitives).values()
+    primitives = {p.name for p in public if isinstance(p, Primitive)}
+    assert found >= primitives | set(CONTROL) | meanings
+    others = set(UNBATCHING_RULES) - ELEMENTWISE
+    assert len(set(rules) - others) > 20
+    assert not others - set(rules) - INTERNAL
+
+
+def _covering() -> list[Program]:
+    """All steps, in programs that also cover meshes, derivatives and sizes."""
+    programs = []
+    for i, recipe in enumerate(covering()):
+        n = (4, 3, 4, 5)[i // 2 % 4]
+        # As many features as groups, but not where JAX lets residuals of branches share
+        # a slot because their shapes are the same: there, such programs are refused.
+        branches = recipe[0][0] in ("cond", "switch")
+        windows = "windows" in str(recipe)
+        meshes = [k for k, mesh in enumerate(MESHES) if fits(n, *mesh)]
+        program = Program(
+            recipe,
+            n=n,
+            f=n if i % 4 == 0 and not branches else n % 3 + 2,
+            dtype="float64" if i % 3 else "float32",
+            half=("bfloat16", "float16")[i % 2],
+            # A batched branch is a select, and windows are refused under vmap.
+            mode="grad" if branches or windows else MODES[1:][i // 2 % 4],
+            # Of what is closed over there is no derivative.
+            closed=((), (), () if windows else (0, 4, 7))[i % 3],
+            mesh=meshes[i // 2 % len(meshes)] if i % 2 else None,
+            runner="drjax" if windows else ("drjax", "drjax", "inner")[i % 3],
+            step=(None, 1, 2)[i // 2 % 3],
+            seed=i,
+        )
+        programs.append(valid(program))
+    return programs
+
+
+def test_ways_agree_in_programs_that_reach_every_rule(reached):
+    programs, refused = _covering(), 0
+    for program in programs:
+        try:
+            check(program)
+        except Exception as error:
+            if not is_known(program, error):
+                raise AssertionError(program) from error
+            refused += 1
+    assert refused < len(programs) / 10
+    print(f"\n{len(programs)} programs")
+    report(reached)
+    assert_all_rules(reached)
+
+
+# What long runs have found, made small: (recipe, features, (step, mesh)).
+FOUND = [
+    ((("scan", 7, 4, (("global_rows_add", 11, 19, ()),)),), 3, (1, None)),
+    ((("switch", 19, 14, (("along_features", 26, 23, ()),)),), 2, (None, None)),
+    (
+        (("scan", 27, 23, (("scan_rows", 27, 26, (("by_global_div", 26, 30, ()),)),)),),
+        3,
+        (None, None),
+    ),
+    (
+        (("while", 0, 0, (("square", 0, 0, ()),)), ("global_rows_atan2", 0, 0, ()),
+         ("times_matrix", 0, 5, ())),
+        3,
+        (3, None),
+    ),
+    ((("vmap", 0, 0, (("one_row", 0, 2, ()),)),), 3, (None, None)),
+    ((("gather", 0, 2, ()), ("global_rows_where", 1, 2, ())), 2, (None, None)),
+    (
+        (("gather", 4, 11, ()), ("gather", 6, 10, ()),
+         ("switch", 5, 4, (("broadcast1", 4, 11, ()), ("gather", 6, 10, ())))),
+        2,
+        (3, None),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe, f, way", FOUND)
+def test_what_was_found(recipe, f, way):
+    step, mesh = way
+    check(Program(recipe, f=f, step=step, mesh=mesh))
+
+
+@pytest.mark.parametrize("start", range(0, 24, 8))
+def test_ways_agree(start, reached, capsys):
+    assert run(SEED, start, 8) == 0, capsys.readouterr().out
+    report(reached)
+
+
+def batch(seed: int, start: int, count: int) -> tuple[list, list[str]]:
+    """Programs in processes of their own: what they reached, and what went wrong.
+
+    A process that dies is followed by one that goes on with the next program.
+    """
+    reached, errors, end = [], [], start + count
+    while start < end:
+        command = [sys.executable, "-m", "tests.helpers.random_run"]
+        done = subprocess.run(
+            [*command, *map(str, (seed, start, end - start))],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        errors += re.split("^FAILED", done.stdout, flags=re.M)[1:]
+        if found := re.search('^{"reached": .*', done.stdout, re.M):
+            reached.append(json.loads(found[0])["reached"])
+        if done.returncode == 0:
+            break
+        numbers = re.findall(f"^at {seed} (\\d+)", done.stdout, re.M)
+        at = int(numbers[-1]) if numbers else end
+        errors.append(f"{seed} {at} died, {done.returncode}: {done.stdout[-5000:]}")
+        start = at + 1
+    return reached, errors
+
+
+def batches(count: int, seed: int, size: int, cache: pytest.Cache) -> None:
+    """Batches of programs.
+
+    Those that agreed are kept in pytest's cache until code changes: a run that was
+    stopped goes on.
+    """
+    parts = {
+        f"{seed} {start} {min(size, count - start)}": None
+        for start in range(0, count, size)
+    }
+    key = f"random_programs/{code()}"
+    kept = {name: found for name, found in cache.get(key, {}).items() if name in parts}
+    print(f"\n{len(kept)} of {len(parts)} batches agreed before", flush=True)
+    errors = []
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = {
+            pool.submit(batch, *map(int, name.split())): name
+            for name in parts
+            if name not in kept
+        }
+        for done in concurrent.futures.as_completed(running):
+            found, wrong = done.result()
+            errors += map(AssertionError, wrong)
+            for error in wrong:
+                print(f"\nFAILED {error}", flush=True)
+            if not wrong:
+                kept[running[done]] = found
+                cache.set(key, cache.get(key, {}) | kept)
+    print(f"\n{count} random programs, seed {seed}")
+    reached = (collections.Counter(), collections.Counter())
+    for part in kept.values():
+        for found in part:
+            for total, some in zip(reached, found, strict=True):
+                total.update(some)
+    report(reached)
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {count} programs", errors)
+
+
+def code() -> str:
+    """A name for all code that the outcome of a run depends on."""
+    folders = Path(drjax.__file__).parent, Path(__file__).parents[1]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    text = [sys.version, jax.__version__, jaxlib.__version__]
+    text += [path.read_text() for path in files]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_ways_agree_in_many_programs(cache):
+    batches(COUNT, SEED, BATCH, cache)
+
+
+@pytest.mark.slow
+def test_a_long_run_goes_on_where_it_was_stopped(cache, capsys, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.code", lambda: "test_a_long_run")
+    cache.set("random_programs/test_a_long_run", {})
+    batches(1, 3, 1, cache)
+    assert "0 of 1 batches agreed before" in capsys.readouterr().out
+    batches(2, 3, 1, cache)
+    out = capsys.readouterr().out
+    assert "1 of 2 batches agreed before" in out
+    assert "2 random programs, seed 3" in out

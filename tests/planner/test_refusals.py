@@ -1,0 +1,338 @@
+"""Wrong programs: what each refusal says, and that plain JAX still runs the program.
+
+Covers: drjax._planner.check, drjax._planner.partitioning.diagnostics,
+drjax._jaxprs.provenance.
+"""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import drjax
+from tests.helpers.meshes import AUTO, make_mesh
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+N = 4
+four = drjax.program(clients=N)
+X = np.arange(12.0, dtype=np.float32).reshape(N, 3)
+IN_MAP = "inside the function given to drjax.map_fn"
+GATHER = "drjax.gather"
+
+
+def squares(x):
+    """Rows that are certainly partitioned."""
+    return drjax.map_fn(jnp.square, x)
+
+
+def product_over_groups(x):
+    return squares(x).prod(axis=0)
+
+
+def sort_over_groups(x):
+    return jnp.sort(squares(x), axis=0)
+
+
+def cumsum_over_groups(x):
+    return jnp.cumsum(squares(x), axis=0)
+
+
+def argmax_over_groups(x):
+    return jnp.argmax(squares(x), axis=0)
+
+
+def reverse_groups(x):
+    return squares(x)[::-1]
+
+
+def leave_out_a_group(x):
+    return squares(x)[1:]
+
+
+def merge_groups(x):
+    return squares(x).reshape(-1)
+
+
+def merge_groups_behind(x):
+    return squares(x).T.reshape(-1)
+
+
+def broadcast_rows(x):
+    return drjax.broadcast(squares(x))
+
+
+def scan_over_groups(x):
+    return lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), squares(x))
+
+
+def gram_matrix(x):
+    rows = squares(x)
+    return rows @ rows.T
+
+
+def traced_rows(x, i=1):
+    first = jnp.int32(i) + 0 * x[0, 0].astype(jnp.int32)
+    return jax.lax.dynamic_slice_in_dim(squares(x), first, 3)
+
+
+def most_rows(x):
+    return squares(x)[:3]
+
+
+def shuffled_rows(x):
+    return squares(x)[np.array([3, 1, 2, 0])]
+
+
+def set_all_rows(x):
+    return squares(x).at[np.array([3, 1, 2, 0])].set(x)
+
+
+def concatenate_groups(x):
+    return jnp.concatenate([squares(x), squares(x)])
+
+
+def rolled_groups(x):
+    return jnp.roll(squares(x), 1, axis=0)
+
+
+def padded_groups(x):
+    return jnp.pad(squares(x), ((0, 1), (0, 0)))
+
+
+def while_of_a_group(x):
+    rows = squares(x)
+    return lax.while_loop(
+        lambda r: jnp.sort(r, 0)[0, 0] < 100.0, lambda r: r * 2.0 + 1.0, rows
+    )
+
+
+def cond_of_a_group(x):
+    rows = squares(x)
+    return lax.cond(jnp.sort(rows, 0)[0, 0] > 0.0, jnp.sin, jnp.cos, rows)
+
+
+def mixed_in_a_scan(x):
+    def a_round(rows, _):
+        return rows - jnp.sort(rows, axis=0)[2:3], None
+
+    return lax.scan(a_round, squares(x), length=2)[0]
+
+
+def reduce_transposed(x):
+    square = drjax.scatter(x[:, :1] * jnp.ones((1, N)))
+    return drjax.reduce_sum(square.T)
+
+
+# program -> (primitive, kinds of its operands, the way out)
+REFUSED = {
+    product_over_groups: ("reduce_prod", "(float32[4,3] partitioned)", "reduce_sum"),
+    sort_over_groups: ("sort", "(float32[4,3] partitioned)", GATHER),
+    cumsum_over_groups: ("cumsum", "(float32[4,3] partitioned)", GATHER),
+    argmax_over_groups: ("argmax", "(float32[4,3] partitioned)", GATHER),
+    reverse_groups: ("rev", "(float32[4,3] partitioned)", GATHER),
+    leave_out_a_group: ("slice", "(float32[4,3] partitioned)", GATHER),
+    merge_groups: ("reshape", "(float32[4,3] partitioned)", GATHER),
+    merge_groups_behind: (
+        "reshape", "(float32[3,4] partitioned along axis 1)", IN_MAP,
+    ),
+    broadcast_rows: (
+        "drjax_broadcast", "(float32[4,3] partitioned)", "leave out the broadcast",
+    ),
+    scan_over_groups: ("scan", "float32[4,3] partitioned)", IN_MAP),
+    gram_matrix: (
+        "dot_general",
+        "(float32[4,3] partitioned, float32[3,4] partitioned along axis 1)",
+        GATHER,
+    ),
+    traced_rows: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
+    most_rows: (None, "(float32[4,3] partitioned", "select"),
+    shuffled_rows: ("gather", "(float32[4,3] partitioned, int32[4,1] global)", GATHER),
+    set_all_rows: ("scatter", "(float32[4,3] partitioned, int32[4,1] global", IN_MAP),
+    concatenate_groups: (
+        "concatenate", "(float32[4,3] partitioned, float32[4,3] partitioned)", GATHER,
+    ),
+    rolled_groups: (None, "(float32[4,3] partitioned)", GATHER),
+    padded_groups: ("pad", "(float32[4,3] partitioned, float32[] global)", GATHER),
+    while_of_a_group: (None, "(float32[4,3] partitioned", IN_MAP),
+    cond_of_a_group: (None, "(float32[4,3] partitioned", "select"),
+    mixed_in_a_scan: ("sort", "(float32[4,3] partitioned)", "drjax.gather"),
+    reduce_transposed: (
+        "drjax_reduce_sum", "(float32[4,4] partitioned along axis 1)", "axis 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
+def test_mixing_rows_is_refused(fn):
+    primitive, operands, fix = REFUSED[fn]
+    with pytest.raises(drjax.PlanError) as caught:
+        drjax.make_plan(four(fn))(X)
+    text = str(caught.value)
+    assert primitive is None or text.startswith(f"{primitive} at ")
+    lines, first = inspect.getsourcelines(fn)
+    where = re.search(r"test_refusals\.py:(\d+)", text)
+    assert where, text
+    assert first <= int(where.group(1)) < first + len(lines)
+    assert f"takes ({operands.lstrip('(')}"[:7] in text and operands in text
+    assert "over partition clients:4" in text
+    assert fix in text
+    with pytest.raises(drjax.PlanError, match=re.escape(text)):
+        drjax.jit(four(fn))(X)
+    jax.block_until_ready(jax.jit(four(fn))(X))
+
+
+# -------------------------------------------------------------------------------------
+# Partitions and meshes
+
+
+def refused(fn, *args, partitioned=None) -> str:
+    """The message of a program that has no plan, and runs under `jax.jit`."""
+    jax.block_until_ready(jax.jit(fn)(*args))
+    with pytest.raises(drjax.PlanError) as caught:
+        drjax.make_plan(fn, partitioned)(*args)
+    return str(caught.value)
+
+
+@four
+def mean_square(x):
+    return drjax.reduce_mean(squares(x))
+
+
+@jax.custom_vjp
+def times(x, w):
+    return x * w
+
+
+times.defvjp(lambda x, w: (x * w, w), lambda w, ct: (ct[::-1] * w, jnp.zeros(())))
+
+
+def test_derivative_of_what_is_planned():
+    """Found while JAX transposes: it follows the causes of errors to their end."""
+
+    @four
+    def program(x, w):
+        return drjax.reduce_mean(times(squares(x), w)).sum()
+
+    with pytest.raises(drjax.PlanError, match="rev at .* may mix the slices"):
+        jax.grad(drjax.jit(program))(X, 2.0)
+
+
+def test_two_partitions_side_by_side():
+    eight = drjax.program(silos=8)(drjax.reduce_mean)
+    text = refused(lambda x, y: mean_square(x).sum() + eight(y), X, np.arange(8.0))
+    assert "two partitions side by side, clients:4 and silos:8" in text
+    assert "inside a function given to drjax.map_fn" in text
+
+
+def test_one_partition_on_two_axes():
+    on_data = drjax.program(clients=N, mesh_axes="data")(drjax.reduce_mean)
+    text = refused(lambda x: mean_square(x).sum() + on_data(x).sum(), X)
+    assert "mesh_axes=('clients',) and clients:4 with mesh_axes=('data',)" in text
+
+
+def test_prints_of_all_rows():
+    @four
+    def prints(x):
+        jax.debug.print("{x}", x=squares(x))
+        return drjax.reduce_mean(x)
+
+    text = refused(prints, X)
+    assert "slices of all groups to Python at once" in text
+    assert IN_MAP in text and GATHER in text
+
+
+def test_mutable_arrays_of_the_server():
+    def update(m, x):
+        ref = jax.new_ref(m)
+        ref[...] += mean_square(x)
+        return ref[...]
+
+    text = refused(update, X[0], X)
+    assert "works on a mutable array (jax.new_ref)" in text
+    assert "test_refusals.py" in text
+
+
+def test_mesh_of_a_program():
+    mesh = make_mesh({"clients": 2}, AUTO)
+    text = refused(drjax.program(clients=N, mesh=mesh)(squares), X)
+    assert "test_refusals.py" in text
+    assert "leave out mesh=" in text
+
+
+def test_sharding_constraint():
+    sharding = jax.NamedSharding(make_mesh({"clients": 2}, AUTO), jax.P("clients"))
+
+    @four
+    def constrained(x):
+        return drjax.reduce_sum(lax.with_sharding_constraint(squares(x), sharding))
+
+    text = refused(constrained, X)
+    assert text.startswith("sharding_constraint at ") and "test_refusals.py" in text
+    assert "without shard_map and sharding constraints" in text
+
+
+def test_shard_map():
+    mesh = make_mesh({"model": 2}, AUTO)
+    spec = jax.P(None)
+
+    @four
+    def manual(x):
+        double = jax.shard_map(lambda y: 2 * y, mesh=mesh, in_specs=spec,
+                               out_specs=spec)  # fmt: skip
+        return drjax.reduce_sum(double(squares(x)))
+
+    text = refused(manual, X)
+    assert text.startswith("shard_map at ")
+    assert "free of devices" in text
+
+
+# -------------------------------------------------------------------------------------
+# What partitioned= says
+
+
+@four
+def scaled(m, x):
+    return drjax.reduce_sum(drjax.map_fn(lambda m, x: m * x, (drjax.broadcast(m), x)))
+
+
+M = np.ones(3, np.float32)
+
+
+def test_partitioned_without_leading_axis():
+    text = refused(scaled, M, X, partitioned=(True, True))
+    assert "partitioned= declares that m is partitioned over clients:4" in text
+    assert "leading axis of 4, but its shape is (3,)" in text
+
+
+def test_partitioned_where_it_is_broadcast():
+    text = refused(scaled, np.ones((N, 3), np.float32)[:, 0], X[:, 0],
+                   partitioned=(True, True))  # fmt: skip
+    assert text.startswith("drjax_broadcast at ")
+    assert "(float32[4] partitioned)" in text
+    assert "partitioned= declares that m has a slice for each group" in text
+
+
+def test_partitioned_without_partition():
+    text = refused(jnp.sin, X, partitioned=(True,))
+    assert "calls no drjax building block" in text
+
+
+@pytest.mark.parametrize("tree", [(True,), (True, {"a": True}), {"m": True}])
+def test_partitioned_is_no_prefix(tree):
+    text = refused(scaled, M, X, partitioned=tree)
+    assert "a tree of bools that is a prefix of the arguments" in text
+    assert "(False, True)" in text and "for 2 arguments" in text
+
+
+def test_global_argument_is_scattered():
+    plan = drjax.make_plan(scaled, partitioned=(False, False))(M, X)
+    assert [value.partitioned for value in plan.inputs] == [False, False]
+    ((whole, rows),) = plan.rounds[0].scatter
+    assert whole == plan.inputs[1] and rows.shape == (3,)
+    got = drjax.backends.reference.compile(plan)(M, X)
+    np.testing.assert_allclose(got, jax.jit(scaled)(M, X), rtol=1e-6)

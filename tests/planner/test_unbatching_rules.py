@@ -1,0 +1,140 @@
+"""Every row rule, in every position of the group axis, against the equation itself.
+
+For each assignment of group axes to operands that a rule accepts, the form for one
+row, run for each row, must give what the equation gives for all. What it must refuse
+is in the table too.
+
+Covers: drjax._planner.unbatching.rules, drjax._planner.unbatching.core,
+drjax._planner.unbatching.indexing, drjax._planner.unbatching.own_index,
+drjax._compat.jaxprs.
+"""
+
+import itertools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import batching
+
+from drjax import _compat
+from drjax._jaxprs.prng_keys import is_key
+from drjax._planner.inline import inline_calls
+from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES, unbatch
+from tests.helpers.unbatching_cases import CASES, INTERNAL
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+
+# What may accept any axis; the others must refuse at least one.
+ANY_AXIS = ELEMENTWISE | {"transpose", "random_unwrap", "stack", "broadcast_in_dim",
+                          "squeeze"}  # fmt: skip
+
+
+def found_equations(name):
+    """All equations of this primitive in its cases, with the values of operands."""
+    for fn, args in CASES.get(name, ()):
+        args = [jnp.asarray(x() if callable(x) else x) for x in args]
+        program = inline_calls(jax.make_jaxpr(fn)(*args))
+        values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
+        for eqn in program.eqns:
+            operands = [
+                v.val if isinstance(v, Literal) else values[v] for v in eqn.invars
+            ]
+            outs = _compat.bind_equation(eqn, operands)
+            values.update(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive.name == name:
+                yield eqn, operands, outs
+
+
+def check_rows(eqn, operands, outs, rows) -> None:
+    """The rows of the results are the results of the rows."""
+    partitioned = [(x, a) for x, a in zip(operands, rows.in_axes, strict=True)
+                   if a is not None]  # fmt: skip
+    sizes = {x.shape[a] for x, a in partitioned}
+    (n,) = sizes
+    columns = []
+    for i in range(n):
+        taken = [
+            x if a is None else row(x, i, a)
+            for x, a in zip(operands, rows.in_axes, strict=True)
+        ]
+        columns.append(rows.run(eqn, taken))
+    for got, want, axis in zip(
+        zip(*columns, strict=True), outs, rows.out_axes, strict=True
+    ):
+        assert all(x.dtype == want.dtype for x in got)
+        if is_key(want.dtype):
+            got, want = map(jax.random.key_data, got), jax.random.key_data(want)
+        stacked = np.stack([*got], axis)
+        assert stacked.shape == want.shape
+        np.testing.assert_allclose(stacked, want, rtol=1e-6)
+
+
+def row(x, i, axis):
+    """A row by numpy, which compiles nothing, but has no keys."""
+    if is_key(x.dtype):
+        return lax.index_in_dim(x, i, axis, keepdims=False)
+    return jnp.asarray(np.take(np.asarray(x), i, axis))
+
+
+RULES = [
+    pytest.param(name, marks=pytest.mark.slow)
+    if name in ELEMENTWISE - {"add"}
+    else name
+    for name in sorted(UNBATCHING_RULES)
+]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name):
+    accepted, refused, seen = 0, 0, False
+    for eqn, operands, outs in found_equations(name):
+        seen = True
+        choices = [[None, *range(np.ndim(x))] for x in operands]
+        for axes in itertools.product(*choices):
+            if all(axis is None for axis in axes):
+                continue
+            rows = unbatch(eqn, axes)
+            if rows is None:
+                refused += 1
+                continue
+            for given, used in zip(axes, rows.in_axes, strict=True):
+                assert given is None or given == used
+            check_rows(eqn, operands, outs, rows)
+            accepted += 1
+    assert seen or name in INTERNAL, f"no case reaches {name}"
+    if seen:
+        assert accepted
+        assert refused or name in ANY_AXIS
+
+
+@pytest.mark.slow
+def test_without_partitioned_operands_nothing_is_by_rows():
+    for name in UNBATCHING_RULES:
+        for eqn, operands, _ in found_equations(name):
+            assert unbatch(eqn, [None] * len(operands)) is None
+
+
+# Pointwise for vmap, but not work on partitioned values outside of drjax.map_fn.
+NOT_WORK = {
+    "with_memory_space_constraint", "stage", "tie", "to_edtype", "from_edtype",
+    "threefry2x32", "threefry4x32", "philox2x32", "philox4x32",
+}  # fmt: skip
+
+
+def test_no_pointwise_primitive_of_this_jax_is_missing():
+    known = batching.fancy_primitive_batchers
+    everything = {**vars(jax.extend.core.primitives), **vars(lax)}.values()
+    primitives = [p for p in everything if isinstance(p, Primitive)]
+    rules = {p.name: getattr(known.get(p), "func", None) for p in primitives}
+    pointwise = {
+        name
+        for name, rule in rules.items()
+        if getattr(rule, "__name__", "") in ("vectorized_batcher", "broadcast_batcher")
+    }
+    assert len(pointwise) > 60
+    assert not pointwise - set(UNBATCHING_RULES) - NOT_WORK

@@ -1,0 +1,99 @@
+"""Running sums over chunks of groups: their digits, and the memory that they take.
+
+Covers: drjax._primitives.reduce_ops, drjax._primitives.contract_groups.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax._primitives import reduce_ops
+from tests.helpers.compiled import temp_bytes
+from tests.helpers.meshes import in_mesh_of
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+MANY = 10**6
+
+
+def mean_over(n):
+    return drjax.program(clients=n)(
+        lambda x: drjax.reduce_mean(drjax.map_fn(lambda x: x * jnp.ones(2), x))
+    )
+
+
+@pytest.mark.parametrize("mesh", [None, {"clients": 4}])
+@pytest.mark.parametrize("step", [1, 7, 999])
+def test_a_mean_of_a_million_groups_has_all_digits(mesh, step):
+    rows = np.random.default_rng(0).random(MANY, np.float32)
+    for x in (rows, np.full(MANY, 0.1, np.float32)):
+        with in_mesh_of(mesh):
+            found = drjax.jit(mean_over(MANY), groups_per_step=step)(x)
+            wanted = jax.jit(mean_over(MANY))(x)
+        exact = np.mean(x, dtype=np.float64)
+        # The compiler adds up the 999 of a chunk, in one loop.
+        np.testing.assert_allclose(found, exact, rtol=1.2e-7 if step < 10 else 4e-7)
+        np.testing.assert_allclose(wanted, exact, rtol=1.2e-7)
+
+
+def test_large_sums_have_all_digits_from_many_steps_on():
+    many = reduce_ops.MANY_STEPS
+    wide = reduce_ops.FEW_NUMBERS + 1
+    errors = []
+    for n in (many, many + 1):
+        f = drjax.program(clients=n)(
+            lambda w: drjax.reduce_mean(drjax.map_fn(jnp.sin, drjax.broadcast(w)))
+        )
+        w = np.full(wide, 0.1, np.float32)
+        found = drjax.jit(f, groups_per_step=1)(w)
+        errors.append(np.max(np.abs(found / np.float64(np.sin(w)) - 1)))
+    assert errors[1] < 1.2e-7 < errors[0] < 1e-4  # as the docs say
+
+
+def test_counts_are_exact_beyond_the_integers_of_float32():
+    n = 2**24 + 8
+    count = drjax.program(clients=n)(
+        lambda w: drjax.reduce_sum(drjax.map_fn(lambda w: w, drjax.broadcast(w)))
+    )
+    assert drjax.jit(count, groups_per_step=1)(jnp.float32(1)) == n
+    assert drjax.jit(count, groups_per_step=3)(jnp.float32(1)) == n
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64])
+def test_infinite_sums_are_those_of_jax(dtype):
+    n, largest = 6, np.finfo(dtype).max
+    total = drjax.program(clients=n)(drjax.reduce_sum)
+    rows = np.ones((n, 6), dtype)
+    rows[1, 0] = rows[4, 0] = np.inf
+    rows[2, 1], rows[3, 1] = np.inf, -np.inf
+    rows[0, 2] = np.nan
+    rows[2, 3] = rows[3, 3] = largest
+    rows[5, 4] = -np.inf
+    found = drjax.jit(total, groups_per_step=1)(rows)
+    np.testing.assert_array_equal(found, jax.jit(total)(rows))
+
+
+def indexed(w, x):
+    return jnp.sin(w * x) * (1 + drjax.partition_index())
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.value_and_grad])
+@pytest.mark.parametrize("mesh", [None, {"clients": 4}])
+@pytest.mark.parametrize("step", [1, 10])
+def test_memory_does_not_grow_with_n(mesh, step, transform):
+    def of(n):
+        @drjax.program(clients=n)
+        def f(w, x):
+            return drjax.reduce_mean(drjax.map_fn(indexed, (drjax.broadcast(w), x)))
+
+        return drjax.jit(transform(f), groups_per_step=step)
+
+    with in_mesh_of(mesh):
+        few, many = (
+            temp_bytes(of(n), jnp.float32(2), drjax.shard(
+                np.ones(n, np.float32), partition={"clients": n}
+            ))
+            for n in (10_000, 1_000_000)
+        )  # fmt: skip
+    assert many == few

@@ -1,0 +1,156 @@
+"""What hosts the project: versions, hosted CI, hooks, forms; each fact in one place.
+
+Covers: .ci, .github, pyproject.toml.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import drjax
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+GATE = (ROOT / ".ci/run").read_text()
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+
+def _yaml(path: str | Path) -> dict:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def _jobs(workflow: Path) -> list[dict]:
+    return list(_yaml(workflow)["jobs"].values())
+
+
+def _commands(name: str) -> list[str]:
+    """The commands of a document, one a line, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.S)
+    return [re.sub(r" +# .*", "", x) for b in blocks for x in b.splitlines()]
+
+
+def test_one_version():
+    version = PYPROJECT["project"]["version"]
+    assert drjax.__version__ == version
+    assert _yaml("CITATION.cff")["version"] == version
+    (first, *_) = re.findall(
+        r"^## \[(.+?)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert first == version
+
+
+def test_one_address():
+    urls = PYPROJECT["project"]["urls"]
+    address = urls["Repository"]
+    assert all(url.startswith(address) for url in urls.values())
+    assert _yaml("CITATION.cff")["repository-code"] == address
+    for link in _yaml(".github/ISSUE_TEMPLATE/config.yml")["contact_links"]:
+        assert link["url"].startswith(address)
+
+
+def test_one_floor():
+    project = PYPROJECT["project"]
+    python = project["requires-python"].removeprefix(">=")
+    (jax,) = (x for x in project["dependencies"] if x.startswith("jax>="))
+    oldest = (ROOT / ".ci/floor.txt").read_text().splitlines()
+    assert jax.replace(">=", "==") in oldest
+    assert f"floor=$(python_at {python})" in GATE
+    for name in ("CONTRIBUTING.md", "docs/versions.md"):
+        text = (ROOT / name).read_text()
+        assert f"Python {python}" in text and jax.replace("jax>=", "JAX ") in text
+
+
+def test_tools_have_one_version():
+    project = PYPROJECT["project"]["optional-dependencies"]
+    groups = [x for g in PYPROJECT["dependency-groups"].values() for x in g]
+    pins = [
+        x.split("==")
+        for x in (*groups, *(y for extra in project.values() for y in extra))
+        if isinstance(x, str) and "==" in x
+    ]
+    assert len(dict(pins)) == len({tuple(pin) for pin in pins})
+    for tool in re.findall(r"\$\(pinned ([\w-]+)\)", GATE):
+        assert tool in dict(pins)
+
+
+def test_gate_runs_documented_commands():
+    taken = re.findall(r"^\w+_command=\$\(command_in (\S+) '(.+)'\)", GATE, re.M)
+    assert len(taken) >= 7
+    for document, words in taken:
+        assert [x for x in _commands(document) if words in x], (document, words)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_hosted_jobs_are_jobs_of_the_gate(path):
+    (listed,) = re.findall(r"^  (lint \|.+)\)$", GATE, re.M)
+    for job in _jobs(path):
+        for name in job["strategy"]["matrix"]["job"]:
+            function, *environment = name.split()
+            assert function in listed.split(" | ")
+            assert f"\n{function}() {{" in GATE
+            for x in environment:
+                assert re.search(rf"^{x}=", GATE, re.M), name
+        runs = [step for step in job["steps"] if "run" in step]
+        assert [step["run"] for step in runs] == ['bash .ci/run "$JOB"']
+        assert runs[0]["env"] == {"JOB": "${{ matrix.job }}"}
+        assert "tests nightly" in job["continue-on-error"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_hosted_python_is_supported(path):
+    classifiers = PYPROJECT["project"]["classifiers"]
+    python = "Programming Language :: Python :: 3."
+    supported = [f"3.{x[len(python) :]}" for x in classifiers if x.startswith(python)]
+    for job in _jobs(path):
+        (set_up,) = (s for s in job["steps"] if "setup-python" in s.get("uses", ""))
+        versions = set_up["with"]["python-version"].split()
+        assert versions == [supported[0], supported[-1]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_workflows_may_only_read_and_pin_actions(path):
+    assert _yaml(path)["permissions"] == {"contents": "read"}
+    for job in _jobs(path):
+        assert "permissions" not in job
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", step["uses"])
+
+
+def test_hooks_are_documented_commands():
+    parts = [y for x in _commands("CONTRIBUTING.md") for y in x.split(" && ")]
+    (repository,) = _yaml(".pre-commit-config.yaml")["repos"]
+    assert repository["repo"] == "local"
+    for hook in repository["hooks"]:
+        assert hook["entry"] in [part.strip() for part in parts]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda p: p.name)
+def test_issue_forms_are_whole(path):
+    form = _yaml(path)
+    assert form["name"] and form["description"]
+    ids = [field["id"] for field in form["body"]]
+    assert len(ids) == len(set(ids))
+    for field in form["body"]:
+        assert field["attributes"]["label"]
+        assert (field["type"] == "dropdown") == ("options" in field["attributes"])
+
+
+def test_bugs_have_versions_and_a_program():
+    fields = {f["id"]: f for f in _yaml(".github/ISSUE_TEMPLATE/bug.yml")["body"]}
+    for name in ("program", "versions"):
+        assert fields[name]["validations"]["required"]
+    assert "drjax.__version__" in fields["versions"]["attributes"]["description"]
+
+
+@pytest.mark.parametrize(
+    "name", ["CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "docs/versions.md"]
+)
+def test_links_lead_somewhere(name):
+    path = ROOT / name
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        assert (path.parent / target).exists(), target

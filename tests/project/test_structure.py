@@ -1,0 +1,295 @@
+"""The shape of the project: layers, private imports, public names, documents.
+
+Covers: drjax, README.md, CONTRIBUTING.md.
+"""
+
+import ast
+import contextlib
+import doctest
+import inspect
+import io
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import drjax
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "drjax"
+CODE = [
+    path
+    for folder in ("drjax", "examples", "experiments", "benchmarks", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+LAYERS = (
+    {"_errors", "_partition", "_storage", "plan"},
+    {"_compat", "_context", "_jaxprs"},
+    {"_sharding"},
+    {"_primitives", "primitives"},
+    {"_api"},
+    {"_planner"},
+    {"_plan_file", "_drawing"},
+    {"backends"},
+    {"_jit", "contrib", "__main__"},
+)
+# A plan draws, prints and saves itself, when asked to.
+ASKED_FOR = {"_drawing.draw", "_drawing.text", "_plan_file.save"}
+BACKENDS = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in (PACKAGE / "backends").rglob("*.py")
+    if "\ndef compile(" in path.read_text()
+}
+LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file imports, dotted."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _modules() -> dict[str, set[str]]:
+    """For each module of the package, dotted below it, the modules that it imports."""
+    paths = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    found = {}
+    for name, path in paths.items():
+        targets = {t.removeprefix("drjax.") for t in _imports(path)}
+        found[name] = {
+            m for m in paths for t in targets if t == m or t.startswith(f"{m}.")
+        }
+    return found
+
+
+def test_imports_go_down_only():
+    modules = _modules()
+    assert {name.split(".")[0] for name in modules} == set(LEVEL), "no layer"
+    for name, targets in modules.items():
+        for target in targets:
+            here, there = LEVEL[name.split(".")[0]], LEVEL[target.split(".")[0]]
+            if name != "plan" or target not in ASKED_FOR:
+                assert there <= here, f"{name} imports {target}"
+            if name.startswith("backends."):
+                assert target not in BACKENDS, f"{name} imports {target}"
+
+
+def test_contributing_has_the_table_of_layers():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (.*?) \|", text, re.M)
+    found = {int(i): set(re.findall(r"`(\w+)/?`", names)) for i, names in rows}
+    assert found == dict(enumerate(LAYERS))
+
+
+def test_the_root_is_small():
+    assert len([*PACKAGE.glob("*.py")]) <= 8
+
+
+def test_there_is_no_import_cycle():
+    edges = _modules()
+
+    def visit(name, path):
+        assert name not in path, f"cycle: {(*path, name)}"
+        for target in edges[name] - (ASKED_FOR if name == "plan" else set()):
+            visit(target, (*path, name))
+
+    for name in edges:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_compat_imports_private_jax(path):
+    private = {t for t in _imports(path) if t.startswith("jax._src")}
+    assert not private or path.is_relative_to(PACKAGE / "_compat")
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 600
+    assert path.name == "__init__.py" or ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("name", ["beam", "flower", "ray"])
+def test_adapters_of_engines_are_small(name):
+    paths = [*(PACKAGE / "backends").glob(f"{name}.py")]
+    paths += (PACKAGE / "backends").glob(f"{name}/*.py")
+    assert 0 < sum(_lines_of_code(path.read_text()) for path in paths) < 200
+
+
+def _lines_of_code(text: str) -> int:
+    """Lines that are no comments, docstrings or empty."""
+    docs = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        if ast.get_docstring(node):
+            doc = node.body[0]
+            docs |= {*range(doc.lineno, (doc.end_lineno or doc.lineno) + 1)}
+    lines = [x.strip() for i, x in enumerate(text.splitlines(), 1) if i not in docs]
+    return sum(bool(x) and not x.startswith("#") for x in lines)
+
+
+# ---------------------------------------------------------------------------------
+# Tests
+
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+FOLDERS = {"helpers", "project"}  # those of tests/ that mirror no folder of the package
+CODELESS = (ast.Expr, ast.Import, ast.ImportFrom)
+
+
+def _in_package() -> set[str]:
+    """Every module of the package, dotted; packages where their `__init__` has code."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] != "__init__":
+            found.add(".".join(parts))
+        elif not all(isinstance(x, CODELESS) for x in ast.parse(path.read_text()).body):
+            found.add(".".join(parts[:-1]))
+    return found - {"drjax"}
+
+
+def _covered(path: Path) -> list[str]:
+    """What a test file says that it covers, in the last paragraph of its docstring."""
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    found = re.search(r"^Covers: ([^:]+)\.\Z", doc, re.M)
+    assert found, f"{path}: the docstring does not end with `Covers: drjax.module.`"
+    return re.split(r",\s+", found[1])
+
+
+def _public_words(name: str) -> list[str]:
+    """The parts of a dotted name without what says that they are private."""
+    return [part.lstrip("_") for part in name.split(".")]
+
+
+def test_every_module_is_covered_by_a_test_file():
+    named = {name for path in TESTS for name in _covered(path)}
+    assert not (missing := _in_package() - named), missing
+    unknown = {x for x in named if x.startswith("drjax.")} - _in_package()
+    assert not unknown
+    for name in named:
+        assert name.startswith("drjax.") or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_test_files_stand_where_what_they_cover_stands(path):
+    folders = path.relative_to(ROOT / "tests").parts[:-1]
+    covered = [_public_words(name) for name in _covered(path)]
+    if not FOLDERS & set(folders):
+        assert covered[0][1:-1][: len(folders)] == list(folders)
+    about = path.stem.removeprefix("test_")
+    if about in {_public_words(name)[-1] for name in _in_package()}:
+        assert about in {name[-1] for name in covered}, f"does not cover {about}"
+
+
+def test_no_test_file_imports_another():
+    for path in (ROOT / "tests").rglob("*.py"):
+        for name in _imports(path):
+            assert not re.match(r"tests\..*\btest_", name), f"{path} imports {name}"
+
+
+def test_contributing_is_short():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
+
+
+def test_layer_zero_does_not_know_jax():
+    for name in LAYERS[0]:
+        assert not any(t.startswith("jax") for t in _imports(PACKAGE / f"{name}.py"))
+
+
+def test_init_is_a_table_of_contents():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    kinds = {type(node) for node in tree.body}
+    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}
+    assert drjax.__version__ == _literal_version()
+
+
+def _literal_version() -> str:
+    found = re.findall(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    (version,) = found
+    return version
+
+
+# ---------------------------------------------------------------------------------
+# Documentation
+
+PUBLIC = {
+    name: value
+    for name, value in vars(drjax).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+}
+BLOCKS = {n: v for n, v in PUBLIC.items() if inspect.isfunction(v)}
+EXTRA = {"export_federated_language"}  # its example runs where its package is
+
+
+@pytest.fixture(autouse=True)
+def _users_settings():
+    """Documents run as users run them: rank promotion allowed, leaks not checked."""
+    with jax.numpy_rank_promotion("allow"), jax.check_tracer_leaks(False):
+        yield
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_documented(name):
+    doc = inspect.getdoc(PUBLIC[name]) or ""
+    assert len(doc) > 20
+    if name in BLOCKS:
+        assert "Raises:" in doc and "Example:" in doc
+        signature = inspect.signature(PUBLIC[name])
+        for parameter in signature.parameters:
+            if parameter != "args":
+                assert re.search(rf"^ *\**{parameter}: ", doc, re.M), parameter
+        assert "Args:" in doc or not signature.parameters
+        hints = [p.annotation for p in signature.parameters.values()]
+        assert inspect.Parameter.empty not in (*hints, signature.return_annotation)
+
+
+@pytest.mark.parametrize("name", [*sorted(BLOCKS.keys() - EXTRA), "Partition"])
+def test_docstring_example_runs(name):
+    examples = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, globs={})
+    (example,) = examples
+    assert example.examples
+    report = io.StringIO()
+    result = doctest.DocTestRunner().run(example, out=report.write)
+    assert result.failed == 0, report.getvalue()
+
+
+def test_primitives_page_names_every_primitive():
+    page = drjax.primitives.__doc__ or ""
+    for name, primitive in vars(drjax.primitives).items():
+        if name.endswith("_p"):
+            assert f"`{name}`" in page
+            assert primitive.name.startswith("drjax_")
+
+
+def test_readme_code_runs_and_prints_what_it_says():
+    namespace: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        want = re.findall(r"print\(.*\)  # (.*)$", block, re.M)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, "README.md", "exec"), namespace)
+        assert printed.getvalue().splitlines() == want
+    assert namespace["value"] == 1.0
+
+
+def test_readme_links_lead_somewhere():
+    for target in re.findall(
+        r"\]\((?!http)([^)]+)\)", (ROOT / "README.md").read_text()
+    ):
+        assert (ROOT / target).exists(), target

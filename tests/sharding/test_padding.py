@@ -1,0 +1,220 @@
+"""Sizes that devices do not divide: padding decides no control flow and no effect.
+
+Covers: drjax._sharding.padding.
+"""
+
+import jax
+import jax.numpy as jnp
+import lineax
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import drjax
+from tests.helpers.compiled import count, hlo_text
+from tests.helpers.meshes import make_mesh
+
+# n groups on so many devices: some devices with fewer, one without any, most without.
+SIZES = [(6, 4), (7, 4), (3, 8), (10, 4), (1, 2)]
+RUNS = {
+    "eager": lambda f: f,
+    "jax.jit": jax.jit,
+    "drjax.jit": drjax.jit,
+    "one at a time": lambda f: drjax.jit(f, groups_per_step=1),
+    "two at a time": lambda f: drjax.jit(f, groups_per_step=2),
+}
+every_size = pytest.mark.parametrize("n, devices", SIZES)
+every_run = pytest.mark.parametrize("run", RUNS)
+
+
+def rows(n):
+    return jnp.arange(1.0, n + 1)
+
+
+def meshes(devices, model=False):
+    return make_mesh({"clients": devices} | ({"model": 2} if model else {}))
+
+
+def _endless_for_zero(x):
+    """A loop that ends for every positive number, and never for zero."""
+    more = lambda c: c[0] < 100.0
+    return lax.while_loop(more, lambda c: (c[0] * 1.7, c[1] + 1), (x, jnp.int32(0)))[1]
+
+
+@every_run
+@every_size
+def test_loops_end(run, n, devices):
+    @drjax.program(clients=n)
+    def steps(x):
+        found = drjax.map_fn(_endless_for_zero, x)
+        return drjax.reduce_sum(found), drjax.reduce_max(found), drjax.gather(found)
+
+    expected = steps(rows(n))
+    with jax.set_mesh(meshes(devices)):
+        found = RUNS[run](steps)(rows(n))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
+def test_loops_end_beside_a_model_axis(run):
+    steps = drjax.program(clients=3)(
+        lambda x: drjax.reduce_sum(drjax.map_fn(_endless_for_zero, x))
+    )
+    with jax.set_mesh(meshes(4, model=True)):
+        assert RUNS[run](steps)(rows(3)) == steps(rows(3))
+
+
+@pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
+@pytest.mark.parametrize("n", [3, 5])
+def test_loops_end_where_the_compiler_partitions_the_groups(run, n):
+    """With look-ups on a mesh with two other axes; see `map_lowering.py`."""
+    mesh = make_mesh({"clients": 2, "fsdp": 2, "tensor": 2})
+    table = rows(12).reshape(4, 3)
+
+    def work(x, i):
+        return _endless_for_zero(x) + table[i].sum() + drjax.partition_index()
+
+    @drjax.program(clients=n)
+    def f(x):
+        return drjax.reduce_mean(drjax.map_fn(work, (x, drjax.partition_index() % 4)))
+
+    expected = f(rows(n))
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(RUNS[run](f)(rows(n)), expected, rtol=1e-6)
+
+
+@every_run
+@every_size
+def test_loops_over_the_index_end(run, n, devices):
+    """Padded slots have the index of a group, not one that is n or more."""
+
+    @drjax.program(clients=n)
+    def f(x):
+        def work(x):
+            i = drjax.partition_index()
+            last = jnp.where(i < n, i, jnp.int32(2**30))
+            return lax.while_loop(lambda j: j < last, lambda j: j + 1, 0) * x
+
+        return drjax.reduce_sum(drjax.map_fn(work, x))
+
+    with jax.set_mesh(meshes(devices)):
+        found = RUNS[run](f)(rows(n))
+    assert found == sum(i * (i + 1) for i in range(n))
+
+
+@every_run
+@every_size
+def test_effects_happen_for_groups_only(run, n, devices):
+    calls = []
+
+    @drjax.program(clients=n)
+    def f(x):
+        def work(x):
+            note = lambda i, x: calls.append((int(i), float(x)))
+            io_callback(note, None, drjax.partition_index(), x)
+            return 2 * x
+
+        return drjax.reduce_sum(drjax.map_fn(work, x))
+
+    with jax.set_mesh(meshes(devices)):
+        total = RUNS[run](f)(rows(n))
+        jax.effects_barrier()
+    assert total == n * (n + 1)
+    assert sorted(calls) == [(i, i + 1.0) for i in range(n)]
+
+
+@every_run
+@every_size
+def test_checks_that_hold_for_every_group_hold(run, n, devices):
+    """As libraries write them: a callback that raises, for instance for a zero."""
+
+    @drjax.program(clients=n)
+    def f(x):
+        def work(x):
+            def refuse(x):
+                assert x > 0, "zero"
+
+            lax.cond(x > 0, lambda: None, lambda: jax.debug.callback(refuse, x))
+            return 1 / x
+
+        return drjax.reduce_mean(drjax.map_fn(work, x))
+
+    with jax.set_mesh(meshes(devices)):
+        found = RUNS[run](f)(rows(n))
+        jax.effects_barrier()
+    np.testing.assert_allclose(found, np.mean(1 / np.arange(1, n + 1)), rtol=1e-6)
+
+
+@every_size
+def test_gradients(n, devices):
+    @drjax.program(clients=n)
+    def loss(w, x):
+        fit = lambda w, x: jnp.sqrt(x) * jnp.log(x * w) / x
+        return drjax.reduce_mean(drjax.map_fn(fit, (drjax.broadcast(w), x)))
+
+    both = jax.value_and_grad(loss, (0, 1))
+    expected = both(2.0, rows(n))
+    with jax.set_mesh(meshes(devices)):
+        for run in RUNS.values():
+            found = run(both)(2.0, rows(n))
+            close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
+            jax.tree.map(close, found, expected)
+
+
+@pytest.mark.parametrize("effects", [False, True])
+@every_size
+def test_keys(effects, n, devices):
+    def work(key):
+        if effects:
+            jax.debug.callback(lambda: None)
+        return jax.random.split(key), jax.random.normal(key)
+
+    f = drjax.program(clients=n)(lambda keys: drjax.gather(drjax.map_fn(work, keys)))
+    keys = jax.random.split(jax.random.key(0), n)
+    expected_keys, expected = f(keys)
+    with jax.set_mesh(meshes(devices)):
+        for run in RUNS.values():
+            new_keys, found = run(f)(keys)
+            assert (new_keys == expected_keys).all()
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("n", [6, 10])
+def test_no_collective_more_than_for_even_sizes(n):
+    def text(n):
+        loss = drjax.program(clients=n)(
+            lambda w, x: drjax.reduce_mean(
+                drjax.map_fn(lambda w, x: jnp.sin(w * x), (drjax.broadcast(w), x))
+            )
+        )
+        return hlo_text(jax.value_and_grad(loss), 2.0, rows(n))
+
+    with jax.set_mesh(meshes(4)):
+        assert count(text(n)) == count(text(8)) == {"all-reduce": 1}
+
+
+@pytest.mark.usefixtures("leaks_unchecked")
+@pytest.mark.parametrize("n", [6, 8])
+@pytest.mark.parametrize("run", ["jax.jit", "drjax.jit"])
+def test_solvers_that_check_for_singular_matrices(run, n):
+    """lineax raises for a padded zero matrix, and compares types when it is lowered."""
+
+    @drjax.program(clients=n)
+    def f(matrices):
+        def solve(a):
+            return lineax.linear_solve(
+                lineax.MatrixLinearOperator(a), jnp.ones(2)
+            ).value
+
+        return jnp.sum(drjax.reduce_mean(drjax.map_fn(solve, matrices)))
+
+    matrices = np.random.RandomState(0).rand(n, 2, 2).astype(np.float32) + 2 * np.eye(2)
+    matrices = jnp.asarray(matrices, jnp.float32)
+    solutions = np.linalg.solve(matrices, np.ones((n, 2, 1), np.float32))
+    with jax.set_mesh(meshes(4)):
+        value, grad = RUNS[run](jax.value_and_grad(f))(matrices)
+    np.testing.assert_allclose(value, solutions.mean(0).sum(), rtol=1e-5)
+    inverses = np.linalg.inv(np.swapaxes(matrices, 1, 2))
+    cotangents = -(inverses @ np.ones((2, 1))) @ np.swapaxes(solutions, 1, 2) / n
+    np.testing.assert_allclose(grad, cotangents, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,200 @@
+"""Programs compiled for TPUs that are not there: models, and a grid of small ones.
+
+XLA aborts the process for some programs whose partition's axes are Manual; a test that
+ends here shows that it does not.
+
+Covers: drjax._sharding.execute, drjax._primitives.map_lowering.
+"""
+
+import importlib.util
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import drjax
+from experiments import machine
+from experiments.config import Machine
+from experiments.hlo import Module
+from tests.helpers import cases, models
+from tests.helpers.meshes import make_mesh
+
+on_tpus = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
+    ),
+]
+AXES = {"clients": 2, "fsdp": 2, "tensor": 2}
+
+
+def tpu_mesh(shape: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
+    """Eight or fewer devices of TPU v5e; the first axis goes from slice to slice."""
+    rows = {1: "v5e:2x4", 2: "v5e:2x2"}[slices]
+    found = machine.devices(Machine(platform="tpu", topology=rows), slices)
+    sizes = tuple(shape.values())
+    return jax.sharding.Mesh(found[: np.prod(sizes)].reshape(sizes), tuple(shape))
+
+
+def typed(mesh, tree, specs):
+    """The types of arrays that lie so on a mesh."""
+    on = lambda spec: jax.NamedSharding(mesh, spec)
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(spec)),
+        tree, specs,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------
+# A round of training
+
+
+def compiled_round(mesh, layers, dtype, jit: Any = jax.jit) -> str:
+    n = mesh.shape["clients"]
+    params = typed(mesh, models.initial(dtype), models.SPECS)
+    tokens = typed(mesh, jax.ShapeDtypeStruct((n, 2, 8), jnp.int32), P("clients"))
+    train = models.diloco_round(mesh, n, layers)
+    train = drjax.jit(train, 1) if jit is drjax.jit else train
+    lay = jax.tree.map(lambda x: x.sharding, params)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(train, out_shardings=lay).lower(params, tokens)
+    return lowered.compile().as_text() or ""
+
+
+def update_bytes(mesh, dtype) -> int:
+    """Of a device's share of the update; all parameters are divided over both axes."""
+    sizes = [x.size for x in jax.tree.leaves(models.initial(dtype))]
+    shares = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    return sum(sizes) * jnp.dtype(dtype).itemsize // shares
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "layers", [(name,) for name in models.LAYERS] + [tuple(models.LAYERS)], ids="+".join
+)
+class TestRounds:
+    pytestmark = on_tpus
+
+    def test_of_a_slice(self, layers, dtype, jit):
+        mesh = tpu_mesh(AXES)
+        module = Module(compiled_round(mesh, layers, dtype, jit), dict(mesh.shape))
+        over_groups = [m for m in module.messages if "clients" in m.axes]
+        sums = [m for m in over_groups if m.kind == "all-reduce"]
+        assert sum(m.bytes for m in sums) == update_bytes(mesh, dtype)
+        # The compiler may reshard the parameters before the first step, not in a step.
+        assert {m.times for m in over_groups} == {1}
+
+    def test_of_two_slices(self, layers, dtype, jit):
+        """The partition is on the data centre's network, which has one all-reduce."""
+        mesh = tpu_mesh(AXES, slices=2)
+        sent = _between_slices(compiled_round(mesh, layers, dtype, jit))
+        assert sent["ALL_REDUCE"] == 1
+
+
+def _between_slices(text: str) -> dict[str, int]:
+    """How many messages of each kind are sent to another slice."""
+    kinds = re.findall(r" send\(.*_xla_megascale_transfer_type=\"(\w+)\"", text)
+    return {kind: kinds.count(kind) for kind in kinds}
+
+
+# ---------------------------------------------------------------------------------
+# A grid of small programs
+
+MESHES = {
+    "no other": {"clients": 4},
+    "one other": {"clients": 2, "fsdp": 4},
+    "one of size one": {"clients": 4, "fsdp": 1},
+    "two others": AXES,
+}
+DTYPES = ["float32", "bfloat16", "float16"]
+REDUCTIONS = {
+    "sum": drjax.reduce_sum,
+    "mean": drjax.reduce_mean,
+    "where": lambda x: drjax.reduce_mean(x, where=jnp.arange(4) != 3),
+    "max": drjax.reduce_max,
+    "min": drjax.reduce_min,
+}
+LOOK_UPS = {
+    "none": lambda t, k: jnp.sin(t),
+    "rows": lambda t, k: t[k],
+    "columns": lambda t, k: t[:, k % 8],
+    "along": lambda t, k: jnp.take_along_axis(t, jnp.resize(k, (16, 8)), 0),
+    "update": lambda t, k: t.at[k].add(1.0),
+    "slice": lambda t, k: jax.lax.dynamic_slice(t, (k[0, 0], 0), (4, 8)),
+}
+DRAW = np.random.RandomState(1)
+TABLE, TOKENS = DRAW.randn(4, 16, 8), DRAW.randint(0, 12, (4, 4, 6))
+
+
+def grid_program(look_up: str, reductions: list[str], gradient: bool):
+    """A loss and what it is made of, or its gradient with respect to the tables."""
+
+    @drjax.program(clients=4)
+    def reduced(table, tokens):
+        found = drjax.map_fn(LOOK_UPS[look_up], (table, tokens))
+        return [REDUCTIONS[name](found) for name in reductions]
+
+    def loss(table, tokens):
+        return sum(jnp.sum(jnp.float32(y) ** 2) for y in reduced(table, tokens))
+
+    return jax.grad(loss) if gradient else reduced
+
+
+def grid_specs(mesh) -> tuple[P, P]:
+    """Tables over all axes, tokens over the first two."""
+    return P(*mesh.axis_names), P(*mesh.axis_names[:2])
+
+
+@pytest.mark.parametrize(
+    "gradient", cases.some([False, True], True, marks=pytest.mark.slow)
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MESHES)
+def test_all_reductions_of_look_ups(shape, dtype, gradient):
+    _assert_equal(shape, dtype, "rows", list(REDUCTIONS), gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("gradient", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+@pytest.mark.parametrize("shape", MESHES)
+def test_each_reduction_of_each_look_up(shape, look_up, reduction, dtype, gradient):
+    _assert_equal(shape, dtype, look_up, [reduction], gradient)
+
+
+def _assert_equal(shape, dtype, look_up, reductions, gradient):
+    mesh, table = make_mesh(MESHES[shape]), jnp.asarray(TABLE, dtype)
+    f = grid_program(look_up, reductions, gradient)
+    lie = tuple(jax.NamedSharding(mesh, spec) for spec in grid_specs(mesh))
+    with jax.set_mesh(mesh):
+        found = jax.jit(f, in_shardings=lie)(table, TOKENS)
+    tolerance = 1e-5 if dtype == "float32" else 0.04
+    wide = lambda x: np.asarray(x, np.float64)
+    same = lambda a, b: np.testing.assert_allclose(
+        wide(a), wide(b), rtol=tolerance, atol=tolerance * (1 + np.abs(wide(b)).max())
+    )
+    jax.tree.map(same, found, f(table, TOKENS))
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+@pytest.mark.parametrize("shape", MESHES)
+class TestGrid:
+    pytestmark = on_tpus
+
+    def test_compiles_for_tpus(self, shape, look_up, dtype, gradient):
+        mesh = tpu_mesh(MESHES[shape])
+        f = grid_program(look_up, list(REDUCTIONS), gradient)
+        arrays = jnp.asarray(TABLE, dtype), jnp.asarray(TOKENS)
+        with jax.set_mesh(mesh):
+            args = typed(mesh, arrays, grid_specs(mesh))
+            assert jax.jit(f).lower(*args).compile().as_text()
