@@ -32,6 +32,7 @@ from jax.extend.core import Primitive
 import drjax
 from drjax._planner.inline import CONTROL
 from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
+from tests.helpers.cases import some
 from tests.helpers.random_programs import MESHES, MODES, Program, covering, fits, valid
 from tests.helpers.random_run import check, counting, is_known, run
 from tests.helpers.unbatching_cases import INTERNAL
@@ -148,7 +149,7 @@ def test_what_was_found(recipe, f, way):
     check(Program(recipe, f=f, step=step, mesh=mesh))
 
 
-@pytest.mark.parametrize("start", range(0, 24, 8))
+@pytest.mark.parametrize("start", some(range(0, 24, 8), 0, marks=pytest.mark.slow))
 def test_ways_agree(start, reached, capsys):
     assert run(SEED, start, 8) == 0, capsys.readouterr().out
     report(reached)
@@ -210,8 +211,8 @@ def batches(count: int, seed: int, size: int, cache: pytest.Cache) -> None:
     reached = (collections.Counter(), collections.Counter())
     for part in kept.values():
         for found in part:
-            for total, some in zip(reached, found, strict=True):
-                total.update(some)
+            for total, more in zip(reached, found, strict=True):
+                total.update(more)
     report(reached)
     if errors:
         raise BaseExceptionGroup(f"{len(errors)} of {count} programs", errors)

@@ -3,6 +3,8 @@
 Covers: drjax._primitives.rbg_per_group.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +65,10 @@ def program_of(draw):
     return clients(lambda key: drjax.gather(drjax.map_fn(one, drjax.broadcast(key))))
 
 
-def alone(draw, key):
+@functools.cache
+def alone(draw, impl):
     """What each group draws, one at a time and without any batch."""
+    key = jax.random.key(5, impl=impl)
     run = jax.jit(lambda key, i: draw(jax.random.fold_in(key, i)))
     return np.stack([run(key, i) for i in range(N)])
 
@@ -73,7 +77,7 @@ def alone(draw, key):
 @pytest.mark.parametrize("draw", DRAWS)
 def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
     f, key = program_of(draw), jax.random.key(5, impl=impl)
-    wanted = alone(draw, key)
+    wanted = alone(draw, impl)
     np.testing.assert_allclose(jax.jit(f)(key), wanted, rtol=1e-6)
     found = drjax.jit(f, groups_per_step=4)(key)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
@@ -83,7 +87,7 @@ def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
 @pytest.mark.parametrize("mesh", [None, *MESHES])
 def test_bits_do_not_depend_on_devices(mesh, impl):
     f, key = program_of(numbers), jax.random.key(5, impl=impl)
-    wanted = alone(numbers, key)
+    wanted = alone(numbers, impl)
     same = lambda found: np.testing.assert_allclose(found, wanted, rtol=1e-6)
     with in_mesh(mesh and MESHES[mesh]()):
         same(jax.jit(f)(key))

@@ -30,10 +30,10 @@ def test_scan_over_rounds(case, mesh_name):
                 ys.append(y)
             return x, jnp.stack(ys)
 
-        for got, want in zip(jax.jit(scanned)(first), unrolled(first), strict=True):
+        def with_gradient(run):
+            gradient = jax.grad(lambda x: jnp.sum(run(x)[0]))
+            return jax.jit(lambda x: (*run(x), gradient(x)))
+
+        found, wanted = with_gradient(scanned)(first), with_gradient(unrolled)(first)
+        for got, want in zip(found, wanted, strict=True):
             assert_close(got, want)
-        gradients = [
-            jax.jit(jax.grad(lambda x, run=run: jnp.sum(run(x)[0])))(first)
-            for run in (scanned, unrolled)
-        ]
-        assert_close(*gradients)

@@ -144,7 +144,8 @@ def test_a_vmap_in_a_shard_map_of_the_model(other, run, check_vma):
 
     shape = {"clients": 2, **other}
     with jax.set_mesh(make_mesh(shape)):
-        each = [jax.jit(jax.value_and_grad(loss))(TABLE[0], t) for t in TOKENS]
+        alone = jax.jit(jax.value_and_grad(loss))
+        each = [alone(TABLE[0], t) for t in TOKENS]
         expected = jax.tree.map(lambda *ys: np.mean(ys, 0), *each)
         placed = jax.device_put(TABLE[0], P("tensor", shape.get("fsdp") and "fsdp"))
         found = run(step)(placed, TOKENS)
@@ -307,16 +308,27 @@ def test_mapped_results_without_operands(fn, shape, how):
 # Layers as in large models
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("how", ["jax.jit", "drjax.jit"])
-def test_a_round_of_a_model_with_two_axes(how, dtype):
-    params, tokens = models.initial(dtype), RNG.randint(0, 16, (4, 2, 8))
+def wide(x):
+    return np.asarray(x, np.float32)
+
+
+@functools.cache
+def round_of_a_model(dtype):
+    """The arguments of a round, and what each group alone makes of it."""
+    params = models.initial(dtype)
+    tokens = np.random.RandomState(2).randint(0, 16, (4, 2, 8))
     alone = make_mesh(AXES | {"clients": 1})
     with jax.set_mesh(alone):
-        changes = [jax.jit(models.local_sgd(alone))(params, t) for t in tokens]
-    wide = lambda x: np.asarray(x, np.float32)
+        one = jax.jit(models.local_sgd(alone))
+        changes = [one(params, t) for t in tokens]
     mean = jax.tree.map(lambda *x: np.mean(list(map(wide, x)), 0), *changes)
-    expected = jax.tree.map(lambda p, x: wide(p) + x, params, mean)
+    return params, tokens, jax.tree.map(lambda p, x: wide(p) + x, params, mean)
+
+
+@pytest.mark.parametrize("how", ["jax.jit", "drjax.jit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_round_of_a_model_with_two_axes(how, dtype):
+    params, tokens, expected = round_of_a_model(dtype)
     mesh = make_mesh(AXES)
     with jax.set_mesh(mesh):
         place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
