@@ -3,6 +3,8 @@
 Covers: drjax._sharding.padding.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import lineax
@@ -162,9 +164,15 @@ def test_gradients(n, devices):
             jax.tree.map(close, found, expected)
 
 
-@pytest.mark.parametrize("effects", [False, True])
-@every_size
-def test_keys(effects, n, devices):
+def sizes_with_and_without_effects():
+    """Each size with or without effects; both where it is slow."""
+    for (i, size), effects in itertools.product(enumerate(SIZES), (False, True)):
+        marks = () if effects == i % 2 else pytest.mark.slow
+        yield pytest.param(*size, effects, marks=marks)
+
+
+@pytest.mark.parametrize("n, devices, effects", [*sizes_with_and_without_effects()])
+def test_keys(n, devices, effects):
     def work(key):
         if effects:
             jax.debug.callback(lambda: None)
