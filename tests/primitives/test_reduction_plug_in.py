@@ -1,7 +1,8 @@
 """A reduction as a plug-in: a primitive, an entry in the table, and a block.
 
-Covers: drjax._primitives.reduce_ops. What is in the first part is all that a new
-reduction needs; every backend then runs it.
+What is in the first part is all that a new reduction needs; every backend then runs it.
+
+Covers: drjax._primitives.reduce_ops.
 """
 
 import jax
@@ -20,8 +21,8 @@ from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import on_devices, vary
 from drjax._sharding.layout import layout
 from drjax.backends import in_process
-from tests.compiled import count, hlo_text
-from tests.meshes import in_mesh_of
+from tests.helpers.compiled import count, hlo_text
+from tests.helpers.meshes import in_mesh_of
 
 # ---------------------------------------------------------------------------------
 # The plug-in
