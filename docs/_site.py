@@ -1,4 +1,4 @@
-"""What the site does beside MkDocs: runs code, brings in what pages point to.
+"""What the site adds to MkDocs: runs code, brings in what pages point to.
 
 Every block that starts with ```` ```python ```` is executed, page by page, and
 what it prints is shown below it; an error fails the build. (Blocks of

@@ -1,7 +1,7 @@
 """The exceptions that drjax raises, one family.
 
 Every message has the same order: what was called, what it needs, what it got, and
-how to mend it. Each class also derives from the built-in exception that fits, so
+how to fix it. Each class also derives from the built-in exception that fits, so
 `except ValueError` and `except TypeError` work as in the rest of JAX.
 """
 
@@ -23,7 +23,7 @@ class ScopeError(DrjaxError, RuntimeError):
 
 
 class MeshError(DrjaxError, ValueError):
-    """A mesh that cannot carry the partition in the way that was asked for."""
+    """A mesh over which the partition cannot be sharded as requested."""
 
 
 class PlanError(DrjaxError, ValueError):
@@ -40,7 +40,7 @@ class EngineError(DrjaxError, RuntimeError):
     Attributes:
       round: The round: `2`, or in the first body of a loop `2.scan.0.1`.
       stage: The name of the groups' stage.
-      group: The number of the group that failed; None if it was not one group.
+      group: The index of the group that failed; None if it was not one group.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class Partition:
     Args:
       name: The name of the partition, for instance `"clients"`.
       size: The number of groups, a positive integer.
-      mesh_axes: The mesh axis or axes that carry the partition, major first.
+      mesh_axes: The mesh axis or axes to shard the partition over, major first.
         Default: the axis that has the partition's name.
 
     Raises:

@@ -24,8 +24,9 @@ i belongs to group i; n is `partition.size`.
 Parameters (`eqn.params`) of every equation:
 
 * `partition`: a `drjax.Partition` with `name`, `size` and `mesh_axes`.
-* `mesh`: the mesh that carries the partition, captured when the program was traced;
-  None if it runs on one device. Trace without a mesh to get a program free of it.
+* `mesh`: the mesh that the partition is sharded over, captured when the program was
+  traced; None if it runs on one device. Trace without a mesh to get a program free
+  of it.
 
 Of `map_fn_p` also:
 
@@ -38,7 +39,7 @@ Of `map_fn_p` also:
 Of `partition_index_p` also:
 
 * `per_group`: False in the program itself. True inside the jaxpr of a `map_fn_p`,
-  at any depth: there the equation has no operands and yields the number of the
+  at any depth: there the equation has no operands and yields the index of the
   group, int32 `[]`, in the partition that it names.
 
 Results have the dtype of their operands: promotions of integers (as by `jnp.sum` and

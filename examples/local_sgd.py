@@ -4,7 +4,7 @@ Each round draws some of the library's top-level modules, one per group. Every g
 starts from the global parameters and takes local AdamW steps on its own text; the
 groups' updates, weighted by how many bytes each really trained on, are averaged and
 given to an outer Nesterov optimiser. This is DiLoCo (Douillard et al. 2023, arXiv
-2311.08105, algorithm 1) with groups sampled anew in each round, as in federated
+2311.08105, algorithm 1) with groups sampled in each round, as in federated
 averaging (McMahan et al. 2017, arXiv 1602.05629, algorithm 1), and the local SGD of
 Rush et al. 2024 (arXiv 2403.07128).
 

@@ -177,7 +177,7 @@ def partition_index(
 
     Returns:
       In a program: partitioned int32 `[n]`. Inside the function given to
-      `drjax.map_fn`: this group's number, int32 `[]`. It depends on the group only,
+      `drjax.map_fn`: this group's index, int32 `[]`. It depends on the group only,
       never on devices, so `jax.random.fold_in(key, drjax.partition_index())` gives
       each group its own reproducible randomness.
 
@@ -220,7 +220,7 @@ def partition_size(*, partition: PartitionLike = None) -> int:
 def shard(
     tree: PyTree, mesh: MeshLike = None, *, partition: PartitionLike = None
 ) -> PyTree:
-    """Place host data `[n, ...]` over the mesh axes that carry the partition.
+    """Place host data `[n, ...]` over the mesh axes of the partition.
 
     Args:
       tree: Tree of arrays `[n, *s]`. With several processes, each passes the whole
@@ -233,7 +233,7 @@ def shard(
       The tree, with each leaf divided over the devices by groups. If n is not a
       multiple of the number of devices, JAX cannot store uneven shards: the leaf is
       replicated, and divided once inside a jitted program. Without a mesh that
-      carries the partition, the leaves are placed on the default device.
+      has the partition's axes, the leaves are placed on the default device.
 
     Raises:
       ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.

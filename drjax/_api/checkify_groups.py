@@ -25,7 +25,7 @@ class GroupCheckError(checkify_rules.CheckError):
 
     Attributes:
       error: What failed.
-      group: The number of the group.
+      group: The index of the group.
     """
 
     def __init__(self, error, group, partition: Partition):

@@ -30,7 +30,7 @@ def program(
 
     Args:
       mesh: The mesh to run on. Default: the mesh in context (`jax.set_mesh`).
-      mesh_axes: The mesh axis or axes that carry the partition, major first.
+      mesh_axes: The mesh axis or axes to shard the partition over, major first.
         Default: the axis with the partition's name.
       use_abstract_mesh: Accepted for code written for google/drjax; no effect.
       **partition: Exactly one `name=size`, or `placements={name: size}`.

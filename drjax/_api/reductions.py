@@ -39,9 +39,9 @@ def reduce_sum(
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`. Integers and bools are promoted as by
-        `jnp.sum`. 16-bit floats are added in float32 on each device; what travels
+        `jnp.sum`. 16-bit floats are added in float32 on each device; what is sent
         between devices has the dtype of the input.
-      where: Optional bool `[n]`: the groups to sum. Of none the sum is 0.
+      where: Optional bool `[n]`: the groups to sum. If no group takes part: 0.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -82,7 +82,7 @@ def reduce_mean(
       x: Tree of partitioned arrays `[n, *s]`. Integers and bools become float32 (of 64
         bits: float64), as by `jnp.mean`. 16-bit floats are added in float32 on each
         device and travel, divided by n, in 16 bits; with `where=`, in float32.
-      where: Optional bool `[n]`: the groups to average. Of none the mean is NaN, as
+      where: Optional bool `[n]`: the groups to average. If no group takes part: NaN, as
         by `jnp.mean`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.

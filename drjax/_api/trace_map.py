@@ -119,7 +119,7 @@ def _collective_error(where, name):
         f"The function {name} given to drjax.map_fn uses a collective over the axis of "
         f"partition {where.partition} itself, {where.partition.mesh_axes}; it sees "
         "one group only. Return the value and combine it outside with "
-        "drjax.reduce_sum, drjax.reduce_max or drjax.gather; for the group's number "
+        "drjax.reduce_sum, drjax.reduce_max or drjax.gather; for the group's index "
         "use drjax.partition_index()."
     )
 

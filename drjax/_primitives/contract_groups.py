@@ -2,7 +2,7 @@
 
 The gradient of a broadcast value is a sum over groups of what a map computes, very
 often of products of matrices. Made one by one, the summands of a device's k groups
-need k times the memory of their sum. Code written by hand never makes them: the
+need k times the memory of their sum. Hand-written code never makes them: the
 transpose of a vmap contracts over the groups too. `RowSums` does the same: it walks
 from the results of the per-group jaxpr back through the linear equations that end it,
 with S(v) for the sum over groups of v,

@@ -1,7 +1,7 @@
 """Lowerings that see where their operands come from.
 
 By itself, each primitive lowers as its execution function says. Two things are better
-done together, and code written by hand does them so:
+done together, as hand-written code does them:
 
 * A map whose operand is the result of a `broadcast` reads the source of the broadcast,
   so that no copy is made for each group. That serves derivatives too, whose maps take

@@ -8,8 +8,8 @@ results for all groups, laid out over the partition's axes. Two lowerings comput
   its groups are done, and work that the compiler cannot partition (LAPACK, callbacks)
   stays on it. The jaxpr is retyped for the inside of the `shard_map`, so that a
   `jax.shard_map(mesh=mesh)` of the model's own means the mesh without these axes.
-* `vmap(spmd_axis_name=axes)` over all groups. The compiler partitions the work, told to
-  keep the groups where they are. Loops go on until all groups are done.
+* `vmap(spmd_axis_name=axes)` over all groups. The compiler partitions the work, with
+  the groups constrained to stay where they are. Loops go on until all groups are done.
 
 `lowers_by_vmap` decides, and is the only place that does. The first is the rule. The
 second is used where the first is impossible:

@@ -1,7 +1,7 @@
 """The primitive `partition_index`: which group is this?
 
 Outside a mapped function it is the partitioned value `int32 [n]`. Inside one, it is
-an equation without operands that yields this group's number, `int32 []`
+an equation without operands that yields this group's index, `int32 []`
 (`per_group=True`). `map_fn` runs its function under a vmap whose axis name is a
 `GroupAxis`; the batching rule below recognises that axis, however deep in scans,
 conditionals and nested programs the equation stands, and any other axis leaves it
@@ -32,7 +32,7 @@ class GroupAxis:
 
 
 def _partition_index(*, partition, mesh, per_group):
-    assert not per_group, "a group's number exists only inside a mapped function"
+    assert not per_group, "a group's index exists only inside a mapped function"
     where = layout(partition, mesh)
 
     def body(numbers):

@@ -1,4 +1,4 @@
-"""Random bits of a group that depend on its key, and not on the groups beside it.
+"""Random bits of a group that depend on its key, and on no other group.
 
 Keys of `rbg` and `unsafe_rbg` are made for hardware that draws bits fast. But JAX gives
 a batch of such keys what it draws with the first one, and so the bits of a group would

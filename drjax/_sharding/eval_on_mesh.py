@@ -15,7 +15,7 @@ from drjax._jaxprs.eval_jaxpr import evaluate
 def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     """The results of a jaxpr that was traced without the mesh of its arguments.
 
-    On Explicit axes, JAX must be told how the result of a product lies that contracts
+    On Explicit axes, JAX needs the sharding of the result of a product that contracts
     dimensions which both operands have sharded: as the other dimensions do, that is,
     with one all-reduce. Where the product was traced, nobody knew. What is inside of
     inner jits and loops is not typed again.

@@ -6,7 +6,7 @@ through `execute.on_devices`, in one of three modes:
 
 * local: no mesh, or a mesh without the partition's axes. One device holds all rows.
 * manual: inside a user's `shard_map` over those axes. The rows are there already.
-* sharded: a variance-tracking `jax.shard_map` over the partition's axes only. Other
+* sharded: a `jax.shard_map` over the partition's axes only, with `check_vma`. Other
   mesh axes stay as they are, so models may be sharded over them inside a group.
 
 Sharp edges:
@@ -43,7 +43,7 @@ _logger = logging.getLogger("drjax")
 
 
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
-    """The mesh that carries the partition: argument, else context, else None."""
+    """The mesh to shard the partition over: argument, else context, else None."""
     context = jax.sharding.get_abstract_mesh()
     if planned.value and not current_scope().mapped:
         return None
@@ -106,7 +106,7 @@ class Layout:
 
     Attributes:
       partition: The partition, n groups.
-      mesh: The mesh that carries it, or None (local).
+      mesh: The mesh that it is sharded over, or None (local).
       axes: The mesh axes in use, () when local.
       devices: m, the number of devices along those axes.
       manual: Whether the axes are already Manual (inside a user's shard_map).
@@ -242,7 +242,7 @@ def axes_of_groups(where: Layout) -> tuple[str, ...]:
 
 
 def other_axes(where: Layout) -> list[str]:
-    """The Auto axes of the mesh, larger than one, that do not carry the partition."""
+    """The Auto axes of the mesh, larger than one, that are not the partition's."""
     if where.mesh is None:
         return []
     sizes, types = dict(where.mesh.shape_tuple), _axis_types(where.mesh)

@@ -2,7 +2,7 @@
 
 A plan that leaves the process is free of devices, so it is traced outside any mesh.
 What `drjax.jit` plans stays under the mesh in context: the work of a group may be
-sharded over the axes that do not carry the partition, and functions may close over
+sharded over mesh axes other than the partition's, and functions may close over
 arrays on the mesh. On a mesh with Explicit axes types carry shardings, of which a plan
 knows nothing: there, functions are traced outside the mesh, or, if they close over its
 arrays, under it and then without these types.

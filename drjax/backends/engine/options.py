@@ -41,7 +41,7 @@ class EngineOptions:
       retries: How often a block is tried again whose worker was lost, or that is late
         though none of its groups is, before it is tried by halves.
       checkpoint: A folder for what has been computed, written after each round: the
-        same call, made again after a crash, goes on from there. It is emptied at the
+        same call, repeated after a crash, resumes from there. It is emptied at the
         end. A path, or a URL such as `gs://bucket/run`, for which fsspec and the
         package of that file system (gcsfs, s3fs, ...) must be installed.
       progress: Whether to show a bar of the groups done; needs tqdm.
