@@ -288,8 +288,15 @@ def test_readme_code_runs_and_prints_what_it_says():
     assert namespace["value"] == 1.0
 
 
-def test_readme_links_lead_somewhere():
-    for target in re.findall(
-        r"\]\((?!http)([^)]+)\)", (ROOT / "README.md").read_text()
-    ):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", path.read_text()):
+        assert (path.parent / target).exists(), target
