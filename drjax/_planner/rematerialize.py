@@ -20,9 +20,8 @@ arguments and at every equation that communicates. Then
   Constants are the same, stacks are indexed by the step whatever the direction of a
   scan, and carried and reduced values are stacked by F' itself;
 * so step t of B' computes y_t by the same equations from the same values. It is equal
-  up
-  to the compiler's rounding; variables where rounding could be observed are never in S
-  (`no_rematerialize.py`).
+  up to the compiler's rounding; variables where rounding could be observed are never
+  in S (`no_rematerialize.py`).
 
 A start that is carried or communicated must be global; if it is partitioned, stacking
 it would cost what y_t costs, and y_t is saved.
