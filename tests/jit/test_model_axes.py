@@ -193,3 +193,24 @@ def test_gradients_of_what_is_scattered_implicitly(n, whole):
     derivative = drjax.jit(jax.grad(f)) if whole else jax.grad(drjax.jit(f))
     with in_mesh_of({"clients": 3}):
         np.testing.assert_allclose(derivative(x, y), expected, rtol=1e-6)
+
+
+def test_what_a_loop_carries_begins_without_a_sharding():
+    """On Explicit axes, types in loops must not change from step to step."""
+
+    @drjax.program(clients=4)
+    def f(m, x):
+        def step(carry, _):
+            m, x = carry
+            x = drjax.map_fn(lambda a, b: jnp.sin(a * b), (x, drjax.broadcast(m)))
+            return (m + drjax.reduce_mean(x), x), None
+
+        return jax.lax.scan(step, (m, x), None, length=3)[0]
+
+    m, x = np.ones(3, np.float32), np.ones((4, 3), np.float32)
+    expected = jax.jit(f)(m, x)
+    with jax.set_mesh(make_mesh({"clients": 2}, (EXPLICIT,))):
+        for found, want in zip(
+            drjax.jit(f)(jnp.asarray(m), jnp.asarray(x)), expected, strict=True
+        ):
+            np.testing.assert_allclose(found, want, rtol=1e-6)

@@ -167,7 +167,7 @@ class _Run:
                 values[rows.name] = values[whole.name]
             server_done = self._groups(index, values)
             for loop in a_round.loops:
-                outs = self._loop(loop, [values[v.name] for v in loop.inputs])
+                outs = self._loop(loop, [self._typed(v, values) for v in loop.inputs])
                 _store(values, loop.outputs, outs)
         if not server_done:
             self._server(plan.server, values)
@@ -259,6 +259,17 @@ class _Run:
 
     # -----------------------------------------------------------------------------
     # Loops
+
+    def _typed(self, value: Value, values: dict[str, Any]) -> Any:
+        """A value as a loop takes it: with the type that the groups' work returns.
+
+        On Explicit axes, a carried value must not change its sharding between steps.
+        """
+        x, layout = values[value.name], self.layout
+        if not value.partitioned or layout is None or layout.spec_entry is None:
+            return x
+        x = as_operand(jnp.moveaxis(x, value.axis, 0), layout, True)
+        return jnp.moveaxis(x, 0, value.axis)
 
     def _loop(self, loop: Loop, inputs: list) -> list:
         runs = [_Run(body, self.layout, self.step) for body in loop.bodies]
