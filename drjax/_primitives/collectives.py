@@ -1,17 +1,25 @@
-"""The communication primitives and all of their rules.
+"""The linear communication primitives and all of their rules.
 
-Each is one object with the partition as a parameter. Written for one leaf: `[*s]` is
-a global value and `[n, *s]` a partitioned one. All but the extrema are linear, and
-the transpose of each is another one of them (Rush et al. 2024, section 3; JAX note
-17111, "Efficient transposition of replication-inducing collectives"):
+Input: one leaf; the partition and the mesh are parameters. Output: one leaf. `[*s]` is
+the shape of a global value and `[n, *s]` that of a partitioned one.
+
+Each primitive is linear, and its transpose is another one of them, with the inner
+product <x, y> = sum_i <x_i, y_i> of partitioned values (Rush et al. 2024, section 3;
+JAX note 17111, "Efficient transposition of replication-inducing collectives"):
 
     broadcast^T = reduce_sum        reduce_sum^T = broadcast
     scatter^T   = gather            gather^T     = scatter
     reduce_mean^T = broadcast o (1/n)
 
-On a mesh, broadcast is a `pcast` to varying (no communication), a reduction is a sum
-over the device's own rows and one `psum`, scatter is a slice (no communication) and
+On a mesh, broadcast is a `pcast` to varying (no communication). A reduction is a sum
+over the device's groups and one `psum`. Scatter is a slice (no communication), and
 gather an all-gather whose result does not vary.
+
+Invariants: a rule binds these primitives only, so a derivative of a program is a
+program; a result has the dtype of its operand; a reduction never reads padding.
+Sharp edges: 16-bit floats are added in float32 on a device and communicated in 16 bits.
+Reverse mode inside a user's `shard_map(check_vma=False)` over the partition's axes is
+an error (`_check_transposable`).
 """
 
 import jax
@@ -62,7 +70,7 @@ reduce_sum_p = registration.new_primitive("reduce_sum")
 
 
 def _local_sum(where: Layout, x, numbers, scale=None):
-    """Sum of this device's rows, accumulated in float32 for 16-bit floats."""
+    """Sum over this device's groups, accumulated in float32 for 16-bit floats."""
     x = where.mask_padding(x, numbers, 0)
     dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
     total = jnp.sum(x, axis=0, dtype=dtype)
@@ -72,13 +80,14 @@ def _local_sum(where: Layout, x, numbers, scale=None):
 def psum(where: Layout, *xs):
     """The sums of values over the partition's devices, in one collective.
 
-    XLA's CPU compiler aborts the process for an all-reduce of bfloat16 in code that is
-    Manual over some axes of the mesh only, where it means to promote the all-reduce to
-    float32. There it is promoted here: same bytes, same sum.
+    In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
+    the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
+    function does the promotion instead of XLA: same bytes, same sum.
     """
     axes = where.axes
     if not axes:
         return xs
+    # A psum with VMA checking takes values that vary over all of its axes.
     xs = [vary(x, axes) for x in xs]
     plain = lambda *xs: lax.psum(xs, axes)
     if not where.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
@@ -89,6 +98,7 @@ def psum(where: Layout, *xs):
         sums = plain(*wide)
         return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
 
+    # The platform is known only at lowering: a program may be traced without devices.
     return lax.platform_dependent(*xs, cpu=promoted, default=plain)
 
 
@@ -111,7 +121,9 @@ def _reduce_sum_transpose(ct, x, **params):
 
 
 # ---------------------------------------------------------------------------------
-# reduce_mean: [n, *s] -> [*s], inexact dtypes only (the API promotes the others)
+# reduce_mean: [n, *s] -> [*s], inexact dtypes only (the API promotes the others).
+# A primitive of its own, as a plan names the mean, and as the division precedes the
+# rounding to 16 bits.
 
 reduce_mean_p = registration.new_primitive("reduce_mean")
 
@@ -127,12 +139,13 @@ def _reduce_mean(x, *, partition, mesh):
     return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
 
 
+# <reduce_mean(y), x> = sum_i <y_i, x> / n = <y, broadcast(x / n)>
 def _reduce_mean_transpose(ct, x, *, partition, mesh):
     return [broadcast_p.bind(ct / partition.size, partition=partition, mesh=mesh)]
 
 
 # ---------------------------------------------------------------------------------
-# gather: partitioned [n, *s] -> the same rows as a global [n, *s]
+# gather: partitioned [n, *s] -> the slices of all groups as a global [n, *s]
 
 gather_p = registration.new_primitive("gather")
 
@@ -143,12 +156,15 @@ def _gather(x, *, partition, mesh):
     def body(x):
         if not where.axes:
             return [x]
+        # Collectives take no extended dtypes: typed keys are communicated as integers.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             (data,) = body(jax.random.key_data(x))
             return [jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))]
+        # All devices have the same result. With VMA checking the type must say so, as
+        # the result is a global value; without it JAX has one type only.
         to = "invarying" if _compat.check_vma() else "varying"
         x = lax.all_gather(vary(x, where.axes), where.axes, tiled=True, to=to)
-        return [lax.slice_in_dim(x, 0, partition.size)]
+        return [lax.slice_in_dim(x, 0, partition.size)]  # without the padding
 
     return on_devices(where, body, [x], [True], [False])[0]
 
@@ -162,12 +178,13 @@ def _gather_abstract_eval(x, *, partition, mesh):
     return _compat.group_aval(row, shape, sharding, _compat.varying(row))
 
 
+# <gather(y), x> = sum_i <y_i, x[i]> = <y, scatter(x)>
 def _gather_transpose(ct, x, **params):
     return [scatter_p.bind(ct, **params)]
 
 
 # ---------------------------------------------------------------------------------
-# scatter: a global [n, *s] -> partitioned: row i goes to group i
+# scatter: a global [n, *s] -> partitioned [n, *s], x[i] being the slice of group i
 
 scatter_p = registration.new_primitive("scatter")
 
@@ -176,7 +193,7 @@ def _scatter(x, *, partition, mesh):
     where = layout(partition, mesh)
 
     def body(x):
-        if not where.manual:  # each device was handed its own rows
+        if not where.manual:  # one device, or the shard_map has sliced the operand
             return [x]
         x, k = vary(x, where.axes), where.per_device
         return [lax.dynamic_slice_in_dim(x, lax.axis_index(where.axes) * k, k)]
@@ -189,6 +206,7 @@ def _scatter_abstract_eval(x, *, partition, mesh):
     return partitioned_aval(global_aval(x, where), where)
 
 
+# <scatter(x), y> = sum_i <x[i], y_i> = <x, gather(y)>
 def _scatter_transpose(ct, x, **params):
     return [gather_p.bind(ct, **params)]
 
@@ -200,8 +218,9 @@ def _scatter_transpose(ct, x, **params):
 def _check_transposable(where: Layout) -> None:
     """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
 
-    There, each of m devices gets 1 / m of a replicated result's cotangent, but all of
-    any other, and nobody knows which one it has got.
+    In such a `shard_map`, JAX divides the cotangent of a replicated result by the
+    number of devices, and leaves the cotangent of a sharded result whole. Without VMA
+    types, a transpose rule cannot distinguish the two.
     """
     if where.manual and not _compat.check_vma():
         raise MeshError(
@@ -212,6 +231,7 @@ def _check_transposable(where: Layout) -> None:
 
 
 def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=True):
+    # The check is part of the transpose, not of the bind: forward mode is well-defined.
     def checked_transpose(ct, x, **params):
         _check_transposable(layout(**params))
         return transpose(ct, x, **params)

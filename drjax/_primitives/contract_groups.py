@@ -1,17 +1,30 @@
-"""Sums over groups inside the map that makes the summands, where that saves memory.
+"""Sum over the groups inside the map that computes the summands, to save memory.
+
+Input: the per-group jaxpr of a map, prepared for a device; then the number k of groups
+of a device, and the operands. Output: for some results of the jaxpr, their sums over
+the k groups.
 
 The gradient of a broadcast value is a sum over groups of what a map computes, very
-often of products of matrices. Made one by one, the summands of a device's k groups
-need k times the memory of their sum. Hand-written code never makes them: the
-transpose of a vmap contracts over the groups too. `RowSums` does the same: it walks
-from the results of the per-group jaxpr back through the linear equations that end it,
-with S(v) for the sum over groups of v,
+often of products of matrices. The summands of k groups need k times the memory of their
+sum. Hand-written code never materializes them: the transpose of a vmap contracts the
+group axis, too. `RowSums` does the same. With S(v) = sum_i v_i over the groups i of a
+device, it walks back from the results through the linear equations that end the jaxpr:
 
-    S(a + b) = S(a) + S(b)      S(-a) = -S(a)      S(transpose a) = transpose S(a)
-    S(sum_j a_j b_j) = sum_{i,j} a_ij b_ij         (dot_general: one more contraction)
-    S(sum_j a_j) = sum_{i,j} a_ij                  (reduce_sum: one more axis)
+    S(a + b) = S(a) + S(b)      S(a - b) = S(a) - S(b)      S(-a) = -S(a)
+    S(P a) = P S(a)                     P: transpose, reshape, squeeze, broadcast_in_dim
+    S(sum_j a_j b_j) = sum_{i,j} a_ij b_ij       (dot_general: contracts i with j)
+    S(sum_j a_j) = sum_{i,j} a_ij                (reduce_sum: one more axis)
 
-and sums whatever it meets elsewhere row by row.
+Every other variable v that the walk arrives at is computed for each group, and S(v) is
+a plain sum. The first two lines are linearity of S, and P acts on each group's slice
+alone. For the last two, i and j are both summed, so the order of the sums is free
+(Fubini), and one `dot_general` with both in its contracting dimensions computes them.
+Free and batch dimensions keep their order, as the group axis stands first.
+
+Invariants: a walk passes only through variables with one use, as others are computed
+for each group anyway; the sums equal those of separate summands up to rounding.
+Sharp edges: float32 only (a contraction of 16-bit floats would round to 16 bits); a
+jaxpr with effects, or with equations that hold jaxprs (but `jit`), has no such sums.
 """
 
 import collections
@@ -26,24 +39,26 @@ from drjax import _compat
 from drjax._primitives.rbg_per_group import in_turn_p
 from drjax._sharding.eval_on_mesh import sharding_of_product
 
+# Linear in all operands together, and independent of the group axis.
 _THROUGH = (
     "neg", "transpose", "reshape", "squeeze", "broadcast_in_dim", "add", "add_any",
     "sub",
 )  # fmt: skip
+# Sums of their own, into which the sum over the groups merges. The walk ends at them.
 _CONTRACTED = (lax.dot_general_p, lax.reduce_sum_p)
 
 
 class RowSums:
-    """How to sum results of a per-group jaxpr over the rows of a device.
+    """The sums of results of a per-group jaxpr over the groups of a device.
 
     Args:
       jaxpr: The per-group jaxpr of a map.
 
     Attributes:
-      indices: The results to sum in this way: those for which a product or a sum is
-        contracted that is good for nothing else. Only straight-line code counts: the
-        compiler recognises that the map and the sums compute the same values and
-        computes them once, but not so for loops.
+      indices: The results to sum in this way: those that end in a product or a sum
+        with no other use. Only straight-line code qualifies: the compiler's common
+        subexpression elimination merges what the map and the sums both compute, but
+        it does not merge loops.
       used: Which inputs of the jaxpr the sums take.
     """
 
@@ -56,7 +71,9 @@ class RowSums:
         uses.update(v for v in raw.outvars if not isinstance(v, Literal))
         self._used_once = {v for v, count in uses.items() if count == 1}
         plain = not raw.effects and all(map(_is_plain, raw.eqns))
-        rows: dict[Any, None] = {}  # variables whose rows are needed, in order
+        # Variables to compute for each group. A dict is an ordered set: one value of
+        # each, in an order that does not depend on hashes.
+        rows: dict[Any, None] = {}
         self.indices, self._results = [], []
         for index, result in enumerate(raw.outvars if plain else ()):
             contracts, needs = self._plan(result)
@@ -69,7 +86,7 @@ class RowSums:
             self._make_rows, self.used = _compat.select_outputs(jaxpr, self._rows)
 
     def _tail(self, atom) -> Any:
-        """The equation that ends in `atom`, if the sum can go through it."""
+        """The equation that computes `atom`, if S passes through it."""
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
         eqn = self._definitions.get(atom)
@@ -79,7 +96,7 @@ class RowSums:
         return eqn if through else None
 
     def _plan(self, atom) -> tuple[bool, list]:
-        """Whether the sum of `atom` contracts anything, and which rows it needs."""
+        """Whether S(atom) contracts an equation, and its variables for each group."""
         eqn = self._tail(atom)
         if eqn is None:
             return False, [] if isinstance(atom, Literal) else [atom]
@@ -89,13 +106,14 @@ class RowSums:
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 
     def __call__(self, count: int, over_rows: Callable, operands) -> list:
-        """The sums over `count` rows; `over_rows(fn)(*operands)` runs `fn` on all."""
+        """The sums over `count` groups; `over_rows(fn)(*operands)` maps `fn`."""
         rows = over_rows(self._make_rows)(*operands)
         known = dict(zip(self._rows, rows, strict=True))
 
         def rows_of(atom):
             if not isinstance(atom, Literal):
                 return known[atom]
+            # A literal is the same for each group: S(literal) = count * literal.
             aval: Any = atom.aval
             value = jnp.asarray(atom.val, aval.dtype)
             return jnp.broadcast_to(value, (count, *aval.shape))
@@ -106,15 +124,18 @@ class RowSums:
                 return jnp.sum(rows_of(atom), axis=0)
             if eqn.primitive in _CONTRACTED:
                 return _contract(eqn, *map(rows_of, eqn.invars))
+            # Its parameters have the shapes of one group, and so have the sums.
             return _compat.bind_equation(eqn, [total(v) for v in eqn.invars])[0]
 
         return [total(result) for result in self._results]
 
 
+# Forward mode, reverse mode and each retracing lower the same jaxpr.
 row_sums = _compat.weakref_lru_cache(RowSums)
 
 
 def _is_plain(eqn) -> bool:
+    """Whether an equation is straight-line code."""
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
     if eqn.primitive is in_turn_p:  # a loop, once it is batched
@@ -123,11 +144,13 @@ def _is_plain(eqn) -> bool:
 
 
 def _contract(eqn, a, b=None):
-    """A dot_general or reduce_sum of rows, over the groups as well."""
+    """S of a dot_general or a reduce_sum, from operands `[count, *s]`."""
     shift = lambda dims: tuple(d + 1 for d in dims)
     if b is None:
         return jnp.sum(a, axis=(0, *shift(eqn.params["axes"])))
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    # The group axis 0 becomes a contracting dimension. As a batch dimension, which is
+    # what vmap makes of it, it would stay in the result.
     dims = (
         ((0, *shift(contract_a)), (0, *shift(contract_b))),
         (shift(batch_a), shift(batch_b)),

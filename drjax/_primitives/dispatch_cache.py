@@ -1,10 +1,16 @@
-"""Jaxprs compared by what they compute, so that equal ones share one executable.
+"""Structural hashing of jaxprs, so that alpha-equivalent ones share one executable.
 
-An eager call whose mapped function closes over arrays is traced afresh each time
-(that is never stale, and cheap), but must not be compiled afresh. `structure` turns a
-jaxpr into a hashable in which variables are numbered; two jaxprs with equal
-structures compute the same. Names, sources and the derivative rules of `custom_jvp`
-and `custom_vjp` do not count: an executable only ever runs the primal computation.
+An eager call whose mapped function closes over arrays is traced at each call: that is
+never stale, and cheap. It must not be compiled at each call.
+
+Input: a jaxpr. Output: `structure`, a hashable in which variables are numbered in the
+order of their definitions; and `cache_by_params`, a cache with such keys.
+
+Invariants: jaxprs with equal structures compute the same. Names, source lines, and the
+derivative rules of `custom_jvp` and `custom_vjp` are not part of a structure, as an
+executable only ever runs the primal computation. Literals compare by type and bits.
+Sharp edges: a jaxpr with constants, or with an array or another unhashable value in its
+parameters, has no structure; it is compiled once for each jaxpr object.
 """
 
 from collections.abc import Callable
@@ -21,11 +27,13 @@ _NAMES = ("name", "debug_info")
 
 
 class _Unknown(Exception):
+    """A value that has no structural key."""
+
     pass
 
 
 def structure(jaxpr) -> Any | None:
-    """A hashable that is equal for jaxprs that compute the same, or None."""
+    """A hashable, equal for alpha-equivalent jaxprs; None if the jaxpr has none."""
     try:
         key = _jaxpr_key(jaxpr)
         hash(key)
@@ -35,6 +43,7 @@ def structure(jaxpr) -> Any | None:
 
 
 def _jaxpr_key(jaxpr):
+    # To compare constants would read them from the device, at every dispatch.
     if _compat.jaxpr_consts(jaxpr):
         raise _Unknown
     jaxpr = _compat.open_jaxpr(jaxpr)
@@ -59,6 +68,7 @@ def _jaxpr_key(jaxpr):
             for name, value in sorted(eqn.params.items())
             if name not in _NAMES and not (has_rules and _is_rule(value))
         )
+        # The context holds the mesh and the precision under which it was traced.
         eqns.append((eqn.primitive, ins, outs, params, eqn.ctx))
     avals = tuple(var.aval for var in (*jaxpr.constvars, *jaxpr.invars))
     return avals, tuple(eqns), tuple(atom(x) for x in jaxpr.outvars)
@@ -78,6 +88,7 @@ def _value_key(value):
         return (dict, *((k, _value_key(v)) for k, v in value.items()))
     if isinstance(value, np.ndarray | np.generic):
         return (type(value), value.dtype, value.shape, value.tobytes())
+    # repr distinguishes 0.0 from -0.0, and equals itself for NaN.
     if isinstance(value, float | complex):
         return (type(value), repr(value))
     if isinstance(value, jax.Array):
@@ -99,9 +110,11 @@ class _ByStructure:
 
 
 def cache_by_params(make: Callable) -> Callable:
-    """Cache `make(**params)`; jaxprs among the parameters go by their structure.
+    """Cache `make(**params)`; a parameter `jaxpr` is compared by its structure.
 
-    The caches are bounded, and an entry never keeps alive the jaxpr it was made for.
+    There are three caches: for parameters without a jaxpr, for the identity of a jaxpr
+    (a weak reference, the fast path), and for its structure. They are bounded. JAX's
+    trace context is not in their keys, as `jax.jit` has it in its own.
     """
 
     @_compat.cache(max_size=512, trace_context_in_key=False)
@@ -110,6 +123,7 @@ def cache_by_params(make: Callable) -> Callable:
 
     @_compat.weakref_lru_cache(trace_context_in_key=False)
     def by_jaxpr(jaxpr, rest):
+        # A copy: if the result held the key itself, its weak reference never died.
         key, copy = structure(jaxpr), jaxpr.replace()
         if key is None:
             return make(jaxpr=copy, **dict(rest))

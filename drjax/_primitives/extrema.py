@@ -1,9 +1,19 @@
 """The primitives `reduce_max` and `reduce_min` and all of their rules.
 
-Their derivative is written with the other primitives, so that it is again a
+Input: one leaf `[n, *s]` of real numbers or bools. Output: its extremum over the
+groups, `[*s]`, in the same dtype.
+
+The JVP is a composition of the other primitives, so that a derivative is again a
 MapReduce program. With y = max_i x_i and ties shared equally, as in `jnp.max`:
 
     dy = sum_i w_i * dx_i,   w_i = [x_i = y] / #{j : x_j = y}
+
+It is linear in dx, so its transpose is that of the other primitives,
+ct_x_i = w_i * ct_y: a broadcast of ct_y and a map.
+
+Invariants: NaN wins on each device and across devices; padding is neutral.
+Sharp edges: the comparison x_i = y needs bitwise the x_i that the extremum was taken
+of. An optimization barrier prevents that the compiler rematerializes x in between.
 """
 
 import jax.numpy as jnp
@@ -39,12 +49,15 @@ def _executor(local, largest: bool):
 def across_devices(x, axes, largest: bool):
     """`pmax` or `pmin` in which NaN wins, as in `jnp.max`.
 
-    Collectives of some backends lose NaN. So the devices compare integers: the bits of
-    floats in the order of the floats, with NaN beyond the infinities.
+    Collectives on some platforms drop NaN. So the devices compare integers: the bits of
+    floats in the order of the floats, with NaN beyond the infinities. For i >= 0 the
+    bits of a float, read as an integer, are in its order; for i < 0 (sign bit set) they
+    are in reverse, and i ^ max, which flips all bits but the sign, restores it.
     """
     collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return collective(x, axes)
+    # 8-bit floats differ in their infinities and NaNs; float32 holds all their values.
     dtype = x.dtype
     if dtype.itemsize == 1:
         x = x.astype(jnp.float32)
@@ -58,10 +71,12 @@ def across_devices(x, axes, largest: bool):
 
 
 def lowest(dtype):
+    """The identity of a maximum."""
     return _limit(dtype, -jnp.inf, "min")
 
 
 def highest(dtype):
+    """The identity of a minimum."""
     return _limit(dtype, jnp.inf, "max")
 
 
@@ -83,13 +98,15 @@ def _jvp_rule(primitive):
     def jvp(primals, tangents, *, partition, mesh):
         (x,), (dx,) = primals, tangents
         where = dict(partition=partition, mesh=mesh)
-        # The compiler may compute x once for the extremum and again, rounded in
-        # another way, for the comparison, which then finds nothing: keep one x.
+        # The compiler may duplicate the computation of x, with other rounding, for the
+        # comparison. Then x_i = y for no i. The barrier makes both uses read one x.
         x = lax.optimization_barrier(x)
         y = primitive.bind(x, **where)
         hit = map_rows(_is_extremum, x, broadcast_p.bind(y, **where), **where)
+        # At least 1: some group attains the extremum, unless it is NaN.
         count = reduce_sum_p.bind(hit, **where)
         share = broadcast_p.bind(lax.reciprocal(count), **where)
+        # A reciprocal per partition and a product per group, not a division per group.
         weight = map_rows(lax.mul, hit, share, **where)
         dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **where), **where)
         return y, dy

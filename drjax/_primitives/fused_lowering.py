@@ -1,17 +1,27 @@
-"""Lowerings that see where their operands come from.
+"""Lowering rules of broadcast, map_fn and reduce_sum that see their operands' origin.
 
-By itself, each primitive lowers as its execution function says. Two things are better
-done together, as hand-written code does them:
+Input: a lowering context, and the MLIR values and types of an equation's operands.
+Output: MLIR values of its results, equal to those of the primitive's own execution
+function up to the order of additions. Hand-written code merges two pairs of equations:
 
 * A map whose operand is the result of a `broadcast` reads the source of the broadcast,
-  so that no copy is made for each group. That serves derivatives too, whose maps take
-  the same broadcast values as residuals.
-* A sum of the result of a map is made within the map, where `contract_groups.py` finds
-  that worthwhile: first over each device's rows, which is a partitioned value of one
-  group a device, then over the devices.
+  so that no copy exists for each group. Derivatives profit, too, as their maps take the
+  same broadcast values as residuals.
+* A sum of a map's result is computed within the map, where `contract_groups.py`
+  supports it: with D_d the groups of device d,
 
-The compiler drops what nobody uses any more. Sharp edge: a value lowered in one block
-of code (a branch, a loop's body) may not be used in another.
+      sum_i y_i = sum_d (sum_{i in D_d} y_i)
+
+  The inner sums are a partitioned value of one group a device, and `reduce_sum` over
+  that partition is the outer one.
+
+The separate broadcast or map is lowered as well. The compiler's dead-code elimination
+removes it if it has no other use.
+
+Invariants: a table maps the values lowered so far to their equations, and lives as long
+as the module; equations merge only if their partition and mesh agree.
+Sharp edge: a value defined in one MLIR block (a branch, a loop's body) may not be used
+in another one, so the sums of a map are lowered once for each block with a use.
 """
 
 import functools
@@ -48,6 +58,7 @@ def _lower_map(ctx, *args, **params):
     known = _compat.lowered_values(ctx)
     operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
     for i, arg in enumerate(args):
+        # A broadcast over another partition or mesh has other copies: no match.
         there, source = known.get((broadcast_p, arg), (None, None))
         shared.append(there == where)
         if there == where:
@@ -70,11 +81,11 @@ def _lower_reduce_sum(ctx, x, **where):
 
 
 class _LoweredMap:
-    """What a lowered map was made of, and the sums of its results.
+    """The operands and the jaxpr of a lowered map, and the sums of its results.
 
     Attributes:
-      where: Its partition and mesh.
-      devices: The partition of one group a device, and the mesh.
+      where: The partition and the mesh of the map.
+      devices: The partition with one group a device, and the mesh.
     """
 
     def __init__(self, where, operands: Sequence[Operand], shared, jaxpr):
@@ -86,7 +97,8 @@ class _LoweredMap:
         self._sums: list[tuple[Any, dict[int, Operand]]] = []  # by block of code
 
     def sums(self, ctx) -> dict[int, Operand]:
-        """For each result that is summed within the map, the sums of each device."""
+        """For each result summed within the map, the partial sums of the devices."""
+        # A use in another block needs sums of its own: see the sharp edge above.
         block = _compat.current_block()
         for known, sums in self._sums:
             if known == block:
@@ -97,11 +109,14 @@ class _LoweredMap:
 
     def _lower_sums(self, ctx) -> dict[int, Operand]:
         where = self._layout
+        # Padding would have to be masked in the operands of each contraction; a single
+        # group has no sum; and by vmap, no code is of one device.
         if where.uneven or where.per_device == 1 or lowers_by_vmap(where, self._jaxpr):
             return {}
         sums = row_sums(inside(where, self._jaxpr))
         if not sums.indices:
             return {}
+        # Only live operands: an unused broadcast would stay alive otherwise.
         used = [i for i, u in enumerate(sums.used) if u]
         by_rows = [not self._shared[i] for i in used]
 
@@ -111,6 +126,7 @@ class _LoweredMap:
                 totals = sums(where.per_device, run, operands)
                 return [vary(y, where.axes)[None] for y in totals]
 
+            # None: one slice a device, `[m, *s]`, to be reduced over the devices.
             each_device = [None] * len(sums.indices)
             vma = _compat.check_vma()
             return on_devices(where, body, args, by_rows, each_device, vma)
@@ -125,6 +141,7 @@ class _LoweredMap:
         return dict(zip(sums.indices, operands, strict=True))
 
 
+# Without these rules, programs compute the same and need more memory.
 _compat.register_lowering_rule(broadcast_p, _lower_broadcast)
 _compat.register_lowering_rule(map_fn_p, _lower_map)
 _compat.register_lowering_rule(reduce_sum_p, _lower_reduce_sum)

@@ -1,8 +1,7 @@
 """The higher-order primitive `map_fn` and all of its rules.
 
 `map_fn[jaxpr, partition, mesh, name] x_1 ... x_k` applies `jaxpr`, which is written
-for one group, to the rows of its operands: k x `[n, *s_i]` -> l x `[n, *t_j]`. The
-jaxpr is closed and has no constants: what the function closed over is an operand.
+for one group, to each group's slices. Input: k x `[n, *s_i]`. Output: l x `[n, *t_j]`.
 
 The rules transform the per-group jaxpr and bind `map_fn` again, so a derivative of a
 program is a program with the same primitives. For y_i = f(x_i):
@@ -11,6 +10,16 @@ program is a program with the same primitives. For y_i = f(x_i):
     linearize  (y_i, r_i)  = f_lin(x_i); dy_i = L(r_i, dx_i) two maps; r is partitioned
     transpose  ct_x_i      = L^T(r_i, ct_y_i)               one map
     batching   f is batched behind the group axis
+    partial    known and unknown part of f                  two maps; r is partitioned
+    DCE        f without dead equations, operands, results  at most one map
+
+Each group's results depend on its own slices only. The Jacobian of a map is therefore
+block-diagonal, diag(J_1, ..., J_n), and so is its transpose, diag(J_1^T, ..., J_n^T):
+no rule communicates. Values that the function closed over are operands, through
+`broadcast`, whose transpose sums their cotangents over the groups.
+
+Invariants: the jaxpr is closed and has no constants; symbolic zeros (of tangents and
+cotangents) are neither operands nor results of a derived map.
 
 Sharp edges: a per-group jaxpr is bound to the mesh around it, so every rule that traces
 or evaluates it enters `_group_context` first. `map_lowering.py` runs it on the mesh:
@@ -39,7 +48,7 @@ map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
 
 @contextlib.contextmanager
 def _group_context(where: Layout):
-    """What surrounds the code of one group while it is traced or transformed."""
+    """The context in which the code of one group is traced or transformed."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(enter_mapped(where.partition))
         if where.sharded:
@@ -50,6 +59,8 @@ def _group_context(where: Layout):
 
 def trace_group(fn, avals, where: Layout, name: str):
     """Trace a flat function for one group; returns `(jaxpr, closed-over values)`.
+
+    The jaxpr takes the closed-over values as its first inputs.
 
     Args:
       fn: Takes and returns flat sequences of per-group arrays.
@@ -70,6 +81,7 @@ def map_rows(fn, *args, partition, mesh):
     return out
 
 
+# Cached by the function, so `fn` is a module-level one: a lambda would never hit.
 @_compat.cache()
 def _trace_rows(fn, avals, where):
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, where, _name(fn))
@@ -112,10 +124,12 @@ def _bind(jaxpr, args, **params):
 
 
 def for_groups(consts, *, partition, mesh, name):
-    """Operands for what a function for one group closed over."""
+    """Broadcasts of the values that a function for one group closed over."""
     return [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
 
 
+# (y_i, dy_i) = (f(x_i), Df(x_i) dx_i): one map, so that what y_i and dy_i share is
+# computed once. Symbolic zeros stay outside.
 def _jvp(primals, tangents, *, jaxpr, **params):
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     with _group_context(layout(params["partition"], params["mesh"])):
@@ -127,6 +141,7 @@ def _jvp(primals, tangents, *, jaxpr, **params):
     return outs[:n], registration.fill_zeros(avals, nonzeros_out, outs[n:])
 
 
+# f_lin computes y_i and the residuals r_i; L(r_i, .) = Df(x_i) is linear.
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     with _group_context(layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -144,9 +159,11 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     return outs, nonzeros_out, residuals, linear
 
 
+# sum_i <L_i dx_i, ct_i> = sum_i <dx_i, L_i^T ct_i>: each group has its own transpose.
 def _transpose(cts, *args, jaxpr, **params):
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
+    # What is not linear is a residual of L, or known in a partial evaluation.
     residuals = [x for x, lin in zip(args, linear, strict=True) if not lin]
     dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
     avals = tuple(_compat.typeof(x) for x in (*residuals, *dense))
@@ -165,9 +182,10 @@ def _transpose(cts, *args, jaxpr, **params):
     ]
 
 
+# Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
-    """`(transpose of a per-group jaxpr, constants, which linear inputs it is for)`."""
+    """`(transpose of a per-group jaxpr, constants, which cotangents are nonzero)`."""
     nonzero_in = []
 
     def transposed(*residuals_and_cts):
@@ -182,6 +200,7 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
         ]
         cts_in = _compat.backward_pass(jaxpr, args, cts)
         cts_in = [ct for ct, lin in zip(cts_in, linear, strict=True) if lin]
+        # Which cotangents are symbolic zeros is known only after the backward pass.
         nonzero_in[:] = [type(ct) is not _compat.Zero for ct in cts_in]
         return [ct for ct, nz in zip(cts_in, nonzero_in, strict=True) if nz]
 
@@ -190,11 +209,12 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
 
 
 # ---------------------------------------------------------------------------------
-# Partial evaluation, dead code, batching
+# Partial evaluation, dead-code elimination, batching
 
 
 def _partial_eval(trace, *tracers, **params):
     where = layout(params["partition"], params["mesh"])
+    # All groups are known or unknown together: known-ness belongs to the operand.
     unknown = [not t.pval.is_known() for t in tracers]
     with _group_context(where):
         split = _compat.partial_eval_jaxpr(params["jaxpr"], unknown)
@@ -204,14 +224,17 @@ def _partial_eval(trace, *tracers, **params):
     )  # fmt: skip
 
 
+# A residual of one group is a partitioned value outside the map.
 def _residual_aval(params, aval):
     return partitioned_aval(aval, layout(params["partition"], params["mesh"]))
 
 
 def _dce(used_outputs, eqn):
+    # An equation with effects (a callback, a print) is live without live results.
     if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
     jaxpr, used_inputs = _compat.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
+    # Operands of dead equations go, too, so that their own equations may be dead.
     invars = [v for v, used in zip(eqn.invars, used_inputs, strict=True) if used]
     outvars = [v for v, used in zip(eqn.outvars, used_outputs, strict=True) if used]
     params = {**eqn.params, "jaxpr": jaxpr}
@@ -226,6 +249,7 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
         for x, d in zip(args, dims, strict=True)
     ]
     args = [x for x, _ in moved]
+    # Axis d of `[n, *s]` is axis d - 1 of a group's `[*s]`, and the other way round.
     in_axes = [None if d is None else d - 1 for _, d in moved]
     with _group_context(layout(params["partition"], params["mesh"])):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, in_axes)

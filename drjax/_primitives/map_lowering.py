@@ -1,18 +1,18 @@
-"""How the work of the groups runs on a mesh: by `shard_map`, or by `vmap`.
+"""The lowering of the work of the groups on a mesh: by `shard_map`, or by `vmap`.
 
-Input: the jaxpr of one group, traced under the mesh as it is, and operands. Output: the
-results for all groups, laid out over the partition's axes. Two lowerings compute them:
+Input: the jaxpr of one group, traced under the mesh in context, and operands. Output:
+results for all groups, sharded over the partition's axes. Two lowerings compute them:
 
-* A `shard_map` over the partition's axes, and a vmap over the groups that each device
-  holds. A device then works on its own groups and on nothing else: its loops end when
-  its groups are done, and work that the compiler cannot partition (LAPACK, callbacks)
-  stays on it. The jaxpr is retyped for the inside of the `shard_map`, so that a
-  `jax.shard_map(mesh=mesh)` of the model's own means the mesh without these axes.
+* A `shard_map` over the partition's axes, and a vmap over the groups of each device. A
+  device then works on its own groups only: its loops end when its groups are done, and
+  work that the compiler cannot partition (LAPACK, callbacks) stays on it. The jaxpr is
+  retyped for the inside of the `shard_map`, so that a `jax.shard_map(mesh=mesh)` of the
+  model's own means the mesh without these axes.
 * `vmap(spmd_axis_name=axes)` over all groups. The compiler partitions the work, with
-  the groups constrained to stay where they are. Loops go on until all groups are done.
+  each group constrained to its device. Loops go on until all groups are done.
 
-`lowers_by_vmap` decides, and is the only place that does. The first is the rule. The
-second is used where the first is impossible:
+Only `lowers_by_vmap` chooses between them. The first is the default. The second is for
+cases in which the first is impossible:
 
 * XLA's partitioner aborts the process for a gather or scatter in a table sharded over
   two other mesh axes, where the partition's axes are Manual
@@ -23,6 +23,9 @@ second is used where the first is impossible:
 * Inside a user's `shard_map(check_vma=True)` over another axis, types that vary over
   the partition's axes, too, would not fit the loops that were traced without. Nor may
   vmap name the axes there: JAX takes them for axes of that `shard_map`.
+
+Invariants: both give each group the same index and the same random bits, and no work
+communicates over the partition's axes, but for the `while_loop` below.
 
 Sharp edges: a jaxpr that was retyped is not differentiated any more. `vmap` costs an
 all-reduce per step of a `while_loop` whose condition differs from group to group.
@@ -70,10 +73,10 @@ def run_groups(
     """The results of a per-group jaxpr for all groups of a partition.
 
     Args:
-      where: Where the groups are.
+      where: The layout of the groups.
       jaxpr: The jaxpr of one group.
       args: Its operands: `[rows, *s]`, or `[*s]` for all groups.
-      by_rows: Which operands have a row for each group.
+      by_rows: Which operands have a slice for each group.
     """
     if lowers_by_vmap(where, jaxpr):
         fn = _compat.jaxpr_as_fun(on_each(where, jaxpr, True))
@@ -89,6 +92,7 @@ def run_groups(
     if where.uneven:
         effects = bool(_compat.effects_of(jaxpr))
         body = functools.partial(_on_padded_rows, where, fn, by_rows, effects)
+    # The surrounding check_vma: users' loops inside were traced under it.
     everywhere = [True] * len(jaxpr.out_avals)
     return on_devices(
         where, body, args, by_rows, everywhere, _compat.check_vma(), first=where.uneven
@@ -100,10 +104,12 @@ def _on_padded_rows(where: Layout, fn: Callable, by_rows, effects: bool, *args) 
     *operands, first = args
     first = first[0]
     numbers = first + lax.iota(jnp.int32, where.per_device)
+    # An effect on a padded slot would be visible: exactly the groups may run.
     if effects:
         run = lambda count: _vmap(where, fn, by_rows, count, None)
         return for_real_groups(where, numbers, where.few, run, operands, by_rows)
 
+    # Copies of a real group on padded slots: loops there end, and checks hold.
     def work():
         own = [
             own_rows(where, numbers, x, x[:1]) if rows else x
@@ -120,8 +126,8 @@ def _on_padded_rows(where: Layout, fn: Callable, by_rows, effects: bool, *args) 
 def inside(where: Layout, jaxpr):
     """A per-group jaxpr for the inside of a `shard_map` over the partition's axes.
 
-    Where the mesh has no other axes, nothing in it needs the mesh. Without one it fits
-    libraries that compare types when it is lowered with those of when it was traced.
+    If the mesh has no other axes, no equation needs the mesh, and the jaxpr becomes one
+    without: some libraries compare the types of tracing with those of lowering.
     """
     if where.sharded and (where.partly_manual or _compat.is_bound_to_devices(jaxpr)):
         jaxpr = retype_mesh.with_manual_axes(jaxpr, where.axes)
@@ -141,11 +147,11 @@ def on_each(where: Layout, jaxpr, by_vmap: bool):
 def by_device(
     where: Layout, fn: Callable, args: Sequence[Any], by_rows: Sequence[bool]
 ) -> tuple[list, list]:
-    """By vmap, what `fn` makes of each device's rows, as a `shard_map` would.
+    """Run `fn` on each device's slices by a vmap, with the results of a `shard_map`.
 
     Args:
       where: A sharded layout of Auto axes.
-      fn: From operands of a device, and the number of its first row, to values of the
+      fn: From operands of a device, and the index of its first group, to values of the
         device, `[*s]`, and partitioned results, `[k, *s]`.
       args: Its operands for all devices.
       by_rows: Which of them are partitioned.
@@ -159,7 +165,7 @@ def by_device(
         split = lambda x: x.reshape(m, k, *x.shape[1:])
         args = [split(x) if rows else x for x, rows in zip(args, by_rows, strict=True)]
         args.append(first_row_numbers(where))
-        # Traced first: the vmaps in `fn` must not know of the axes of the one around.
+        # Traced first: the vmaps in `fn` must not see the axes of the surrounding vmap.
         rows = (*by_rows, True)
         avals = [_one(x) if r else x for x, r in zip(args, rows, strict=True)]
         jaxpr, (own, stacks) = jax.make_jaxpr(fn, return_shape=True)(*avals)
@@ -178,15 +184,17 @@ def _one(x) -> jax.ShapeDtypeStruct:
 
 
 def _spmd_axes(where: Layout) -> tuple[str, ...] | None:
+    # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else where.spmd_axes
 
 
 def over_rows(where: Layout, fn: Callable, by_rows: Sequence[bool]) -> Callable:
-    """`fn` of one group as a function of the rows that a device holds."""
+    """`fn` of one group as a function of the slices of a device's groups."""
     mapped = _vmap(where, fn, by_rows, where.per_device, None)
     return lambda *operands: mapped(*(vary(x, where.axes) for x in operands))
 
 
+# The axis name lets `partition_index` recognize this vmap among the user's own.
 def _vmap(where: Layout, fn: Callable, by_rows, size: int, spmd_axes) -> Callable:
     return jax.vmap(
         lambda *xs: fn(*xs),

@@ -1,11 +1,17 @@
-"""The primitive `partition_index`: which group is this?
+"""The primitive `partition_index`: the index of each group.
 
-Outside a mapped function it is the partitioned value `int32 [n]`. Inside one, it is
-an equation without operands that yields this group's index, `int32 []`
-(`per_group=True`). `map_fn` runs its function under a vmap whose axis name is a
-`GroupAxis`; the batching rule below recognises that axis, however deep in scans,
-conditionals and nested programs the equation stands, and any other axis leaves it
-alone. As the equation closes over nothing, it is safe inside cached inner jits.
+Input: no operands. Output: in a program, the partitioned value `int32 [n]`, y_i = i.
+Inside a mapped function (`per_group=True`), the index of the group, `int32 []`.
+
+`map_fn` runs its function under a vmap whose axis name is a `GroupAxis`. The batching
+rule recognizes that axis, however deep in scans, conditionals and nested programs the
+equation stands. Under any other axis the equation is unbatched: its value is the same
+for the whole batch. There is no derivative rule, as it has no operands.
+
+Invariants: the index depends on the group only, never on devices or blocks. A padded
+slot has the index of its device's first group, as it has that group's operands.
+Sharp edges: the equation closes over nothing, so inner jits may cache it; a per-group
+equation outside a map has no value, and its execution rule asserts that.
 """
 
 from dataclasses import dataclass
@@ -25,7 +31,11 @@ partition_index_p = registration.new_primitive("partition_index")
 
 @dataclass(frozen=True)
 class GroupAxis:
-    """The axis name of the vmap over the groups that one device holds, or over all."""
+    """The axis name of a vmap over the groups: of one device, or all of them.
+
+    The name identifies the partition, so that a nested program's vmap does not answer
+    for the outer partition. No name in users' code is equal to it.
+    """
 
     partition: Partition
     mesh: Any
@@ -51,11 +61,14 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
         where = layout(axis.partition, axis.mesh)
+        # The size of the axis tells the lowering: by vmap, it has the slots of all
+        # devices; in a shard_map, those of one device, or fewer (work with effects).
         if where.sharded and axis_data.size == where.padded != where.per_device:
             return own_numbers(where, all_row_numbers(where), 0), 0
         numbers = where.row_numbers()
         numbers = own_numbers(where, numbers, numbers[:1])[: axis_data.size]
         return vary(numbers, where.axes), 0
+    # Another axis: an inner vmap of the user's, or of another partition.
     index = partition_index_p.bind(partition=partition, mesh=mesh, per_group=per_group)
     return index, None
 

@@ -1,15 +1,22 @@
 """Random bits of a group that depend on its key, and on no other group.
 
-Keys of `rbg` and `unsafe_rbg` are made for hardware that draws bits fast. But JAX gives
-a batch of such keys what it draws with the first one, and so the bits of a group would
-depend on how many groups are worked on together, on chunks and devices. In the jaxpr of
-a group `in_turn` replaces each equation that draws from such a key by one that is
-batched group by group, in a loop over this equation alone:
+Input: the jaxpr of one group. Output: the same jaxpr, in which each equation that draws
+from an `rbg` or `unsafe_rbg` key is replaced by
 
     in_turn[draw, options, avals] x_1 ... x_k
 
-Sharp edge: what `vmap(spmd_axis_name=...)` maps over devices stays JAX's; a loop over
-devices would do all the work on each of them.
+These generators draw fast on accelerators. But JAX gives a batch of such keys the bits
+that it draws with the first key, so the bits of a group would depend on the groups that
+are worked on together, on chunks and devices. The batching rule of `in_turn` is a loop
+over the groups around this one equation:
+
+    batched draw(key_1, ..., key_k) = [draw(key_1), ..., draw(key_k)]
+
+Invariants: the bits of group i are a function of its key; everything but draws stays
+batched. Keys of threefry2x32 need no change, as JAX draws with each key of a batch.
+Sharp edges: a vmap with `spmd_axis_name` keeps JAX's behavior, as a loop over devices
+would do all the work on each of them. There is no derivative rule: the jaxpr is
+rewritten when it is lowered, after all derivatives.
 """
 
 import jax
@@ -29,9 +36,10 @@ _DRAWS = {  # with threefry2x32, JAX draws with each key
 }  # fmt: skip
 
 
+# Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
 def in_turn(jaxpr):
-    """A per-group jaxpr in which batches of groups draw bits in turn."""
+    """A per-group jaxpr in which the groups of a batch draw bits one after another."""
     return _changed(jaxpr) if _draws(jaxpr) else jaxpr
 
 
@@ -44,6 +52,7 @@ def _draws(jaxpr) -> bool:
 
 
 def _is_draw(eqn) -> bool:
+    """Whether JAX's batching rule of this equation uses the first key for all."""
     name = eqn.primitive.name
     if name == "rng_bit_generator":
         return True
@@ -62,7 +71,7 @@ def _in_turn(eqn):
 
 
 def _changed(value):
-    """A parameter or a jaxpr, with all jaxprs in it changed."""
+    """A parameter or a jaxpr, with the draws replaced in all jaxprs in it."""
     if type(value) in (tuple, list):
         return type(value)(map(_changed, value))
     if not isinstance(value, _compat.JAXPR_TYPES):
@@ -82,6 +91,7 @@ def _draw(*args, draw, options, avals):
 def _batch(axis_data, args, dims, **params):
     if all(d is None for d in dims):
         return in_turn_p.bind(*args, **params), [None] * len(params["avals"])
+    # A loop over an axis that is sharded over devices would serialize the devices.
     if axis_data.spmd_name is not None:
         run = lambda *args: _draw(*args, **params)
         return jax.vmap(run, dims)(*args), [0] * len(params["avals"])
@@ -97,6 +107,7 @@ def _batch(axis_data, args, dims, **params):
     if axis_data.size == 1:  # needs no loop
         outs = one([None if x is None else x[0] for x in rows])
         return [y[None] for y in outs], [0] * len(outs)
+    # `one` binds in_turn again: an outer vmap batches it by this same rule.
     outs = lax.map(one, rows)
     return outs, [0] * len(outs)
 

@@ -1,17 +1,28 @@
-"""The table of reductions: all that the planner and the backends know of one.
+"""The registry of reductions: all that the planner and the backends know of one.
 
-A backend reduces in up to four steps: `local`, the partial reduction of the groups that
-a device or a worker has at once; `combine`, of two partial reductions;
-`across_devices`, of those of all devices; and `finish`, which makes the result of the
-total. Invariants:
+Input: the name of a reduction, or its primitive. Output: its `ReduceOp`, or None.
+
+A backend reduces in up to four steps, with blocks B of groups (of a device, a worker or
+a step of a loop):
+
+    local            p_B = op over i in B of x_i        a partial reduction
+    combine          p_{A + B} = combine(p_A, p_B)      of two disjoint blocks
+    across_devices   the same, of all devices           one collective
+    finish           y = finish(p_all, n)               a mean: division by n
+
+Invariants:
 
 * `combine` is associative and commutative, but for rounding, and `identity` is neutral
-  for it: groups may be cut into blocks in any way, and padding is filled with it.
-* `finish` commutes with `combine` if the reduction is `additive` (a mean: division by
-  the number of groups), so it may come before the devices are combined.
+  for it. So a cut of the groups into any blocks gives the same result, and padding may
+  be filled with the identity.
+* If the reduction is `additive`, `finish` commutes with `combine`: (a + b) / n =
+  a / n + b / n. So it may precede the communication between devices.
 
 To add a reduction: define its primitive with all rules, call `register`, and write the
-function that users call. Nothing else switches on the name of a reduction.
+public function. No other module dispatches on the name of a reduction.
+
+Sharp edges: partial reductions have a wider dtype than the values (`accumulator` on
+devices, `wide` on the host), but not if the reduction `selects` a value.
 """
 
 import math
@@ -37,9 +48,10 @@ from drjax._primitives.extrema import (
     reduce_min_p,
 )
 
-# A running sum has a second accumulator for what rounding loses where that is cheap,
-# for so few numbers, or needed: s steps lose at most s 2^-24 of a plain sum, and of
-# equal numbers often a sixth of that. `jnp.sum` loses less, as it adds up in a tree.
+# A running sum has a second accumulator, for the rounding errors, if that is cheap (at
+# most FEW_NUMBERS elements) or needed (more than MANY_STEPS steps). In float32, s steps
+# lose at most s 2^-24 of the sum of magnitudes, and with equal summands often a sixth
+# of that. `jnp.sum` loses less, as it adds pairwise.
 FEW_NUMBERS = 1024
 MANY_STEPS = 4096
 
@@ -74,11 +86,11 @@ class ReduceOp:
         `jax.numpy` has the function of the same name.
       identity: From a dtype to the number that is neutral for `ufunc`.
       across_devices: From a `Layout` and the partial reductions of a device, in the
-        dtype of the values, to those of all devices. That of `additive` reductions
-        takes any number of them, for one collective.
+        dtype of the values, to those of all devices. If the reduction is `additive`,
+        it takes any number of partial reductions, for one collective.
       finish: From the total and the number of groups to the result.
-      selects: Whether the result is the very value of a group, as of a maximum: no
-        accumulator is wider, and no other stage may compute that value again.
+      selects: Whether the result is bitwise the value of some group, as a maximum is.
+        No accumulator is wider, and no other stage may rematerialize that value.
       additive: Whether partial reductions are sums.
       if_no_group: The result, as a float, if no group takes part.
     """
@@ -97,6 +109,7 @@ class ReduceOp:
     def local(self, slices: jax.Array) -> jax.Array:
         """The partial reduction of `[k, *s]` over axis 0, in `accumulator` of it."""
         reduce = getattr(jnp, _OVER_AN_AXIS[self.ufunc])
+        # No wider dtype: the result is bitwise one of the values.
         if self.selects:
             return reduce(slices, axis=0)
         return reduce(slices, axis=0, dtype=self.accumulator(slices.dtype))
@@ -114,6 +127,7 @@ class ReduceOp:
         return getattr(jnp, self.ufunc.__name__)(x, y)
 
 
+# By ufunc, not by reduction: a new reduction with one of these needs no entry.
 _OVER_AN_AXIS = {
     np.add: "sum",
     np.maximum: "max",
@@ -125,7 +139,7 @@ _of_primitive: dict[Any, ReduceOp] = {}
 
 
 def register(op: ReduceOp) -> ReduceOp:
-    """Make a reduction known to the planner, plan files and backends."""
+    """Register a reduction with the planner, plan files and backends."""
     REDUCE_OPS[op.name] = _of_primitive[op.primitive] = op
     return op
 
@@ -179,10 +193,11 @@ register(
 
 
 def is_compensated(reduce, steps: int) -> bool:
-    """Whether a running sum of so many steps needs its second accumulator."""
+    """Whether a running reduction of `steps` steps has its second accumulator."""
     source = reduce.source
     if not REDUCE_OPS[reduce.op].additive:
         return False
+    # Integers have no rounding errors, and 64-bit floats lose too little.
     if accumulator(source.dtype) not in (jnp.float32, jnp.complex64):
         return False
     size = math.prod(source.shape)  # unknown with symbolic dimensions
@@ -194,14 +209,21 @@ def is_compensated(reduce, steps: int) -> bool:
 class Running:
     """A running reduction.
 
+    With the value v and the excess e = v - sum, one more summand x gives
+
+        v' = fl(v + (x - e))      e' = (v' - v) - (x - e)
+
+    so that v' - e' = v - e + x, but for errors of second order.
+
     Attributes:
       op: Its name.
       value: What it is so far.
-      excess: What `value` has more than the sum, at most about half its last digit;
-        or None (Kahan 1965, "Further remarks on reducing truncation errors"). That
-        takes three more additions, and as much memory again.
+      excess: The rounding error, `value` minus the sum, at most about half the last
+        digit of `value`; or None (Kahan 1965, "Further remarks on reducing truncation
+        errors"). It costs three more additions, and as much memory as `value`.
     """
 
+    # The name, not the ReduceOp: pytree metadata must be comparable and hashable.
     op: str
     value: Any
     excess: Any = None
@@ -213,7 +235,8 @@ class Running:
         x = x - self.excess
         value = self.value + x
         excess = (value - self.value) - x
-        excess = jnp.where(jnp.isfinite(excess), excess, 0)  # of infinite sums: NaN
+        # An infinite sum has the excess inf - inf = NaN, which must not spread.
+        excess = jnp.where(jnp.isfinite(excess), excess, 0)
         return Running(self.op, value, excess)
 
     def tree_flatten(self):

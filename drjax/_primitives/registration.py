@@ -1,4 +1,13 @@
-"""What all primitives of drjax share: how they run eagerly, lower, batch and print."""
+"""The rules that all primitives share: execution, lowering, batching, printing.
+
+Input: a primitive, and its execution function `fn(*args, **params)`, which is traceable
+and has the mesh as a parameter. Output: entries in JAX's registries; and, for the
+derivative rules of higher-order primitives, helpers on tangents and residuals.
+
+Invariants: eager and staged calls run the same function; a batch dimension never stands
+before the group axis of a partitioned operand.
+Sharp edges: JAX's registries are global, so a rule is registered once, on import.
+"""
 
 from collections.abc import Callable
 
@@ -14,7 +23,7 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
     """A primitive whose printed name carries the prefix `drjax_`."""
     primitive = Primitive(f"drjax_{name}")
     primitive.multiple_results = multiple_results
-    # What its jaxprs hold is lowered when they are run, in that context.
+    # High-level types in its jaxprs are lowered when these run, in that context.
     setattr(primitive, "is_high", lambda *_, **__: False)  # noqa: B010
     return primitive
 
@@ -24,7 +33,7 @@ def register_execution(primitive: Primitive, fn: Callable) -> None:
 
     Eager calls go through one jitted function for each set of parameters, so that a
     second call with the same shapes compiles nothing. Under `jax.disable_jit` the
-    function is called as it is.
+    function is called directly.
     """
 
     @cache_by_params
@@ -41,19 +50,27 @@ def register_execution(primitive: Primitive, fn: Callable) -> None:
         return compiled(**params)(*args)
 
     primitive.def_impl(impl)
+    # `fused_lowering` replaces the lowering rules of three primitives.
     _compat.register_lowering(primitive, fn)
+    # Without a mesh, `mesh=None` in each printed equation would be noise.
     _compat.register_printing(primitive, lambda key, value: value is None)
 
 
 def rows_first(x, dim: int):
-    """Move a batch dimension that stands at the group axis behind it."""
+    """Move a batch dimension 0 behind the group axis: `[b, n, *s]` -> `[n, b, *s]`."""
     return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
 
 
 def register_batching(primitive: Primitive, out_shift: int, rows_in: bool) -> None:
     """Batch a one-operand primitive whose result has `out_shift` more dimensions.
 
-    The batch dimension stays where it is, relative to the dimensions of one group.
+    The operand's batch dimension d becomes d + out_shift: it keeps its place among the
+    dimensions of one group, as the group axis before it is added or removed.
+
+    Args:
+      primitive: A primitive with one operand and one result.
+      out_shift: 1 if it adds the group axis, -1 if it removes it, else 0.
+      rows_in: Whether the operand has a group axis.
     """
 
     def rule(args, dims, **params):
@@ -64,13 +81,13 @@ def register_batching(primitive: Primitive, out_shift: int, rows_in: bool) -> No
 
 
 def linearize_and_keep(bind: Callable, jaxpr, primals, split):
-    """A linearisation that keeps what the linear part needs of the primal part.
+    """A linearization that saves the residuals of the primal part.
 
     Args:
       bind: Applies a jaxpr to operands: `(jaxpr, operands)`.
-      jaxpr: What is linearised.
+      jaxpr: The jaxpr to linearize.
       primals: Its operands.
-      split: What `_compat.linearize_jaxpr` makes of it.
+      split: The result of `_compat.linearize_jaxpr` for it.
 
     Returns:
       `(results, which tangents of results are nonzero, residuals, linear jaxpr)`; the
@@ -80,6 +97,7 @@ def linearize_and_keep(bind: Callable, jaxpr, primals, split):
     outs = bind(primal, primals)
     n = len(jaxpr.out_avals)
     new = iter(outs[n : n + n_flat])
+    # A residual that is an operand is not saved twice: `forwarded` has its position.
     flat = [next(new) if i is None else primals[i] for i in forwarded]
     return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), tangent
 
@@ -91,13 +109,13 @@ def with_kept(residuals, tangents) -> list:
 
 
 def instantiated(tangents, nonzeros) -> list:
-    """The tangents of what has any, as arrays."""
+    """The tangents marked as nonzero, as arrays: symbolic zeros are instantiated."""
     pairs = zip(tangents, nonzeros, strict=True)
     return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
 
 
 def fill_zeros(avals, nonzeros, values) -> list:
-    """All tangents, from those that are not zero."""
+    """All tangents, with symbolic zeros, from those that are not zero."""
     values = iter(values)
     return [
         next(values) if nz else _compat.Zero(aval.to_tangent_aval())
