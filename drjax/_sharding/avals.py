@@ -1,4 +1,12 @@
-"""Types of global and partitioned values, on meshes with Explicit and Manual axes."""
+"""Types of global and partitioned values, on meshes with Explicit and Manual axes.
+
+Input: the type of a value, and a layout. Output: its type after a broadcast, a
+reduction, or for one group: shape, sharding, and varying manual axes (VMA).
+
+Invariants: axes of the partition occur in the leading entry of a partitioned value's
+spec only; a global value does not vary over them.
+Sharp edges: without VMA checking no value varies; Auto axes have no entry in types.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +72,7 @@ def group_aval(aval, layout: Layout):
 
 
 def number_aval(partition: Partition | None):
-    """Type of an int32 scalar; if of a partition, the number of one of its groups."""
+    """Type of an int32 scalar; with a partition, of the index of one of its groups."""
     mesh = jax.sharding.get_abstract_mesh()
     scalar = _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))
     if partition is None or not _compat.check_vma():

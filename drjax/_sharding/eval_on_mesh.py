@@ -1,4 +1,9 @@
-"""Running a jaxpr on a mesh of which it knew nothing when it was traced."""
+"""Evaluation of a jaxpr on a mesh that was unknown when it was traced.
+
+Input: a jaxpr, and arguments whose types have a mesh. Output: its results, with types
+on that mesh. Invariants: values are those of the jaxpr; only `out_sharding` of products
+is added. Sharp edges: inner jits and loops are evaluated with their traced types.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +21,8 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     """The results of a jaxpr that was traced without the mesh of its arguments.
 
     On Explicit axes, JAX needs the sharding of the result of a product that contracts
-    dimensions which both operands have sharded: as the other dimensions do, that is,
-    with one all-reduce. Where the product was traced, nobody knew. What is inside of
-    inner jits and loops is not typed again.
+    dimensions which both operands have sharded: that of the other dimensions, with one
+    all-reduce. It was unknown when the product was traced.
     """
     if not any(map(_is_sharded, args)):
         return _compat.jaxpr_as_fun(jaxpr)(*args)

@@ -1,11 +1,14 @@
-"""Running a function of one device's rows on all devices.
+"""Execution of a function of one device's slices on all devices.
 
-Input: a function of the k rows that a device holds, and operands for the whole
+Input: a function of the slices of a device's k groups, and operands for the whole
 partition. Output: its results for the whole partition, or one for each device.
 
-`on_devices` runs it as it stands (local and manual layouts), or inside a `shard_map`
+`on_devices` calls it directly (local and manual layouts), or inside a `shard_map`
 over the partition's axes with varying-manual-axes checking (sharded ones).
 `on_all_devices` leaves the distribution to the compiler.
+
+Invariants: operands are on the mesh of the layout, and padded to k * m slices; results
+are cut to n slices. Sharp edges: the function sees padding, and has to mask it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +35,11 @@ def on_devices(
     numbered: bool = False,
     first: bool = False,
 ) -> list[Any]:
-    """Run `body` on each device's rows; `body` takes and returns a flat sequence.
+    """Run `body` on each device's slices; `body` takes and returns a flat sequence.
 
-    A result of which `partitioned_out` says None has one row for each device, [m, *s].
-    With `numbered`, `body` takes as last argument the numbers of its rows, int32 [k];
-    with `first`, that of the first one, int32 [1].
+    A result with None in `partitioned_out` has one slice for each device, [m, *s].
+    With `numbered`, `body` takes as last argument its group indices, int32 [k];
+    with `first`, the first of them, int32 [1].
     """
     if not layout.sharded:
         last = [layout.row_numbers()] if numbered or first else []
@@ -63,11 +66,11 @@ def on_devices(
 def on_all_devices(
     layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Run `run`, which the compiler partitions, on the rows of all devices at once.
+    """Run `run`, which the compiler partitions, on the slices of all devices.
 
     Args:
       layout: A sharded layout.
-      run: From operands, padded to k * m rows, to values of the devices, `[m, *s]`,
+      run: From operands, padded to k * m slices, to values of the devices, `[m, *s]`,
         and partitioned results, `[k * m, *s]`.
       args: The operands.
       partitioned_in: Which of them are partitioned.
@@ -81,7 +84,7 @@ def on_all_devices(
         padded = _laid_out(_pad_rows(as_operand(x, layout, True), layout), layout)
         if not layout.uneven:
             return padded
-        real = lax.iota(jnp.int32, layout.padded) < n  # the others hold group 0's row
+        real = lax.iota(jnp.int32, layout.padded) < n  # padding: copies of group 0
         real = lax.broadcast_in_dim(real, padded.shape, (0,))
         return _laid_out(jnp.where(real, padded, padded[:1]), layout)
 
@@ -92,18 +95,18 @@ def on_all_devices(
 
 
 def all_row_numbers(layout: Layout):
-    """int32 [k * m]: the numbers of all rows, laid out over the partition's axes."""
+    """int32 [k * m]: the indices of all slots, sharded over the partition's axes."""
     return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
 
 
 def first_row_numbers(layout: Layout):
-    """int32 [m]: the number of each device's first row, laid out over the axes."""
+    """int32 [m]: the index of each device's first group, sharded over the axes."""
     numbers = lax.iota(jnp.int32, layout.devices) * layout.per_device
     return as_operand(numbers, layout, True)
 
 
 def _laid_out(x, layout: Layout):
-    """Padded rows, laid out over the partition's axes; Explicit ones are in types."""
+    """Padded slices, sharded over the partition's axes; Explicit ones are in types."""
     if layout.spec_entry is not None:
         return x
     assert layout.mesh is not None
@@ -138,11 +141,10 @@ def vary(x, axes):
 def as_operand(x, layout: Layout, partitioned: bool):
     """`x` with the type that a primitive's operand needs, and visible on the mesh.
 
-    Resharding on Explicit axes here, outside the primitive, lets JAX transpose it: a
-    global array used as a partitioned one gets its cotangent back as a global array.
-    For a concrete mesh that is not in JAX's context, a constraint that says nothing
-    else tells the surrounding jit which devices it runs on; it does not look into our
-    primitives for that.
+    On Explicit axes, `reshard` outside the primitive lets JAX transpose it: a global
+    array used as a partitioned one gets its cotangent back as a global array.
+    A concrete mesh that is not in JAX's context needs a sharding constraint without
+    any axes: jit finds the devices in it, and does not search our primitives.
     """
     mesh, aval = layout.mesh, _compat.typeof(x)
     if mesh is None or not layout.sharded:

@@ -1,17 +1,19 @@
-"""How a partition lies on a mesh.
+"""The layout of a partition on a mesh.
 
-A partition of n groups over m devices gives each device k = ceil(n / m) rows. The
-primitives are written once, as functions of the rows that one device holds, and run
-through `execute.on_devices`, in one of three modes:
+Input: a partition, and a mesh or None. Output: a `Layout`, or a `MeshError`.
 
-* local: no mesh, or a mesh without the partition's axes. One device holds all rows.
-* manual: inside a user's `shard_map` over those axes. The rows are there already.
+A partition of n groups over m devices gives each device k = ceil(n / m) slots. The
+primitives are written once, as functions of one device's slices, and run through
+`execute.on_devices`, in one of three modes:
+
+* local: no mesh, or a mesh without the partition's axes. One device has all groups.
+* manual: inside a user's `shard_map` over those axes. Values are sliced already.
 * sharded: a `jax.shard_map` over the partition's axes only, with `check_vma`. Other
   mesh axes stay as they are, so models may be sharded over them inside a group.
 
 Sharp edges:
 
-* n not divisible by m: rows are padded with zeros to k * m by `lax.pad` (padding by
+* n not divisible by m: slices are padded with zeros to k * m by `lax.pad` (padding by
   a concatenation or a gather costs collectives), and every reduction masks them. The
   work of groups never sees these zeros; see `padding.py`. JAX's types cannot express
   uneven shards, so Explicit axes refuse this.
@@ -63,7 +65,7 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
                 f"{_show(context)}; JAX needs them to be the same. Leave out mesh=, "
                 "or leave the jax.set_mesh context."
             )
-        mesh = context  # it knows which axes are Manual here
+        mesh = context  # the context's mesh has the Manual axis types
     present = [axis for axis in partition.mesh_axes if axis in mesh.axis_names]
     if not present:
         _log_missing_axis(partition.mesh_axes, mesh.axis_names)
@@ -102,7 +104,7 @@ def _show(mesh) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a partition are.
+    """The devices of the groups of a partition.
 
     Attributes:
       partition: The partition, n groups.
@@ -120,7 +122,7 @@ class Layout:
 
     @property
     def per_device(self) -> int:
-        """k, the number of rows on each device, padding included."""
+        """k, the number of slots on each device, padding included."""
         return -(-self.partition.size // self.devices)
 
     @property
@@ -148,7 +150,7 @@ class Layout:
 
     @property
     def partly_manual(self) -> bool:
-        """Whether code for a device's rows is Manual over only some mesh axes."""
+        """Whether code for a device's slices is Manual over only some mesh axes."""
         if self.mesh is None:
             return False
         types = _axis_types(self.mesh)
@@ -164,7 +166,7 @@ class Layout:
 
     @property
     def padded(self) -> int:
-        """k * m, the number of rows on all devices, padding included."""
+        """k * m, the number of slots on all devices, padding included."""
         return self.per_device * self.devices
 
     @property
@@ -182,14 +184,14 @@ class Layout:
         return entry[0] if len(entry) == 1 else entry or None
 
     def row_numbers(self):
-        """int32 [k]: the global numbers of this device's rows, inside `on_devices`."""
+        """int32 [k]: the group indices of this device, inside `on_devices`."""
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
             return local
         return lax.axis_index(self.axes) * self.per_device + local
 
     def mask_padding(self, x, numbers, fill):
-        """`x` with `fill` in the rows that are only padding, given the row numbers."""
+        """`x` with `fill` in padded slots, given the group indices of all slots."""
         if numbers is None:
             return x
         valid = lax.broadcast_in_dim(numbers < self.partition.size, x.shape, (0,))
@@ -258,7 +260,7 @@ def _axis_types(mesh) -> dict[str, AxisType]:
 
 
 def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
-    """Where `drjax.shard` puts `[n, ...]` data; None if there is no mesh to use."""
+    """The sharding of `drjax.shard` for `[n, ...]` data; None without a mesh."""
     if (mesh := find_mesh(partition, mesh)) is None:
         return None
     where = layout(partition, mesh)

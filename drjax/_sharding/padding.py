@@ -1,14 +1,17 @@
-"""Padding of n groups that m devices do not divide: what the padded slots do.
+"""Padding of n groups that m devices do not divide: the work of the padded slots.
+
+Input: a layout, the group indices of a device's slots, and their slices. Output: slices
+for all slots, or work that runs only for slots with groups.
 
 Each device has k = ceil(n / m) slots. The last devices have fewer groups: one of them
 has n mod k, the others after it none. Padding may decide neither values, nor control
 flow, nor effects:
 
-* Padded slots of a device that has groups hold copies of its first group, number
-  included. So a loop that ends for every group ends there, too, and a check that holds
-  for every group holds. The copies are made on the device: made before the rows are
-  divided over the devices, they would cost all-gathers.
-* A device without groups skips the work, by a `cond` on its place.
+* Padded slots of a device that has groups hold copies of its first group, index
+  included. So a loop that ends for every group ends for them, too, and a check that
+  holds for every group holds. Each device copies after the slices are divided over the
+  devices; before, the copies would cost all-gathers.
+* A device without groups skips the work, by a `cond` on its first group index.
 * Work with effects runs for exactly the groups of a device. Their number is one of
   three that are known when the work is traced, so there is a branch for each.
 
@@ -26,14 +29,14 @@ from drjax._sharding.layout import Layout
 
 
 def own_numbers(where: Layout, numbers, first):
-    """The group numbers of slots; of padded ones, that of the device's first group."""
+    """The group indices of slots; of padded ones, that of the device's first group."""
     if not where.uneven:
         return numbers
     return jnp.where(numbers < where.partition.size, numbers, first)
 
 
 def own_rows(where: Layout, numbers, rows, first_row):
-    """The rows of slots; of padded ones, `first_row`, `[1, *s]`."""
+    """The slices of slots; of padded ones, `first_row`, `[1, *s]`."""
     if not where.uneven:
         return rows
     real = numbers < where.partition.size
@@ -48,7 +51,7 @@ def unless_empty(where: Layout, first, work: Callable, otherwise: Callable):
 
 
 def like_nothing(values):
-    """Zeros in the shapes and dtypes of a tree, for results that nobody sees."""
+    """Zeros in the shapes and dtypes of a tree, for results without a use."""
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
 
 
@@ -64,11 +67,11 @@ def for_real_groups(
 
     Args:
       where: An uneven layout.
-      numbers: The numbers of the slots, int32 [slots].
+      numbers: The group indices of the slots, int32 [slots].
       few: How many of them are groups on the device that has fewer groups than slots.
       run: `run(count)(*operands)` works for so many groups.
-      operands: Operands, by rows `[slots, *s]` or shared.
-      by_rows: Which are by rows.
+      operands: Operands, `[slots, *s]` with a slice for each slot, or shared.
+      by_rows: Which operands have slices.
     """
     slots = numbers.shape[0]
     shapes = jax.eval_shape(run(slots), *operands)

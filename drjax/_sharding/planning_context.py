@@ -1,11 +1,14 @@
-"""Where the jaxprs of plans are traced: without devices, or under the mesh in context.
+"""The context in which the jaxprs of plans are traced: no devices, or the ambient mesh.
+
+Input: a function that traces. Output: its jaxpr, free of devices and of mesh types
+unless `drjax.jit` asks for the mesh in context.
 
 A plan that leaves the process is free of devices, so it is traced outside any mesh.
 What `drjax.jit` plans stays under the mesh in context: the work of a group may be
 sharded over mesh axes other than the partition's, and functions may close over
 arrays on the mesh. On a mesh with Explicit axes types carry shardings, of which a plan
-knows nothing: there, functions are traced outside the mesh, or, if they close over its
-arrays, under it and then without these types.
+has no record: functions are traced outside the mesh or, if they close over its arrays,
+under it, and these types are removed afterwards.
 """
 
 import contextlib
@@ -48,7 +51,7 @@ def is_bound() -> bool:
 
 
 def trace_without_mesh(trace: Callable[[], Any]) -> Any:
-    """What `trace` makes outside any mesh; or else under the mesh, free of its types.
+    """Trace outside any mesh; or else under the mesh, and remove its types.
 
     Args:
       trace: Returns a jaxpr and whatever belongs to it, as a pair.
