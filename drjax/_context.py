@@ -18,7 +18,7 @@ from drjax._partition import Partition, as_partition
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a building block finds around it.
+    """The ambient partition and mesh of a building block.
 
     Attributes:
       partition: The partition of the innermost program, or None directly inside a
@@ -34,7 +34,7 @@ class Scope:
 
 scope_context = jax.make_user_context(None)
 # Whether programs are being planned under the mesh in context: their building blocks
-# say what they do, and nothing of devices. See `_sharding/planning_context.py`.
+# bind primitives without a mesh. See `_sharding/planning_context.py`.
 planned = jax.make_user_context(False)
 _OUTSIDE = Scope()
 

@@ -6,10 +6,10 @@ partitioned values. Match an equation by object, never by its printed name:
 
     eqn.primitive is drjax.primitives.broadcast_p
 
-`[*s]` is the shape of a global value, `[n, *s]` that of a partitioned one, whose row
+`[*s]` is the shape of a global value, `[n, *s]` that of a partitioned one, whose slice
 i belongs to group i; n is `partition.size`.
 
-| object              | operands -> results             | meaning, for rows i         |
+| object              | operands -> results             | meaning, for each group i   |
 |---------------------|---------------------------------|-----------------------------|
 | `broadcast_p`       | `[*s]` -> `[n, *s]`             | y_i = x                     |
 | `map_fn_p`          | k x `[n, *s]` -> l x `[n, *t]`  | (y_i) = jaxpr(x_i)          |
@@ -31,7 +31,7 @@ Parameters (`eqn.params`) of every equation:
 Of `map_fn_p` also:
 
 * `jaxpr`: a `jax.extend.core.ClosedJaxpr` without constants, written for one group:
-  its inputs and outputs have the types of the rows. Evaluate it with
+  its inputs and outputs have the types of slices. Evaluate it with
   `jax.extend.core.jaxpr_as_fun`. What the mapped function closed over is among the
   first operands, through `broadcast_p`.
 * `name`: the name of the mapped function; derived equations keep it.

@@ -5,8 +5,8 @@
     reductions     reduce_sum, reduce_mean, ..., select
     trace_map      the function given to map_fn, traced for one group
     resolve        arguments of a block: its partition, its mesh, its leaves
-    validate       what is refused, and the messages
+    validate       the checks of arguments, and their messages
     checkify_groups                 the errors of jax.experimental.checkify
 
-Pytrees and users' functions go in; primitives are bound.
+Input: pytrees and users' functions. Output: bound primitives, and pytrees of results.
 """

@@ -1,4 +1,8 @@
-"""The building blocks over pytrees, but for the reductions: checks, then binds."""
+"""The building blocks over pytrees, but for the reductions.
+
+Input: a tree, and optionally a mesh and a partition. Output: a tree of results.
+Invariants: every leaf is checked before a primitive is bound.
+"""
 
 from collections.abc import Callable
 
@@ -110,7 +114,7 @@ def map_fn(
 def gather(
     x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> PyTree:
-    """All groups' rows as a global value. One all-gather on a mesh.
+    """All groups' slices as a global value. One all-gather on a mesh.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`.
@@ -137,7 +141,7 @@ def gather(
 def scatter(
     x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> PyTree:
-    """Hand row i of a global value to group i. No communication.
+    """Give slice i of a global value to group i. No communication.
 
     Args:
       x: Tree of global arrays `[n, *s]`.
@@ -169,7 +173,7 @@ def scatter(
 def partition_index(
     *, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
-    """The numbers of the groups, 0 to n - 1. No communication.
+    """The group indices, 0 to n - 1. No communication.
 
     Args:
       mesh: As for `drjax.broadcast`.
@@ -224,7 +228,7 @@ def shard(
 
     Args:
       tree: Tree of arrays `[n, *s]`. With several processes, each passes the whole
-        array and keeps only its own rows.
+        array and stores the slices of its own devices only.
       mesh: The mesh. Default: the program's, then the one in context.
       partition: A `drjax.Partition`, a mapping `{"clients": n}`, or a program.
         Default: the program's partition.
@@ -259,17 +263,17 @@ def _place(leaf, sharding):
         return leaf
     if isinstance(leaf, core.Tracer) or sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if not leaf.is_fully_addressable:  # it lies on several processes already
+    if not leaf.is_fully_addressable:  # several processes hold it already
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)  # each process hands over the rows of its own devices
+    host = np.asarray(leaf)  # each process places the slices of its own devices
     return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
 
 
 def _mapped_partition(partition: PartitionLike) -> Partition | None:
-    """The partition of a surrounding map_fn that is meant, if one is."""
+    """The partition of the surrounding map_fn that `partition` refers to, if any."""
     scope = current_scope()
     if partition is None:
         return scope.mapped[-1] if scope.mapped and scope.partition is None else None

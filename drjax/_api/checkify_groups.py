@@ -1,9 +1,12 @@
 """Rules of `jax.experimental.checkify`: the errors of groups, combined.
 
+Input: a `map_fn` equation, and the enabled checks. Output: one global error, and the
+results of the equation.
+
 Checkify turns a function with checks into one that returns an error, too. A mapped
-function returns one for each group. They are gathered, and of each kind of error the
-one of the first group that has any is that of the program; its message names the group.
-So a program with checks has a plan, and no round more.
+function returns one for each group. They are gathered. For each kind of error, that of
+the first group that has one is the error of the program; its message names the group.
+So a program with checks has a plan, and no additional round.
 """
 
 from typing import Any
@@ -24,7 +27,7 @@ class GroupCheckError(checkify_rules.CheckError):
     """A check that failed in one group.
 
     Attributes:
-      error: What failed.
+      error: The error of checkify in that group.
       group: The index of the group.
     """
 

@@ -1,4 +1,8 @@
-"""The building blocks that turn partitioned values into global ones, over pytrees."""
+"""The reductions, and `select`, over pytrees.
+
+Input: a tree of partitioned leaves `[n, *s]`. Output: the tree with global leaves.
+Invariants: all but the sum, mean, maximum and minimum are compositions of primitives.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,8 +43,8 @@ def reduce_sum(
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`. Integers and bools are promoted as by
-        `jnp.sum`. 16-bit floats are added in float32 on each device; what is sent
-        between devices has the dtype of the input.
+        `jnp.sum`. 16-bit floats are added in float32 on each device; the
+        communication between devices has the dtype of the input.
       where: Optional bool `[n]`: the groups to sum. If no group takes part: 0.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
@@ -81,7 +85,7 @@ def reduce_mean(
     Args:
       x: Tree of partitioned arrays `[n, *s]`. Integers and bools become float32 (of 64
         bits: float64), as by `jnp.mean`. 16-bit floats are added in float32 on each
-        device and travel, divided by n, in 16 bits; with `where=`, in float32.
+        device and communicated, divided by n, in 16 bits; with `where=`, in float32.
       where: Optional bool `[n]`: the groups to average. If no group takes part: NaN, as
         by `jnp.mean`.
       mesh: As for `drjax.broadcast`.

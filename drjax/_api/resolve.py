@@ -1,4 +1,8 @@
-"""What every building block does first: find the partition, check the operands."""
+"""The first steps of every building block: resolve the partition, check the operands.
+
+Input: the arguments of a building block. Output: the parameters `partition` and `mesh`
+of its primitives, and leaves that have the types of operands on that mesh.
+"""
 
 from collections.abc import Callable
 from typing import Any

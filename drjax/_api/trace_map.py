@@ -1,9 +1,11 @@
 """From a Python function on pytrees to a bound `map_fn` equation.
 
+Input: a function, and checked leaves `[n, *s]`. Output: its results, `[n, *t]`.
+
 The function is traced at each call, as cheaply as `jax.make_jaxpr`, so that an eager
 program never acts on a stale closure or global; executables are shared by the
-structure of the jaxpr (`_primitives/dispatch_cache.py`), so that nothing is compiled
-twice.
+structural hash of the jaxpr (`_primitives/dispatch_cache.py`), so that nothing is
+compiled twice.
 """
 
 import re
@@ -69,7 +71,7 @@ def _trace(fn, tree, avals, where, name):
 
 
 def _check_layouts(jaxpr, consts, where, name) -> None:
-    """Refuse layouts over the partition's own axes, along which the groups are."""
+    """Refuse shardings over the partition's own axes, which divide the groups."""
     if any(_mentions(_compat.typeof(c).sharding, where.axes) for c in consts):
         raise MeshError(
             f"The function {name} given to drjax.map_fn closes over an array that is "
@@ -125,7 +127,7 @@ def _collective_error(where, name):
 
 
 def _collective_axes(jaxpr) -> set[str]:
-    """The mesh axes over which a jaxpr communicates or asks for its place."""
+    """The mesh axes over which a jaxpr communicates or has an axis index."""
     found: set[str] = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only

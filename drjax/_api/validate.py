@@ -22,7 +22,7 @@ def flatten(block: str, tree: Any, name: str = "x"):
 def flatten_partitioned(
     block: str, tree: Any, partition: Partition, rows: int, name: str = "x"
 ):
-    """As `flatten`, and check that each leaf has a leading axis of one row a group."""
+    """As `flatten`, and check that each leaf has one slice for each group."""
     leaves, treedef = flatten(block, tree, name)
     if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != rows for x in leaves):
         _raise_not_partitioned(block, tree, partition, rows, name)

@@ -1,8 +1,8 @@
-"""Everything that touches JAX's internals; each difference between versions is here.
+"""All uses of JAX's internals, and all differences between its versions.
 
     jax_types         classes, and functions that are used as they are
-    trace_context     what surrounds a trace: meshes, the check of varying manual axes
-    jaxprs            tracing, and what is done with jaxprs and equations
+    trace_context     the context of a trace: meshes, VMA checking
+    jaxprs            tracing, and transformations of jaxprs and equations
     rule_registries   how a primitive's rules are registered
     retype_mesh       jaxprs on another mesh
     checkify_rules    what `jax.experimental.checkify` keeps for itself

@@ -1,4 +1,4 @@
-"""What `_compat` is for JAX, this is for `jax.experimental.checkify`."""
+"""Registration of rules of `jax.experimental.checkify`, and access to its errors."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,9 @@
-"""Jaxprs on another mesh: copies with other axis types, for inside of a `shard_map`."""
+"""Jaxprs on another mesh: copies with other axis types, for inside of a `shard_map`.
+
+Input: a jaxpr, and the change of its mesh. Output: a copy with new variables.
+Invariants: the copy computes the same; the original is unchanged.
+Sharp edges: a copy cannot be differentiated, as its derivative rules have old types.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,10 @@
-"""How the rules of a primitive are registered."""
+"""Registration of a primitive's rules in JAX's registries.
+
+Input: a primitive, and a rule with the signature that its function documents. Output:
+an entry in JAX's registry, with the signature of the installed version.
+Sharp edges: registries are global; `lowered_values` borrows a cache of the lowering
+context, which lives as long as one module.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +49,7 @@ def register_partial_eval(primitive, rule: Callable) -> None:
 
 
 def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
-    """Let checkpoint policies see into the jaxpr that `primitive` maps over rows."""
+    """Let checkpoint policies apply inside the jaxpr that `primitive` maps."""
 
     def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
         return known, staged

@@ -1,4 +1,4 @@
-"""What surrounds a trace: meshes, and the check of varying manual axes."""
+"""The context of a trace: meshes, and varying-manual-axes (VMA) checking."""
 
 import contextlib
 from typing import Any
