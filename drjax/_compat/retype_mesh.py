@@ -41,7 +41,9 @@ def spmd_axes(axes: Sequence[str]):
 
 
 class _SpmdAxes(frozenset):
-    """Axes for derivatives to leave out, and for nothing else.
+    """A set of axes that is false as a condition, though it is not empty.
+
+    The derivative rules of `shard_map` leave out the axes that are in it.
 
     JAX's batching rules ask whether there are such axes, and if so, make what they
     insert vary over them. That is right in a batching rule of the surrounding vmap. It

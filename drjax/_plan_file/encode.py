@@ -37,7 +37,7 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
-    """The communication of a plan, one entry for each collective."""
+    """The communication of a plan: one entry for each value and round."""
     communication: Ledger = plan.communication()
     return [
         {
@@ -59,7 +59,7 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
 
 
 class _Writer:
-    """Writes plans as data; `members` are the other members of the file."""
+    """Writes plans as data; `members` are the file's members besides the manifest."""
 
     def __init__(self):
         self.members: dict[str, bytes] = {}
@@ -69,7 +69,7 @@ class _Writer:
 
         Args:
           plan: The plan.
-          prefix: Of the names of its members.
+          prefix: What the names of its members begin with.
         """
         values: dict[str, dict] = {}
 

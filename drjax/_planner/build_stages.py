@@ -14,7 +14,8 @@ reductions, and partitioned values that a later round needs and cannot remateria
 
 Invariants: each stage is traced as a function of its inputs, and so type-checked, and
 the types of its results are compared with those of the program. No equation with
-effects is in two stages, and no bitwise-observable variable is computed twice.
+effects is in two stages. No bitwise-observable variable, one whose exact bits the
+program may compare (see `no_rematerialize.py`), is computed twice.
 Sharp edges: the stage of a later round may contain all local work of an earlier one;
 `rematerialize=False` saves its results for all groups instead.
 """
@@ -446,7 +447,10 @@ def _function_names(eqns) -> list[str]:
 
 
 def _stage(name: str, inputs, outputs, run, takes_index: bool) -> Stage:
-    """Trace `run` as a stage, and check the types of its results."""
+    """Trace `run` as a stage, and check the types of its results.
+
+    With `takes_index`, `run` has the group index, int32 `[]`, as first argument.
+    """
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if takes_index:
         avals = [jax.ShapeDtypeStruct((), np.int32), *avals]

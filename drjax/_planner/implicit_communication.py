@@ -89,7 +89,10 @@ def implicit_communication(
 
 
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
-    """The equation on gathered operands; None if a gather would be observable."""
+    """The equation, bound once on whole arrays, after a gather of its operands.
+
+    None for callbacks and effects, which would see the whole arrays.
+    """
     # Python would receive whole arrays where a group has a slice.
     if "callback" in eqn.primitive.name or eqn.effects:
         return None

@@ -39,7 +39,11 @@ _DRAWS = {  # with threefry2x32, JAX draws with each key
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
 def in_turn(jaxpr):
-    """A per-group jaxpr in which the groups of a batch draw bits one after another."""
+    """The jaxpr, with each draw from a key of `rbg` replaced by `in_turn_p`.
+
+    The batching rule of `in_turn_p` is a loop over the draws, so that the bits do not
+    depend on the batch. A jaxpr without such draws is returned as it is.
+    """
     return _changed(jaxpr) if _draws(jaxpr) else jaxpr
 
 

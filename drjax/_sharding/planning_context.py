@@ -40,7 +40,7 @@ def planning(bound: bool):
 
 
 def outside_meshes():
-    """The context for work on jaxprs: what it is, or without any mesh."""
+    """The current context while a program is planned; else one without a mesh."""
     return contextlib.nullcontext() if planned.value else planning(False)
 
 

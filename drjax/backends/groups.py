@@ -76,7 +76,10 @@ class Groups:
         return itertools.islice(items, group, None)
 
     def bounds(self) -> list[int] | None:
-        """Numbers of groups between which workers can read themselves, 0 first."""
+        """Group indices at which parts begin that workers can read, 0 first.
+
+        None if only the driver can read the groups.
+        """
 
     def identity(self) -> str:
         """What tells this data from other, as far as that is known."""

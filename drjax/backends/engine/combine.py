@@ -9,7 +9,7 @@ min ever mixes in. If no group takes part at all, a mean is NaN and everything e
 zero.
 
 Sharp edges: `add` reuses the buffers of `totals`, so its argument must not be read
-again.
+again. What each reduction does is in `_primitives/reduce_ops.py`.
 """
 
 from collections.abc import Sequence

@@ -249,5 +249,8 @@ _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
 def _readable_by_workers(x: Any) -> bool:
-    """Whether workers can read a value themselves."""
+    """Whether workers can open the source of a value, so that no slices are sent.
+
+    The source then knows at which groups its parts begin, as Parquet files do.
+    """
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

@@ -228,7 +228,7 @@ def _describe(owner: dict[str, Any] | None) -> str:
 
 
 def _machine() -> str:
-    """What numbers of processes belong to: a start of a system, and a container."""
+    """The namespace in which a process id is unique: host, boot and container."""
     # Process ids are unique in one boot of one container only.
     parts = [platform.node()]
     with contextlib.suppress(OSError):

@@ -3,8 +3,8 @@
 Input: keywords of an engine's `compile`. Output: an `EngineOptions` whose values were
 validated.
 
-Invariants: an option that is in an `EngineOptions` made by `checked` has a meaning for
-the core; an engine refuses those that it cannot honor (Beam has no `timeout`).
+Invariants: `checked` returns options with valid values only. An engine itself refuses
+those that it does not support (Beam: `timeout`).
 
 Sharp edges: the constructor itself validates nothing.
 """

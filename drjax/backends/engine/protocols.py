@@ -133,7 +133,10 @@ class Pool(Protocol):
         ...
 
     def forget(self, handle: Any) -> None:
-        """Release a task whose result will not be asked for."""
+        """Release a task whose result will not be asked for.
+
+        The worker stays, and may finish the task; `abandon` replaces it.
+        """
         ...
 
     def states(self) -> list[WorkerState]:

@@ -203,7 +203,10 @@ def sum_dtype(reduce: Reduce):
 
 
 def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
-    """From the sums of a device to those of all."""
+    """Combine the devices' partial reductions, and finish each reduction.
+
+    All additive ones share one psum.
+    """
     n, results = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in sums]
     # A 16-bit sum may overflow: what has a wider accumulator is finished in it.
