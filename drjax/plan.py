@@ -150,9 +150,8 @@ class Plan:
       name: The program's name.
       partition: The partition of its groups; None if it calls no building block, so
         that the server computes everything.
-      rounds: As few as its dependencies allow; the number of reductions in sequence is
-      the number
-        of rounds that reduce.
+      rounds: As few as its dependencies allow: as many reduce as there are reductions
+        in sequence.
       server: The global work after the last round.
       inputs: The program's arguments, flat.
       outputs: Its results, flat.
