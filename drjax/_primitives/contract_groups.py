@@ -36,6 +36,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._jaxprs import walk
 from drjax._primitives.rbg_per_group import in_turn_p
 from drjax._sharding.eval_on_mesh import sharding_of_product
 
@@ -64,11 +65,11 @@ class RowSums:
 
     def __init__(self, jaxpr):
         raw = _compat.open_jaxpr(jaxpr)
-        self._definitions = {v: e for e in raw.eqns for v in e.outvars}
+        self._definitions = walk.definitions(raw.eqns)
         uses = collections.Counter(
-            v for e in raw.eqns for v in e.invars if not isinstance(v, Literal)
+            v for e in raw.eqns for v in walk.variables(e.invars)
         )
-        uses.update(v for v in raw.outvars if not isinstance(v, Literal))
+        uses.update(walk.variables(raw.outvars))
         self._used_once = {v for v, count in uses.items() if count == 1}
         plain = not raw.effects and all(map(_is_plain, raw.eqns))
         # Variables to compute for each group. A dict is an ordered set: one value of
@@ -101,7 +102,7 @@ class RowSums:
         if eqn is None:
             return False, [] if isinstance(atom, Literal) else [atom]
         if eqn.primitive in _CONTRACTED:
-            return True, [v for v in eqn.invars if not isinstance(v, Literal)]
+            return True, walk.variables(eqn.invars)
         parts = [self._plan(v) for v in eqn.invars]
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 

@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._jaxprs.provenance import source_line
+from drjax._jaxprs.walk import definitions, split_scan, split_while, variables
 from drjax._planner.inline import CONTROL, InlinedJaxpr, inline_calls
 from drjax.plan import Stage
 
@@ -90,10 +91,10 @@ def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> 
 
 def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
     """The equation that makes a NaN of numbers, or the argument that has it."""
-    definition = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    definition = definitions(program.eqns)
     while var in definition:
         eqn = definition[var]
-        before = [v for v in eqn.invars if not isinstance(v, Literal) and v in bad]
+        before = [v for v in variables(eqn.invars) if v in bad]
         if not before:
             # The NaN is made inside a loop or branch: the line in its body is more
             # help.
@@ -115,9 +116,7 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
     if eqn.primitive.name == "cond":
         return bodies[np.clip(int(operands[0]), 0, len(bodies) - 1)](*operands[1:])
     if eqn.primitive.name == "while":
-        n_cond, n_body = (eqn.params[f"{p}_nconsts"] for p in ("cond", "body"))
-        first, n = operands[:n_cond], n_cond + n_body
-        second, carry = operands[n_cond:n], operands[n:]
+        first, second, carry = split_while(eqn, operands)
         while bool(bodies[0](*first, *carry)[0]):
             carry = bodies[1](*second, *carry)
         return carry
@@ -125,12 +124,12 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
 
 
 def _scan(eqn, body: Callable, operands: list) -> list:
-    consts, n_carry = _compat.scan_sizes(eqn)
-    carry, stacks = operands[consts : consts + n_carry], operands[consts + n_carry :]
+    consts, carry, stacks = split_scan(eqn, operands)
+    n_carry = len(carry)
     steps = range(eqn.params["length"])
     rows: dict[int, list] = {}
     for t in reversed(steps) if eqn.params["reverse"] else steps:
-        outs = body(*operands[:consts], *carry, *(x[t] for x in stacks))
+        outs = body(*consts, *carry, *(x[t] for x in stacks))
         carry, rows[t] = outs[:n_carry], outs[n_carry:]
     ys = [
         jnp.stack([rows[t][i] for t in steps])
