@@ -30,6 +30,7 @@ from drjax import _compat
 from drjax._compat import checkify_rules
 from drjax._planner.make_plan import plan_of_jaxpr
 from drjax._primitives import registration
+from drjax._sharding.execute import with_sharding_of
 from drjax._sharding.planning_context import planning, trace_without_mesh
 from drjax.backends import xla
 from drjax.backends.xla.step_size import GroupsPerStep
@@ -272,7 +273,11 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
         return list(jax.linear_transpose(forward, *shapes)(full))
 
     outs = iter(_bind(transposed, [*known, *dense], options))
-    return [next(outs) if lin else None for lin in linear]
+    # The plan shards partitioned results, whatever the operand was.
+    return [
+        with_sharding_of(next(outs), x.aval) if lin else None
+        for x, lin in zip(args, linear, strict=True)
+    ]
 
 
 def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):

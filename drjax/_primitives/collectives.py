@@ -31,7 +31,7 @@ from drjax import _compat
 from drjax._errors import MeshError
 from drjax._primitives import registration
 from drjax._sharding.avals import global_aval, partitioned_aval
-from drjax._sharding.execute import on_devices, vary
+from drjax._sharding.execute import on_devices, vary, with_sharding_of
 from drjax._sharding.layout import Layout, layout
 
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
@@ -234,7 +234,7 @@ def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=T
     # The check is part of the transpose, not of the bind: forward mode is well-defined.
     def checked_transpose(ct, x, **params):
         _check_transposable(layout(**params))
-        return transpose(ct, x, **params)
+        return [with_sharding_of(y, x.aval) for y in transpose(ct, x, **params)]
 
     registration.register_execution(primitive, execute)
     primitive.def_abstract_eval(abstract_eval)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
@@ -24,7 +24,10 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     dimensions which both operands have sharded: that of the other dimensions, with one
     all-reduce. It was unknown when the product was traced.
     """
-    if not any(map(_is_sharded, args)):
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    # JAX would evaluate each equation in the context in which it was traced. There,
+    # an array without operands (zeros, iota) has a type without the mesh.
+    if not explicit and not any(map(_is_sharded, args)):
         return _compat.jaxpr_as_fun(jaxpr)(*args)
 
     def step(eqn, operands):

@@ -162,6 +162,18 @@ def as_operand(x, layout: Layout, partitioned: bool):
     return x
 
 
+def with_sharding_of(x, aval):
+    """`x` resharded to the type of `aval`, on Explicit axes.
+
+    There, JAX checks that a cotangent has the type of the value that it belongs to.
+    """
+    mesh = aval.sharding.mesh
+    explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
+    if not explicit or _compat.typeof(x).sharding == aval.sharding:
+        return x
+    return jax.sharding.reshard(x, aval.sharding)
+
+
 def _pad_rows(x, layout: Layout):
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:
