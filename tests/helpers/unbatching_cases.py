@@ -20,6 +20,9 @@ COMPLEX = (A + 1j * B).astype(np.complex64)
 KEYS = lambda: jax.random.split(jax.random.key(0), A.shape)
 INDEX = np.array([[1], [0], [1]], np.int32)  # [rows of indices, 1]
 SQUARES = np.einsum("nij,nkj->nik", B, B) + np.eye(2, dtype=np.float32)
+# An index into the first dimension, which each window covers, and one into the second.
+WINDOWS = lax.GatherDimensionNumbers((1, 2), (1,), (0, 1))
+WINDOW = lax.ScatterDimensionNumbers((0, 1), (1,), (0, 1))
 # Primitives that not every supported JAX has.
 NEWER = {
     "log2": (jnp.log2, (A,)),
@@ -188,6 +191,12 @@ CASES: dict[str, list] = {
         (lambda x, i: jnp.take_along_axis(x, i, axis=0), (A, I % 2)),
         (lambda x, i: jax.vmap(lambda r, j: r[:, j])(x, i), (A, INDEX)),
         (lambda x, i: jax.vmap(lambda r, j: r[j], (2, 0), 1)(x, i), (A, INDEX)),
+        (lambda x, i: jax.vmap(
+            lambda j: lax.dynamic_slice(x, (j, j, 0), (N, 1, 2)))(i[:2, 0]),
+         (A, INDEX)),
+        *((lambda x, i, mode=mode: lax.gather(
+            x, jnp.tile(i, 2), WINDOWS, (N, 1, 2), mode=mode), (A, INDEX))
+          for mode in ("fill", "clip")),
     ],
     **{
         f"scatter{suffix}": [
@@ -202,6 +211,10 @@ CASES: dict[str, list] = {
             (lambda x, i, y, m=m: jax.vmap(
                 lambda r, j, s: getattr(r.at[j], m)(s[:1]), (2, 0, 0), 1)(
                     x, i, y.transpose(2, 0, 1)), (A, INDEX, B)),
+            *((lambda x, i, y, m=m, mode=mode: getattr(lax, f"scatter_{m}".replace(
+                "_set", "").replace("multiply", "mul").replace("subtract", "sub"))(
+                    x, jnp.tile(i[0], 2), y[:, 0], WINDOW, mode=mode), (A, INDEX, B))
+              for mode in ("fill", "clip")),
         ]
         for suffix, m in {"": "set", "-add": "add", "-sub": "subtract",
                           "-mul": "multiply", "-min": "min", "-max": "max"}.items()

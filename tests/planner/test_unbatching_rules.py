@@ -20,11 +20,12 @@ from jax import lax
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import batching
 
+import drjax
 from drjax import _compat
 from drjax._jaxprs.prng_keys import is_key
 from drjax._planner.inline import inline_calls
 from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES, unbatch
-from tests.helpers.unbatching_cases import CASES, INTERNAL
+from tests.helpers.unbatching_cases import CASES, INTERNAL, A
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -138,3 +139,19 @@ def test_no_pointwise_primitive_of_this_jax_is_missing():
     }
     assert len(pointwise) > 60
     assert not pointwise - set(UNBATCHING_RULES) - NOT_WORK
+
+
+@pytest.mark.parametrize("mode", ["read", "update"])
+def test_a_batched_slice_along_the_features(mode):
+    """JAX's batching writes an index for the group axis, too, which is covered."""
+
+    def one(s, i, x):
+        x = drjax.map_fn(lambda a: jnp.sin(a * s), x)
+        if mode == "read":
+            return drjax.reduce_mean(lax.dynamic_slice_in_dim(x, i, 2, axis=1))
+        y = lax.dynamic_update_slice_in_dim(x, jnp.cos(x[:, :1]), i, axis=1)
+        return drjax.reduce_mean(y)
+
+    fn = jax.vmap(drjax.program(clients=len(A))(one), (0, 0, None))
+    args = np.array([0.5, 1.5]), np.array([0, 1]), A[:, 0]
+    np.testing.assert_allclose(drjax.jit(fn)(*args), jax.jit(fn)(*args), 1e-6)

@@ -8,6 +8,10 @@ Input and output: those of `rules.py`. Let G be the group axis of the operand. T
                                 = gather(x, indices[i])     only indices have groups
     scatter                     likewise, for operand and updates, or for all three
 
+JAX's batching of a dynamic slice writes an index for each dimension, also into a group
+axis that the window covers. The slices of one group then keep a group axis of size one:
+an index is in bounds only if it is 0, and is clipped to 0, for one group as for all.
+
 Invariants: nothing is read that depends on the value of an index. Sharp edges: an index
 into G itself addresses other groups; `index_groups.py` has the cases with a plan.
 """
@@ -64,11 +68,14 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
         out = free[b]
     else:  # each group has its table, of which other dimensions are indexed
         assert a is not None
-        indexed = (*dims.start_index_map, *dims.collapsed_slice_dims)
-        if a in indexed or sizes[a] != operand.shape[a]:
+        if a in dims.collapsed_slice_dims or sizes[a] != operand.shape[a]:
             return None
         gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
         out = offsets[[d for d in range(operand.ndim) if d not in gone].index(a)]
+        if a in dims.start_index_map:
+            sizes = (*sizes[:a], 1, *sizes[a + 1 :])
+            params = {**eqn.params, "slice_sizes": sizes}
+            return UnbatchedEquation((a, b), (out,), params, keeps_unit_axis=True)
     in_operand, in_indices = _lower(a), _lower(b)
     dims = dims._replace(
         offset_dims=_lower(out)(offsets),
@@ -104,9 +111,11 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
         if not _agree(axes, (a, b, c)):
             continue
         # A window may cover fewer groups than the operand has: then it moves groups.
-        indexed = a in dims.scatter_dims_to_operand_dims
-        if indexed or operand.shape[a] != updates.shape[c]:
+        if operand.shape[a] != updates.shape[c]:
             return None
+        if a in dims.scatter_dims_to_operand_dims:
+            params = dict(eqn.params)
+            return UnbatchedEquation((a, b, c), (a,), params, keeps_unit_axis=True)
         in_operand, in_indices = _lower(a), _lower(b)
         dims = dims._replace(
             update_window_dims=_lower(c)(windows),
