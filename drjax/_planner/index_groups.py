@@ -4,7 +4,7 @@ Input: an equation whose first operand alone is partitioned. Output: the same eq
 written with building blocks, `(partition, *operands) -> result`, or None if it does
 something else:
 
-* `read_some_groups`: a slice, `y[i]`, `y[:2]`, or a gather, `y[ids]`,
+* `read_some_groups`: a slice, `y[i]`, `y[:2]`, `a, b, c = y`, or a gather, `y[ids]`,
   `jnp.take(y, ids, axis=0)`, has a global result. Few groups are selected as by
   `drjax.select`, each with one more slice that every group sends; of more, all are
   gathered, which then costs less.
@@ -49,6 +49,8 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
         return _squeeze(axis, dimensions) if axis in dimensions else None
     if eqn.primitive is lax.gather_p:
         return _gather(eqn, axis, shape)
+    if eqn.primitive.name == "unstack" and eqn.params["axis"] == axis:
+        return _unstack(eqn, axis)
     return None
 
 
@@ -141,6 +143,15 @@ def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
     def with_blocks(partition: Partition, x):
         only = select(jnp.moveaxis(x, axis, 0), 0, partition=partition)
         return lax.squeeze(only, others)
+
+    return with_blocks
+
+
+def _unstack(eqn, axis: int) -> Callable:
+    """`a, b, c = y`: the slices of all groups, each a result."""
+
+    def with_blocks(partition: Partition, x):
+        return _compat.bind_equation(eqn, [gather_groups(partition, x, axis)])
 
     return with_blocks
 

@@ -73,6 +73,16 @@ def test_slices_of_some_groups(name):
     assert [r.op for r in only.reduces] == ["gather" if gathers else "sum"]
 
 
+def test_unpacking():
+    """Where JAX has an `unstack` primitive, a loop over an array is one."""
+
+    def fn(x):
+        first, second, *others = rows(x)
+        return first + jnp.sin(second) * sum(others)
+
+    agree(program(fn), X)
+
+
 def test_integers_beyond_the_bounds():
     fn = program(lambda x, i: jnp.take(drjax.map_fn(lambda r: r + 1, x), i, axis=0))
     agree(fn, np.arange(N * 2, dtype=np.int32).reshape(N, 2), I + 3)
