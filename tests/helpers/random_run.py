@@ -175,7 +175,14 @@ def needs_types(program: Program, error: Exception) -> bool:
     """
     if program.mesh is None or (program.runner == "drjax" and not program.closed):
         return False
-    words = ("out_sharding", "is not implemented", "operand sharding", "carry input")
+    words = (
+        "out_sharding",
+        "is not implemented",
+        "operand sharding",
+        "carry input",
+        "should be replicated",  # a scan over partitioned values
+        "should be sharded the same",  # a vmap of sharded and replicated operands
+    )
     typed = type(error).__name__ == "ShardingTypeError"
     return bool(MESHES[program.mesh][1]) and (
         typed or any(w in str(error) for w in words)
