@@ -50,7 +50,6 @@ program stands inside the jaxpr of a `map_fn_p`, with another partition.
 `examples/count_rounds.py` is an interpreter written against this page only.
 """
 
-import drjax._primitives.fused_lowering  # registers lowerings # noqa: F401
 from drjax._primitives.collectives import broadcast_p as broadcast_p
 from drjax._primitives.collectives import gather_p as gather_p
 from drjax._primitives.collectives import reduce_mean_p as reduce_mean_p

@@ -2,8 +2,7 @@
 
 Input: a primitive, and a rule with the signature that its function documents. Output:
 an entry in JAX's registry, with the signature of the installed version.
-Sharp edges: registries are global; `lowered_values` borrows a cache of the lowering
-context, which lives as long as one module.
+Sharp edges: registries are global.
 """
 
 from collections.abc import Callable
@@ -150,9 +149,13 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
     return lower(ctx.replace(avals_in=avals), *(x for x, _ in operands), **params)
 
 
-def lowered_values(ctx) -> dict:
-    """A table that lives as long as the module that is being lowered."""
-    return ctx.module_context.cached_primitive_lowerings
+def module_token(ctx):
+    """An object for the module that is being lowered, as key of a `WeakKeyDictionary`.
+
+    It is one for all equations of the module, and JAX deletes it with the module. JAX's
+    `ModuleContext` is none: it is copied for inner code, and has no weak references.
+    """
+    return ctx.module_context.shape_poly_state
 
 
 def current_block():

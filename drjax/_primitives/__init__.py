@@ -4,6 +4,7 @@ Reading order, from the ground up:
 
 registration      constructs a primitive and registers its rules
 dispatch_cache    lets equal jaxprs share one executable
+fused_lowering    lowering rules that merge broadcasts and sums into maps
 collectives       broadcast, reduce_sum, reduce_mean, gather, scatter
 partition_index   the group index
 map_fn            the work of the groups, one jaxpr for each group

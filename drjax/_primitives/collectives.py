@@ -29,7 +29,7 @@ from jax.interpreters import ad
 
 from drjax import _compat
 from drjax._errors import MeshError
-from drjax._primitives import registration
+from drjax._primitives import fused_lowering, registration
 from drjax._sharding.avals import global_aval, partitioned_aval
 from drjax._sharding.execute import on_devices, vary, with_sharding_of
 from drjax._sharding.layout import Layout, layout
@@ -230,13 +230,21 @@ def _check_transposable(where: Layout) -> None:
         )
 
 
-def _register(primitive, execute, abstract_eval, transpose, out_shift, rows_in=True):
+def _register(
+    primitive,
+    execute,
+    abstract_eval,
+    transpose,
+    out_shift,
+    rows_in=True,
+    lowering_rule=None,
+):
     # The check is part of the transpose, not of the bind: forward mode is well-defined.
     def checked_transpose(ct, x, **params):
         _check_transposable(layout(**params))
         return [with_sharding_of(y, x.aval) for y in transpose(ct, x, **params)]
 
-    registration.register_execution(primitive, execute)
+    registration.register_execution(primitive, execute, lowering_rule)
     primitive.def_abstract_eval(abstract_eval)
     ad.deflinear2(primitive, checked_transpose)
     registration.register_batching(primitive, out_shift, rows_in)
@@ -248,10 +256,16 @@ _register(
     _broadcast_abstract_eval,
     _broadcast_transpose,
     +1,
-    False,
+    rows_in=False,
+    lowering_rule=fused_lowering.broadcast_rule(execute_broadcast),
 )
 _register(
-    reduce_sum_p, execute_reduce_sum, _reduce_abstract_eval, _reduce_sum_transpose, -1
+    reduce_sum_p,
+    execute_reduce_sum,
+    _reduce_abstract_eval,
+    _reduce_sum_transpose,
+    -1,
+    lowering_rule=fused_lowering.reduce_sum_rule(execute_reduce_sum),
 )
 _register(
     reduce_mean_p, _reduce_mean, _reduce_abstract_eval, _reduce_mean_transpose, -1

@@ -1,8 +1,9 @@
-"""Lowering rules of broadcast, map_fn and reduce_sum that see their operands' origin.
+"""Lowering rules of broadcast, map_fn and reduce_sum that merge equations.
 
-Input: a lowering context, and the MLIR values and types of an equation's operands.
-Output: MLIR values of its results, equal to those of the primitive's own execution
-function up to the order of additions. Hand-written code merges two pairs of equations:
+Input: the execution function of the primitive, from the file that registers the rule.
+Output: a lowering rule, which turns the MLIR values of an equation's operands into
+those of its results. They equal the results of the execution function, up to the order
+of additions. The rules merge two pairs of equations, as hand-written code does:
 
 * A map whose operand is the result of a `broadcast` reads the source of the broadcast,
   so that no copy exists for each group. Derivatives profit, too, as their maps take the
@@ -18,66 +19,102 @@ function up to the order of additions. Hand-written code merges two pairs of equ
 The separate broadcast or map is lowered as well. The compiler's dead-code elimination
 removes it if it has no other use.
 
-Invariants: a table maps the values lowered so far to their equations, and lives as long
-as the module; equations merge only if their partition and mesh agree.
-Sharp edge: a value defined in one MLIR block (a branch, a loop's body) may not be used
-in another one, so the sums of a map are lowered once for each block with a use.
+Invariants: equations merge only if their partition and mesh agree. A rule knows the
+equations that were lowered before it in the same module, by the values of their
+results; what it knows is deleted with the module.
+Sharp edges: a value defined in one MLIR block (a branch, a loop's body) may not be used
+in another one, so the sums of a map are lowered once for each block with a use. Without
+these rules, programs compute the same and need more memory.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from drjax import _compat
 from drjax._partition import Partition
-from drjax._primitives.collectives import (
-    broadcast_p,
-    execute_broadcast,
-    execute_reduce_sum,
-    reduce_sum_p,
-)
 from drjax._primitives.contract_groups import row_sums
-from drjax._primitives.map_fn import execute_map, map_fn_p
 from drjax._primitives.map_lowering import inside, lowers_by_vmap, over_rows
 from drjax._sharding.avals import partitioned_aval
 from drjax._sharding.execute import on_devices, vary
 from drjax._sharding.layout import layout
 
-Operand = tuple[Any, Any]  # a lowered value and its type
+Operand = tuple[Any, Any]  # an MLIR value and its type
 
 
-def _lower_broadcast(ctx, x, **where):
-    source = x, ctx.avals_in[0]
-    outs = _compat.lower_function(ctx, execute_broadcast, [source], False, **where)
-    _compat.lowered_values(ctx)[broadcast_p, outs[0]] = where, source
-    return outs
+@dataclass(frozen=True)
+class _LoweredEquations:
+    """The equations of a module that were lowered so far, by the values of results.
+
+    Attributes:
+      broadcasts: For the result of a broadcast, its parameters and its operand.
+      maps: For a result of a map, the map and the position among its results.
+    """
+
+    broadcasts: dict[Any, tuple[dict, Operand]] = field(default_factory=dict)
+    maps: dict[Any, tuple["_LoweredMap", int]] = field(default_factory=dict)
 
 
-def _lower_map(ctx, *args, **params):
-    where = {"partition": params["partition"], "mesh": params["mesh"]}
-    known = _compat.lowered_values(ctx)
-    operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
-    for i, arg in enumerate(args):
-        # A broadcast over another partition or mesh has other copies: no match.
-        there, source = known.get((broadcast_p, arg), (None, None))
-        shared.append(there == where)
-        if there == where:
-            operands[i] = source
-    run = functools.partial(execute_map, shared=tuple(shared))
-    outs = _compat.lower_function(ctx, run, operands, True, **params)
-    made = _LoweredMap(where, operands, tuple(shared), params["jaxpr"])
-    known.update({(map_fn_p, out): (made, i) for i, out in enumerate(outs)})
-    return outs
+_by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
 
 
-def _lower_reduce_sum(ctx, x, **where):
-    operand = x, ctx.avals_in[0]
-    made, index = _compat.lowered_values(ctx).get((map_fn_p, x), (None, 0))
-    if made is not None and made.where == where:
-        sums = made.sums(ctx)
-        if index in sums:
-            operand, where = sums[index], made.devices
-    return _compat.lower_function(ctx, execute_reduce_sum, [operand], False, **where)
+def _lowered_equations(ctx) -> _LoweredEquations:
+    return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
+
+
+def broadcast_rule(execute: Callable) -> Callable:
+    """The lowering rule of `broadcast`, which `execute(x, partition=, mesh=)` runs."""
+
+    def rule(ctx, x, **params):
+        source = x, ctx.avals_in[0]
+        outs = _compat.lower_function(ctx, execute, [source], False, **params)
+        _lowered_equations(ctx).broadcasts[outs[0]] = params, source
+        return outs
+
+    return rule
+
+
+def map_rule(execute: Callable) -> Callable:
+    """The lowering rule of `map_fn`, which `execute(*args, shared=, **params)` runs.
+
+    Operands marked in `shared`, a tuple of bools, are the sources of broadcasts, `[*s]`
+    instead of `[n, *s]`.
+    """
+
+    def rule(ctx, *args, **params):
+        where = {"partition": params["partition"], "mesh": params["mesh"]}
+        lowered = _lowered_equations(ctx)
+        operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
+        for i, arg in enumerate(args):
+            # A broadcast over another partition or mesh has other copies: no match.
+            broadcast_params, source = lowered.broadcasts.get(arg, (None, None))
+            shared.append(broadcast_params == where)
+            if source is not None and shared[i]:
+                operands[i] = source
+        run = functools.partial(execute, shared=tuple(shared))
+        outs = _compat.lower_function(ctx, run, operands, True, **params)
+        a_map = _LoweredMap(where, operands, tuple(shared), params["jaxpr"])
+        lowered.maps.update({out: (a_map, i) for i, out in enumerate(outs)})
+        return outs
+
+    return rule
+
+
+def reduce_sum_rule(execute: Callable) -> Callable:
+    """The lowering rule of `reduce_sum`, which `execute(x, partition=, mesh=)` runs."""
+
+    def rule(ctx, x, **params):
+        operand = x, ctx.avals_in[0]
+        a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
+        if a_map is not None and a_map.where == params:
+            sums = a_map.sums(ctx)
+            if index in sums:
+                operand, params = sums[index], a_map.devices
+        return _compat.lower_function(ctx, execute, [operand], False, **params)
+
+    return rule
 
 
 class _LoweredMap:
@@ -139,9 +176,3 @@ class _LoweredMap:
         ]
         operands = zip(outs, avals, strict=True)
         return dict(zip(sums.indices, operands, strict=True))
-
-
-# Without these rules, programs compute the same and need more memory.
-_compat.register_lowering_rule(broadcast_p, _lower_broadcast)
-_compat.register_lowering_rule(map_fn_p, _lower_map)
-_compat.register_lowering_rule(reduce_sum_p, _lower_reduce_sum)

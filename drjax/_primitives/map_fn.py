@@ -37,7 +37,7 @@ from jax.interpreters import ad, batching
 from drjax import _compat
 from drjax._compat import retype_mesh
 from drjax._context import enter_mapped
-from drjax._primitives import registration
+from drjax._primitives import fused_lowering, registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
 from drjax._sharding.avals import group_aval, partitioned_aval
@@ -257,7 +257,9 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
     return outs, [None if axis is None else axis + 1 for axis in out_axes]
 
 
-registration.register_execution(map_fn_p, execute_map)
+registration.register_execution(
+    map_fn_p, execute_map, fused_lowering.map_rule(execute_map)
+)
 map_fn_p.def_effectful_abstract_eval(_abstract_eval)
 ad.primitive_jvps[map_fn_p] = _jvp
 ad.primitive_transposes[map_fn_p] = _transpose

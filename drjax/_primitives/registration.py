@@ -28,12 +28,19 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
     return primitive
 
 
-def register_execution(primitive: Primitive, fn: Callable) -> None:
+def register_execution(
+    primitive: Primitive, fn: Callable, lowering_rule: Callable | None = None
+) -> None:
     """Run and lower `primitive` as the traceable function `fn(*args, **params)`.
 
     Eager calls go through one jitted function for each set of parameters, so that a
     second call with the same shapes compiles nothing. Under `jax.disable_jit` the
     function is called directly.
+
+    Args:
+      primitive: The primitive.
+      fn: Its execution function.
+      lowering_rule: Lowers it instead of `fn`: `(ctx, *MLIR values, **params)`.
     """
 
     @cache_by_params
@@ -50,8 +57,10 @@ def register_execution(primitive: Primitive, fn: Callable) -> None:
         return compiled(**params)(*args)
 
     primitive.def_impl(impl)
-    # `fused_lowering` replaces the lowering rules of three primitives.
-    _compat.register_lowering(primitive, fn)
+    if lowering_rule is None:
+        _compat.register_lowering(primitive, fn)
+    else:
+        _compat.register_lowering_rule(primitive, lowering_rule)
     # Without a mesh, `mesh=None` in each printed equation would be noise.
     _compat.register_printing(primitive, lambda key, value: value is None)
 

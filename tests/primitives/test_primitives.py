@@ -3,16 +3,23 @@
 Covers: drjax._primitives.registration, drjax.primitives, drjax._compat.rule_registries.
 """
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
 from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax import _compat
+from drjax._primitives import registration
 from examples import count_rounds
 from tests.helpers.jaxprs import BY_OBJECT, blocks
+from tests.helpers.meshes import make_mesh
 
 program = drjax.program(clients=100)
 
@@ -79,6 +86,34 @@ def test_a_jaxpr_evaluates_to_the_program():
     got = core.jaxpr_as_fun(jax.make_jaxpr(f)(*args))(*args)
     for g, w in zip(got, f(*args), strict=True):
         np.testing.assert_array_equal(g, w)
+
+
+def test_a_module_has_one_token_that_dies_with_it():
+    tokens = []
+    token_p = registration.new_primitive("test_token")
+
+    def rule(ctx, x):
+        tokens.append(weakref.ref(_compat.module_token(ctx)))
+        return [x]
+
+    _compat.register_lowering_rule(token_p, rule)
+    token_p.def_abstract_eval(lambda x: x)
+
+    def f(x):
+        manual = jax.shard_map(
+            token_p.bind, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False
+        )
+        return jax.jit(token_p.bind)(manual(token_p.bind(x)))
+
+    mesh = make_mesh({"a": 2})
+    lowered = [jax.jit(f).lower(jnp.ones(n)) for n in (2, 4)]
+    first, second = set(tokens[:3]), set(tokens[3:])
+    assert len(first) == len(second) == 1 and first != second
+    assert all(token() is not None for token in tokens)
+    del lowered
+    jax.clear_caches()
+    gc.collect()
+    assert all(token() is None for token in tokens)
 
 
 # ---------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Equations that are merged when they are lowered, and what is known about them.
+
+Covers: drjax._primitives.fused_lowering, drjax._primitives.contract_groups.
+"""
+
+import gc
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import drjax
+from drjax._primitives import fused_lowering
+from tests.helpers.compiled import hlo_text
+from tests.helpers.meshes import in_mesh_of
+
+N = 16
+W, X = jnp.ones((7, 11)), jnp.ones((N, 5, 7))
+clients = drjax.program(clients=N)
+# The weights of each group of a device, or of all groups.
+COPIES = re.compile(r"f32\[(2|16),7,11\]")
+
+
+@clients
+def loss(w, x):
+    y = drjax.map_fn(lambda w, x: jnp.sum(jnp.tanh(x @ w)), (drjax.broadcast(w), x))
+    return drjax.reduce_mean(y)
+
+
+@pytest.mark.parametrize("shape", [None, {"clients": 8}], ids=str)
+def test_a_gradient_holds_no_copy_for_each_group(shape):
+    """The broadcast and the sum of its cotangents are merged into the maps."""
+    with in_mesh_of(shape):
+        assert not COPIES.search(hlo_text(jax.value_and_grad(loss), W, X))
+
+
+@clients
+def product(w, x):
+    y = drjax.map_fn(lambda w, x: x.T @ (x @ w), (drjax.broadcast(w), x))
+    return drjax.reduce_sum(y)
+
+
+def test_a_sum_within_the_map_contracts_the_groups():
+    text = jax.jit(product).lower(W, X).as_text()
+    assert "contracting_dims = [0, 2] x [0, 1]" in text
+
+
+@pytest.mark.parametrize("shape", [None, {"clients": 8}], ids=str)
+def test_a_sum_in_each_branch_is_right(shape):
+    """A value that is defined in one branch may not be used in the other one."""
+
+    @clients
+    def f(flag, w, x):
+        y = drjax.map_fn(lambda w, x: x.T @ (x @ w), (drjax.broadcast(w), x))
+        total = lambda: drjax.reduce_sum(y)
+        return jax.lax.cond(flag, total, lambda: total() + drjax.reduce_sum(-y))
+
+    with in_mesh_of(shape):
+        run = jax.jit(f)
+        assert jnp.array_equal(run(True, W, X), product(W, X))
+        assert not run(False, W, X).any()
+
+
+def test_a_broadcast_over_another_partition_is_not_merged():
+    @drjax.program(others=N)
+    def f(w, x):
+        y = drjax.broadcast(w, partition={"clients": N})
+        return drjax.map_fn(lambda w, x: jnp.sum(x @ w), (y, x))
+
+    text = jax.jit(f).lower(W, X).as_text()
+    assert "batching_dims = [0] x [0]" in text
+
+
+def test_what_is_known_of_a_module_is_deleted_with_it():
+    lowered = jax.jit(loss).lower(W, X)
+    known = len(fused_lowering._by_module)
+    assert known > 0
+    del lowered
+    jax.clear_caches()
+    gc.collect()
+    assert len(fused_lowering._by_module) < known
