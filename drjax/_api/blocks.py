@@ -29,7 +29,7 @@ from drjax._partition import Partition, as_partition
 from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
 from drjax._primitives.partition_index import partition_index_p
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import host_sharding, layout
+from drjax._sharding.layout import host_sharding, make_layout
 
 
 def broadcast(
@@ -55,9 +55,9 @@ def broadcast(
 
     Source: Rush et al. 2024, section 3.
     """
-    where = resolve("broadcast", mesh, partition)
+    params = resolve("broadcast", mesh, partition)
     leaves, tree = flatten("broadcast", x)
-    return tree.unflatten(each_global(leaves, where, broadcast_p.bind))
+    return tree.unflatten(each_global(leaves, params, broadcast_p.bind))
 
 
 def map_fn(
@@ -103,12 +103,12 @@ def map_fn(
             "drjax.map_fn needs a function and then its argument, "
             f"drjax.map_fn(fn, arg), got {type(fn).__name__} as the function: {fn!r}."
         )
-    where = resolve("map_fn", mesh, partition)
+    params = resolve("map_fn", mesh, partition)
     args = arg if type(arg) is tuple else (arg,)
     leaves, tree = flatten_partitioned(
-        "map_fn", args, where["partition"], rows_of(where), "args"
+        "map_fn", args, params["partition"], rows_of(params), "args"
     )
-    return call_mapped(fn, leaves, tree, **where)
+    return call_mapped(fn, leaves, tree, **params)
 
 
 def gather(
@@ -164,10 +164,10 @@ def scatter(
 
     Source: `pscatter` of JAX note 17111.
     """
-    where = resolve("scatter", mesh, partition)
-    found = where["partition"]
-    leaves, tree = flatten_partitioned("scatter", x, found, found.size)
-    return tree.unflatten(each_global(leaves, where, scatter_p.bind))
+    params = resolve("scatter", mesh, partition)
+    resolved = params["partition"]
+    leaves, tree = flatten_partitioned("scatter", x, resolved, resolved.size)
+    return tree.unflatten(each_global(leaves, params, scatter_p.bind))
 
 
 def partition_index(
@@ -196,9 +196,9 @@ def partition_index(
     mapped = _mapped_partition(partition)
     if mapped is not None:
         return partition_index_p.bind(partition=mapped, mesh=None, per_group=True)
-    where = resolve("partition_index", mesh, partition)
-    index = partition_index_p.bind(**where, per_group=False)
-    return as_operand(index, layout(**where), True)
+    params = resolve("partition_index", mesh, partition)
+    index = partition_index_p.bind(**params, per_group=False)
+    return as_operand(index, make_layout(**params), True)
 
 
 def partition_size(*, partition: PartitionLike = None) -> int:
@@ -248,9 +248,10 @@ def shard(
       >>> x.shape
       (8, 2)
     """
-    found, mesh = resolve_partition("shard", mesh, partition)
-    leaves, treedef = flatten_partitioned("shard", tree, found, found.size, "tree")
-    sharding = host_sharding(found, mesh)
+    resolved, mesh = resolve_partition("shard", mesh, partition)
+    size = resolved.size
+    leaves, treedef = flatten_partitioned("shard", tree, resolved, size, "tree")
+    sharding = host_sharding(resolved, mesh)
     return treedef.unflatten([_place(leaf, sharding) for leaf in leaves])
 
 
@@ -277,5 +278,5 @@ def _mapped_partition(partition: PartitionLike) -> Partition | None:
     scope = current_scope()
     if partition is None:
         return scope.mapped[-1] if scope.mapped and scope.partition is None else None
-    wanted = as_partition(partition)
-    return wanted if wanted in scope.mapped else None
+    explicit = as_partition(partition)
+    return explicit if explicit in scope.mapped else None

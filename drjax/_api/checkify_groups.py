@@ -64,9 +64,9 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
 
     fn.__name__ = name
     tree = jax.tree.structure((0,) * len(args))
-    where = {"partition": partition, "mesh": mesh}
-    errors, outs = call_mapped(fn, [*args], tree, **where)
-    return _first_error(errors, **where), outs
+    params = {"partition": partition, "mesh": mesh}
+    errors, outs = call_mapped(fn, [*args], tree, **params)
+    return _first_error(errors, **params), outs
 
 
 def _first_error(errors, partition: Partition, mesh: Any):

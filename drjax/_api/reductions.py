@@ -29,7 +29,7 @@ from drjax._primitives.collectives import broadcast_p, reduce_mean_p, reduce_sum
 from drjax._primitives.extrema import reduce_max_p, reduce_min_p
 from drjax._primitives.partition_index import partition_index_p
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import layout
+from drjax._sharding.layout import make_layout
 
 
 def reduce_sum(
@@ -64,11 +64,11 @@ def reduce_sum(
 
     Source: Rush et al. 2024, section 3.
     """
-    x = _chosen("reduce_sum", x, where, mesh, partition)
+    x = _zero_left_out("reduce_sum", x, where, mesh, partition)
 
-    def bind(leaf, **where):
+    def bind(leaf, **params):
         _check_numeric("reduce_sum", leaf)
-        return reduce_sum_p.bind(_promote_sum(leaf), **where)
+        return reduce_sum_p.bind(_promote_sum(leaf), **params)
 
     return each_row("reduce_sum", x, mesh, partition, bind)
 
@@ -106,12 +106,12 @@ def reduce_mean(
     """
     if where is not None:
         weights = _check_where("reduce_mean", where, mesh, partition)
-        x = _chosen("reduce_mean", x, where, mesh, partition)
+        x = _zero_left_out("reduce_mean", x, where, mesh, partition)
         return _weighted_mean("reduce_mean", x, weights, mesh, partition)
 
-    def bind(leaf, **where):
+    def bind(leaf, **params):
         _check_numeric("reduce_mean", leaf)
-        return reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **where)
+        return reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **params)
 
     return each_row("reduce_mean", x, mesh, partition, bind)
 
@@ -233,20 +233,20 @@ def select(
       >>> print(f(jnp.array([5.0, 6.0, 7.0])))
       6.0
     """
-    resolved = resolve("select", mesh, partition)
-    n = resolved["partition"].size
+    params = resolve("select", mesh, partition)
+    n = params["partition"].size
     i = _check_index(i, n)
-    index = partition_index_p.bind(**resolved, per_group=False)
-    wanted = broadcast_p.bind(jnp.where(i < 0, i + n, i).clip(0, n - 1), **resolved)
+    index = partition_index_p.bind(**params, per_group=False)
+    selected = broadcast_p.bind(jnp.where(i < 0, i + n, i).clip(0, n - 1), **params)
 
-    def bind(leaf, **where):
+    def bind(leaf, **params):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = bind(map_leaves(jax.random.key_data, leaf, **where), **where)
+            data = bind(map_leaves(jax.random.key_data, leaf, **params), **params)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        kept = map_leaves(_keep_chosen_group, index, wanted, leaf, **where)
+        kept = map_leaves(_keep_chosen_group, index, selected, leaf, **params)
         if leaf.dtype == jnp.bool_:
-            return reduce_max_p.bind(kept, **where)
-        return reduce_sum_p.bind(kept, **where)
+            return reduce_max_p.bind(kept, **params)
+        return reduce_sum_p.bind(kept, **params)
 
     return each_row("select", x, mesh, partition, bind)
 
@@ -255,47 +255,48 @@ def select(
 # What several blocks need
 
 
-def _chosen(block: str, x: PyTree, chosen, mesh, partition) -> PyTree:
-    """`x` with zeros in the groups that are left out."""
-    if chosen is None:
+def _zero_left_out(block: str, x: PyTree, where, mesh, partition) -> PyTree:
+    """`x` with zeros in the groups that the mask `where`, bool `[n]`, leaves out."""
+    if where is None:
         return x
-    chosen = _check_where(block, chosen, mesh, partition)
+    where = _check_where(block, where, mesh, partition)
 
-    def bind(leaf, **where):
-        return map_leaves(_zero_unless, chosen, leaf, **where)
+    def bind(leaf, **params):
+        return map_leaves(_zero_unless, where, leaf, **params)
 
     return each_row(block, x, mesh, partition, bind)
 
 
-def _check_where(block: str, chosen, mesh, partition):
-    resolved = resolve(block, mesh, partition)
-    rows = rows_of(resolved)
-    if not isinstance(chosen, jax.Array):
+def _check_where(block: str, where, mesh, partition):
+    """The argument `where=` as a bool `[n]`, or an error."""
+    params = resolve(block, mesh, partition)
+    rows = rows_of(params)
+    if not isinstance(where, jax.Array):
         try:
-            chosen = jnp.asarray(chosen)
+            where = jnp.asarray(where)
         except (TypeError, ValueError):
             raise DrjaxTypeError(
                 f"drjax.{block} needs where= as bool [{rows}], got "
-                f"{type(chosen).__name__}: {chosen!r}."
+                f"{type(where).__name__}: {where!r}."
             ) from None
-    if chosen.dtype != jnp.bool_:
+    if where.dtype != jnp.bool_:
         raise DrjaxTypeError(
-            f"drjax.{block} needs where= as bool [{rows}], got dtype {chosen.dtype}. "
+            f"drjax.{block} needs where= as bool [{rows}], got dtype {where.dtype}. "
             "Write for instance where=counts > 0."
         )
-    if chosen.shape != (rows,):
+    if where.shape != (rows,):
         raise DrjaxValueError(
             f"drjax.{block} needs where= as bool [{rows}], one for each group of "
-            f"{resolved['partition']}, got shape {chosen.shape}."
+            f"{params['partition']}, got shape {where.shape}."
         )
-    return jnp.asarray(chosen)
+    return jnp.asarray(where)
 
 
 def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
-    where = resolve(block, mesh, partition)
-    leaves, tree = flatten_partitioned(block, x, where["partition"], rows_of(where))
-    weights = check_weights(w, tree, leaves, where["partition"])
-    at = layout(**where)
+    params = resolve(block, mesh, partition)
+    leaves, tree = flatten_partitioned(block, x, params["partition"], rows_of(params))
+    weights = check_weights(w, tree, leaves, params["partition"])
+    layout = make_layout(**params)
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
     means = []
     for leaf, weight in zip(leaves, weights, strict=True):
@@ -303,9 +304,11 @@ def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
         real = jnp.finfo(_wide(leaf.dtype)).dtype
         key = (id(weight), real)
         if key not in totals:
-            wide_weight = lax.convert_element_type(as_operand(weight, at, True), real)
-            totals[key] = reduce_sum_p.bind(wide_weight, **where)
-        share = reduce_sum_p.bind(map_leaves(_weigh, weight, leaf, **where), **where)
+            wide_weight = lax.convert_element_type(
+                as_operand(weight, layout, True), real
+            )
+            totals[key] = reduce_sum_p.bind(wide_weight, **params)
+        share = reduce_sum_p.bind(map_leaves(_weigh, weight, leaf, **params), **params)
         total = lax.expand_dims(totals[key], range(totals[key].ndim, share.ndim))
         means.append(lax.convert_element_type(share / total, _mean_dtype(leaf.dtype)))
     return tree.unflatten(means)
@@ -323,23 +326,23 @@ def _weigh(weight, leaf):
     return weight.astype(jnp.finfo(wide).dtype) * leaf.astype(wide)
 
 
-def _zero_unless(chosen, leaf):
-    return jnp.where(chosen, leaf, jnp.zeros((), leaf.dtype))
+def _zero_unless(condition, leaf):
+    return jnp.where(condition, leaf, jnp.zeros((), leaf.dtype))
 
 
-def _keep_chosen_group(index, wanted, leaf):
-    return _zero_unless(index == wanted, leaf)
+def _keep_chosen_group(index, selected, leaf):
+    return _zero_unless(index == selected, leaf)
 
 
 def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTree:
-    def bind(leaf, **where):
+    def bind(leaf, **params):
         _check_numeric(block, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise DrjaxTypeError(
                 f"drjax.{block} needs leaves with an order, got dtype {leaf.dtype}. "
                 "Reduce the magnitude, or the real and imaginary part."
             )
-        return primitive.bind(leaf, **where)
+        return primitive.bind(leaf, **params)
 
     return each_row(block, x, mesh, partition, bind)
 

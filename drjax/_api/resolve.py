@@ -13,7 +13,7 @@ from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten_partitioned
 from drjax._context import resolve_partition
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import find_mesh, layout
+from drjax._sharding.layout import find_mesh, make_layout
 
 PyTree = Any
 MeshLike = jax.sharding.Mesh | jax.sharding.AbstractMesh | None
@@ -21,26 +21,26 @@ PartitionLike = Any
 
 
 def resolve(block: str, mesh, partition) -> dict[str, Any]:
-    found, mesh = resolve_partition(block, mesh, partition)
-    return {"partition": found, "mesh": find_mesh(found, mesh)}
+    resolved, mesh = resolve_partition(block, mesh, partition)
+    return {"partition": resolved, "mesh": find_mesh(resolved, mesh)}
 
 
-def rows_of(where: dict[str, Any]) -> int:
-    return layout(**where).rows
+def rows_of(params: dict[str, Any]) -> int:
+    return make_layout(**params).rows
 
 
 def each_row(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
-    """Apply `bind(leaf, **where)` to the leaves of a partitioned tree."""
-    where = resolve(block, mesh, partition)
-    leaves, tree = flatten_partitioned(block, x, where["partition"], rows_of(where))
-    at = layout(**where)
-    return tree.unflatten([bind(as_operand(x, at, True), **where) for x in leaves])
+    """Apply `bind(leaf, **params)` to the leaves of a partitioned tree."""
+    params = resolve(block, mesh, partition)
+    leaves, tree = flatten_partitioned(block, x, params["partition"], rows_of(params))
+    layout = make_layout(**params)
+    return tree.unflatten([bind(as_operand(x, layout, True), **params) for x in leaves])
 
 
-def each_global(leaves, where: dict[str, Any], bind: Callable) -> list:
-    """Apply `bind(leaf, **where)` to global leaves."""
-    at = layout(**where)
-    return [bind(as_operand(x, at, False), **where) for x in leaves]
+def each_global(leaves, params: dict[str, Any], bind: Callable) -> list:
+    """Apply `bind(leaf, **params)` to global leaves."""
+    layout = make_layout(**params)
+    return [bind(as_operand(x, layout, False), **params) for x in leaves]
 
 
 def map_leaves(fn, *leaves, partition, mesh):

@@ -25,24 +25,24 @@ from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
 from drjax._primitives.map_fn import for_groups, map_fn_p, trace_group
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import layout
+from drjax._sharding.layout import make_layout
 
 
 def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     """Bind `map_fn` for `fn(*tree)` on checked, partitioned leaves."""
-    where = layout(partition, mesh)
-    leaves = [as_operand(x, where, True) for x in leaves]
+    layout = make_layout(partition, mesh)
+    leaves = [as_operand(x, layout, True) for x in leaves]
     avals = tuple(_compat.typeof(x) for x in leaves)
     name = function_name(fn)
-    jaxpr, out_tree, consts = _trace(fn, tree, avals, where, name)
+    jaxpr, out_tree, consts = _trace(fn, tree, avals, layout, name)
     params = {"partition": partition, "mesh": mesh, "name": name}
     operands = [*for_groups(consts, **params), *leaves]
     outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)
     # The results, too, are visible on the mesh: they may depend on no operand.
-    return out_tree.unflatten([as_operand(y, where, True) for y in outs])
+    return out_tree.unflatten([as_operand(y, layout, True) for y in outs])
 
 
-def _trace(fn, tree, avals, where, name):
+def _trace(fn, tree, avals, layout, name):
     out_tree: Any = None
 
     def flat_fn(*leaves):
@@ -54,35 +54,35 @@ def _trace(fn, tree, avals, where, name):
 
     check_plain_function("drjax.map_fn", fn)
     try:
-        jaxpr, consts = trace_group(flat_fn, avals, where, name)
+        jaxpr, consts = trace_group(flat_fn, avals, layout, name)
     except DrjaxError:
         raise
     except (NameError, NotImplementedError, TypeError, ValueError) as error:
-        if isinstance(error, NameError) and _names_own_axis(str(error), where):
-            raise _collective_error(where, name) from error
+        if isinstance(error, NameError) and _names_own_axis(str(error), layout):
+            raise _collective_error(layout, name) from error
         if isinstance(error, TypeError):
             check_accepts(fn, tree.unflatten(avals))
         raise
-    if _collective_axes(jaxpr) & set(where.partition.mesh_axes):
-        raise _collective_error(where, name)
-    if where.sharded:
-        _check_layouts(jaxpr, consts, where, name)
+    if _collective_axes(jaxpr) & set(layout.partition.mesh_axes):
+        raise _collective_error(layout, name)
+    if layout.sharded:
+        _check_layouts(jaxpr, consts, layout, name)
     return jaxpr, out_tree, consts
 
 
-def _check_layouts(jaxpr, consts, where, name) -> None:
+def _check_layouts(jaxpr, consts, layout, name) -> None:
     """Refuse shardings over the partition's own axes, which divide the groups."""
-    if any(_mentions(_compat.typeof(c).sharding, where.axes) for c in consts):
+    if any(_mentions(_compat.typeof(c).sharding, layout.axes) for c in consts):
         raise MeshError(
             f"The function {name} given to drjax.map_fn closes over an array that is "
-            f"sharded over {where.axes}, along which the groups of "
-            f"{where.partition} are. Pass it as an argument: "
+            f"sharded over {layout.axes}, along which the groups of "
+            f"{layout.partition} are. Pass it as an argument: "
             f"drjax.map_fn({name}, (drjax.broadcast(params), x))."
         )
-    if _lays_out_over(jaxpr, where.axes):
+    if _lays_out_over(jaxpr, layout.axes):
         raise MeshError(
             f"The function {name} given to drjax.map_fn shards a value over "
-            f"{where.axes}, along which the groups of {where.partition} are; it sees "
+            f"{layout.axes}, along which the groups of {layout.partition} are; it sees "
             "one group only. Leave these axes out of its shardings and specs."
         )
 
@@ -108,18 +108,18 @@ def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
     return False
 
 
-def _names_own_axis(text: str, where) -> bool:
+def _names_own_axis(text: str, layout) -> bool:
     """Whether JAX complains about an unbound axis, and it is the partition's own."""
     found = re.search(r"unbound axis name: (\w+)", text)
     return found is not None and found[1] in (
-        where.partition.name, *where.partition.mesh_axes,
+        layout.partition.name, *layout.partition.mesh_axes,
     )  # fmt: skip
 
 
-def _collective_error(where, name):
+def _collective_error(layout, name):
     return MeshError(
         f"The function {name} given to drjax.map_fn uses a collective over the axis of "
-        f"partition {where.partition} itself, {where.partition.mesh_axes}; it sees "
+        f"partition {layout.partition} itself, {layout.partition.mesh_axes}; it sees "
         "one group only. Return the value and combine it outside with "
         "drjax.reduce_sum, drjax.reduce_max or drjax.gather; for the group's index "
         "use drjax.partition_index()."

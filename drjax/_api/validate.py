@@ -74,12 +74,12 @@ def _raise_not_partitioned(block, tree, partition, rows, name):
             f"{partition}, {got}Give each group exactly one row, or declare a "
             "partition of another size."
         )
-    where = f"[{rows}, ...]"
+    expected = f"[{rows}, ...]"
     if rows != partition.size:
-        where += f" (the {rows} of {partition.size} groups that one device holds)"
+        expected += f" (the {rows} of {partition.size} groups that one device holds)"
     raise DrjaxValueError(
         f"drjax.{block} needs partitioned values over {partition}, with leading axis "
-        f"{where}, {got}Use drjax.broadcast to give each group a copy of a global "
+        f"{expected}, {got}Use drjax.broadcast to give each group a copy of a global "
         f"value, or drjax.scatter to hand out the {partition.size} rows of a global "
         "array."
     )

@@ -12,7 +12,7 @@ from typing import Any
 from drjax._partition import Partition
 from drjax._planner.make_plan import infer_partitioning, trace
 from drjax._planner.naming import function_name, result_names
-from drjax._sharding.layout import find_mesh, layout
+from drjax._sharding.layout import find_mesh, make_layout
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
         # Without a building block nothing is sharded.
         axes, devices = (), 1
         if partition is not None:
-            placement = layout(partition, find_mesh(partition))
+            placement = make_layout(partition, find_mesh(partition))
             axes, devices = placement.axes, placement.devices
         return Signature(
             function_name(getattr(fn, "__name__", "program")),

@@ -31,8 +31,8 @@ from drjax import _compat
 from drjax._errors import MeshError
 from drjax._primitives import fused_lowering, registration
 from drjax._sharding.avals import global_aval, partitioned_aval
-from drjax._sharding.execute import on_devices, vary, with_sharding_of
-from drjax._sharding.layout import Layout, layout
+from drjax._sharding.execute import shard_map_over_devices, vary, with_sharding_of
+from drjax._sharding.layout import Layout, make_layout
 
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
@@ -44,18 +44,18 @@ broadcast_p = registration.new_primitive("broadcast")
 
 
 def execute_broadcast(x, *, partition, mesh):
-    where = layout(partition, mesh)
+    layout = make_layout(partition, mesh)
 
     def body(x):
-        rows = (where.per_device, *jnp.shape(x))
+        rows = (layout.per_device, *jnp.shape(x))
         dims = tuple(range(1, jnp.ndim(x) + 1))
-        return [vary(lax.broadcast_in_dim(x, rows, dims), where.axes)]
+        return [vary(lax.broadcast_in_dim(x, rows, dims), layout.axes)]
 
-    return on_devices(where, body, [x], [False], [True])[0]
+    return shard_map_over_devices(layout, body, [x], [False], [True])[0]
 
 
 def _broadcast_abstract_eval(x, *, partition, mesh):
-    return partitioned_aval(x, layout(partition, mesh))
+    return partitioned_aval(x, make_layout(partition, mesh))
 
 
 # <broadcast(x), y> = sum_i <x, y_i> = <x, reduce_sum(y)>
@@ -69,28 +69,28 @@ def _broadcast_transpose(ct, x, **params):
 reduce_sum_p = registration.new_primitive("reduce_sum")
 
 
-def _local_sum(where: Layout, x, numbers, scale=None):
+def _local_sum(layout: Layout, x, numbers, scale=None):
     """Sum over this device's groups, accumulated in float32 for 16-bit floats."""
-    x = where.mask_padding(x, numbers, 0)
+    x = layout.mask_padding(x, numbers, 0)
     dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
     total = jnp.sum(x, axis=0, dtype=dtype)
     return (total if scale is None else total * scale).astype(x.dtype)
 
 
-def psum(where: Layout, *xs):
+def psum(layout: Layout, *xs):
     """The sums of values over the partition's devices, in one collective.
 
     In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
     the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
     function does the promotion instead of XLA: same bytes, same sum.
     """
-    axes = where.axes
+    axes = layout.axes
     if not axes:
         return xs
     # A psum with VMA checking takes values that vary over all of its axes.
     xs = [vary(x, axes) for x in xs]
     plain = lambda *xs: lax.psum(xs, axes)
-    if not where.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
+    if not layout.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
         return plain(*xs)
 
     def promoted(*xs):
@@ -103,16 +103,18 @@ def psum(where: Layout, *xs):
 
 
 def execute_reduce_sum(x, *, partition, mesh):
-    where = layout(partition, mesh)
+    layout = make_layout(partition, mesh)
 
     def body(x, numbers=None):
-        return psum(where, _local_sum(where, x, numbers))
+        return psum(layout, _local_sum(layout, x, numbers))
 
-    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+    return shard_map_over_devices(
+        layout, body, [x], [True], [False], numbered=layout.uneven
+    )[0]
 
 
 def _reduce_abstract_eval(x, *, partition, mesh):
-    return global_aval(x, layout(partition, mesh))
+    return global_aval(x, make_layout(partition, mesh))
 
 
 # <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
@@ -129,14 +131,16 @@ reduce_mean_p = registration.new_primitive("reduce_mean")
 
 
 def _reduce_mean(x, *, partition, mesh):
-    where, n = layout(partition, mesh), partition.size
+    layout, n = make_layout(partition, mesh), partition.size
 
     def body(x, numbers=None):
         if x.dtype in LOW_PRECISION:  # divide first: a 16-bit sum may overflow
-            return psum(where, _local_sum(where, x, numbers, 1 / n))
-        return [y / n for y in psum(where, _local_sum(where, x, numbers))]
+            return psum(layout, _local_sum(layout, x, numbers, 1 / n))
+        return [y / n for y in psum(layout, _local_sum(layout, x, numbers))]
 
-    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+    return shard_map_over_devices(
+        layout, body, [x], [True], [False], numbered=layout.uneven
+    )[0]
 
 
 # <reduce_mean(y), x> = sum_i <y_i, x> / n = <y, broadcast(x / n)>
@@ -151,10 +155,10 @@ gather_p = registration.new_primitive("gather")
 
 
 def _gather(x, *, partition, mesh):
-    where = layout(partition, mesh)
+    layout = make_layout(partition, mesh)
 
     def body(x):
-        if not where.axes:
+        if not layout.axes:
             return [x]
         # Collectives take no extended dtypes: typed keys are communicated as integers.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -163,15 +167,15 @@ def _gather(x, *, partition, mesh):
         # All devices have the same result. With VMA checking the type must say so, as
         # the result is a global value; without it JAX has one type only.
         to = "invarying" if _compat.check_vma() else "varying"
-        x = lax.all_gather(vary(x, where.axes), where.axes, tiled=True, to=to)
+        x = lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True, to=to)
         return [lax.slice_in_dim(x, 0, partition.size)]  # without the padding
 
-    return on_devices(where, body, [x], [True], [False])[0]
+    return shard_map_over_devices(layout, body, [x], [True], [False])[0]
 
 
 def _gather_abstract_eval(x, *, partition, mesh):
-    where = layout(partition, mesh)
-    row = global_aval(x, where)
+    layout = make_layout(partition, mesh)
+    row = global_aval(x, layout)
     spec = (None, *row.sharding.spec)
     sharding = row.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
     shape = (partition.size, *row.shape)
@@ -190,20 +194,20 @@ scatter_p = registration.new_primitive("scatter")
 
 
 def _scatter(x, *, partition, mesh):
-    where = layout(partition, mesh)
+    layout = make_layout(partition, mesh)
 
     def body(x):
-        if not where.manual:  # one device, or the shard_map has sliced the operand
+        if not layout.manual:  # one device, or the shard_map has sliced the operand
             return [x]
-        x, k = vary(x, where.axes), where.per_device
-        return [lax.dynamic_slice_in_dim(x, lax.axis_index(where.axes) * k, k)]
+        x, k = vary(x, layout.axes), layout.per_device
+        return [lax.dynamic_slice_in_dim(x, lax.axis_index(layout.axes) * k, k)]
 
-    return on_devices(where, body, [x], [True], [True])[0]
+    return shard_map_over_devices(layout, body, [x], [True], [True])[0]
 
 
 def _scatter_abstract_eval(x, *, partition, mesh):
-    where = layout(partition, mesh)
-    return partitioned_aval(global_aval(x, where), where)
+    layout = make_layout(partition, mesh)
+    return partitioned_aval(global_aval(x, layout), layout)
 
 
 # <scatter(x), y> = sum_i <x[i], y_i> = <x, gather(y)>
@@ -215,17 +219,17 @@ def _scatter_transpose(ct, x, **params):
 # All registrations
 
 
-def _check_transposable(where: Layout) -> None:
+def _check_transposable(layout: Layout) -> None:
     """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
 
     In such a `shard_map`, JAX divides the cotangent of a replicated result by the
     number of devices, and leaves the cotangent of a sharded result whole. Without VMA
     types, a transpose rule cannot distinguish the two.
     """
-    if where.manual and not _compat.check_vma():
+    if layout.manual and not _compat.check_vma():
         raise MeshError(
-            f"A reverse-mode derivative over partition {where.partition} inside a "
-            f"jax.shard_map(check_vma=False) over its axes {where.axes}, where JAX's "
+            f"A reverse-mode derivative over partition {layout.partition} inside a "
+            f"jax.shard_map(check_vma=False) over its axes {layout.axes}, where JAX's "
             "cotangents are ambiguous. Leave out check_vma=False."
         )
 
@@ -241,7 +245,7 @@ def _register(
 ):
     # The check is part of the transpose, not of the bind: forward mode is well-defined.
     def checked_transpose(ct, x, **params):
-        _check_transposable(layout(**params))
+        _check_transposable(make_layout(**params))
         return [with_sharding_of(y, x.aval) for y in transpose(ct, x, **params)]
 
     registration.register_execution(primitive, execute, lowering_rule)

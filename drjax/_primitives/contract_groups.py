@@ -37,7 +37,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._jaxprs import walk
-from drjax._primitives.rbg_per_group import in_turn_p
+from drjax._primitives.rbg_per_group import draw_per_key_p
 from drjax._sharding.eval_on_mesh import sharding_of_product
 
 # Linear in all operands together, and independent of the group axis.
@@ -139,7 +139,7 @@ def _is_plain(eqn) -> bool:
     """Whether an equation is straight-line code."""
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
-    if eqn.primitive is in_turn_p:  # a loop, once it is batched
+    if eqn.primitive is draw_per_key_p:  # a loop, once it is batched
         return False
     return not _compat.jaxprs_in(eqn.params)
 

@@ -25,8 +25,8 @@ from drjax._primitives import registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_rows
 from drjax._sharding.avals import global_aval
-from drjax._sharding.execute import on_devices, vary
-from drjax._sharding.layout import layout
+from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.layout import make_layout
 
 reduce_max_p = registration.new_primitive("reduce_max")
 reduce_min_p = registration.new_primitive("reduce_min")
@@ -34,14 +34,16 @@ reduce_min_p = registration.new_primitive("reduce_min")
 
 def _executor(local, largest: bool):
     def execute(x, *, partition, mesh):
-        where = layout(partition, mesh)
+        layout = make_layout(partition, mesh)
         fill = lowest(x.dtype) if largest else highest(x.dtype)
 
         def body(x, numbers=None):
-            y = local(where.mask_padding(x, numbers, fill), axis=0)
-            return [across_devices(y, where.axes, largest) if where.axes else y]
+            y = local(layout.mask_padding(x, numbers, fill), axis=0)
+            return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
-        return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+        return shard_map_over_devices(
+            layout, body, [x], [True], [False], numbered=layout.uneven
+        )[0]
 
     return execute
 
@@ -97,25 +99,25 @@ def _is_extremum(x, y):
 def _jvp_rule(primitive):
     def jvp(primals, tangents, *, partition, mesh):
         (x,), (dx,) = primals, tangents
-        where = dict(partition=partition, mesh=mesh)
+        params = dict(partition=partition, mesh=mesh)
         # The compiler may duplicate the computation of x, with other rounding, for the
         # comparison. Then x_i = y for no i. The barrier makes both uses read one x.
         x = lax.optimization_barrier(x)
-        y = primitive.bind(x, **where)
-        hit = map_rows(_is_extremum, x, broadcast_p.bind(y, **where), **where)
+        y = primitive.bind(x, **params)
+        hit = map_rows(_is_extremum, x, broadcast_p.bind(y, **params), **params)
         # At least 1: some group attains the extremum, unless it is NaN.
-        count = reduce_sum_p.bind(hit, **where)
-        share = broadcast_p.bind(lax.reciprocal(count), **where)
+        count = reduce_sum_p.bind(hit, **params)
+        share = broadcast_p.bind(lax.reciprocal(count), **params)
         # A reciprocal per partition and a product per group, not a division per group.
-        weight = map_rows(lax.mul, hit, share, **where)
-        dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **where), **where)
+        weight = map_rows(lax.mul, hit, share, **params)
+        dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **params), **params)
         return y, dy
 
     return jvp
 
 
 def _abstract_eval(x, *, partition, mesh):
-    return global_aval(x, layout(partition, mesh))
+    return global_aval(x, make_layout(partition, mesh))
 
 
 for _primitive, _execute in (

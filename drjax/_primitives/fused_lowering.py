@@ -36,12 +36,17 @@ from weakref import WeakKeyDictionary
 from drjax import _compat
 from drjax._partition import Partition
 from drjax._primitives.contract_groups import row_sums
-from drjax._primitives.map_lowering import inside, lowers_by_vmap, over_rows
+from drjax._primitives.map_lowering import (
+    lowers_by_vmap,
+    prepare_for_shard_map,
+    vmap_over_groups,
+)
 from drjax._sharding.avals import partitioned_aval
-from drjax._sharding.execute import on_devices, vary
-from drjax._sharding.layout import layout
+from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.layout import make_layout
 
 Operand = tuple[Any, Any]  # an MLIR value and its type
+Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,11 @@ class _LoweredEquations:
     """The equations of a module that were lowered so far, by the values of results.
 
     Attributes:
-      broadcasts: For the result of a broadcast, its parameters and its operand.
+      broadcasts: For the result of a broadcast, its placement and its operand.
       maps: For a result of a map, the map and the position among its results.
     """
 
-    broadcasts: dict[Any, tuple[dict, Operand]] = field(default_factory=dict)
+    broadcasts: dict[Any, tuple[Placement, Operand]] = field(default_factory=dict)
     maps: dict[Any, tuple["_LoweredMap", int]] = field(default_factory=dict)
 
 
@@ -67,10 +72,10 @@ def _lowered_equations(ctx) -> _LoweredEquations:
 def broadcast_rule(execute: Callable) -> Callable:
     """The lowering rule of `broadcast`, which `execute(x, partition=, mesh=)` runs."""
 
-    def rule(ctx, x, **params):
+    def rule(ctx, x, **placement):
         source = x, ctx.avals_in[0]
-        outs = _compat.lower_function(ctx, execute, [source], False, **params)
-        _lowered_equations(ctx).broadcasts[outs[0]] = params, source
+        outs = _compat.lower_function(ctx, execute, [source], False, **placement)
+        _lowered_equations(ctx).broadcasts[outs[0]] = placement, source
         return outs
 
     return rule
@@ -84,18 +89,18 @@ def map_rule(execute: Callable) -> Callable:
     """
 
     def rule(ctx, *args, **params):
-        where = {"partition": params["partition"], "mesh": params["mesh"]}
+        placement = {"partition": params["partition"], "mesh": params["mesh"]}
         lowered = _lowered_equations(ctx)
         operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
         for i, arg in enumerate(args):
             # A broadcast over another partition or mesh has other copies: no match.
-            broadcast_params, source = lowered.broadcasts.get(arg, (None, None))
-            shared.append(broadcast_params == where)
+            of_broadcast, source = lowered.broadcasts.get(arg, (None, None))
+            shared.append(of_broadcast == placement)
             if source is not None and shared[i]:
                 operands[i] = source
         run = functools.partial(execute, shared=tuple(shared))
         outs = _compat.lower_function(ctx, run, operands, True, **params)
-        a_map = _LoweredMap(where, operands, tuple(shared), params["jaxpr"])
+        a_map = _LoweredMap(placement, operands, tuple(shared), params["jaxpr"])
         lowered.maps.update({out: (a_map, i) for i, out in enumerate(outs)})
         return outs
 
@@ -105,14 +110,14 @@ def map_rule(execute: Callable) -> Callable:
 def reduce_sum_rule(execute: Callable) -> Callable:
     """The lowering rule of `reduce_sum`, which `execute(x, partition=, mesh=)` runs."""
 
-    def rule(ctx, x, **params):
+    def rule(ctx, x, **placement):
         operand = x, ctx.avals_in[0]
         a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
-        if a_map is not None and a_map.where == params:
+        if a_map is not None and a_map.placement == placement:
             sums = a_map.sums(ctx)
             if index in sums:
-                operand, params = sums[index], a_map.devices
-        return _compat.lower_function(ctx, execute, [operand], False, **params)
+                operand, placement = sums[index], a_map.device_placement
+        return _compat.lower_function(ctx, execute, [operand], False, **placement)
 
     return rule
 
@@ -121,16 +126,18 @@ class _LoweredMap:
     """The operands and the jaxpr of a lowered map, and the sums of its results.
 
     Attributes:
-      where: The partition and the mesh of the map.
-      devices: The partition with one group a device, and the mesh.
+      placement: The partition and the mesh of the map.
+      device_placement: The partition with one group a device, and the mesh.
     """
 
-    def __init__(self, where, operands: Sequence[Operand], shared, jaxpr):
-        self.where, self._operands = where, operands
+    def __init__(
+        self, placement: Placement, operands: Sequence[Operand], shared, jaxpr
+    ):
+        self.placement, self._operands = placement, operands
         self._shared, self._jaxpr = shared, jaxpr
-        p, self._layout = where["partition"], layout(**where)
-        groups = Partition(p.name, self._layout.devices, p.mesh_axes)
-        self.devices = {**where, "partition": groups}
+        p, self._layout = placement["partition"], make_layout(**placement)
+        devices = Partition(p.name, self._layout.devices, p.mesh_axes)
+        self.device_placement = {**placement, "partition": devices}
         self._sums: list[tuple[Any, dict[int, Operand]]] = []  # by block of code
 
     def sums(self, ctx) -> dict[int, Operand]:
@@ -145,33 +152,41 @@ class _LoweredMap:
         return sums
 
     def _lower_sums(self, ctx) -> dict[int, Operand]:
-        where = self._layout
+        layout = self._layout
         # Padding would have to be masked in the operands of each contraction; a single
         # group has no sum; and by vmap, no code is of one device.
-        if where.uneven or where.per_device == 1 or lowers_by_vmap(where, self._jaxpr):
+        if (
+            layout.uneven
+            or layout.per_device == 1
+            or lowers_by_vmap(layout, self._jaxpr)
+        ):
             return {}
-        sums = row_sums(inside(where, self._jaxpr))
+        sums = row_sums(prepare_for_shard_map(layout, self._jaxpr))
         if not sums.indices:
             return {}
         # Only live operands: an unused broadcast would stay alive otherwise.
         used = [i for i, u in enumerate(sums.used) if u]
-        by_rows = [not self._shared[i] for i in used]
+        partitioned_in = [not self._shared[i] for i in used]
 
         def run(*args):
             def body(*operands):
-                run = lambda fn: over_rows(where, fn, by_rows)
-                totals = sums(where.per_device, run, operands)
-                return [vary(y, where.axes)[None] for y in totals]
+                run = lambda fn: vmap_over_groups(layout, fn, partitioned_in)
+                totals = sums(layout.per_device, run, operands)
+                return [vary(y, layout.axes)[None] for y in totals]
 
             # None: one slice a device, `[m, *s]`, to be reduced over the devices.
             each_device = [None] * len(sums.indices)
             vma = _compat.check_vma()
-            return on_devices(where, body, args, by_rows, each_device, vma)
+            return shard_map_over_devices(
+                layout, body, args, partitioned_in, each_device, vma
+            )
 
         operands = [self._operands[i] for i in used]
         outs = _compat.lower_function(ctx, run, operands, True)
         avals = [
-            partitioned_aval(self._jaxpr.out_avals[i], layout(**self.devices))
+            partitioned_aval(
+                self._jaxpr.out_avals[i], make_layout(**self.device_placement)
+            )
             for i in sums.indices
         ]
         operands = zip(outs, avals, strict=True)

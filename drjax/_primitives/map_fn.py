@@ -41,23 +41,23 @@ from drjax._primitives import fused_lowering, registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
 from drjax._sharding.avals import group_aval, partitioned_aval
-from drjax._sharding.layout import Layout, axes_of_groups, layout
+from drjax._sharding.layout import Layout, axes_of_groups, make_layout
 
 map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
 
 
 @contextlib.contextmanager
-def _group_context(where: Layout):
+def _group_context(layout: Layout):
     """The context in which the code of one group is traced or transformed."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(enter_mapped(where.partition))
-        if where.sharded:
-            stack.enter_context(jax.sharding.use_abstract_mesh(where.abstract_mesh))
-        stack.enter_context(retype_mesh.spmd_axes(axes_of_groups(where)))
+        stack.enter_context(enter_mapped(layout.partition))
+        if layout.sharded:
+            stack.enter_context(jax.sharding.use_abstract_mesh(layout.abstract_mesh))
+        stack.enter_context(retype_mesh.spmd_axes(axes_of_groups(layout)))
         yield
 
 
-def trace_group(fn, avals, where: Layout, name: str):
+def trace_group(fn, avals, layout: Layout, name: str):
     """Trace a flat function for one group; returns `(jaxpr, closed-over values)`.
 
     The jaxpr takes the closed-over values as its first inputs.
@@ -66,15 +66,15 @@ def trace_group(fn, avals, where: Layout, name: str):
       fn: Takes and returns flat sequences of per-group arrays.
       avals: Types of the partitioned operands, `[rows, *s]`.
     """
-    with _group_context(where):
-        avals = [group_aval(aval, where) for aval in avals]
+    with _group_context(layout):
+        avals = [group_aval(aval, layout) for aval in avals]
         return _compat.trace_to_jaxpr(fn, avals, name)
 
 
 def map_rows(fn, *args, partition, mesh):
     """`map_fn` of a module-level, one-result `fn` on arrays, for use in rules."""
     avals = tuple(_compat.typeof(x) for x in args)
-    jaxpr = _trace_rows(fn, avals, layout(partition, mesh))
+    jaxpr = _trace_rows(fn, avals, make_layout(partition, mesh))
     (out,) = map_fn_p.bind(
         *args, jaxpr=jaxpr, partition=partition, mesh=mesh, name=_name(fn)
     )
@@ -83,8 +83,8 @@ def map_rows(fn, *args, partition, mesh):
 
 # Cached by the function, so `fn` is a module-level one: a lambda would never hit.
 @_compat.cache()
-def _trace_rows(fn, avals, where):
-    jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, where, _name(fn))
+def _trace_rows(fn, avals, layout):
+    jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, layout, _name(fn))
     return jaxpr
 
 
@@ -97,15 +97,15 @@ def _name(fn) -> str:
 
 
 def _abstract_eval(*avals, jaxpr, partition, mesh, name):
-    where = layout(partition, mesh)
-    outs = [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
+    layout = make_layout(partition, mesh)
+    outs = [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
     return outs, _compat.effects_of(jaxpr)
 
 
 def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
     """Run a map; operands marked in `shared` are global, the same for each group."""
-    by_rows = [True] * len(args) if shared is None else [not s for s in shared]
-    return run_groups(layout(partition, mesh), jaxpr, args, by_rows)
+    partitioned_in = [True] * len(args) if shared is None else [not s for s in shared]
+    return run_groups(make_layout(partition, mesh), jaxpr, args, partitioned_in)
 
 
 # ---------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
 
 
 def _outer_avals(jaxpr, params):
-    where = layout(params["partition"], params["mesh"])
-    return [partitioned_aval(aval, where) for aval in jaxpr.out_avals]
+    layout = make_layout(params["partition"], params["mesh"])
+    return [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
 
 
 def _bind(jaxpr, args, **params):
@@ -132,7 +132,7 @@ def for_groups(consts, *, partition, mesh, name):
 # computed once. Symbolic zeros stay outside.
 def _jvp(primals, tangents, *, jaxpr, **params):
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
-    with _group_context(layout(params["partition"], params["mesh"])):
+    with _group_context(make_layout(params["partition"], params["mesh"])):
         jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     dense = [t for t, nz in zip(tangents, nonzeros, strict=True) if nz]
     outs = _bind(jvp_jaxpr, [*primals, *dense], **params)
@@ -143,7 +143,7 @@ def _jvp(primals, tangents, *, jaxpr, **params):
 
 # f_lin computes y_i and the residuals r_i; L(r_i, .) = Df(x_i) is linear.
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
-    with _group_context(layout(params["partition"], params["mesh"])):
+    with _group_context(make_layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
     bind = functools.partial(_bind, **params)
     outs, nonzeros_out, residuals, tangent = registration.linearize_and_keep(
@@ -167,9 +167,9 @@ def _transpose(cts, *args, jaxpr, **params):
     residuals = [x for x, lin in zip(args, linear, strict=True) if not lin]
     dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
     avals = tuple(_compat.typeof(x) for x in (*residuals, *dense))
-    where = layout(params["partition"], params["mesh"])
+    layout = make_layout(params["partition"], params["mesh"])
     transposed, consts, nonzero_in = _transpose_jaxpr(
-        jaxpr, linear, nonzero, avals, where
+        jaxpr, linear, nonzero, avals, layout
     )
     operands = [*for_groups(consts, **params), *residuals, *dense]
     outs = iter(map_fn_p.bind(*operands, jaxpr=transposed, **params))
@@ -184,7 +184,7 @@ def _transpose(cts, *args, jaxpr, **params):
 
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
-def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
+def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
     """`(transpose of a per-group jaxpr, constants, which cotangents are nonzero)`."""
     nonzero_in = []
 
@@ -204,7 +204,7 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
         nonzero_in[:] = [type(ct) is not _compat.Zero for ct in cts_in]
         return [ct for ct, nz in zip(cts_in, nonzero_in, strict=True) if nz]
 
-    transposed_jaxpr, consts = trace_group(transposed, avals, where, "transposed")
+    transposed_jaxpr, consts = trace_group(transposed, avals, layout, "transposed")
     return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
 
 
@@ -213,20 +213,20 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, where):
 
 
 def _partial_eval(trace, *tracers, **params):
-    where = layout(params["partition"], params["mesh"])
+    layout = make_layout(params["partition"], params["mesh"])
     # All groups are known or unknown together: known-ness belongs to the operand.
     unknown = [not t.pval.is_known() for t in tracers]
-    with _group_context(where):
+    with _group_context(layout):
         split = _compat.partial_eval_jaxpr(params["jaxpr"], unknown)
     return _compat.partial_eval_by_tracers(
         map_fn_p, trace, tracers, unknown, params, split,
-        lambda aval: partitioned_aval(aval, where),
+        lambda aval: partitioned_aval(aval, layout),
     )  # fmt: skip
 
 
 # A residual of one group is a partitioned value outside the map.
 def _residual_aval(params, aval):
-    return partitioned_aval(aval, layout(params["partition"], params["mesh"]))
+    return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 
 def _dce(used_outputs, eqn):
@@ -251,7 +251,7 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
     args = [x for x, _ in moved]
     # Axis d of `[n, *s]` is axis d - 1 of a group's `[*s]`, and the other way round.
     in_axes = [None if d is None else d - 1 for _, d in moved]
-    with _group_context(layout(params["partition"], params["mesh"])):
+    with _group_context(make_layout(params["partition"], params["mesh"])):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, in_axes)
     outs = map_fn_p.bind(*args, jaxpr=batched, **params)
     return outs, [None if axis is None else axis + 1 for axis in out_axes]

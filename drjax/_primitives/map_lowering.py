@@ -42,8 +42,13 @@ from jax import lax
 from drjax import _compat
 from drjax._compat import retype_mesh
 from drjax._primitives.partition_index import GroupAxis
-from drjax._primitives.rbg_per_group import in_turn
-from drjax._sharding.execute import first_row_numbers, on_all_devices, on_devices, vary
+from drjax._primitives.rbg_per_group import rewrite_draws
+from drjax._sharding.execute import (
+    auto_partition,
+    first_row_numbers,
+    shard_map_over_devices,
+    vary,
+)
 from drjax._sharding.layout import Layout, other_axes
 from drjax._sharding.padding import (
     for_real_groups,
@@ -58,148 +63,170 @@ _INDEXING = (
 )  # fmt: skip
 
 
-def lowers_by_vmap(where: Layout, jaxpr) -> bool:
+def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
     """Whether the work of the groups is partitioned by the compiler; see above."""
-    if not where.sharded or jaxpr is None:
+    if not layout.sharded or jaxpr is None:
         return False
     return _compat.check_vma() or (
-        len(other_axes(where)) > 1 and _compat.holds(jaxpr, _INDEXING)
+        len(other_axes(layout)) > 1 and _compat.holds(jaxpr, _INDEXING)
     )
 
 
 def run_groups(
-    where: Layout, jaxpr, args: Sequence[Any], by_rows: Sequence[bool]
+    layout: Layout, jaxpr, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> list:
     """The results of a per-group jaxpr for all groups of a partition.
 
     Args:
-      where: The layout of the groups.
+      layout: The layout of the groups.
       jaxpr: The jaxpr of one group.
       args: Its operands: `[rows, *s]`, or `[*s]` for all groups.
-      by_rows: Which operands have a slice for each group.
+      partitioned_in: Which operands have a slice for each group.
     """
-    if lowers_by_vmap(where, jaxpr):
-        fn = _compat.jaxpr_as_fun(on_each(where, jaxpr, True))
-        mapped = _vmap(where, fn, by_rows, where.padded, _spmd_axes(where))
+    if lowers_by_vmap(layout, jaxpr):
+        fn = _compat.jaxpr_as_fun(prepare_group_jaxpr(layout, jaxpr, True))
+        mapped = _vmap_groups(
+            layout, fn, partitioned_in, layout.padded, _spmd_axes(layout)
+        )
         run = lambda *args: ([], mapped(*args))
-        return on_all_devices(where, run, args, by_rows)[1]
-    fn = _compat.jaxpr_as_fun(inside(where, jaxpr))
+        return auto_partition(layout, run, args, partitioned_in)[1]
+    fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*operands):
-        outs = over_rows(where, fn, by_rows)(*operands)
-        return [vary(y, where.axes) for y in outs]
+        outs = vmap_over_groups(layout, fn, partitioned_in)(*operands)
+        return [vary(y, layout.axes) for y in outs]
 
-    if where.uneven:
+    if layout.uneven:
         effects = bool(_compat.effects_of(jaxpr))
-        body = functools.partial(_on_padded_rows, where, fn, by_rows, effects)
+        body = functools.partial(_on_padded_rows, layout, fn, partitioned_in, effects)
     # The surrounding check_vma: users' loops inside were traced under it.
     everywhere = [True] * len(jaxpr.out_avals)
-    return on_devices(
-        where, body, args, by_rows, everywhere, _compat.check_vma(), first=where.uneven
+    return shard_map_over_devices(
+        layout,
+        body,
+        args,
+        partitioned_in,
+        everywhere,
+        _compat.check_vma(),
+        first=layout.uneven,
     )
 
 
-def _on_padded_rows(where: Layout, fn: Callable, by_rows, effects: bool, *args) -> list:
+def _on_padded_rows(
+    layout: Layout, fn: Callable, partitioned_in, effects: bool, *args
+) -> list:
     """A per-group function on a device's slots, of which some may be padding."""
     *operands, first = args
     first = first[0]
-    numbers = first + lax.iota(jnp.int32, where.per_device)
+    numbers = first + lax.iota(jnp.int32, layout.per_device)
     # An effect on a padded slot would be visible: exactly the groups may run.
     if effects:
-        run = lambda count: _vmap(where, fn, by_rows, count, None)
-        return for_real_groups(where, numbers, where.few, run, operands, by_rows)
+        run = lambda count: _vmap_groups(layout, fn, partitioned_in, count, None)
+        return for_real_groups(
+            layout, numbers, layout.few, run, operands, partitioned_in
+        )
 
     # Copies of a real group on padded slots: loops there end, and checks hold.
     def work():
         own = [
-            own_rows(where, numbers, x, x[:1]) if rows else x
-            for x, rows in zip(operands, by_rows, strict=True)
+            own_rows(layout, numbers, x, x[:1]) if rows else x
+            for x, rows in zip(operands, partitioned_in, strict=True)
         ]
-        return [vary(y, where.axes) for y in over_rows(where, fn, by_rows)(*own)]
+        return [
+            vary(y, layout.axes)
+            for y in vmap_over_groups(layout, fn, partitioned_in)(*own)
+        ]
 
     def nothing():
-        return [vary(y, where.axes) for y in like_nothing(jax.eval_shape(work))]
+        return [vary(y, layout.axes) for y in like_nothing(jax.eval_shape(work))]
 
-    return unless_empty(where, first, work, nothing)
+    return unless_empty(layout, first, work, nothing)
 
 
-def inside(where: Layout, jaxpr):
+def prepare_for_shard_map(layout: Layout, jaxpr):
     """A per-group jaxpr for the inside of a `shard_map` over the partition's axes.
 
     If the mesh has no other axes, no equation needs the mesh, and the jaxpr becomes one
     without: some libraries compare the types of tracing with those of lowering.
     """
-    if where.sharded and (where.partly_manual or _compat.is_bound_to_devices(jaxpr)):
-        jaxpr = retype_mesh.with_manual_axes(jaxpr, where.axes)
-    elif where.sharded:
+    if layout.sharded and (layout.partly_manual or _compat.is_bound_to_devices(jaxpr)):
+        jaxpr = retype_mesh.with_manual_axes(jaxpr, layout.axes)
+    elif layout.sharded:
         jaxpr = retype_mesh.without_mesh_types(jaxpr)
-    return in_turn(jaxpr)
+    return rewrite_draws(jaxpr)
 
 
-def on_each(where: Layout, jaxpr, by_vmap: bool):
+def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
     """A per-group jaxpr for one of the two lowerings."""
     if jaxpr is None or not by_vmap:
-        return jaxpr and inside(where, jaxpr)
-    axes = _spmd_axes(where)
+        return jaxpr and prepare_for_shard_map(layout, jaxpr)
+    axes = _spmd_axes(layout)
     return jaxpr if axes is None else retype_mesh.with_whole_shard_maps(jaxpr, axes)
 
 
-def by_device(
-    where: Layout, fn: Callable, args: Sequence[Any], by_rows: Sequence[bool]
+def vmap_over_devices(
+    layout: Layout, fn: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list, list]:
     """Run `fn` on each device's slices by a vmap, with the results of a `shard_map`.
 
     Args:
-      where: A sharded layout of Auto axes.
+      layout: A sharded layout of Auto axes.
       fn: From operands of a device, and the index of its first group, to values of the
         device, `[*s]`, and partitioned results, `[k, *s]`.
       args: Its operands for all devices.
-      by_rows: Which of them are partitioned.
+      partitioned_in: Which of them are partitioned.
 
     Returns:
       `(stacks of the devices' values, [m, *s]; partitioned results, [n, *s])`.
     """
-    m, k = where.devices, where.per_device
+    m, k = layout.devices, layout.per_device
 
     def run(*args):
         split = lambda x: x.reshape(m, k, *x.shape[1:])
-        args = [split(x) if rows else x for x, rows in zip(args, by_rows, strict=True)]
-        args.append(first_row_numbers(where))
+        args = [
+            split(x) if rows else x
+            for x, rows in zip(args, partitioned_in, strict=True)
+        ]
+        args.append(first_row_numbers(layout))
         # Traced first: the vmaps in `fn` must not see the axes of the surrounding vmap.
-        rows = (*by_rows, True)
+        rows = (*partitioned_in, True)
         avals = [_one(x) if r else x for x, r in zip(args, rows, strict=True)]
         jaxpr, (own, stacks) = jax.make_jaxpr(fn, return_shape=True)(*avals)
         one = _compat.jaxpr_as_fun(jaxpr)
         axes = tuple(0 if r else None for r in rows)
-        mapped = jax.vmap(one, axes, axis_size=m, spmd_axis_name=_spmd_axes(where))
+        mapped = jax.vmap(one, axes, axis_size=m, spmd_axis_name=_spmd_axes(layout))
         outs = mapped(*args)
         own, stacks = outs[: len(own)], outs[len(own) :]
         return own, [x.reshape(m * k, *x.shape[2:]) for x in stacks]
 
-    return on_all_devices(where, run, args, by_rows)
+    return auto_partition(layout, run, args, partitioned_in)
 
 
 def _one(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _spmd_axes(where: Layout) -> tuple[str, ...] | None:
+def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
-    return None if _compat.check_vma() else where.spmd_axes
+    return None if _compat.check_vma() else layout.spmd_axes
 
 
-def over_rows(where: Layout, fn: Callable, by_rows: Sequence[bool]) -> Callable:
+def vmap_over_groups(
+    layout: Layout, fn: Callable, partitioned_in: Sequence[bool]
+) -> Callable:
     """`fn` of one group as a function of the slices of a device's groups."""
-    mapped = _vmap(where, fn, by_rows, where.per_device, None)
-    return lambda *operands: mapped(*(vary(x, where.axes) for x in operands))
+    mapped = _vmap_groups(layout, fn, partitioned_in, layout.per_device, None)
+    return lambda *operands: mapped(*(vary(x, layout.axes) for x in operands))
 
 
 # The axis name lets `partition_index` recognize this vmap among the user's own.
-def _vmap(where: Layout, fn: Callable, by_rows, size: int, spmd_axes) -> Callable:
+def _vmap_groups(
+    layout: Layout, fn: Callable, partitioned_in, size: int, spmd_axes
+) -> Callable:
     return jax.vmap(
         lambda *xs: fn(*xs),
-        in_axes=tuple(0 if by_row else None for by_row in by_rows),
-        axis_name=GroupAxis(where.partition, where.mesh),
+        in_axes=tuple(0 if p else None for p in partitioned_in),
+        axis_name=GroupAxis(layout.partition, layout.mesh),
         axis_size=size,
         spmd_axis_name=spmd_axes,
     )

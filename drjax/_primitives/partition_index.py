@@ -22,8 +22,8 @@ from jax.interpreters import batching
 from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._sharding.avals import number_aval, partitioned_aval
-from drjax._sharding.execute import all_row_numbers, on_devices, vary
-from drjax._sharding.layout import layout
+from drjax._sharding.execute import all_row_numbers, shard_map_over_devices, vary
+from drjax._sharding.layout import make_layout
 from drjax._sharding.padding import own_numbers
 
 partition_index_p = registration.new_primitive("partition_index")
@@ -43,31 +43,31 @@ class GroupAxis:
 
 def _partition_index(*, partition, mesh, per_group):
     assert not per_group, "a group's index exists only inside a mapped function"
-    where = layout(partition, mesh)
+    layout = make_layout(partition, mesh)
 
     def body(numbers):
-        return [vary(numbers, where.axes)]
+        return [vary(numbers, layout.axes)]
 
-    return on_devices(where, body, [], [], [True], numbered=True)[0]
+    return shard_map_over_devices(layout, body, [], [], [True], numbered=True)[0]
 
 
 def _partition_index_abstract_eval(*, partition, mesh, per_group):
     if per_group:
         return number_aval(partition)
-    return partitioned_aval(number_aval(None), layout(partition, mesh))
+    return partitioned_aval(number_aval(None), make_layout(partition, mesh))
 
 
 def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
-        where = layout(axis.partition, axis.mesh)
+        layout = make_layout(axis.partition, axis.mesh)
         # The size of the axis tells the lowering: by vmap, it has the slots of all
         # devices; in a shard_map, those of one device, or fewer (work with effects).
-        if where.sharded and axis_data.size == where.padded != where.per_device:
-            return own_numbers(where, all_row_numbers(where), 0), 0
-        numbers = where.row_numbers()
-        numbers = own_numbers(where, numbers, numbers[:1])[: axis_data.size]
-        return vary(numbers, where.axes), 0
+        if layout.sharded and axis_data.size == layout.padded != layout.per_device:
+            return own_numbers(layout, all_row_numbers(layout), 0), 0
+        numbers = layout.row_numbers()
+        numbers = own_numbers(layout, numbers, numbers[:1])[: axis_data.size]
+        return vary(numbers, layout.axes), 0
     # Another axis: an inner vmap of the user's, or of another partition.
     index = partition_index_p.bind(partition=partition, mesh=mesh, per_group=per_group)
     return index, None

@@ -3,12 +3,12 @@
 Input: the jaxpr of one group. Output: the same jaxpr, in which each equation that draws
 from an `rbg` or `unsafe_rbg` key is replaced by
 
-    in_turn[draw, options, avals] x_1 ... x_k
+    draw_per_key[draw, options, avals] x_1 ... x_k
 
 These generators draw fast on accelerators. But JAX gives a batch of such keys the bits
 that it draws with the first key, so the bits of a group would depend on the groups that
-are worked on together, on chunks and devices. The batching rule of `in_turn` is a loop
-over the groups around this one equation:
+are worked on together, on chunks and devices. The batching rule of `draw_per_key` is a
+loop over the groups around this one equation:
 
     batched draw(key_1, ..., key_k) = [draw(key_1), ..., draw(key_k)]
 
@@ -26,7 +26,7 @@ from jax.interpreters import batching
 from drjax import _compat
 from drjax._primitives import registration
 
-in_turn_p = registration.new_primitive("in_turn", multiple_results=True)
+draw_per_key_p = registration.new_primitive("draw_per_key", multiple_results=True)
 
 _DRAWS = {  # with threefry2x32, JAX draws with each key
     "key<rbg>": ("random_bits", "random_gamma"),
@@ -38,19 +38,19 @@ _DRAWS = {  # with threefry2x32, JAX draws with each key
 
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
-def in_turn(jaxpr):
-    """The jaxpr, with each draw from a key of `rbg` replaced by `in_turn_p`.
+def rewrite_draws(jaxpr):
+    """The jaxpr, with each draw from a key of `rbg` replaced by `draw_per_key_p`.
 
-    The batching rule of `in_turn_p` is a loop over the draws, so that the bits do not
-    depend on the batch. A jaxpr without such draws is returned as it is.
+    The batching rule of `draw_per_key_p` is a loop over the draws, so that the bits do
+    not depend on the batch. A jaxpr without such draws is returned as it is.
     """
-    return _changed(jaxpr) if _draws(jaxpr) else jaxpr
+    return _rewrite(jaxpr) if _has_draws(jaxpr) else jaxpr
 
 
 @_compat.weakref_lru_cache
-def _draws(jaxpr) -> bool:
+def _has_draws(jaxpr) -> bool:
     return any(
-        _is_draw(eqn) or any(map(_draws, _compat.jaxprs_in(eqn.params)))
+        _is_draw(eqn) or any(map(_has_draws, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
     )
 
@@ -65,25 +65,25 @@ def _is_draw(eqn) -> bool:
     return name in _DRAWS.get(str(eqn.invars[0].aval.dtype), ())
 
 
-def _in_turn(eqn):
+def _rewrite_draw(eqn):
     if not _is_draw(eqn):
         return eqn
     avals = tuple(v.aval for v in eqn.outvars)
     options = tuple(sorted(eqn.params.items()))
     params = {"draw": eqn.primitive, "options": options, "avals": avals}
-    return eqn.replace(primitive=in_turn_p, params=params)
+    return eqn.replace(primitive=draw_per_key_p, params=params)
 
 
-def _changed(value):
+def _rewrite(value):
     """A parameter or a jaxpr, with the draws replaced in all jaxprs in it."""
     if type(value) in (tuple, list):
-        return type(value)(map(_changed, value))
+        return type(value)(map(_rewrite, value))
     if not isinstance(value, _compat.JAXPR_TYPES):
         return value
     eqns = []
     for eqn in _compat.open_jaxpr(value).eqns:
-        params = {name: _changed(x) for name, x in eqn.params.items()}
-        eqns.append(_in_turn(eqn.replace(params=params)))
+        params = {name: _rewrite(x) for name, x in eqn.params.items()}
+        eqns.append(_rewrite_draw(eqn.replace(params=params)))
     return _compat.with_equations(value, eqns)
 
 
@@ -94,7 +94,7 @@ def _draw(*args, draw, options, avals):
 
 def _batch(axis_data, args, dims, **params):
     if all(d is None for d in dims):
-        return in_turn_p.bind(*args, **params), [None] * len(params["avals"])
+        return draw_per_key_p.bind(*args, **params), [None] * len(params["avals"])
     # A loop over an axis that is sharded over devices would serialize the devices.
     if axis_data.spmd_name is not None:
         run = lambda *args: _draw(*args, **params)
@@ -106,16 +106,16 @@ def _batch(axis_data, args, dims, **params):
 
     def one(rows):
         pairs = zip(args, rows, strict=True)
-        return in_turn_p.bind(*(x if r is None else r for x, r in pairs), **params)
+        return draw_per_key_p.bind(*(x if r is None else r for x, r in pairs), **params)
 
     if axis_data.size == 1:  # needs no loop
         outs = one([None if x is None else x[0] for x in rows])
         return [y[None] for y in outs], [0] * len(outs)
-    # `one` binds in_turn again: an outer vmap batches it by this same rule.
+    # `one` binds draw_per_key again: an outer vmap batches it by this same rule.
     outs = lax.map(one, rows)
     return outs, [0] * len(outs)
 
 
-registration.register_execution(in_turn_p, _draw)
-in_turn_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
-batching.fancy_primitive_batchers[in_turn_p] = _batch
+registration.register_execution(draw_per_key_p, _draw)
+draw_per_key_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
+batching.fancy_primitive_batchers[draw_per_key_p] = _batch

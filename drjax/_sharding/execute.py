@@ -3,9 +3,9 @@
 Input: a function of the slices of a device's k groups, and operands for the whole
 partition. Output: its results for the whole partition, or one for each device.
 
-`on_devices` calls it directly (local and manual layouts), or inside a `shard_map`
-over the partition's axes with varying-manual-axes checking (sharded ones).
-`on_all_devices` leaves the distribution to the compiler.
+`shard_map_over_devices` calls it inside a `shard_map` over the partition's axes with
+varying-manual-axes checking; on local and manual layouts, directly. `auto_partition`
+leaves the distribution to the compiler.
 
 Invariants: operands are on the mesh of the layout, and padded to k * m slices; results
 are cut to n slices. Sharp edges: the function sees padding, and has to mask it.
@@ -25,7 +25,7 @@ from drjax._sharding.avals import inner_spec
 from drjax._sharding.layout import Layout
 
 
-def on_devices(
+def shard_map_over_devices(
     layout: Layout,
     body: Callable[..., Sequence[Any]],
     args: Sequence[Any],
@@ -63,15 +63,15 @@ def on_devices(
     ]
 
 
-def on_all_devices(
+def auto_partition(
     layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Run `run`, which the compiler partitions, on the slices of all devices.
+    """Run a function of the slices of all devices, which the compiler partitions.
 
     Args:
       layout: A sharded layout.
-      run: From operands, padded to k * m slices, to values of the devices, `[m, *s]`,
-        and partitioned results, `[k * m, *s]`.
+      run: The function: from operands, padded to k * m slices, to values of the
+        devices, `[m, *s]`, and partitioned results, `[k * m, *s]`.
       args: The operands.
       partitioned_in: Which of them are partitioned.
 

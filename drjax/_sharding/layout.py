@@ -4,7 +4,7 @@ Input: a partition, and a mesh or None. Output: a `Layout`, or a `MeshError`.
 
 A partition of n groups over m devices gives each device k = ceil(n / m) slots. The
 primitives are written once, as functions of one device's slices, and run through
-`execute.on_devices`, in one of three modes:
+`execute.shard_map_over_devices`, in one of three modes:
 
 * local: no mesh, or a mesh without the partition's axes. One device has all groups.
 * manual: inside a user's `shard_map` over those axes. Values are sliced already.
@@ -83,7 +83,7 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
             "mesh is in context. Pass the jax.sharding.Mesh itself, or run the program "
             "under jax.set_mesh(mesh)."
         )
-    layout(partition, mesh)  # checks
+    make_layout(partition, mesh)  # checks
     return mesh
 
 
@@ -184,7 +184,7 @@ class Layout:
         return entry[0] if len(entry) == 1 else entry or None
 
     def row_numbers(self):
-        """int32 [k]: the group indices of this device, inside `on_devices`."""
+        """int32 [k]: the group indices of this device, inside its code."""
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
             return local
@@ -199,7 +199,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
+def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
     if mesh is None:
         return Layout(partition, None, (), 1, False)
     types = _axis_types(mesh)
@@ -234,24 +234,24 @@ def layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
     return result
 
 
-def axes_of_groups(where: Layout) -> tuple[str, ...]:
+def axes_of_groups(layout: Layout) -> tuple[str, ...]:
     """The axes along which each device will have groups of its own."""
-    if where.axes or not planned.value:
-        return where.axes
+    if layout.axes or not planned.value:
+        return layout.axes
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names).difference(mesh.manual_axes)
-    return tuple(axis for axis in where.partition.mesh_axes if axis in axes)
+    return tuple(axis for axis in layout.partition.mesh_axes if axis in axes)
 
 
-def other_axes(where: Layout) -> list[str]:
+def other_axes(layout: Layout) -> list[str]:
     """The Auto axes of the mesh, larger than one, that are not the partition's."""
-    if where.mesh is None:
+    if layout.mesh is None:
         return []
-    sizes, types = dict(where.mesh.shape_tuple), _axis_types(where.mesh)
+    sizes, types = dict(layout.mesh.shape_tuple), _axis_types(layout.mesh)
     return [
         axis
-        for axis in where.mesh.axis_names
-        if axis not in where.axes and types[axis] == AxisType.Auto and sizes[axis] > 1
+        for axis in layout.mesh.axis_names
+        if axis not in layout.axes and types[axis] == AxisType.Auto and sizes[axis] > 1
     ]
 
 
@@ -263,13 +263,13 @@ def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
     """The sharding of `drjax.shard` for `[n, ...]` data; None without a mesh."""
     if (mesh := find_mesh(partition, mesh)) is None:
         return None
-    where = layout(partition, mesh)
-    spec = P() if where.uneven or where.manual else P(where.axes)
+    layout = make_layout(partition, mesh)
+    spec = P() if layout.uneven or layout.manual else P(layout.axes)
     if isinstance(mesh, AbstractMesh) and not _compat.under_trace():
         mesh = jax.sharding.get_mesh()  # the context's, with its devices
         if mesh.empty:
             raise MeshError(
                 "drjax.shard needs devices, but the mesh in context, "
-                f"{_show(where.mesh)}, is abstract. Use jax.set_mesh, or pass mesh=."
+                f"{_show(layout.mesh)}, is abstract. Use jax.set_mesh, or pass mesh=."
             )
     return NamedSharding(mesh, spec)

@@ -28,26 +28,26 @@ from drjax._sharding.execute import vary
 from drjax._sharding.layout import Layout
 
 
-def own_numbers(where: Layout, numbers, first):
+def own_numbers(layout: Layout, numbers, first):
     """The group indices of slots; of padded ones, that of the device's first group."""
-    if not where.uneven:
+    if not layout.uneven:
         return numbers
-    return jnp.where(numbers < where.partition.size, numbers, first)
+    return jnp.where(numbers < layout.partition.size, numbers, first)
 
 
-def own_rows(where: Layout, numbers, rows, first_row):
+def own_rows(layout: Layout, numbers, rows, first_row):
     """The slices of slots; of padded ones, `first_row`, `[1, *s]`."""
-    if not where.uneven:
+    if not layout.uneven:
         return rows
-    real = numbers < where.partition.size
+    real = numbers < layout.partition.size
     return jnp.where(lax.broadcast_in_dim(real, rows.shape, (0,)), rows, first_row)
 
 
-def unless_empty(where: Layout, first, work: Callable, otherwise: Callable):
+def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
     """`work()`, or `otherwise()` on a device whose first slot is padding already."""
-    if not where.has_empty_devices:
+    if not layout.has_empty_devices:
         return work()
-    return lax.cond(first < where.partition.size, work, otherwise)
+    return lax.cond(first < layout.partition.size, work, otherwise)
 
 
 def like_nothing(values):
@@ -56,22 +56,22 @@ def like_nothing(values):
 
 
 def for_real_groups(
-    where: Layout,
+    layout: Layout,
     numbers,
     few: int,
     run: Callable[[int], Callable],
     operands: Sequence,
-    by_rows: Sequence[bool],
+    partitioned_in: Sequence[bool],
 ) -> list:
     """Work with effects for the slots that are groups; other results are zeros.
 
     Args:
-      where: An uneven layout.
+      layout: An uneven layout.
       numbers: The group indices of the slots, int32 [slots].
       few: How many of them are groups on the device that has fewer groups than slots.
       run: `run(count)(*operands)` works for so many groups.
       operands: Operands, `[slots, *s]` with a slice for each slot, or shared.
-      by_rows: Which operands have slices.
+      partitioned_in: Which operands have slices.
     """
     slots = numbers.shape[0]
     shapes = jax.eval_shape(run(slots), *operands)
@@ -80,14 +80,14 @@ def for_real_groups(
     def branch(count: int) -> Callable:
         def work(*operands):
             if not count:
-                return [vary(y, where.axes) for y in like_nothing(list(shapes))]
-            pairs = zip(operands, by_rows, strict=True)
+                return [vary(y, layout.axes) for y in like_nothing(list(shapes))]
+            pairs = zip(operands, partitioned_in, strict=True)
             outs = run(count)(*(x[:count] if rows else x for x, rows in pairs))
-            return [vary(_padded(y, slots - count), where.axes) for y in outs]
+            return [vary(_padded(y, slots - count), layout.axes) for y in outs]
 
         return work
 
-    real = jnp.sum(numbers < where.partition.size, dtype=jnp.int32)
+    real = jnp.sum(numbers < layout.partition.size, dtype=jnp.int32)
     index = sum(jnp.int32(real < count) for count in counts[:-1])
     return lax.switch(index, [branch(count) for count in counts], *operands)
 

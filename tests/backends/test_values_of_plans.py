@@ -119,7 +119,7 @@ def test_the_reference_uses_neither_vmap_nor_a_lowering_of_ours(monkeypatch):
     wanted = expected(case, "value_and_grad")
     with on_mesh(case, "none") as args:
         plan = drjax.make_plan(TRANSFORMS["value_and_grad"](case))(*args)
-        for name in ("execute_map", "execute_reduce_sum", "run_flat", "on_devices"):
+        for name in ("execute_map", "execute_reduce_sum", "shard_map_over_devices"):
             for module in _modules():
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, forbidden)

@@ -22,7 +22,7 @@ from drjax import _compat
 from drjax._primitives import collectives, extrema, map_fn, partition_index
 from drjax._primitives.map_fn import trace_group
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import find_mesh, layout
+from drjax._sharding.layout import find_mesh, make_layout
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 MESHES = {
@@ -88,7 +88,9 @@ def test_primitives(name, mesh):
             x = np.ones(shape, np.dtype(jnp.dtype(dtype)))
 
             def operand(x):
-                return as_operand(jnp.asarray(x), layout(**where), bool(partitioned))
+                return as_operand(
+                    jnp.asarray(x), make_layout(**where), bool(partitioned)
+                )
 
             assert_same_type(
                 types_of(lambda x: primitive.bind(operand(x), **where), x),
@@ -107,7 +109,7 @@ def test_map_fn_and_index(mesh):
 
     with in_mesh(mesh):
         where = {"partition": partition, "mesh": find_mesh(partition)}
-        at = layout(**where)
+        at = make_layout(**where)
 
         def both(run):
             def f(x, y):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._primitives.rbg_per_group import in_turn
+from drjax._primitives.rbg_per_group import rewrite_draws
 from tests.helpers.meshes import AUTO, in_mesh, make_mesh
 
 N = 6
@@ -102,11 +102,11 @@ def test_what_draws_is_changed_and_nothing_else():
         return jax.make_jaxpr(in_loops)(jax.random.key(0, impl=impl))
 
     jaxpr = of("threefry2x32")
-    assert in_turn(jaxpr) is jaxpr
-    text = str(in_turn(of("rbg")))
-    assert text.count("drjax_in_turn") > 1
+    assert rewrite_draws(jaxpr) is jaxpr
+    text = str(rewrite_draws(of("rbg")))
+    assert text.count("drjax_draw_per_key") > 1
     assert "random_split" in text and " random_bits[" not in text
-    assert str(in_turn(of("unsafe_rbg"))).count("random_split[") == 0
+    assert str(rewrite_draws(of("unsafe_rbg"))).count("random_split[") == 0
 
 
 def test_sums_within_the_map_draw_once():

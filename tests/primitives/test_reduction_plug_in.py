@@ -18,8 +18,8 @@ from drjax._primitives import reduce_ops, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_rows
 from drjax._sharding.avals import global_aval
-from drjax._sharding.execute import on_devices, vary
-from drjax._sharding.layout import layout
+from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.layout import make_layout
 from drjax.backends import in_process
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import in_mesh_of
@@ -35,13 +35,15 @@ def across_devices(where, x):
 
 
 def execute(x, *, partition, mesh):
-    where = layout(partition, mesh)
+    where = make_layout(partition, mesh)
 
     def body(x, numbers=None):
         y = jnp.prod(where.mask_padding(x, numbers, 1), axis=0)
         return [across_devices(where, y) if where.axes else y]
 
-    return on_devices(where, body, [x], [True], [False], numbered=where.uneven)[0]
+    return shard_map_over_devices(
+        where, body, [x], [True], [False], numbered=where.uneven
+    )[0]
 
 
 def others(x, zeros, product):
@@ -64,7 +66,7 @@ def jvp(primals, tangents, **where):
 
 
 def abstract_eval(x, *, partition, mesh):
-    return global_aval(x, layout(partition, mesh))
+    return global_aval(x, make_layout(partition, mesh))
 
 
 registration.register_execution(reduce_prod_p, execute)

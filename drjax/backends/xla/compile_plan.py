@@ -28,10 +28,13 @@ from jax.sharding import PartitionSpec as P
 from drjax import _compat
 from drjax._errors import DrjaxValueError, PlanError
 from drjax._planner.arguments import flat_inputs
-from drjax._primitives.map_lowering import by_device, lowers_by_vmap, on_each
-from drjax._sharding.execute import as_operand, on_devices
-from drjax._sharding.layout import Layout, find_mesh
-from drjax._sharding.layout import layout as make_layout
+from drjax._primitives.map_lowering import (
+    lowers_by_vmap,
+    prepare_group_jaxpr,
+    vmap_over_devices,
+)
+from drjax._sharding.execute import as_operand, shard_map_over_devices
+from drjax._sharding.layout import Layout, find_mesh, make_layout
 from drjax.backends.xla import step_size
 from drjax.backends.xla.chunked_stage import ChunkedStage, call, finish
 from drjax.backends.xla.reuse_accumulators import find_reuse, finish_stacked
@@ -204,7 +207,7 @@ class _Run:
 
         # Some work cannot be in a shard_map; see `map_lowering`.
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
-        stage = replace(stage, jaxpr=on_each(layout, stage.jaxpr, by_vmap))
+        stage = replace(stage, jaxpr=prepare_group_jaxpr(layout, stage.jaxpr, by_vmap))
 
         def work(*args):
             *args, first = args
@@ -222,12 +225,12 @@ class _Run:
 
         args, by_rows = [*shared, *rows], [False] * len(shared) + [True] * len(rows)
         if by_vmap:
-            totals, stacks = by_device(layout, work, args, by_rows)
+            totals, stacks = vmap_over_devices(layout, work, args, by_rows)
             if reuse is None:
                 totals = finish_stacked(layout, sums, totals)
             outs = [*totals, *stacks]
         else:
-            outs = on_devices(
+            outs = shard_map_over_devices(
                 layout,
                 body,
                 args,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._sharding.layout import find_mesh, layout
+from drjax._sharding.layout import find_mesh, make_layout
 from drjax.backends.xla import reuse_accumulators
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import in_mesh_of
@@ -79,7 +79,7 @@ def endings(fn, *args) -> list[int]:
     """Bytes that are in place, of each end of a round that is."""
     plan = drjax.make_plan(fn)(*args)
     assert plan.partition is not None
-    where = layout(plan.partition, find_mesh(plan.partition))
+    where = make_layout(plan.partition, find_mesh(plan.partition))
     found = (
         reuse_accumulators.find_reuse(plan, i, where) for i, _ in enumerate(plan.rounds)
     )
