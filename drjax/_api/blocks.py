@@ -16,10 +16,10 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
-    each_global,
-    each_row,
+    bind_global,
+    bind_partitioned,
+    group_axis_size,
     resolve,
-    rows_of,
 )
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten, flatten_partitioned
@@ -57,7 +57,7 @@ def broadcast(
     """
     params = resolve("broadcast", mesh, partition)
     leaves, tree = flatten("broadcast", x)
-    return tree.unflatten(each_global(leaves, params, broadcast_p.bind))
+    return tree.unflatten(bind_global(leaves, params, broadcast_p.bind))
 
 
 def map_fn(
@@ -106,7 +106,7 @@ def map_fn(
     params = resolve("map_fn", mesh, partition)
     args = arg if type(arg) is tuple else (arg,)
     leaves, tree = flatten_partitioned(
-        "map_fn", args, params["partition"], rows_of(params), "args"
+        "map_fn", args, params["partition"], group_axis_size(params), "args"
     )
     return call_mapped(fn, leaves, tree, **params)
 
@@ -135,7 +135,7 @@ def gather(
 
     Source: `all_gather_invariant` of JAX note 17111.
     """
-    return each_row("gather", x, mesh, partition, gather_p.bind)
+    return bind_partitioned("gather", x, mesh, partition, gather_p.bind)
 
 
 def scatter(
@@ -167,7 +167,7 @@ def scatter(
     params = resolve("scatter", mesh, partition)
     resolved = params["partition"]
     leaves, tree = flatten_partitioned("scatter", x, resolved, resolved.size)
-    return tree.unflatten(each_global(leaves, params, scatter_p.bind))
+    return tree.unflatten(bind_global(leaves, params, scatter_p.bind))
 
 
 def partition_index(

@@ -71,10 +71,10 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
 
 def _first_error(errors, partition: Partition, mesh: Any):
     """The global error of an error with leaves `[n, ...]`."""
-    rows = jax.tree.map(
+    slices = jax.tree.map(
         lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
     )
-    happened, codes, trees, leaves = checkify_rules.error_parts(rows)
+    happened, codes, trees, leaves = checkify_rules.error_parts(slices)
     found: tuple[dict, dict, dict] = {}, {}, {}
     for effect, failed in happened.items():
         first = jnp.argmax(failed).astype(jnp.int32)

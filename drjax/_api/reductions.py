@@ -18,10 +18,10 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
-    each_row,
+    bind_partitioned,
+    group_axis_size,
     map_leaves,
     resolve,
-    rows_of,
 )
 from drjax._api.validate import check_weights, flatten_partitioned
 from drjax._errors import DrjaxTypeError, DrjaxValueError
@@ -70,7 +70,7 @@ def reduce_sum(
         _check_numeric("reduce_sum", leaf)
         return reduce_sum_p.bind(_promote_sum(leaf), **params)
 
-    return each_row("reduce_sum", x, mesh, partition, bind)
+    return bind_partitioned("reduce_sum", x, mesh, partition, bind)
 
 
 def reduce_mean(
@@ -113,7 +113,7 @@ def reduce_mean(
         _check_numeric("reduce_mean", leaf)
         return reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **params)
 
-    return each_row("reduce_mean", x, mesh, partition, bind)
+    return bind_partitioned("reduce_mean", x, mesh, partition, bind)
 
 
 def reduce_weighted_mean(
@@ -248,7 +248,7 @@ def select(
             return reduce_max_p.bind(kept, **params)
         return reduce_sum_p.bind(kept, **params)
 
-    return each_row("select", x, mesh, partition, bind)
+    return bind_partitioned("select", x, mesh, partition, bind)
 
 
 # ---------------------------------------------------------------------------------
@@ -264,29 +264,29 @@ def _zero_left_out(block: str, x: PyTree, where, mesh, partition) -> PyTree:
     def bind(leaf, **params):
         return map_leaves(_zero_unless, where, leaf, **params)
 
-    return each_row(block, x, mesh, partition, bind)
+    return bind_partitioned(block, x, mesh, partition, bind)
 
 
 def _check_where(block: str, where, mesh, partition):
     """The argument `where=` as a bool `[n]`, or an error."""
     params = resolve(block, mesh, partition)
-    rows = rows_of(params)
+    size = group_axis_size(params)
     if not isinstance(where, jax.Array):
         try:
             where = jnp.asarray(where)
         except (TypeError, ValueError):
             raise DrjaxTypeError(
-                f"drjax.{block} needs where= as bool [{rows}], got "
+                f"drjax.{block} needs where= as bool [{size}], got "
                 f"{type(where).__name__}: {where!r}."
             ) from None
     if where.dtype != jnp.bool_:
         raise DrjaxTypeError(
-            f"drjax.{block} needs where= as bool [{rows}], got dtype {where.dtype}. "
+            f"drjax.{block} needs where= as bool [{size}], got dtype {where.dtype}. "
             "Write for instance where=counts > 0."
         )
-    if where.shape != (rows,):
+    if where.shape != (size,):
         raise DrjaxValueError(
-            f"drjax.{block} needs where= as bool [{rows}], one for each group of "
+            f"drjax.{block} needs where= as bool [{size}], one for each group of "
             f"{params['partition']}, got shape {where.shape}."
         )
     return jnp.asarray(where)
@@ -294,7 +294,9 @@ def _check_where(block: str, where, mesh, partition):
 
 def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
     params = resolve(block, mesh, partition)
-    leaves, tree = flatten_partitioned(block, x, params["partition"], rows_of(params))
+    leaves, tree = flatten_partitioned(
+        block, x, params["partition"], group_axis_size(params)
+    )
     weights = check_weights(w, tree, leaves, params["partition"])
     layout = make_layout(**params)
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
@@ -344,7 +346,7 @@ def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTre
             )
         return primitive.bind(leaf, **params)
 
-    return each_row(block, x, mesh, partition, bind)
+    return bind_partitioned(block, x, mesh, partition, bind)
 
 
 def _check_numeric(block: str, leaf) -> None:

@@ -25,19 +25,21 @@ def resolve(block: str, mesh, partition) -> dict[str, Any]:
     return {"partition": resolved, "mesh": find_mesh(resolved, mesh)}
 
 
-def rows_of(params: dict[str, Any]) -> int:
-    return make_layout(**params).rows
+def group_axis_size(params: dict[str, Any]) -> int:
+    return make_layout(**params).group_axis_size
 
 
-def each_row(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
+def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
     """Apply `bind(leaf, **params)` to the leaves of a partitioned tree."""
     params = resolve(block, mesh, partition)
-    leaves, tree = flatten_partitioned(block, x, params["partition"], rows_of(params))
+    leaves, tree = flatten_partitioned(
+        block, x, params["partition"], group_axis_size(params)
+    )
     layout = make_layout(**params)
     return tree.unflatten([bind(as_operand(x, layout, True), **params) for x in leaves])
 
 
-def each_global(leaves, params: dict[str, Any], bind: Callable) -> list:
+def bind_global(leaves, params: dict[str, Any], bind: Callable) -> list:
     """Apply `bind(leaf, **params)` to global leaves."""
     layout = make_layout(**params)
     return [bind(as_operand(x, layout, False), **params) for x in leaves]

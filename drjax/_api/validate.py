@@ -20,12 +20,12 @@ def flatten(block: str, tree: Any, name: str = "x"):
 
 
 def flatten_partitioned(
-    block: str, tree: Any, partition: Partition, rows: int, name: str = "x"
+    block: str, tree: Any, partition: Partition, size: int, name: str = "x"
 ):
     """As `flatten`, and check that each leaf has one slice for each group."""
     leaves, treedef = flatten(block, tree, name)
-    if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != rows for x in leaves):
-        _raise_not_partitioned(block, tree, partition, rows, name)
+    if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != size for x in leaves):
+        _raise_not_partitioned(block, tree, partition, size, name)
     return leaves, treedef
 
 
@@ -60,28 +60,28 @@ def _short(leaf: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _raise_not_partitioned(block, tree, partition, rows, name):
+def _raise_not_partitioned(block, tree, partition, size, name):
     wrong = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         shape = jnp.shape(leaf)
-        if not shape or shape[0] != rows:
+        if not shape or shape[0] != size:
             what = f"shape {shape}" if shape else "a scalar, shape ()"
             wrong.append(f"  {name}{jax.tree_util.keystr(path)}: {what}")
     got = "but got:\n" + "\n".join(wrong) + "\n"
     if block in ("scatter", "shard"):
         raise DrjaxValueError(
-            f"drjax.{block} needs arrays [{rows}, ...], one row for each group of "
-            f"{partition}, {got}Give each group exactly one row, or declare a "
+            f"drjax.{block} needs arrays [{size}, ...], one slice for each group of "
+            f"{partition}, {got}Give each group exactly one slice, or declare a "
             "partition of another size."
         )
-    expected = f"[{rows}, ...]"
-    if rows != partition.size:
-        expected += f" (the {rows} of {partition.size} groups that one device holds)"
+    expected = f"[{size}, ...]"
+    if size != partition.size:
+        expected += f" (the {size} of {partition.size} groups that one device holds)"
     raise DrjaxValueError(
         f"drjax.{block} needs partitioned values over {partition}, with leading axis "
         f"{expected}, {got}Use drjax.broadcast to give each group a copy of a global "
-        f"value, or drjax.scatter to hand out the {partition.size} rows of a global "
-        "array."
+        f"value, or drjax.scatter to hand out the {partition.size} slices of a "
+        "global array."
     )
 
 

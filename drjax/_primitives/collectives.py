@@ -47,9 +47,9 @@ def execute_broadcast(x, *, partition, mesh):
     layout = make_layout(partition, mesh)
 
     def body(x):
-        rows = (layout.per_device, *jnp.shape(x))
+        shape = (layout.per_device, *jnp.shape(x))
         dims = tuple(range(1, jnp.ndim(x) + 1))
-        return [vary(lax.broadcast_in_dim(x, rows, dims), layout.axes)]
+        return [vary(lax.broadcast_in_dim(x, shape, dims), layout.axes)]
 
     return shard_map_over_devices(layout, body, [x], [False], [True])[0]
 
@@ -69,9 +69,9 @@ def _broadcast_transpose(ct, x, **params):
 reduce_sum_p = registration.new_primitive("reduce_sum")
 
 
-def _local_sum(layout: Layout, x, numbers, scale=None):
+def _local_sum(layout: Layout, x, indices, scale=None):
     """Sum over this device's groups, accumulated in float32 for 16-bit floats."""
-    x = layout.mask_padding(x, numbers, 0)
+    x = layout.mask_padding(x, indices, 0)
     dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
     total = jnp.sum(x, axis=0, dtype=dtype)
     return (total if scale is None else total * scale).astype(x.dtype)
@@ -105,11 +105,11 @@ def psum(layout: Layout, *xs):
 def execute_reduce_sum(x, *, partition, mesh):
     layout = make_layout(partition, mesh)
 
-    def body(x, numbers=None):
-        return psum(layout, _local_sum(layout, x, numbers))
+    def body(x, indices=None):
+        return psum(layout, _local_sum(layout, x, indices))
 
     return shard_map_over_devices(
-        layout, body, [x], [True], [False], numbered=layout.uneven
+        layout, body, [x], [True], [False], with_indices=layout.uneven
     )[0]
 
 
@@ -133,13 +133,13 @@ reduce_mean_p = registration.new_primitive("reduce_mean")
 def _reduce_mean(x, *, partition, mesh):
     layout, n = make_layout(partition, mesh), partition.size
 
-    def body(x, numbers=None):
+    def body(x, indices=None):
         if x.dtype in LOW_PRECISION:  # divide first: a 16-bit sum may overflow
-            return psum(layout, _local_sum(layout, x, numbers, 1 / n))
-        return [y / n for y in psum(layout, _local_sum(layout, x, numbers))]
+            return psum(layout, _local_sum(layout, x, indices, 1 / n))
+        return [y / n for y in psum(layout, _local_sum(layout, x, indices))]
 
     return shard_map_over_devices(
-        layout, body, [x], [True], [False], numbered=layout.uneven
+        layout, body, [x], [True], [False], with_indices=layout.uneven
     )[0]
 
 
@@ -175,11 +175,11 @@ def _gather(x, *, partition, mesh):
 
 def _gather_abstract_eval(x, *, partition, mesh):
     layout = make_layout(partition, mesh)
-    row = global_aval(x, layout)
-    spec = (None, *row.sharding.spec)
-    sharding = row.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
-    shape = (partition.size, *row.shape)
-    return _compat.group_aval(row, shape, sharding, _compat.varying(row))
+    slice_ = global_aval(x, layout)
+    spec = (None, *slice_.sharding.spec)
+    sharding = slice_.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+    shape = (partition.size, *slice_.shape)
+    return _compat.group_aval(slice_, shape, sharding, _compat.varying(slice_))
 
 
 # <gather(y), x> = sum_i <y_i, x[i]> = <y, scatter(x)>
@@ -240,7 +240,7 @@ def _register(
     abstract_eval,
     transpose,
     out_shift,
-    rows_in=True,
+    group_axis_in=True,
     lowering_rule=None,
 ):
     # The check is part of the transpose, not of the bind: forward mode is well-defined.
@@ -251,7 +251,7 @@ def _register(
     registration.register_execution(primitive, execute, lowering_rule)
     primitive.def_abstract_eval(abstract_eval)
     ad.deflinear2(primitive, checked_transpose)
-    registration.register_batching(primitive, out_shift, rows_in)
+    registration.register_batching(primitive, out_shift, group_axis_in)
 
 
 _register(
@@ -260,7 +260,7 @@ _register(
     _broadcast_abstract_eval,
     _broadcast_transpose,
     +1,
-    rows_in=False,
+    group_axis_in=False,
     lowering_rule=fused_lowering.broadcast_rule(execute_broadcast),
 )
 _register(

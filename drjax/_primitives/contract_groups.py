@@ -49,7 +49,7 @@ _THROUGH = (
 _CONTRACTED = (lax.dot_general_p, lax.reduce_sum_p)
 
 
-class RowSums:
+class GroupSums:
     """The sums of results of a per-group jaxpr over the groups of a device.
 
     Args:
@@ -74,17 +74,19 @@ class RowSums:
         plain = not raw.effects and all(map(_is_plain, raw.eqns))
         # Variables to compute for each group. A dict is an ordered set: one value of
         # each, in an order that does not depend on hashes.
-        rows: dict[Any, None] = {}
+        per_group: dict[Any, None] = {}
         self.indices, self._results = [], []
         for index, result in enumerate(raw.outvars if plain else ()):
             contracts, needs = self._plan(result)
             if contracts:
                 self.indices.append(index)
                 self._results.append(result)
-                rows.update(dict.fromkeys(needs))
-        self._rows = list(rows)
+                per_group.update(dict.fromkeys(needs))
+        self._per_group = list(per_group)
         if self.indices:
-            self._make_rows, self.used = _compat.select_outputs(jaxpr, self._rows)
+            self._compute_per_group, self.used = _compat.select_outputs(
+                jaxpr, self._per_group
+            )
 
     def _tail(self, atom) -> Any:
         """The equation that computes `atom`, if S passes through it."""
@@ -106,12 +108,18 @@ class RowSums:
         parts = [self._plan(v) for v in eqn.invars]
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 
-    def __call__(self, count: int, over_rows: Callable, operands) -> list:
-        """The sums over `count` groups; `over_rows(fn)(*operands)` maps `fn`."""
-        rows = over_rows(self._make_rows)(*operands)
-        known = dict(zip(self._rows, rows, strict=True))
+    def __call__(self, count: int, vmap_over_groups: Callable, operands) -> list:
+        """The sums, `[*s]` each, in the order of `indices`.
 
-        def rows_of(atom):
+        Args:
+          count: The number of groups.
+          vmap_over_groups: From a function of one group to that of all groups.
+          operands: The inputs of the jaxpr that are `used`, for all groups.
+        """
+        stacks = vmap_over_groups(self._compute_per_group)(*operands)
+        known = dict(zip(self._per_group, stacks, strict=True))
+
+        def slices_of(atom):
             if not isinstance(atom, Literal):
                 return known[atom]
             # A literal is the same for each group: S(literal) = count * literal.
@@ -122,9 +130,9 @@ class RowSums:
         def total(atom):
             eqn = self._tail(atom)
             if eqn is None:
-                return jnp.sum(rows_of(atom), axis=0)
+                return jnp.sum(slices_of(atom), axis=0)
             if eqn.primitive in _CONTRACTED:
-                return _contract(eqn, *map(rows_of, eqn.invars))
+                return _contract(eqn, *map(slices_of, eqn.invars))
             # Its parameters have the shapes of one group, and so have the sums.
             return _compat.bind_equation(eqn, [total(v) for v in eqn.invars])[0]
 
@@ -132,7 +140,7 @@ class RowSums:
 
 
 # Forward mode, reverse mode and each retracing lower the same jaxpr.
-row_sums = _compat.weakref_lru_cache(RowSums)
+group_sums = _compat.weakref_lru_cache(GroupSums)
 
 
 def _is_plain(eqn) -> bool:

@@ -23,7 +23,7 @@ from jax.interpreters import ad
 
 from drjax._primitives import registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
-from drjax._primitives.map_fn import map_rows
+from drjax._primitives.map_fn import map_slices
 from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import make_layout
@@ -37,12 +37,12 @@ def _executor(local, largest: bool):
         layout = make_layout(partition, mesh)
         fill = lowest(x.dtype) if largest else highest(x.dtype)
 
-        def body(x, numbers=None):
-            y = local(layout.mask_padding(x, numbers, fill), axis=0)
+        def body(x, indices=None):
+            y = local(layout.mask_padding(x, indices, fill), axis=0)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
         return shard_map_over_devices(
-            layout, body, [x], [True], [False], numbered=layout.uneven
+            layout, body, [x], [True], [False], with_indices=layout.uneven
         )[0]
 
     return execute
@@ -104,13 +104,13 @@ def _jvp_rule(primitive):
         # comparison. Then x_i = y for no i. The barrier makes both uses read one x.
         x = lax.optimization_barrier(x)
         y = primitive.bind(x, **params)
-        hit = map_rows(_is_extremum, x, broadcast_p.bind(y, **params), **params)
+        hit = map_slices(_is_extremum, x, broadcast_p.bind(y, **params), **params)
         # At least 1: some group attains the extremum, unless it is NaN.
         count = reduce_sum_p.bind(hit, **params)
         share = broadcast_p.bind(lax.reciprocal(count), **params)
         # A reciprocal per partition and a product per group, not a division per group.
-        weight = map_rows(lax.mul, hit, share, **params)
-        dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **params), **params)
+        weight = map_slices(lax.mul, hit, share, **params)
+        dy = reduce_sum_p.bind(map_slices(lax.mul, dx, weight, **params), **params)
         return y, dy
 
     return jvp
@@ -127,4 +127,4 @@ for _primitive, _execute in (
     registration.register_execution(_primitive, _execute)
     _primitive.def_abstract_eval(_abstract_eval)
     ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)
-    registration.register_batching(_primitive, -1, rows_in=True)
+    registration.register_batching(_primitive, -1, group_axis_in=True)

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 
 from drjax import _compat
 from drjax._partition import Partition
-from drjax._primitives.contract_groups import row_sums
+from drjax._primitives.contract_groups import group_sums
 from drjax._primitives.map_lowering import (
     lowers_by_vmap,
     prepare_for_shard_map,
@@ -161,7 +161,7 @@ class _LoweredMap:
             or lowers_by_vmap(layout, self._jaxpr)
         ):
             return {}
-        sums = row_sums(prepare_for_shard_map(layout, self._jaxpr))
+        sums = group_sums(prepare_for_shard_map(layout, self._jaxpr))
         if not sums.indices:
             return {}
         # Only live operands: an unused broadcast would stay alive otherwise.

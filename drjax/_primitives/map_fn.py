@@ -64,17 +64,17 @@ def trace_group(fn, avals, layout: Layout, name: str):
 
     Args:
       fn: Takes and returns flat sequences of per-group arrays.
-      avals: Types of the partitioned operands, `[rows, *s]`.
+      avals: Types of the partitioned operands, `[n, *s]`.
     """
     with _group_context(layout):
         avals = [group_aval(aval, layout) for aval in avals]
         return _compat.trace_to_jaxpr(fn, avals, name)
 
 
-def map_rows(fn, *args, partition, mesh):
+def map_slices(fn, *args, partition, mesh):
     """`map_fn` of a module-level, one-result `fn` on arrays, for use in rules."""
     avals = tuple(_compat.typeof(x) for x in args)
-    jaxpr = _trace_rows(fn, avals, make_layout(partition, mesh))
+    jaxpr = _trace_slices(fn, avals, make_layout(partition, mesh))
     (out,) = map_fn_p.bind(
         *args, jaxpr=jaxpr, partition=partition, mesh=mesh, name=_name(fn)
     )
@@ -83,7 +83,7 @@ def map_rows(fn, *args, partition, mesh):
 
 # Cached by the function, so `fn` is a module-level one: a lambda would never hit.
 @_compat.cache()
-def _trace_rows(fn, avals, layout):
+def _trace_slices(fn, avals, layout):
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, layout, _name(fn))
     return jaxpr
 
@@ -245,7 +245,7 @@ def _dce(used_outputs, eqn):
 
 def _batch(axis_data, args, dims, *, jaxpr, **params):
     moved = [
-        (x, d) if d is None else registration.rows_first(x, d)
+        (x, d) if d is None else registration.group_axis_first(x, d)
         for x, d in zip(args, dims, strict=True)
     ]
     args = [x for x, _ in moved]

@@ -45,15 +45,15 @@ from drjax._primitives.partition_index import GroupAxis
 from drjax._primitives.rbg_per_group import rewrite_draws
 from drjax._sharding.execute import (
     auto_partition,
-    first_row_numbers,
+    first_group_indices,
     shard_map_over_devices,
     vary,
 )
 from drjax._sharding.layout import Layout, other_axes
 from drjax._sharding.padding import (
+    copy_slice_to_padding,
     for_real_groups,
-    like_nothing,
-    own_rows,
+    tree_zeros_like,
     unless_empty,
 )
 
@@ -80,7 +80,7 @@ def run_groups(
     Args:
       layout: The layout of the groups.
       jaxpr: The jaxpr of one group.
-      args: Its operands: `[rows, *s]`, or `[*s]` for all groups.
+      args: Its operands: `[n, *s]`, or `[*s]` if all groups share it.
       partitioned_in: Which operands have a slice for each group.
     """
     if lowers_by_vmap(layout, jaxpr):
@@ -98,7 +98,7 @@ def run_groups(
 
     if layout.uneven:
         effects = bool(_compat.effects_of(jaxpr))
-        body = functools.partial(_on_padded_rows, layout, fn, partitioned_in, effects)
+        body = functools.partial(_run_padded, layout, fn, partitioned_in, effects)
     # The surrounding check_vma: users' loops inside were traced under it.
     everywhere = [True] * len(jaxpr.out_avals)
     return shard_map_over_devices(
@@ -108,29 +108,29 @@ def run_groups(
         partitioned_in,
         everywhere,
         _compat.check_vma(),
-        first=layout.uneven,
+        with_first_index=layout.uneven,
     )
 
 
-def _on_padded_rows(
+def _run_padded(
     layout: Layout, fn: Callable, partitioned_in, effects: bool, *args
 ) -> list:
     """A per-group function on a device's slots, of which some may be padding."""
     *operands, first = args
     first = first[0]
-    numbers = first + lax.iota(jnp.int32, layout.per_device)
+    indices = first + lax.iota(jnp.int32, layout.per_device)
     # An effect on a padded slot would be visible: exactly the groups may run.
     if effects:
         run = lambda count: _vmap_groups(layout, fn, partitioned_in, count, None)
         return for_real_groups(
-            layout, numbers, layout.few, run, operands, partitioned_in
+            layout, indices, layout.few, run, operands, partitioned_in
         )
 
     # Copies of a real group on padded slots: loops there end, and checks hold.
     def work():
         own = [
-            own_rows(layout, numbers, x, x[:1]) if rows else x
-            for x, rows in zip(operands, partitioned_in, strict=True)
+            copy_slice_to_padding(layout, indices, x, x[:1]) if p else x
+            for x, p in zip(operands, partitioned_in, strict=True)
         ]
         return [
             vary(y, layout.axes)
@@ -138,7 +138,7 @@ def _on_padded_rows(
         ]
 
     def nothing():
-        return [vary(y, layout.axes) for y in like_nothing(jax.eval_shape(work))]
+        return [vary(y, layout.axes) for y in tree_zeros_like(jax.eval_shape(work))]
 
     return unless_empty(layout, first, work, nothing)
 
@@ -183,17 +183,14 @@ def vmap_over_devices(
 
     def run(*args):
         split = lambda x: x.reshape(m, k, *x.shape[1:])
-        args = [
-            split(x) if rows else x
-            for x, rows in zip(args, partitioned_in, strict=True)
-        ]
-        args.append(first_row_numbers(layout))
+        args = [split(x) if p else x for x, p in zip(args, partitioned_in, strict=True)]
+        args.append(first_group_indices(layout))
         # Traced first: the vmaps in `fn` must not see the axes of the surrounding vmap.
-        rows = (*partitioned_in, True)
-        avals = [_one(x) if r else x for x, r in zip(args, rows, strict=True)]
+        split_in = (*partitioned_in, True)
+        avals = [_one(x) if p else x for x, p in zip(args, split_in, strict=True)]
         jaxpr, (own, stacks) = jax.make_jaxpr(fn, return_shape=True)(*avals)
         one = _compat.jaxpr_as_fun(jaxpr)
-        axes = tuple(0 if r else None for r in rows)
+        axes = tuple(0 if p else None for p in split_in)
         mapped = jax.vmap(one, axes, axis_size=m, spmd_axis_name=_spmd_axes(layout))
         outs = mapped(*args)
         own, stacks = outs[: len(own)], outs[len(own) :]

@@ -21,10 +21,10 @@ from jax.interpreters import batching
 
 from drjax._partition import Partition
 from drjax._primitives import registration
-from drjax._sharding.avals import number_aval, partitioned_aval
-from drjax._sharding.execute import all_row_numbers, shard_map_over_devices, vary
+from drjax._sharding.avals import index_aval, partitioned_aval
+from drjax._sharding.execute import all_group_indices, shard_map_over_devices, vary
 from drjax._sharding.layout import make_layout
-from drjax._sharding.padding import own_numbers
+from drjax._sharding.padding import copy_index_to_padding
 
 partition_index_p = registration.new_primitive("partition_index")
 
@@ -45,16 +45,16 @@ def _partition_index(*, partition, mesh, per_group):
     assert not per_group, "a group's index exists only inside a mapped function"
     layout = make_layout(partition, mesh)
 
-    def body(numbers):
-        return [vary(numbers, layout.axes)]
+    def body(indices):
+        return [vary(indices, layout.axes)]
 
-    return shard_map_over_devices(layout, body, [], [], [True], numbered=True)[0]
+    return shard_map_over_devices(layout, body, [], [], [True], with_indices=True)[0]
 
 
 def _partition_index_abstract_eval(*, partition, mesh, per_group):
     if per_group:
-        return number_aval(partition)
-    return partitioned_aval(number_aval(None), make_layout(partition, mesh))
+        return index_aval(partition)
+    return partitioned_aval(index_aval(None), make_layout(partition, mesh))
 
 
 def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
@@ -64,10 +64,10 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
         # The size of the axis tells the lowering: by vmap, it has the slots of all
         # devices; in a shard_map, those of one device, or fewer (work with effects).
         if layout.sharded and axis_data.size == layout.padded != layout.per_device:
-            return own_numbers(layout, all_row_numbers(layout), 0), 0
-        numbers = layout.row_numbers()
-        numbers = own_numbers(layout, numbers, numbers[:1])[: axis_data.size]
-        return vary(numbers, layout.axes), 0
+            return copy_index_to_padding(layout, all_group_indices(layout), 0), 0
+        indices = layout.group_indices()
+        indices = copy_index_to_padding(layout, indices, indices[:1])[: axis_data.size]
+        return vary(indices, layout.axes), 0
     # Another axis: an inner vmap of the user's, or of another partition.
     index = partition_index_p.bind(partition=partition, mesh=mesh, per_group=per_group)
     return index, None

@@ -99,20 +99,20 @@ def _batch(axis_data, args, dims, **params):
     if axis_data.spmd_name is not None:
         run = lambda *args: _draw(*args, **params)
         return jax.vmap(run, dims)(*args), [0] * len(params["avals"])
-    rows = [
+    batched = [
         None if d is None else _compat.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
     ]
 
-    def one(rows):
-        pairs = zip(args, rows, strict=True)
-        return draw_per_key_p.bind(*(x if r is None else r for x, r in pairs), **params)
+    def one(slices):
+        pairs = zip(args, slices, strict=True)
+        return draw_per_key_p.bind(*(x if s is None else s for x, s in pairs), **params)
 
     if axis_data.size == 1:  # needs no loop
-        outs = one([None if x is None else x[0] for x in rows])
+        outs = one([None if x is None else x[0] for x in batched])
         return [y[None] for y in outs], [0] * len(outs)
     # `one` binds draw_per_key again: an outer vmap batches it by this same rule.
-    outs = lax.map(one, rows)
+    outs = lax.map(one, batched)
     return outs, [0] * len(outs)
 
 

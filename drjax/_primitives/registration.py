@@ -65,12 +65,14 @@ def register_execution(
     _compat.register_printing(primitive, lambda key, value: value is None)
 
 
-def rows_first(x, dim: int):
+def group_axis_first(x, dim: int):
     """Move a batch dimension 0 behind the group axis: `[b, n, *s]` -> `[n, b, *s]`."""
     return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
 
 
-def register_batching(primitive: Primitive, out_shift: int, rows_in: bool) -> None:
+def register_batching(
+    primitive: Primitive, out_shift: int, group_axis_in: bool
+) -> None:
     """Batch a one-operand primitive whose result has `out_shift` more dimensions.
 
     The operand's batch dimension d becomes d + out_shift: it keeps its place among the
@@ -79,11 +81,13 @@ def register_batching(primitive: Primitive, out_shift: int, rows_in: bool) -> No
     Args:
       primitive: A primitive with one operand and one result.
       out_shift: 1 if it adds the group axis, -1 if it removes it, else 0.
-      rows_in: Whether the operand has a group axis.
+      group_axis_in: Whether the operand has a group axis.
     """
 
     def rule(args, dims, **params):
-        x, dim = rows_first(args[0], dims[0]) if rows_in else (args[0], dims[0])
+        x, dim = (
+            group_axis_first(args[0], dims[0]) if group_axis_in else (args[0], dims[0])
+        )
         return primitive.bind(x, **params), dim + out_shift
 
     batching.primitive_batchers[primitive] = rule

@@ -40,19 +40,19 @@ def _typed(aval, layout, mesh, shape, spec, varying):
 
 @_compat.cache()
 def partitioned_aval(aval, layout: Layout):
-    """Type of `[rows, *s]` from the type of a global or per-group `[*s]`."""
+    """Type of a partitioned `[n, *s]` from that of a global or per-group `[*s]`."""
     varying = _compat.varying(aval) - set(layout.axes)
     if layout.manual and _compat.check_vma():
         varying |= set(layout.axes)
     return _typed(
-        aval, layout, layout.abstract_mesh, (layout.rows, *aval.shape),
+        aval, layout, layout.abstract_mesh, (layout.group_axis_size, *aval.shape),
         (layout.spec_entry, *inner_spec(aval, layout, 0)), varying,
     )  # fmt: skip
 
 
 @_compat.cache()
 def global_aval(aval, layout: Layout):
-    """Type of `[*s]` from the type of a partitioned `[rows, *s]`."""
+    """Type of `[*s]` from the type of a partitioned `[n, *s]`."""
     return _typed(
         aval, layout, layout.abstract_mesh, aval.shape[1:],
         inner_spec(aval, layout, 1), _compat.varying(aval) - set(layout.axes),
@@ -61,7 +61,7 @@ def global_aval(aval, layout: Layout):
 
 @_compat.cache()
 def group_aval(aval, layout: Layout):
-    """Type of one group's `[*s]` from the type of a partitioned `[rows, *s]`."""
+    """Type of one group's `[*s]` from the type of a partitioned `[n, *s]`."""
     varying = _compat.varying(aval)
     if layout.manual and _compat.check_vma():
         varying |= set(layout.axes)
@@ -71,7 +71,7 @@ def group_aval(aval, layout: Layout):
     )  # fmt: skip
 
 
-def number_aval(partition: Partition | None):
+def index_aval(partition: Partition | None):
     """Type of an int32 scalar; with a partition, of the index of one of its groups."""
     mesh = jax.sharding.get_abstract_mesh()
     scalar = _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))

@@ -32,25 +32,28 @@ def shard_map_over_devices(
     partitioned_in: Sequence[bool],
     partitioned_out: Sequence[bool | None],
     check_vma: bool = True,
-    numbered: bool = False,
-    first: bool = False,
+    with_indices: bool = False,
+    with_first_index: bool = False,
 ) -> list[Any]:
     """Run `body` on each device's slices; `body` takes and returns a flat sequence.
 
     A result with None in `partitioned_out` has one slice for each device, [m, *s].
-    With `numbered`, `body` takes as last argument its group indices, int32 [k];
-    with `first`, the first of them, int32 [1].
+    With `with_indices`, `body` takes as last argument its group indices, int32 [k];
+    with `with_first_index`, the first of them, int32 [1].
     """
     if not layout.sharded:
-        last = [layout.row_numbers()] if numbered or first else []
-        return list(body(*args, *(x[:1] if first else x for x in last)))
+        if with_indices or with_first_index:
+            indices = layout.group_indices()
+            args = [*args, indices[:1] if with_first_index else indices]
+        return list(body(*args))
     args = [
-        _pad_rows(as_operand(x, layout, p), layout) if p else x
+        _pad_slices(as_operand(x, layout, p), layout) if p else x
         for x, p in zip(args, partitioned_in, strict=True)
     ]
-    if numbered or first:  # an operand: lax.axis_index costs a nested shard_map each
-        numbers = first_row_numbers(layout) if first else all_row_numbers(layout)
-        args.append(numbers)
+    # An operand, as `lax.axis_index` costs a nested shard_map for each use.
+    if with_indices or with_first_index:
+        make = first_group_indices if with_first_index else all_group_indices
+        args.append(make(layout))
         partitioned_in = (*partitioned_in, True)
     in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
     out_specs = tuple(P() if p is False else P(layout.axes) for p in partitioned_out)
@@ -81,7 +84,7 @@ def auto_partition(
     n = layout.partition.size
 
     def operand(x):
-        padded = _laid_out(_pad_rows(as_operand(x, layout, True), layout), layout)
+        padded = _laid_out(_pad_slices(as_operand(x, layout, True), layout), layout)
         if not layout.uneven:
             return padded
         real = lax.iota(jnp.int32, layout.padded) < n  # padding: copies of group 0
@@ -94,15 +97,15 @@ def auto_partition(
     return own, [lax.slice_in_dim(y, 0, n) if layout.uneven else y for y in outs]
 
 
-def all_row_numbers(layout: Layout):
+def all_group_indices(layout: Layout):
     """int32 [k * m]: the indices of all slots, sharded over the partition's axes."""
     return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
 
 
-def first_row_numbers(layout: Layout):
+def first_group_indices(layout: Layout):
     """int32 [m]: the index of each device's first group, sharded over the axes."""
-    numbers = lax.iota(jnp.int32, layout.devices) * layout.per_device
-    return as_operand(numbers, layout, True)
+    indices = lax.iota(jnp.int32, layout.devices) * layout.per_device
+    return as_operand(indices, layout, True)
 
 
 def _laid_out(x, layout: Layout):
@@ -174,12 +177,12 @@ def with_sharding_of(x, aval):
     return jax.sharding.reshard(x, aval.sharding)
 
 
-def _pad_rows(x, layout: Layout):
+def _pad_slices(x, layout: Layout):
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _pad_rows(jax.random.key_data(x), layout)
+        data = _pad_slices(jax.random.key_data(x), layout)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     zero = jnp.zeros((), x.dtype)
     return lax.pad(x, zero, [(0, extra, 0)] + [(0, 0, 0)] * (x.ndim - 1))

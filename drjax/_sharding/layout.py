@@ -126,7 +126,7 @@ class Layout:
         return -(-self.partition.size // self.devices)
 
     @property
-    def rows(self) -> int:
+    def group_axis_size(self) -> int:
         """The leading axis of a partitioned value as the caller sees it."""
         return self.per_device if self.manual else self.partition.size
 
@@ -183,18 +183,18 @@ class Layout:
         entry = tuple(a for a in self.axes if types[a] == AxisType.Explicit)
         return entry[0] if len(entry) == 1 else entry or None
 
-    def row_numbers(self):
+    def group_indices(self):
         """int32 [k]: the group indices of this device, inside its code."""
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
             return local
         return lax.axis_index(self.axes) * self.per_device + local
 
-    def mask_padding(self, x, numbers, fill):
+    def mask_padding(self, x, indices, fill):
         """`x` with `fill` in padded slots, given the group indices of all slots."""
-        if numbers is None:
+        if indices is None:
             return x
-        valid = lax.broadcast_in_dim(numbers < self.partition.size, x.shape, (0,))
+        valid = lax.broadcast_in_dim(indices < self.partition.size, x.shape, (0,))
         return jnp.where(valid, x, jnp.asarray(fill, x.dtype))
 
 

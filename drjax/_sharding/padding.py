@@ -28,19 +28,19 @@ from drjax._sharding.execute import vary
 from drjax._sharding.layout import Layout
 
 
-def own_numbers(layout: Layout, numbers, first):
+def copy_index_to_padding(layout: Layout, indices, first):
     """The group indices of slots; of padded ones, that of the device's first group."""
     if not layout.uneven:
-        return numbers
-    return jnp.where(numbers < layout.partition.size, numbers, first)
+        return indices
+    return jnp.where(indices < layout.partition.size, indices, first)
 
 
-def own_rows(layout: Layout, numbers, rows, first_row):
-    """The slices of slots; of padded ones, `first_row`, `[1, *s]`."""
+def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
+    """The slices of slots; of padded ones, `first_slice`, `[1, *s]`."""
     if not layout.uneven:
-        return rows
-    real = numbers < layout.partition.size
-    return jnp.where(lax.broadcast_in_dim(real, rows.shape, (0,)), rows, first_row)
+        return slices
+    real = lax.broadcast_in_dim(indices < layout.partition.size, slices.shape, (0,))
+    return jnp.where(real, slices, first_slice)
 
 
 def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
@@ -50,14 +50,14 @@ def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
     return lax.cond(first < layout.partition.size, work, otherwise)
 
 
-def like_nothing(values):
+def tree_zeros_like(values):
     """Zeros in the shapes and dtypes of a tree, for results without a use."""
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
 
 
 def for_real_groups(
     layout: Layout,
-    numbers,
+    indices,
     few: int,
     run: Callable[[int], Callable],
     operands: Sequence,
@@ -67,27 +67,27 @@ def for_real_groups(
 
     Args:
       layout: An uneven layout.
-      numbers: The group indices of the slots, int32 [slots].
+      indices: The group indices of the slots, int32 [slots].
       few: How many of them are groups on the device that has fewer groups than slots.
       run: `run(count)(*operands)` works for so many groups.
       operands: Operands, `[slots, *s]` with a slice for each slot, or shared.
       partitioned_in: Which operands have slices.
     """
-    slots = numbers.shape[0]
+    slots = indices.shape[0]
     shapes = jax.eval_shape(run(slots), *operands)
     counts = sorted({slots, few, 0}, reverse=True)
 
     def branch(count: int) -> Callable:
         def work(*operands):
             if not count:
-                return [vary(y, layout.axes) for y in like_nothing(list(shapes))]
+                return [vary(y, layout.axes) for y in tree_zeros_like(list(shapes))]
             pairs = zip(operands, partitioned_in, strict=True)
-            outs = run(count)(*(x[:count] if rows else x for x, rows in pairs))
+            outs = run(count)(*(x[:count] if p else x for x, p in pairs))
             return [vary(_padded(y, slots - count), layout.axes) for y in outs]
 
         return work
 
-    real = jnp.sum(numbers < layout.partition.size, dtype=jnp.int32)
+    real = jnp.sum(indices < layout.partition.size, dtype=jnp.int32)
     index = sum(jnp.int32(real < count) for count in counts[:-1])
     return lax.switch(index, [branch(count) for count in counts], *operands)
 
@@ -95,5 +95,5 @@ def for_real_groups(
 def _padded(x, extra: int):
     if not extra:
         return x
-    nothing = like_nothing(jax.ShapeDtypeStruct((extra, *x.shape[1:]), x.dtype))
+    nothing = tree_zeros_like(jax.ShapeDtypeStruct((extra, *x.shape[1:]), x.dtype))
     return jnp.concatenate([x, nothing])

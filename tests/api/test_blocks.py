@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 import drjax
-from tests.helpers.groups import MESHES, TREES, N, Pair, assert_trees_equal, four, rows
+from tests.helpers.groups import (
+    MESHES,
+    TREES,
+    N,
+    Pair,
+    assert_trees_equal,
+    four,
+    slices,
+)
 from tests.helpers.meshes import EXPLICIT, in_mesh_of, make_mesh
 
 ON_TREES = {
@@ -86,7 +94,7 @@ def test_numbers_are_broadcast():
 
 
 def test_a_tuple_is_unpacked_and_others_are_one_argument():
-    a, b = rows(), rows(seed=1)
+    a, b = slices(), slices(seed=1)
     sum_all = lambda *args: sum(jax.tree.leaves(args)) * len(args)
     for arg, count in (
         ((a, b), 2), ([a, b], 1), (Pair(a, b), 1), ({"a": a, "b": b}, 1),
@@ -106,7 +114,7 @@ DTYPES = [np.dtype(d) for d in (*FLOATS, *OTHERS)]
 
 
 def of_dtype(dtype, *shape):
-    x = rows(*shape)
+    x = slices(*shape)
     return (np.abs(x) if dtype.kind in "u" else x).astype(dtype)
 
 
@@ -204,9 +212,9 @@ def test_sixteen_bits_neither_overflow_nor_lose_precision(mesh):
 
 
 def test_weights_as_a_tree_and_as_leading_axes():
-    x = {"a": rows(2), "b": rows(2, 3), "none": None}
+    x = {"a": slices(2), "b": slices(2, 3), "none": None}
     first = np.array([0, 1, 0, 0], np.float32)
-    w = {"a": first, "b": rows(2, seed=3) ** 2 + 1, "none": None}
+    w = {"a": first, "b": slices(2, seed=3) ** 2 + 1, "none": None}
     y = four(drjax.reduce_weighted_mean)(x, w)
     np.testing.assert_allclose(y["a"], x["a"][1])
     wide = w["b"][:, :, None]
@@ -214,7 +222,7 @@ def test_weights_as_a_tree_and_as_leading_axes():
 
 
 def test_weighted_mean_differentiates_in_values_and_in_weights_at_zero():
-    x, w = rows(3) + 0.5, np.array([0, 1, 2, 0], np.float32)
+    x, w = slices(3) + 0.5, np.array([0, 1, 2, 0], np.float32)
     reference = lambda x, w: ((w[:, None] * x).sum(0) / w.sum()).sum()
     program = lambda x, w: four(drjax.reduce_weighted_mean)(x, w).sum()
     actual = jax.grad(program, (0, 1))(x, w)
@@ -236,7 +244,7 @@ def test_select(mesh):
         grad = jax.grad(lambda x: program(x, 1).sum())(x)
         np.testing.assert_array_equal(grad, np.eye(4)[1][:, None] * np.ones(2))
         keys = jax.random.split(jax.random.key(7), N)
-        z = rows() * 1j
+        z = slices() * 1j
         tree = {"key": keys, "flag": x > 1, "z": z, "none": None}
         got = four(lambda t: drjax.select(t, 1))(tree)
         assert got["key"] == keys[1] and got["none"] is None

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from tests.helpers.groups import MESHES, N, four, rows
+from tests.helpers.groups import MESHES, N, four, slices
 from tests.helpers.meshes import in_mesh, in_mesh_of, make_mesh
 
 
@@ -37,7 +37,7 @@ def nested(x, w):
     "mesh", [None, {"clients": 2}, {"pods": 3}, {"clients": 2, "pods": 3}]
 )
 def test_nested_programs(mesh):
-    x = rows() + 0.5
+    x = slices() + 0.5
     expected = x * 2.0 * 6 + 3 * np.arange(N)
     with in_mesh_of(mesh):
         np.testing.assert_allclose(nested(x, 2.0), expected, rtol=1e-6)
@@ -119,7 +119,7 @@ def test_methods_static_and_class_methods():
         def numbers(self):
             return drjax.partition_index()
 
-    model, x = Model(), rows()
+    model, x = Model(), slices()
     np.testing.assert_array_equal(model.method(x), 2 * x)
     np.testing.assert_array_equal(model.static(x), 3 * x)
     np.testing.assert_array_equal(Model.of_class(x), 2 * x)
@@ -131,7 +131,7 @@ def test_partials_callables_jitted_functions_and_builtins():
         def __call__(self, x):
             return drjax.reduce_sum(x)
 
-    x = rows()
+    x = slices()
     for fn in (
         functools.partial(drjax.reduce_sum), Callable(), jax.jit(drjax.reduce_sum),
         drjax.reduce_sum,
@@ -180,7 +180,7 @@ def test_names_imported_from_the_package():
 
 @pytest.mark.parametrize("mesh", [None, {"clients": 3}])
 def test_disable_jit(mesh):
-    x = rows() + 0.5
+    x = slices() + 0.5
 
     def program(x, w):
         return drjax.reduce_mean(drjax.map_fn(lambda a: jnp.sin(a) * w, x))
@@ -193,7 +193,7 @@ def test_disable_jit(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_export(mesh):
-    x = rows(3) + 0.5
+    x = slices(3) + 0.5
 
     @four
     def program(x, w):

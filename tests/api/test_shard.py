@@ -112,10 +112,10 @@ def test_typed_keys(n):
 
     expected = f(keys)
     with in_mesh(mesh):
-        total, key, rows = jax.jit(f)(found)
+        total, key, slices = jax.jit(f)(found)
     np.testing.assert_allclose(total, expected[0], rtol=1e-5)
     assert (jax.random.key_data(key) == jax.random.key_data(expected[1])).all()
-    assert (jax.random.key_data(rows) == jax.random.key_data(keys)).all()
+    assert (jax.random.key_data(slices) == jax.random.key_data(keys)).all()
 
 
 def test_wrong_leading_axis():

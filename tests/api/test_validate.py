@@ -13,7 +13,7 @@ import drjax
 from tests.helpers.meshes import EXPLICIT, in_mesh, make_mesh
 from tests.helpers.raising import KEYS3, X3, X8, eight, raises, three
 
-TAKES_ROWS = {
+TAKES_SLICES = {
     "reduce_sum": lambda x: drjax.reduce_sum(x),
     "reduce_mean": lambda x: drjax.reduce_mean(x),
     "reduce_mean(where)": lambda x: drjax.reduce_mean(x, where=X3 > 1),
@@ -26,29 +26,31 @@ TAKES_ROWS = {
 }
 
 
-@pytest.mark.parametrize("block", TAKES_ROWS)
+@pytest.mark.parametrize("block", TAKES_SLICES)
 def test_another_leading_axis(block):
     x = {"ok": X3, "bad": [np.ones((4, 2)), 1.0]}
     text = f"drjax.{block.split('(')[0]} needs partitioned values over clients:3, with "
-    found = raises(drjax.DrjaxValueError, text, three(TAKES_ROWS[block]), x)
+    found = raises(drjax.DrjaxValueError, text, three(TAKES_SLICES[block]), x)
     name = "args[0]" if block == "map_fn" else "x"
     assert f"{name}['bad'][0]: shape (4, 2)\n" in found
     assert f"{name}['bad'][1]: a scalar, shape ()\n" in found
     assert "ok" not in found
     assert "Use drjax.broadcast to give each group a copy" in found
-    raises(drjax.DrjaxValueError, text, jax.jit(three(TAKES_ROWS[block])), x)
+    raises(drjax.DrjaxValueError, text, jax.jit(three(TAKES_SLICES[block])), x)
 
 
 @pytest.mark.parametrize("block", ["scatter", "shard"])
-def test_rows_that_do_not_fit_the_groups(block):
-    text = f"drjax.{block} needs arrays [3, ...], one row for each group of clients:3, "
+def test_slices_that_do_not_fit_the_groups(block):
+    text = (
+        f"drjax.{block} needs arrays [3, ...], one slice for each group of clients:3, "
+    )
     found = raises(
         drjax.DrjaxValueError, text, three(getattr(drjax, block)), {"a": np.ones(4)}
     )
-    assert "['a']: shape (4,)\nGive each group exactly one row" in found
+    assert "['a']: shape (4,)\nGive each group exactly one slice" in found
 
 
-def test_rows_inside_a_manual_shard_map():
+def test_slices_inside_a_manual_shard_map():
     @jax.shard_map(in_specs=P("clients"), out_specs=P())
     def f(x):
         return eight(drjax.reduce_sum)(jnp.ones(8) + x.sum())
@@ -92,11 +94,11 @@ def test_a_long_leaf_is_cut():
     assert "aaa..." in found and "a" * 60 not in found
 
 
-@pytest.mark.parametrize("block", [b for b in TAKES_ROWS if "reduce" in b])
+@pytest.mark.parametrize("block", [b for b in TAKES_SLICES if "reduce" in b])
 def test_keys_in_reductions(block):
     name = block.split("(")[0]
     text = f"drjax.{name} needs leaves that are numbers, got dtype key<fry>. To take"
-    raises(drjax.DrjaxTypeError, text, three(TAKES_ROWS[block]), {"k": KEYS3()})
+    raises(drjax.DrjaxTypeError, text, three(TAKES_SLICES[block]), {"k": KEYS3()})
 
 
 @pytest.mark.parametrize("block", ["reduce_max", "reduce_min"])

@@ -104,9 +104,9 @@ def smallest(m, xs):
 
 @program
 def gathered_prefix_sums(m, xs):
-    rows = drjax.map_fn(lambda m, x: m * x**2, (drjax.broadcast(m), xs))
-    rows = drjax.gather(rows)
-    return jnp.cumsum(rows, axis=0)[::2]
+    slices = drjax.map_fn(lambda m, x: m * x**2, (drjax.broadcast(m), xs))
+    slices = drjax.gather(slices)
+    return jnp.cumsum(slices, axis=0)[::2]
 
 
 @program
@@ -115,9 +115,9 @@ def scattered_squares(x):
 
 
 @program
-def selected_row(m, xs):
-    rows = drjax.map_fn(lambda m, x: jnp.exp(m) * x, (drjax.broadcast(m), xs))
-    return drjax.select(rows, -3) * drjax.select(rows, jnp.int32(2))
+def selected_group(m, xs):
+    slices = drjax.map_fn(lambda m, x: jnp.exp(m) * x, (drjax.broadcast(m), xs))
+    return drjax.select(slices, -3) * drjax.select(slices, jnp.int32(2))
 
 
 @program
@@ -234,7 +234,7 @@ CASES = (
         gathered_prefix_sums, lambda m, xs: (m * xs**2).cumsum(0)[::2], (M, XS)
     ),
     Case(scattered_squares, lambda x: ((2 * x) ** 3).sum(0), (XS,)),
-    Case(selected_row, lambda m, xs: np.exp(2 * m) * xs[-3] * xs[2], (M, XS)),
+    Case(selected_group, lambda m, xs: np.exp(2 * m) * xs[-3] * xs[2], (M, XS)),
     Case(two_rounds, np_two_rounds, (M, XS)),
     Case(closed_over, lambda m, xs: np.tanh(xs @ np.exp(m)).sum(), (M, XS), False),
     Case(numbered, np_numbered, (M,)),

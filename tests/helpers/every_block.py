@@ -25,13 +25,13 @@ def make_program(n: int, block=None, **keywords):
         number = drjax.partition_index(**block)
         weight = drjax.map_fn(lambda i: 1.0 + i, number, **block)
 
-        def fit(y, row, i):
-            return jnp.tanh(y * row) + 0.1 * i + drjax.partition_index() / n * y**2
+        def fit(y, slice_, i):
+            return jnp.tanh(y * slice_) + 0.1 * i + drjax.partition_index() / n * y**2
 
         z = drjax.map_fn(fit, (y, data, number), **block)
         z = 2 * z + y  # pointwise work between blocks
-        rows = drjax.gather(z, **block)
-        back = drjax.scatter(rows[::-1], **block)
+        slices = drjax.gather(z, **block)
+        back = drjax.scatter(slices[::-1], **block)
         # One rounding, so that the compiler cannot compute it in two ways.
         peaks = drjax.map_fn(jnp.multiply, (y, data), **block)
         results = (

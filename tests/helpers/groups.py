@@ -27,30 +27,30 @@ class State:
     name: str = dataclasses.field(metadata={"static": True}, default="static")
 
 
-def rows(*shape, dtype: Any = np.float32, seed=0):
+def slices(*shape, dtype: Any = np.float32, seed=0):
     """Random `[N, *shape]` numbers that 16-bit floats hold exactly."""
     return np.random.RandomState(seed).randint(-8, 8, (N, *shape)).astype(dtype)
 
 
 def nnx_state():
     return jax.tree.map(
-        lambda x: jnp.asarray(rows()), nnx.state(nnx.Dict(a=nnx.Param(0.0)))
+        lambda x: jnp.asarray(slices()), nnx.state(nnx.Dict(a=nnx.Param(0.0)))
     )
 
 
 TREES = {
-    "array": lambda: rows(2),
-    "dict": lambda: {"a": rows(), "b": {"c": rows(2, 3)}},
-    "list": lambda: [rows(), [rows(2)]],
-    "tuple": lambda: (rows(), rows(2)),
-    "named tuple": lambda: Pair(rows(), rows(3)),
-    "dataclass": lambda: State(rows(2), rows(dtype=np.int32)),
+    "array": lambda: slices(2),
+    "dict": lambda: {"a": slices(), "b": {"c": slices(2, 3)}},
+    "list": lambda: [slices(), [slices(2)]],
+    "tuple": lambda: (slices(), slices(2)),
+    "named tuple": lambda: Pair(slices(), slices(3)),
+    "dataclass": lambda: State(slices(2), slices(dtype=np.int32)),
     "nnx.State": nnx_state,
-    "None leaves": lambda: {"a": None, "b": rows()},
+    "None leaves": lambda: {"a": None, "b": slices()},
     "None": lambda: None,
     "empty": lambda: {},
-    "empty array": lambda: rows(0, 2),
-    "jax array": lambda: jnp.asarray(rows(2)),
+    "empty array": lambda: slices(0, 2),
+    "jax array": lambda: jnp.asarray(slices(2)),
 }
 MESHES = [None, {"clients": 2}]
 

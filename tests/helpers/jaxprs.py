@@ -16,8 +16,8 @@ COMMUNICATION = {"broadcast", "reduce_sum", "reduce_mean", "reduce_max", "reduce
 COMMUNICATION |= {"gather", "scatter"}
 TO_PARTITIONED = {"broadcast", "map_fn", "scatter", "partition_index"}
 
-# Equations that keep row i a function of row i.
-ROW_BY_ROW = set(
+# Equations that keep slice i a function of slice i.
+SLICE_BY_SLICE = set(
     """abs add add_any and convert_element_type copy copy_p cos cosh div eq erf exp exp2
     expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
     not optimization_barrier or pow rem round rsqrt select_n sign sin sinh sqrt square
@@ -54,7 +54,7 @@ def live(jaxpr) -> list:
 
 
 def mixing_equations(jaxpr, partitioned_in) -> list:
-    """Equations that are not ours, touch a partitioned value, and may mix its rows."""
+    """Equations of others that touch a partitioned value and may mix its slices."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     partitioned = {v for v, p in zip(jaxpr.invars, partitioned_in, strict=True) if p}
     mixing = []
@@ -69,14 +69,14 @@ def mixing_equations(jaxpr, partitioned_in) -> list:
         elif any(inputs):
             if eqn.primitive.name == "jit":
                 mixing += mixing_equations(eqn.params["jaxpr"], inputs)
-            elif not _keeps_rows(eqn):
+            elif not _keeps_slices(eqn):
                 mixing.append(eqn)
             partitioned |= set(eqn.outvars)
     return mixing
 
 
-def _keeps_rows(eqn) -> bool:
-    """Whether row i of every result depends on row i of the operands only."""
+def _keeps_slices(eqn) -> bool:
+    """Whether slice i of every result depends on slice i of the operands only."""
     name, params = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][:1] == (0,)
@@ -84,4 +84,4 @@ def _keeps_rows(eqn) -> bool:
         return 0 not in params["axes"]
     if name == "reshape":
         return eqn.outvars[0].aval.shape[:1] == eqn.invars[0].aval.shape[:1]
-    return name in ROW_BY_ROW
+    return name in SLICE_BY_SLICE

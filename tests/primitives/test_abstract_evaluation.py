@@ -144,10 +144,10 @@ def test_types_that_users_see(name):
         w = jax.device_put(
             np.ones((4, 6), np.float32), jax.NamedSharding(mesh, P(model))
         )
-        y, z, total, rows = (a.sharding.spec for a in types_of(f, w))
+        y, z, total, slices = (a.sharding.spec for a in types_of(f, w))
     assert y == z == P("clients", model, None)
     assert total == P(model, None)
-    assert rows == P(None, model, None)
+    assert slices == P(None, model, None)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -158,8 +158,8 @@ def test_types_inside_a_shard_map(check_vma):
     def body(x):
         where = {"partition": partition, "mesh": find_mesh(partition)}
         for primitive, execute, partitioned in CASES.values():
-            rows = {True: 2, None: 8, False: None}[partitioned]
-            operand = x if rows is None else jnp.zeros((rows, 3)) + x[None]
+            slices = {True: 2, None: 8, False: None}[partitioned]
+            operand = x if slices is None else jnp.zeros((slices, 3)) + x[None]
             if partitioned:
                 operand = jax.lax.pcast(operand, ("clients",), to="varying")
             assert_same_type(

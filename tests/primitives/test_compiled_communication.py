@@ -182,25 +182,25 @@ def test_gradient_of_the_maximum_needs_a_count():
 @pytest.mark.parametrize("n, expected", [(16, {}), (10, ONE)])
 def test_transpose_of_gather_is_without_communication(n, expected):
     gather = drjax.program(clients=n)(drjax.gather)
-    rows = jnp.ones((n, 4))
+    slices = jnp.ones((n, 4))
     partition = {"clients": n}
 
     def f(ct):
-        (y,) = jax.linear_transpose(gather, rows)(ct)
+        (y,) = jax.linear_transpose(gather, slices)(ct)
         y = drjax.map_fn(jnp.sin, y, partition=partition)
         # An uneven value would be gathered to return it.
         return y if n % 8 == 0 else drjax.reduce_sum(y, partition=partition)
 
-    assert collectives(f, rows) == expected
+    assert collectives(f, slices) == expected
 
 
 def test_transpose_of_scatter_is_one_all_gather():
     scatter = drjax.program(clients=N)(drjax.scatter)
-    rows = jnp.ones((N, 4))
+    slices = jnp.ones((N, 4))
 
     def f(x):
         y = mapped(lambda y: y * (1.0 + drjax.partition_index())[:, None])(x)
-        return jax.linear_transpose(scatter, rows)(y)
+        return jax.linear_transpose(scatter, slices)(y)
 
     assert collectives(f, X) == {"all-gather": 1}
 

@@ -35,7 +35,7 @@ every_derivative = pytest.mark.parametrize("derivative", DERIVATIVES)
 
 
 def _check(fn, run, derivative, times):
-    """`fn(note)` is a program of rows that calls `note(i, t)` in group i at time t."""
+    """`fn(note)` is a program that calls `note(i, t)` in group i at time t."""
     x, calls = jnp.arange(1.0, N + 1), []
 
     def note(i, t):
@@ -61,8 +61,8 @@ def test_in_rounds_of_a_scan(run, derivative):
 
         def f(x):
             def step(total, t):
-                rows = drjax.map_fn(work, (x, drjax.broadcast(t)))
-                return total + t * drjax.reduce_sum(rows), None
+                slices = drjax.map_fn(work, (x, drjax.broadcast(t)))
+                return total + t * drjax.reduce_sum(slices), None
 
             return lax.scan(step, 0.3, jnp.arange(2.0))[0] ** 2
 

@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from tests.helpers.groups import MESHES, N, Pair, assert_trees_equal, four, rows
+from tests.helpers.groups import MESHES, N, Pair, assert_trees_equal, four, slices
 from tests.helpers.meshes import in_mesh_of, make_mesh
 
 SLOW = pytest.mark.slow
@@ -147,7 +147,7 @@ def test_features_of_a_jitted_program(feature, mesh):
 
 
 def test_closures_over_tracers_are_broadcast():
-    x = rows() + 0.5
+    x = slices() + 0.5
 
     @four
     def program(w, x):
@@ -216,9 +216,9 @@ def test_effects_inside_a_mapped_function(mesh, capfd):
         return drjax.map_fn(local, x)
 
     with in_mesh_of(mesh):
-        np.testing.assert_allclose(jax.jit(program)(rows()), rows() + 1)
+        np.testing.assert_allclose(jax.jit(program)(slices()), slices() + 1)
         jax.effects_barrier()
-    assert sorted(seen) == sorted(rows().tolist())
+    assert sorted(seen) == sorted(slices().tolist())
     assert capfd.readouterr().out.count("group value") == N
 
 
@@ -245,9 +245,9 @@ def test_effects_of_a_jitted_program_happen_once(derivative, mesh):
         return drjax.reduce_sum(drjax.map_fn(local, x))
 
     with in_mesh_of(mesh):
-        jax.block_until_ready(DERIVATIVES[derivative](program)(rows()))
+        jax.block_until_ready(DERIVATIVES[derivative](program)(slices()))
         jax.effects_barrier()
-    assert sorted(seen) == sorted(rows().tolist())
+    assert sorted(seen) == sorted(slices().tolist())
 
 
 def test_an_effect_whose_result_is_unused_still_happens():
@@ -276,7 +276,7 @@ def test_sharding_over_another_axis_inside_a_group(through):
         return inner(a)
 
     program = four(lambda x: drjax.reduce_sum(drjax.map_fn(local, x)))
-    x = rows(4)
+    x = slices(4)
     mesh = make_mesh({"clients": 2, "model": 2})
     # The gradient of jax.shard_map alone fails JAX's check of leaks, too.
     with jax.set_mesh(mesh), jax.check_tracer_leaks(False):

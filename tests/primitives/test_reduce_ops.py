@@ -26,8 +26,8 @@ def mean_over(n):
 @pytest.mark.parametrize("mesh", [None, {"clients": 4}])
 @pytest.mark.parametrize("step", [1, 7, 999])
 def test_a_mean_of_a_million_groups_has_all_digits(mesh, step):
-    rows = np.random.default_rng(0).random(MANY, np.float32)
-    for x in (rows, np.full(MANY, 0.1, np.float32)):
+    slices = np.random.default_rng(0).random(MANY, np.float32)
+    for x in (slices, np.full(MANY, 0.1, np.float32)):
         with in_mesh_of(mesh):
             found = drjax.jit(mean_over(MANY), groups_per_step=step)(x)
             wanted = jax.jit(mean_over(MANY))(x)
@@ -64,14 +64,14 @@ def test_counts_are_exact_beyond_the_integers_of_float32():
 def test_infinite_sums_are_those_of_jax(dtype):
     n, largest = 6, np.finfo(dtype).max
     total = drjax.program(clients=n)(drjax.reduce_sum)
-    rows = np.ones((n, 6), dtype)
-    rows[1, 0] = rows[4, 0] = np.inf
-    rows[2, 1], rows[3, 1] = np.inf, -np.inf
-    rows[0, 2] = np.nan
-    rows[2, 3] = rows[3, 3] = largest
-    rows[5, 4] = -np.inf
-    found = drjax.jit(total, groups_per_step=1)(rows)
-    np.testing.assert_array_equal(found, jax.jit(total)(rows))
+    slices = np.ones((n, 6), dtype)
+    slices[1, 0] = slices[4, 0] = np.inf
+    slices[2, 1], slices[3, 1] = np.inf, -np.inf
+    slices[0, 2] = np.nan
+    slices[2, 3] = slices[3, 3] = largest
+    slices[5, 4] = -np.inf
+    found = drjax.jit(total, groups_per_step=1)(slices)
+    np.testing.assert_array_equal(found, jax.jit(total)(slices))
 
 
 def indexed(w, x):

@@ -13,10 +13,10 @@ from jax import lax
 from jax.interpreters import ad
 
 import drjax
-from drjax._api.resolve import each_row
+from drjax._api.resolve import bind_partitioned
 from drjax._primitives import reduce_ops, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
-from drjax._primitives.map_fn import map_rows
+from drjax._primitives.map_fn import map_slices
 from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import make_layout
@@ -37,12 +37,12 @@ def across_devices(where, x):
 def execute(x, *, partition, mesh):
     where = make_layout(partition, mesh)
 
-    def body(x, numbers=None):
-        y = jnp.prod(where.mask_padding(x, numbers, 1), axis=0)
+    def body(x, indices=None):
+        y = jnp.prod(where.mask_padding(x, indices, 1), axis=0)
         return [across_devices(where, y) if where.axes else y]
 
     return shard_map_over_devices(
-        where, body, [x], [True], [False], numbered=where.uneven
+        where, body, [x], [True], [False], with_indices=where.uneven
     )[0]
 
 
@@ -56,12 +56,12 @@ def others(x, zeros, product):
 def jvp(primals, tangents, **where):
     """d prod_i x_i = sum_i (prod_{j != i} x_j) dx_i."""
     (x,), (dx,) = primals, tangents
-    zeros = map_rows(lambda x: (x == 0).astype(x.dtype), x, **where)
+    zeros = map_slices(lambda x: (x == 0).astype(x.dtype), x, **where)
     zeros = broadcast_p.bind(reduce_sum_p.bind(zeros, **where), **where)
-    nonzero = map_rows(lambda x: jnp.where(x == 0, 1, x), x, **where)
+    nonzero = map_slices(lambda x: jnp.where(x == 0, 1, x), x, **where)
     product = broadcast_p.bind(reduce_prod_p.bind(nonzero, **where), **where)
-    weight = map_rows(others, x, zeros, product, **where)
-    dy = reduce_sum_p.bind(map_rows(lax.mul, dx, weight, **where), **where)
+    weight = map_slices(others, x, zeros, product, **where)
+    dy = reduce_sum_p.bind(map_slices(lax.mul, dx, weight, **where), **where)
     return reduce_prod_p.bind(x, **where), dy
 
 
@@ -72,7 +72,7 @@ def abstract_eval(x, *, partition, mesh):
 registration.register_execution(reduce_prod_p, execute)
 reduce_prod_p.def_abstract_eval(abstract_eval)
 ad.primitive_jvps[reduce_prod_p] = jvp
-registration.register_batching(reduce_prod_p, -1, rows_in=True)
+registration.register_batching(reduce_prod_p, -1, group_axis_in=True)
 
 PROD = reduce_ops.ReduceOp(
     "prod",
@@ -86,7 +86,7 @@ PROD = reduce_ops.ReduceOp(
 
 
 def reduce_prod(x):
-    return each_row("reduce_prod", x, None, None, reduce_prod_p.bind)
+    return bind_partitioned("reduce_prod", x, None, None, reduce_prod_p.bind)
 
 
 # ---------------------------------------------------------------------------------

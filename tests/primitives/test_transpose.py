@@ -77,8 +77,8 @@ def test_example_4_gather_transposes_to_scatter():
 def test_example_5_gather_used_by_every_group():
     @program
     def f(x):
-        rows = drjax.broadcast(drjax.gather(x))
-        return drjax.map_fn(lambda rows, y: jnp.sum(rows) * y, (rows, Y))
+        slices = drjax.broadcast(drjax.gather(x))
+        return drjax.map_fn(lambda slices, y: jnp.sum(slices) * y, (slices, Y))
 
     ft = transpose(f, X)
     assert blocks(ft, X) == ["map_fn", "reduce_sum", "scatter"]

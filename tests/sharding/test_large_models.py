@@ -361,8 +361,8 @@ def test_fewer_groups_than_devices(n, step):
 
     @drjax.program(clients=n)
     def f(table, tokens):
-        total, rows = drjax.map_fn(work, (drjax.broadcast(table), tokens))
-        return drjax.reduce_sum(total), drjax.reduce_max(rows), rows
+        total, slices = drjax.map_fn(work, (drjax.broadcast(table), tokens))
+        return drjax.reduce_sum(total), drjax.reduce_max(slices), slices
 
     t, k = TABLE[0], TOKENS[:n, 0]
     with jax.set_mesh(make_mesh({"data": 2, "clients": 2, "model": 2})):

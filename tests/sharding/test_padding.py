@@ -30,7 +30,7 @@ every_size = pytest.mark.parametrize("n, devices", SIZES)
 every_run = pytest.mark.parametrize("run", RUNS)
 
 
-def rows(n):
+def slices(n):
     return jnp.arange(1.0, n + 1)
 
 
@@ -52,9 +52,9 @@ def test_loops_end(run, n, devices):
         found = drjax.map_fn(_endless_for_zero, x)
         return drjax.reduce_sum(found), drjax.reduce_max(found), drjax.gather(found)
 
-    expected = steps(rows(n))
+    expected = steps(slices(n))
     with jax.set_mesh(meshes(devices)):
-        found = RUNS[run](steps)(rows(n))
+        found = RUNS[run](steps)(slices(n))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -64,7 +64,7 @@ def test_loops_end_beside_a_model_axis(run):
         lambda x: drjax.reduce_sum(drjax.map_fn(_endless_for_zero, x))
     )
     with jax.set_mesh(meshes(4, model=True)):
-        assert RUNS[run](steps)(rows(3)) == steps(rows(3))
+        assert RUNS[run](steps)(slices(3)) == steps(slices(3))
 
 
 @pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
@@ -72,7 +72,7 @@ def test_loops_end_beside_a_model_axis(run):
 def test_loops_end_where_the_compiler_partitions_the_groups(run, n):
     """With look-ups on a mesh with two other axes; see `map_lowering.py`."""
     mesh = make_mesh({"clients": 2, "fsdp": 2, "tensor": 2})
-    table = rows(12).reshape(4, 3)
+    table = slices(12).reshape(4, 3)
 
     def work(x, i):
         return _endless_for_zero(x) + table[i].sum() + drjax.partition_index()
@@ -81,9 +81,9 @@ def test_loops_end_where_the_compiler_partitions_the_groups(run, n):
     def f(x):
         return drjax.reduce_mean(drjax.map_fn(work, (x, drjax.partition_index() % 4)))
 
-    expected = f(rows(n))
+    expected = f(slices(n))
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(RUNS[run](f)(rows(n)), expected, rtol=1e-6)
+        np.testing.assert_allclose(RUNS[run](f)(slices(n)), expected, rtol=1e-6)
 
 
 @every_run
@@ -101,7 +101,7 @@ def test_loops_over_the_index_end(run, n, devices):
         return drjax.reduce_sum(drjax.map_fn(work, x))
 
     with jax.set_mesh(meshes(devices)):
-        found = RUNS[run](f)(rows(n))
+        found = RUNS[run](f)(slices(n))
     assert found == sum(i * (i + 1) for i in range(n))
 
 
@@ -120,7 +120,7 @@ def test_effects_happen_for_groups_only(run, n, devices):
         return drjax.reduce_sum(drjax.map_fn(work, x))
 
     with jax.set_mesh(meshes(devices)):
-        total = RUNS[run](f)(rows(n))
+        total = RUNS[run](f)(slices(n))
         jax.effects_barrier()
     assert total == n * (n + 1)
     assert sorted(calls) == [(i, i + 1.0) for i in range(n)]
@@ -143,7 +143,7 @@ def test_checks_that_hold_for_every_group_hold(run, n, devices):
         return drjax.reduce_mean(drjax.map_fn(work, x))
 
     with jax.set_mesh(meshes(devices)):
-        found = RUNS[run](f)(rows(n))
+        found = RUNS[run](f)(slices(n))
         jax.effects_barrier()
     np.testing.assert_allclose(found, np.mean(1 / np.arange(1, n + 1)), rtol=1e-6)
 
@@ -156,10 +156,10 @@ def test_gradients(n, devices):
         return drjax.reduce_mean(drjax.map_fn(fit, (drjax.broadcast(w), x)))
 
     both = jax.value_and_grad(loss, (0, 1))
-    expected = both(2.0, rows(n))
+    expected = both(2.0, slices(n))
     with jax.set_mesh(meshes(devices)):
         for run in RUNS.values():
-            found = run(both)(2.0, rows(n))
+            found = run(both)(2.0, slices(n))
             close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
             jax.tree.map(close, found, expected)
 
@@ -196,7 +196,7 @@ def test_no_collective_more_than_for_even_sizes(n):
                 drjax.map_fn(lambda w, x: jnp.sin(w * x), (drjax.broadcast(w), x))
             )
         )
-        return hlo_text(jax.value_and_grad(loss), 2.0, rows(n))
+        return hlo_text(jax.value_and_grad(loss), 2.0, slices(n))
 
     with jax.set_mesh(meshes(4)):
         assert count(text(n)) == count(text(8)) == {"all-reduce": 1}

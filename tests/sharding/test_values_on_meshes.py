@@ -119,7 +119,7 @@ def eager_results(**keywords):
 
     @drjax.program(clients=8, **keywords)
     def g(x, data):
-        fit = lambda y, row: jnp.tanh(y * row) * drjax.partition_index()
+        fit = lambda y, slice_: jnp.tanh(y * slice_) * drjax.partition_index()
         return drjax.reduce_mean(drjax.map_fn(fit, (drjax.broadcast(x), data))).sum()
 
     x, data = jnp.asarray(X), jnp.asarray(data_for(8))

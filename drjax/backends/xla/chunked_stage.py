@@ -23,16 +23,16 @@ from jax.sharding import AxisType
 
 from drjax import _compat
 from drjax._plan_file.exported_stage import run_batched
-from drjax._primitives.contract_groups import row_sums
+from drjax._primitives.contract_groups import group_sums
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import vary
 from drjax._sharding.layout import Layout
 from drjax._sharding.padding import (
+    copy_index_to_padding,
+    copy_slice_to_padding,
     for_real_groups,
-    like_nothing,
-    own_numbers,
-    own_rows,
+    tree_zeros_like,
     unless_empty,
 )
 from drjax.plan import Reduce
@@ -63,7 +63,7 @@ class ChunkedStage:
             pairs = zip(totals, fills, strict=True)
             totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
             vary_all = lambda x: vary(x, layout.axes)
-            return jax.tree.map(vary_all, (totals, like_nothing(kept)))
+            return jax.tree.map(vary_all, (totals, tree_zeros_like(kept)))
 
         # `for_real_groups` handles effects, group by group.
         if self._effects:
@@ -78,7 +78,7 @@ class ChunkedStage:
         # No loop for one chunk: XLA fuses the reduction into the work.
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
-            own = [own_rows(self.layout, indices, x, x[:1]) for x in rows]
+            own = [copy_slice_to_padding(self.layout, indices, x, x[:1]) for x in rows]
             return self._chunk(first, indices, own, self.layout.few, alone=True)
 
         def chunk(start, size: int) -> tuple:
@@ -87,7 +87,10 @@ class ChunkedStage:
             # array of all would be of size n.
             take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
             indices = first + start + lax.iota(jnp.int32, size)
-            own = [own_rows(self.layout, indices, take(x, start), x[:1]) for x in rows]
+            own = [
+                copy_slice_to_padding(self.layout, indices, take(x, start), x[:1])
+                for x in rows
+            ]
             few = self.layout.few
             few = few % step if size == step else max(0, few - steps * step)
             return self._chunk(first, indices, own, few)
@@ -124,7 +127,7 @@ class ChunkedStage:
           few: How many of the slots are groups, where some are padding.
           alone: Whether this is the only chunk.
         """
-        args: list = [own_numbers(self.layout, indices, first)]
+        args: list = [copy_index_to_padding(self.layout, indices, first)]
         others, shared = iter(rows), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(others) if value.partitioned else next(shared))
@@ -155,7 +158,7 @@ class ChunkedStage:
         if count == 1 or self.layout.uneven:
             return {}
         # Matrix products that contract the groups, so that no summand is stored.
-        sums = row_sums(self.stage.jaxpr)
+        sums = group_sums(self.stage.jaxpr)
         if not sums.indices:
             return {}
         used = [i for i, u in enumerate(sums.used) if u]

@@ -237,7 +237,7 @@ class _Run:
                 by_rows,
                 [False if reuse is None else None] * len(sums) + [True] * len(kept),
                 _compat.check_vma(),
-                first=True,
+                with_first_index=True,
             )
         if reuse is None:
             for reduce, out in zip(sums, outs, strict=False):
