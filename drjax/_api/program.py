@@ -1,4 +1,9 @@
-"""The decorator that declares a program and its partition."""
+"""The decorator that declares a program and its partition.
+
+Input: keywords, then a function. Output: the function, which runs with its partition in
+scope. Invariants: nothing is traced or patched, and keywords are checked when the
+decorator is made. Sharp edge: the scope ends when the function returns.
+"""
 
 import difflib
 import functools
@@ -57,20 +62,8 @@ def program(
     Source: Rush et al. 2024, "DrJAX", section 3.
     """
     del use_abstract_mesh
-    if args:
-        raise DrjaxTypeError(
-            "drjax.program takes the partition as a keyword: write "
-            "@drjax.program(partition_size=3). Got without a keyword: "
-            + ", ".join(map(repr, args))
-            + "."
-        )
-    declared = _declared_partition(partition, mesh_axes)
-    if mesh is not None and not hasattr(mesh, "axis_names"):
-        raise MeshError(
-            "drjax.program(mesh=) needs a jax.sharding.Mesh or AbstractMesh, got "
-            f"{type(mesh).__name__}: {mesh!r}."
-        )
-
+    declared = _declared_partition(args, partition, mesh_axes)
+    _check_mesh(mesh)
     enter = program_scope(declared, mesh)
 
     def decorate(fn: Callable) -> Callable:
@@ -87,7 +80,23 @@ def program(
     return decorate
 
 
-def _declared_partition(keywords: dict[str, Any], mesh_axes: Any) -> Partition:
+def _declared_partition(
+    args: tuple, keywords: dict[str, Any], mesh_axes: Any
+) -> Partition:
+    """The partition that the arguments of `drjax.program` declare, or an error.
+
+    Args:
+      args: Its positional arguments, of which it takes none.
+      keywords: The keywords that are not parameters: the partition, or misspelt ones.
+      mesh_axes: The parameter of that name.
+    """
+    if args:
+        raise DrjaxTypeError(
+            "drjax.program takes the partition as a keyword: write "
+            "@drjax.program(partition_size=3). Got without a keyword: "
+            + ", ".join(map(repr, args))
+            + "."
+        )
     for key in keywords:
         close = difflib.get_close_matches(key, _KEYWORDS, n=1, cutoff=0.75)
         if close and close[0] != key:
@@ -113,7 +122,17 @@ def _declared_partition(keywords: dict[str, Any], mesh_axes: Any) -> Partition:
     return as_partition(size, mesh_axes)
 
 
+def _check_mesh(mesh: Any) -> None:
+    """Refuse what is neither a mesh nor None; `find_mesh` checks its axes later."""
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        raise MeshError(
+            "drjax.program(mesh=) needs a jax.sharding.Mesh or AbstractMesh, got "
+            f"{type(mesh).__name__}: {mesh!r}."
+        )
+
+
 def _check_plain_function(fn: Any) -> None:
+    """Refuse what is no function, with a hint for class methods and properties."""
     if not callable(fn):
         hint = ""
         if isinstance(fn, classmethod | property):

@@ -90,12 +90,36 @@ def without_mesh_types(jaxpr):
 
 
 def _manual(axes: Sequence[str]) -> Callable:
+    """The change of a mesh that makes these axes Manual, as `_Retyped` takes it."""
+
     def changed(mesh):
         own = [axis for axis in axes if axis in mesh.axis_names]
         kinds = dict.fromkeys(own, jax.sharding.AxisType.Manual)
         return mesh.update_axis_types(kinds) if own else mesh
 
     return changed
+
+
+def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
+    """Whether `eqn` constrains a sharding where all axes of the new mesh are Manual.
+
+    Nothing is left to shard, and vmap refuses such a constraint.
+    """
+    if eqn.primitive.name != "sharding_constraint":
+        return False
+    old = eqn.params["sharding"]
+    if not isinstance(old, jax.sharding.NamedSharding) or old.memory_kind:
+        return False
+    new = change_mesh(old.mesh.abstract_mesh)
+    return not new.empty and new.are_all_axes_manual
+
+
+def _without_devices(x):
+    """A copy of an array or of typed keys on the default device."""
+    if dtypes.issubdtype(x.dtype, dtypes.prng_key):
+        data: Any = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.numpy.asarray(np.asarray(x))
 
 
 class _Retyped:
@@ -121,6 +145,7 @@ class _Retyped:
         self._contexts: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr):
+        """The copy of a jaxpr, open or closed; one for each jaxpr object."""
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
@@ -144,23 +169,21 @@ class _Retyped:
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
             return value
-        if dtypes.issubdtype(value.dtype, dtypes.prng_key):
-            data: Any = np.asarray(jax.random.key_data(value))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-        return jax.numpy.asarray(np.asarray(value))
+        return _without_devices(value)
 
     def _atom(self, atom):
+        """The variable or literal in place of `atom`; one for each variable."""
         if isinstance(atom, core.Literal):
             return core.Literal(self._literal(atom.val), self._aval(atom.aval))
         if atom not in self._vars:
-            if type(atom) is not core.Var:  # a result that nobody uses
+            if type(atom) is not core.Var:  # a result without a use
                 self._vars[atom] = atom
             else:
                 self._vars[atom] = core.Var(self._aval(atom.aval))
         return self._vars[atom]
 
     def _literal(self, value: Any):
-        """The value of a literal; an array of the host may hold its type."""
+        """The value of a literal; a NumPy array of JAX's may hold its type."""
         known: Any = getattr(value, "aval", None)
         if known is None or not isinstance(value, np.ndarray):
             return value
@@ -168,6 +191,7 @@ class _Retyped:
         return value if aval is known else make(np.asarray(value), aval)
 
     def _aval(self, aval):
+        """A type on the new mesh; types of mutable arrays hold an inner type."""
         inner = getattr(aval, "inner_aval", None)
         if inner is not None:
             return aval.update(inner_aval=self._aval(inner))
@@ -182,6 +206,7 @@ class _Retyped:
         return aval.update(sharding=aval.sharding.update(mesh=new))
 
     def _context(self, context):
+        """The context of an equation, in which it was traced, on the new mesh."""
         if context not in self._contexts:
             new = self._mesh(context.cur_abstract_mesh)
             if new != context.cur_abstract_mesh:
@@ -191,9 +216,12 @@ class _Retyped:
         return self._contexts[context]
 
     def _eqn(self, eqn):
+        """The copy of an equation; None if its results are its operands."""
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
-        if (dissolves and name in self._LAYOUT_ONLY) or self._says_nothing(eqn):
+        if (dissolves and name in self._LAYOUT_ONLY) or _is_void_constraint(
+            eqn, self._mesh
+        ):
             for new, old in zip(eqn.outvars, eqn.invars, strict=True):
                 self._vars[new] = self._atom(old)
             return None
@@ -211,20 +239,8 @@ class _Retyped:
             ctx=self._context(eqn.ctx),
         )
 
-    def _says_nothing(self, eqn) -> bool:
-        """Whether an equation constrains a layout where all axes become Manual.
-
-        There is nothing left to lay out, and vmap refuses such a constraint.
-        """
-        if eqn.primitive.name != "sharding_constraint":
-            return False
-        old = eqn.params["sharding"]
-        if not isinstance(old, jax.sharding.NamedSharding) or old.memory_kind:
-            return False
-        new = self._mesh(old.mesh.abstract_mesh)
-        return not new.empty and new.are_all_axes_manual
-
     def _param(self, value):
+        """A parameter of an equation, or a part of one, on the new mesh."""
         if isinstance(value, JAXPR_TYPES):
             return self.jaxpr(value)
         if isinstance(value, jax.sharding.AbstractMesh):
