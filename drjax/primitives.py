@@ -1,7 +1,7 @@
 """The primitives of drjax, for interpreters of jaxprs.
 
 The jaxpr of a program (`jax.make_jaxpr(fn)(*args)`) and those of its derivatives
-contain these nine primitives and ordinary JAX, which is pointwise where it touches
+contain these primitives and ordinary JAX, which is pointwise where it touches
 partitioned values. Match an equation by object, never by its printed name:
 
     eqn.primitive is drjax.primitives.broadcast_p

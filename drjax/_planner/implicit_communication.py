@@ -40,7 +40,8 @@ from drjax._planner.index_groups import (
 from drjax._planner.inline import InlinedJaxpr, inline_calls
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
-from drjax.primitives import reduce_max_p, reduce_min_p, reduce_sum_p
+from drjax._primitives import reduce_ops
+from drjax.primitives import reduce_sum_p
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,9 @@ def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | 
 
 def _with_global_result(eqn, axis: int) -> Callable | None:
     """The communication of an equation whose first operand alone is partitioned."""
-    if eqn.primitive in _REDUCTIONS:
-        return _reduction(eqn, axis)
+    op = reduce_ops.of_lax_primitive(eqn.primitive)
+    if op is not None:
+        return _reduction(eqn, op, axis)
     return read_some_groups(eqn, axis)
 
 
@@ -175,25 +177,18 @@ def _convolution(
     return ImplicitCommunication(sums, in_axes)
 
 
-# Reductions of lax, and those of drjax that they are over the group axis. Of bools,
-# the conjunction is the minimum and the disjunction the maximum.
-_REDUCTIONS = {
-    lax.reduce_sum_p: reduce_sum_p,
-    lax.reduce_max_p: reduce_max_p,
-    lax.reduce_min_p: reduce_min_p,
-    lax.reduce_or_p: reduce_max_p,
-    lax.reduce_and_p: reduce_min_p,
-}
+def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
+    """A reduction of `jax.lax` over the group axis, and maybe over others.
 
-
-def _reduction(eqn, axis: int) -> Callable | None:
-    """A reduction over the group axis, and maybe over others."""
+    Args:
+      eqn: The equation.
+      op: The reduction of drjax that it is over the group axis.
+      axis: The group axis of its operand.
+    """
     axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
     bitwise = eqn.primitive in (lax.reduce_or_p, lax.reduce_and_p)
     # lax orders complex values lexicographically; drjax has no such reduction.
-    unordered = eqn.primitive is not lax.reduce_sum_p and jnp.issubdtype(
-        dtype, jnp.complexfloating
-    )
+    unordered = op.selects and jnp.issubdtype(dtype, jnp.complexfloating)
     # Without the group axis, each group reduces by itself: an unbatching rule.
     if axis not in axes or unordered or (bitwise and dtype != jnp.bool_):
         return None
@@ -205,9 +200,8 @@ def _reduction(eqn, axis: int) -> Callable | None:
     def reduction(partition: Partition, x):
         # Each group reduces its other axes first, so that less is communicated.
         per_group = eqn.primitive.bind(x, **params) if others else x
-        return _reduce_groups(
-            _REDUCTIONS[eqn.primitive], jnp.moveaxis(per_group, left, 0), partition
-        )
+        slices = jnp.moveaxis(per_group, left, 0)
+        return _reduce_groups(op.primitive, slices, partition)
 
     return reduction
 

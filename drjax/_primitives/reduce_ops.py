@@ -18,8 +18,9 @@ Invariants:
 * If the reduction is `additive`, `finish` commutes with `combine`: (a + b) / n =
   a / n + b / n. So it may precede the communication between devices.
 
-To add a reduction: define its primitive with all rules, call `register`, and write the
-public function. No other module dispatches on the name of a reduction.
+To add a reduction: define its primitive with all rules, call `register`, export the
+primitive in `drjax/primitives.py`, and write the public function. No other module
+dispatches on the name or the primitive of a reduction.
 
 Sharp edges: partial reductions have a wider dtype than the values (`accumulator` on
 devices, `wide` on the host), but not if the reduction `selects` a value.
@@ -33,6 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from drjax._primitives.collectives import (
     LOW_PRECISION,
@@ -93,6 +95,9 @@ class ReduceOp:
         No accumulator is wider, and no other stage may rematerialize that value.
       additive: Whether partial reductions are sums.
       if_no_group: The result, as a float, if no group takes part.
+      lax_primitives: The reductions of `jax.lax` that are this one over the group axis:
+        `lax.reduce_sum_p` is, as `jnp.sum(x, axis=0)` of a partitioned value binds it.
+        Of bools the disjunction is the maximum, and the conjunction the minimum.
     """
 
     name: str
@@ -105,6 +110,7 @@ class ReduceOp:
     selects: bool = False
     additive: bool = False
     if_no_group: float = 0.0
+    lax_primitives: tuple[Any, ...] = ()
 
     def local(self, slices: jax.Array) -> jax.Array:
         """The partial reduction of `[k, *s]` over axis 0, in `accumulator` of it."""
@@ -136,17 +142,24 @@ _OVER_AN_AXIS = {
 }
 REDUCE_OPS: dict[str, ReduceOp] = {}
 _of_primitive: dict[Any, ReduceOp] = {}
+_of_lax_primitive: dict[Any, ReduceOp] = {}
 
 
 def register(op: ReduceOp) -> ReduceOp:
     """Register a reduction with the planner, plan files and backends."""
     REDUCE_OPS[op.name] = _of_primitive[op.primitive] = op
+    _of_lax_primitive.update(dict.fromkeys(op.lax_primitives, op))
     return op
 
 
 def of_primitive(primitive: Any) -> ReduceOp | None:
-    """The reduction of this primitive, if it is one."""
+    """The reduction of this primitive of drjax, if it is one."""
     return _of_primitive.get(primitive)
+
+
+def of_lax_primitive(primitive: Any) -> ReduceOp | None:
+    """What an equation of `jax.lax` over the group axis is, if it is a reduction."""
+    return _of_lax_primitive.get(primitive)
 
 
 _SUM = ReduceOp(
@@ -157,6 +170,7 @@ _SUM = ReduceOp(
     lambda dtype: 0,
     psum,
     additive=True,
+    lax_primitives=(lax.reduce_sum_p,),
 )
 _MEAN = replace(
     _SUM,
@@ -165,6 +179,7 @@ _MEAN = replace(
     phrase="mean over groups",
     finish=lambda total, count: total / count,
     if_no_group=np.nan,
+    lax_primitives=(),
 )
 register(_SUM)
 register(_MEAN)
@@ -177,6 +192,7 @@ register(
         lowest,
         lambda layout, x: across_devices(x, layout.axes, True),
         selects=True,
+        lax_primitives=(lax.reduce_max_p, lax.reduce_or_p),
     )
 )
 register(
@@ -188,6 +204,7 @@ register(
         highest,
         lambda layout, x: across_devices(x, layout.axes, False),
         selects=True,
+        lax_primitives=(lax.reduce_min_p, lax.reduce_and_p),
     )
 )
 

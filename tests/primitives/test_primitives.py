@@ -4,6 +4,7 @@ Covers: drjax._primitives.registration, drjax.primitives, drjax._compat.rule_reg
 """
 
 import gc
+import re
 import weakref
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from drjax import _compat
 from drjax._primitives import registration
+from drjax._primitives.reduce_ops import REDUCE_OPS
 from examples import count_rounds
 from tests.helpers.jaxprs import BY_OBJECT, blocks
 from tests.helpers.meshes import make_mesh
@@ -25,7 +27,9 @@ program = drjax.program(clients=100)
 
 
 def test_there_is_one_object_for_each():
-    assert len(BY_OBJECT) == 9
+    documented = re.findall(r"^\| `(\w+)_p` ", drjax.primitives.__doc__ or "", re.M)
+    assert sorted(documented) == sorted(BY_OBJECT.values())
+    assert BY_OBJECT.keys() >= {op.primitive for op in REDUCE_OPS.values()}
     assert all(isinstance(p, core.Primitive) for p in BY_OBJECT)
     assert {p.name for p in BY_OBJECT} == {f"drjax_{n}" for n in BY_OBJECT.values()}
 

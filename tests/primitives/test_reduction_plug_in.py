@@ -82,6 +82,7 @@ PROD = reduce_ops.ReduceOp(
     lambda dtype: 1,
     across_devices,
     if_no_group=1.0,
+    lax_primitives=(lax.reduce_prod_p,),
 )
 
 
@@ -101,6 +102,8 @@ X[2, 1] = 0.0
 def plug_in(monkeypatch):
     monkeypatch.setitem(reduce_ops.REDUCE_OPS, PROD.name, PROD)
     monkeypatch.setitem(reduce_ops._of_primitive, PROD.primitive, PROD)
+    for primitive in PROD.lax_primitives:
+        monkeypatch.setitem(reduce_ops._of_lax_primitive, primitive, PROD)
 
 
 @drjax.program(clients=N)
@@ -140,6 +143,15 @@ def test_reference():
 
 def test_a_plan_prints_it():
     assert "product over groups" in str(drjax.make_plan(f)(1.5, X))
+
+
+def test_the_reduction_of_jax_over_the_group_axis_is_it():
+    @drjax.program(clients=N)
+    def g(x):
+        return jnp.prod(drjax.map_fn(lambda x: 2 * x, x), axis=0)
+
+    plan = drjax.make_plan(g, partitioned=True)(X[:2].repeat(3, 0))
+    assert [reduce.op for reduce in plan.rounds[0].reduces] == ["prod"]
 
 
 def test_a_plan_file_and_an_engine(tmp_path):
