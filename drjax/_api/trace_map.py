@@ -23,7 +23,7 @@ from drjax._api.validate import (
 )
 from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
-from drjax._primitives.map_fn import for_groups, map_fn_p, trace_group
+from drjax._primitives.map_fn import broadcast_consts, map_fn_p, trace_group
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
@@ -36,7 +36,7 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     name = function_name(fn)
     jaxpr, out_tree, consts = _trace(fn, tree, avals, layout, name)
     params = {"partition": partition, "mesh": mesh, "name": name}
-    operands = [*for_groups(consts, **params), *leaves]
+    operands = [*broadcast_consts(consts, **params), *leaves]
     outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)
     # The results, too, are visible on the mesh: they may depend on no operand.
     return out_tree.unflatten([as_operand(y, layout, True) for y in outs])

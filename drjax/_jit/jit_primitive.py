@@ -211,13 +211,13 @@ def _linearize_saving_residuals(
     with planning(options.bound):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
     bind = functools.partial(_bind_jaxpr, options=options)
-    outs, nonzeros_out, residuals, tangent = registration.linearize_and_keep(
+    outs, nonzeros_out, residuals, tangent = registration.linearize_saving_residuals(
         bind, jaxpr, primals, split
     )
     tangent_types = _tangent_types(outs, nonzeros_out)
 
     def linear(residuals, tangents):
-        operands = registration.with_kept(residuals, tangents)
+        operands = registration.linear_operands(residuals, tangents)
         return _bind_jaxpr(tangent, operands, options, tangent_types)
 
     return outs, nonzeros_out, residuals, linear

@@ -44,6 +44,7 @@ broadcast_p = registration.new_primitive("broadcast")
 
 
 def execute_broadcast(x, *, partition, mesh):
+    """k copies of `x` on each device, as a partitioned value."""
     layout = make_layout(partition, mesh)
 
     def body(x):
@@ -70,7 +71,14 @@ reduce_sum_p = registration.new_primitive("reduce_sum")
 
 
 def _local_sum(layout: Layout, x, indices, scale=None):
-    """Sum over this device's groups, accumulated in float32 for 16-bit floats."""
+    """The sum over this device's groups, accumulated in float32 for 16-bit floats.
+
+    Args:
+      layout: The layout.
+      x: The slices of the device, `[k, *s]`.
+      indices: Their group indices, int32 `[k]`, or None: no slot is padding.
+      scale: A number to multiply the sum with, before it is rounded to 16 bits.
+    """
     x = layout.mask_padding(x, indices, 0)
     dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
     total = jnp.sum(x, axis=0, dtype=dtype)
@@ -103,6 +111,7 @@ def psum(layout: Layout, *xs):
 
 
 def execute_reduce_sum(x, *, partition, mesh):
+    """The sum over the groups: over those of each device, then over the devices."""
     layout = make_layout(partition, mesh)
 
     def body(x, indices=None):
@@ -243,6 +252,18 @@ def _register(
     group_axis_in=True,
     lowering_rule=None,
 ):
+    """Register all rules of a linear primitive with one operand and one result.
+
+    Args:
+      primitive: The primitive.
+      execute: Its execution function, `(x, partition=, mesh=)`.
+      abstract_eval: From the type of the operand to that of the result.
+      transpose: From the cotangent of the result to that of the operand, in a list.
+      out_shift: As in `registration.register_batching`.
+      group_axis_in: As in `registration.register_batching`.
+      lowering_rule: As in `registration.register_execution`.
+    """
+
     # The check is part of the transpose, not of the bind: forward mode is well-defined.
     def checked_transpose(ct, x, **params):
         _check_transposable(make_layout(**params))

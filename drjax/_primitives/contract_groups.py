@@ -52,6 +52,10 @@ _CONTRACTED = (lax.dot_general_p, lax.reduce_sum_p)
 class GroupSums:
     """The sums of results of a per-group jaxpr over the groups of a device.
 
+    The constructor finds the results that qualify, and the variables from which their
+    sums are computed. A call computes the sums: these variables for each group, and
+    then S of the equations between them and the results, as in the module's docstring.
+
     Args:
       jaxpr: The per-group jaxpr of a map.
 
@@ -88,8 +92,11 @@ class GroupSums:
                 jaxpr, self._per_group
             )
 
-    def _tail(self, atom) -> Any:
-        """The equation that computes `atom`, if S passes through it."""
+    def _linear_equation(self, atom) -> Any:
+        """The equation that computes `atom`, if S(atom) follows from its operands.
+
+        None if `atom` has another use, is not float32, or is computed otherwise.
+        """
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
         eqn = self._definitions.get(atom)
@@ -99,8 +106,12 @@ class GroupSums:
         return eqn if through else None
 
     def _plan(self, atom) -> tuple[bool, list]:
-        """Whether S(atom) contracts an equation, and its variables for each group."""
-        eqn = self._tail(atom)
+        """`(whether S(atom) merges into a product or sum, the variables it needs)`.
+
+        The variables are those to compute for each group. Without such a product or
+        sum, S would save nothing over a plain sum of the result.
+        """
+        eqn = self._linear_equation(atom)
         if eqn is None:
             return False, [] if isinstance(atom, Literal) else [atom]
         if eqn.primitive in _CONTRACTED:
@@ -128,7 +139,7 @@ class GroupSums:
             return jnp.broadcast_to(value, (count, *aval.shape))
 
         def total(atom):
-            eqn = self._tail(atom)
+            eqn = self._linear_equation(atom)
             if eqn is None:
                 return jnp.sum(slices_of(atom), axis=0)
             if eqn.primitive in _CONTRACTED:
@@ -153,7 +164,13 @@ def _is_plain(eqn) -> bool:
 
 
 def _contract(eqn, a, b=None):
-    """S of a dot_general or a reduce_sum, from operands `[count, *s]`."""
+    """S of the result of a dot_general or a reduce_sum.
+
+    Args:
+      eqn: The equation of one group.
+      a: Its operand for all groups, `[count, *s]`.
+      b: The second one, of a dot_general.
+    """
     shift = lambda dims: tuple(d + 1 for d in dims)
     if b is None:
         return jnp.sum(a, axis=(0, *shift(eqn.params["axes"])))

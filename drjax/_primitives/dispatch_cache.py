@@ -33,7 +33,10 @@ class _Unknown(Exception):
 
 
 def structure(jaxpr) -> Any | None:
-    """A hashable, equal for alpha-equivalent jaxprs; None if the jaxpr has none."""
+    """A hashable that is equal for jaxprs that differ in names of variables only.
+
+    None if the jaxpr has none: it has constants, or unhashable parameters.
+    """
     try:
         key = _jaxpr_key(jaxpr)
         hash(key)
@@ -43,6 +46,12 @@ def structure(jaxpr) -> Any | None:
 
 
 def _jaxpr_key(jaxpr):
+    """The structure of a jaxpr; `_Unknown` is raised if it has none.
+
+    Nested tuples: the types of inputs; for each equation its primitive, operands,
+    types of results, parameters and context; and the results. A variable is its number
+    in the order of definitions.
+    """
     # To compare constants would read them from the device, at every dispatch.
     if _compat.jaxpr_consts(jaxpr):
         raise _Unknown
@@ -75,6 +84,7 @@ def _jaxpr_key(jaxpr):
 
 
 def _is_rule(value) -> bool:
+    """Whether a parameter is a Python function, as derivative rules are."""
     return callable(value) and not isinstance(value, _compat.JAXPR_TYPES)
 
 
@@ -97,7 +107,7 @@ def _value_key(value):
 
 
 class _ByStructure:
-    """A jaxpr that is equal to another one with the same structure."""
+    """A key of a cache: a jaxpr that is equal to others with the same structure."""
 
     def __init__(self, key, jaxpr):
         self._key, self._hash, self.jaxpr = key, hash(key), jaxpr
@@ -110,7 +120,7 @@ class _ByStructure:
 
 
 def cache_by_params(make: Callable) -> Callable:
-    """Cache `make(**params)`; a parameter `jaxpr` is compared by its structure.
+    """The function `make`, cached by its keywords; `jaxpr=` is compared by structure.
 
     There are three caches: for parameters without a jaxpr, for the identity of a jaxpr
     (a weak reference, the fast path), and for its structure. They are bounded. JAX's

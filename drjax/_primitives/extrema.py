@@ -33,6 +33,13 @@ reduce_min_p = registration.new_primitive("reduce_min")
 
 
 def _executor(local, largest: bool):
+    """The execution function of `reduce_max` or `reduce_min`.
+
+    Args:
+      local: `jnp.max` or `jnp.min`, for the groups of a device.
+      largest: Whether it is the maximum.
+    """
+
     def execute(x, *, partition, mesh):
         layout = make_layout(partition, mesh)
         fill = lowest(x.dtype) if largest else highest(x.dtype)
@@ -49,7 +56,7 @@ def _executor(local, largest: bool):
 
 
 def across_devices(x, axes, largest: bool):
-    """`pmax` or `pmin` in which NaN wins, as in `jnp.max`.
+    """`pmax` (or `pmin`, unless `largest`) over mesh axes in which NaN wins.
 
     Collectives on some platforms drop NaN. So the devices compare integers: the bits of
     floats in the order of the floats, with NaN beyond the infinities. For i >= 0 the
@@ -73,16 +80,17 @@ def across_devices(x, axes, largest: bool):
 
 
 def lowest(dtype):
-    """The identity of a maximum."""
+    """The identity of a maximum: the lowest number of a dtype, -inf if it has one."""
     return _limit(dtype, -jnp.inf, "min")
 
 
 def highest(dtype):
-    """The identity of a minimum."""
+    """The identity of a minimum: the highest number of a dtype, inf if it has one."""
     return _limit(dtype, jnp.inf, "max")
 
 
 def _limit(dtype, infinity: float, side: str):
+    """This infinity if the dtype has it, else its limit on this side, min or max."""
     if dtype == jnp.bool_:
         return side == "max"
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -93,10 +101,13 @@ def _limit(dtype, infinity: float, side: str):
 
 
 def _is_extremum(x, y):
+    """1 where a group attains the extremum y, else 0."""
     return jnp.where(x == y, 1, 0).astype(x.dtype)
 
 
 def _jvp_rule(primitive):
+    """The JVP rule of `reduce_max` or `reduce_min`; see the module's docstring."""
+
     def jvp(primals, tangents, *, partition, mesh):
         (x,), (dx,) = primals, tangents
         params = dict(partition=partition, mesh=mesh)

@@ -48,7 +48,12 @@ map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
 
 @contextlib.contextmanager
 def _group_context(layout: Layout):
-    """The context in which the code of one group is traced or transformed."""
+    """The context in which the code of one group is traced or transformed.
+
+    In it building blocks know that they are inside a map over this partition, types
+    are on the mesh of the layout, and derivatives of a `shard_map` of the group's own
+    do not sum over the axes along which the groups are.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(enter_mapped(layout.partition))
         if layout.sharded:
@@ -65,6 +70,8 @@ def trace_group(fn, avals, layout: Layout, name: str):
     Args:
       fn: Takes and returns flat sequences of per-group arrays.
       avals: Types of the partitioned operands, `[n, *s]`.
+      layout: The layout of the groups.
+      name: The name of the function, for debug information.
     """
     with _group_context(layout):
         avals = [group_aval(aval, layout) for aval in avals]
@@ -72,7 +79,14 @@ def trace_group(fn, avals, layout: Layout, name: str):
 
 
 def map_slices(fn, *args, partition, mesh):
-    """`map_fn` of a module-level, one-result `fn` on arrays, for use in rules."""
+    """Bind `map_fn` for a function of arrays with one result, for use in rules.
+
+    Args:
+      fn: The function of one group: of a module, as its trace is cached by it.
+      *args: Partitioned values, `[n, *s]`.
+      partition: The partition.
+      mesh: The mesh, or None.
+    """
     avals = tuple(_compat.typeof(x) for x in args)
     jaxpr = _trace_slices(fn, avals, make_layout(partition, mesh))
     (out,) = map_fn_p.bind(
@@ -81,14 +95,15 @@ def map_slices(fn, *args, partition, mesh):
     return out
 
 
-# Cached by the function, so `fn` is a module-level one: a lambda would never hit.
 @_compat.cache()
 def _trace_slices(fn, avals, layout):
+    """The per-group jaxpr of `fn`, cached: a lambda made in a rule would never hit."""
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, layout, _name(fn))
     return jaxpr
 
 
 def _name(fn) -> str:
+    """The name of a function, as printed equations have it."""
     return getattr(fn, "__name__", type(fn).__name__).strip("_")
 
 
@@ -113,18 +128,24 @@ def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
 
 
 def _outer_avals(jaxpr, params):
+    """Types of the results of a map, `[n, *t]`, from its per-group jaxpr."""
     layout = make_layout(params["partition"], params["mesh"])
     return [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
 
 
 def _bind(jaxpr, args, **params):
-    """Bind a derivative, whose rules may have closed over arrays."""
+    """Bind `map_fn` for the jaxpr of a derivative, which may have constants.
+
+    Users' derivative rules close over arrays. These are broadcast, as first operands.
+    """
     jaxpr, consts = _compat.without_consts(jaxpr)
-    return map_fn_p.bind(*for_groups(consts, **params), *args, jaxpr=jaxpr, **params)
+    return map_fn_p.bind(
+        *broadcast_consts(consts, **params), *args, jaxpr=jaxpr, **params
+    )
 
 
-def for_groups(consts, *, partition, mesh, name):
-    """Broadcasts of the values that a function for one group closed over."""
+def broadcast_consts(consts, *, partition, mesh, name):
+    """Broadcasts of the values that a function of one group closed over."""
     return [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
 
 
@@ -146,14 +167,14 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     with _group_context(make_layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
     bind = functools.partial(_bind, **params)
-    outs, nonzeros_out, residuals, tangent = registration.linearize_and_keep(
+    outs, nonzeros_out, residuals, tangent = registration.linearize_saving_residuals(
         bind, jaxpr, primals, split
     )
     avals = _outer_avals(jaxpr, params)
 
     def linear(residuals, *tangents):
         dense = registration.instantiated(tangents, nonzeros)
-        found = bind(tangent, registration.with_kept(residuals, dense))
+        found = bind(tangent, registration.linear_operands(residuals, dense))
         return registration.fill_zeros(avals, nonzeros_out, found)
 
     return outs, nonzeros_out, residuals, linear
@@ -171,7 +192,7 @@ def _transpose(cts, *args, jaxpr, **params):
     transposed, consts, nonzero_in = _transpose_jaxpr(
         jaxpr, linear, nonzero, avals, layout
     )
-    operands = [*for_groups(consts, **params), *residuals, *dense]
+    operands = [*broadcast_consts(consts, **params), *residuals, *dense]
     outs = iter(map_fn_p.bind(*operands, jaxpr=transposed, **params))
     found = iter(nonzero_in)
     return [
@@ -185,7 +206,19 @@ def _transpose(cts, *args, jaxpr, **params):
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
-    """`(transpose of a per-group jaxpr, constants, which cotangents are nonzero)`."""
+    """The transpose of a per-group jaxpr in its linear inputs.
+
+    Args:
+      jaxpr: The jaxpr.
+      linear: Which inputs are linear; the others are residuals.
+      nonzero: Which cotangents of results are not symbolic zeros.
+      avals: Types of the residuals and of these cotangents, `[n, *s]`.
+      layout: The layout of the groups.
+
+    Returns:
+      `(jaxpr of residuals and cotangents, its constants, which cotangents of linear
+      inputs are not symbolic zeros)`; the jaxpr returns those that are not.
+    """
     nonzero_in = []
 
     def transposed(*residuals_and_cts):

@@ -64,7 +64,12 @@ _INDEXING = (
 
 
 def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
-    """Whether the work of the groups is partitioned by the compiler; see above."""
+    """Whether a `vmap` that the compiler partitions runs the groups, not a `shard_map`.
+
+    Args:
+      layout: The layout of the groups.
+      jaxpr: The per-group jaxpr; None for a stage from a file, which has a `shard_map`.
+    """
     if not layout.sharded or jaxpr is None:
         return False
     return _compat.check_vma() or (
@@ -75,7 +80,7 @@ def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
 def run_groups(
     layout: Layout, jaxpr, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> list:
-    """The results of a per-group jaxpr for all groups of a partition.
+    """The results of a per-group jaxpr for all groups of a partition, `[n, *t]`.
 
     Args:
       layout: The layout of the groups.
@@ -115,7 +120,16 @@ def run_groups(
 def _run_padded(
     layout: Layout, fn: Callable, partitioned_in, effects: bool, *args
 ) -> list:
-    """A per-group function on a device's slots, of which some may be padding."""
+    """Run a per-group function on a device's slots, of which some may be padding.
+
+    Args:
+      layout: An uneven layout.
+      fn: The function of one group.
+      partitioned_in: Which operands are partitioned.
+      effects: Whether it has effects, which padding must not run.
+      *args: The operands of the device, `[k, *s]` or `[*s]`; the index of its first
+        slot, int32 [1].
+    """
     *operands, first = args
     first = first[0]
     indices = first + lax.iota(jnp.int32, layout.per_device)
@@ -146,8 +160,10 @@ def _run_padded(
 def prepare_for_shard_map(layout: Layout, jaxpr):
     """A per-group jaxpr for the inside of a `shard_map` over the partition's axes.
 
-    If the mesh has no other axes, no equation needs the mesh, and the jaxpr becomes one
-    without: some libraries compare the types of tracing with those of lowering.
+    Its types are on the mesh with these axes Manual, and draws from keys of `rbg` do
+    not depend on the batch. If the mesh has no other axes, no equation needs the mesh,
+    and the jaxpr becomes one without: some libraries compare the types of tracing with
+    those of lowering.
     """
     if layout.sharded and (layout.partly_manual or _compat.is_bound_to_devices(jaxpr)):
         jaxpr = retype_mesh.with_manual_axes(jaxpr, layout.axes)
@@ -157,7 +173,13 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
 
 
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
-    """A per-group jaxpr for one of the two lowerings."""
+    """A per-group jaxpr, prepared for the lowering that will run it.
+
+    Args:
+      layout: The layout of the groups.
+      jaxpr: The jaxpr; None for a stage from a file, and returned as it is.
+      by_vmap: What `lowers_by_vmap` returned for it.
+    """
     if jaxpr is None or not by_vmap:
         return jaxpr and prepare_for_shard_map(layout, jaxpr)
     axes = _spmd_axes(layout)
@@ -200,10 +222,12 @@ def vmap_over_devices(
 
 
 def _one(x) -> jax.ShapeDtypeStruct:
+    """The type of an element of a stack."""
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
+    """What a vmap over all groups takes as `spmd_axis_name`."""
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else layout.spmd_axes
 
@@ -211,15 +235,22 @@ def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
 def vmap_over_groups(
     layout: Layout, fn: Callable, partitioned_in: Sequence[bool]
 ) -> Callable:
-    """`fn` of one group as a function of the slices of a device's groups."""
+    """From a function of one group to that of the slices of a device's groups.
+
+    Args:
+      layout: The layout of the groups.
+      fn: Takes and returns flat sequences of per-group arrays.
+      partitioned_in: Which operands are partitioned, `[k, *s]`; the groups share the
+        others.
+    """
     mapped = _vmap_groups(layout, fn, partitioned_in, layout.per_device, None)
     return lambda *operands: mapped(*(vary(x, layout.axes) for x in operands))
 
 
-# The axis name lets `partition_index` recognize this vmap among the user's own.
 def _vmap_groups(
     layout: Layout, fn: Callable, partitioned_in, size: int, spmd_axes
 ) -> Callable:
+    """A vmap over `size` groups; `partition_index` recognizes it by its axis name."""
     return jax.vmap(
         lambda *xs: fn(*xs),
         in_axes=tuple(0 if p else None for p in partitioned_in),

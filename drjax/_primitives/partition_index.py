@@ -42,6 +42,7 @@ class GroupAxis:
 
 
 def _partition_index(*, partition, mesh, per_group):
+    """The group indices of all groups, from those of each device."""
     assert not per_group, "a group's index exists only inside a mapped function"
     layout = make_layout(partition, mesh)
 
@@ -58,6 +59,7 @@ def _partition_index_abstract_eval(*, partition, mesh, per_group):
 
 
 def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
+    """The group indices under a vmap over the groups; else the equation, unbatched."""
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
         layout = make_layout(axis.partition, axis.mesh)

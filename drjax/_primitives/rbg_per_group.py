@@ -49,6 +49,7 @@ def rewrite_draws(jaxpr):
 
 @_compat.weakref_lru_cache
 def _has_draws(jaxpr) -> bool:
+    """Whether a jaxpr draws from keys of `rbg`, at any depth."""
     return any(
         _is_draw(eqn) or any(map(_has_draws, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
@@ -66,6 +67,7 @@ def _is_draw(eqn) -> bool:
 
 
 def _rewrite_draw(eqn):
+    """The equation, as one of `draw_per_key_p` if it is a draw."""
     if not _is_draw(eqn):
         return eqn
     avals = tuple(v.aval for v in eqn.outvars)
@@ -88,11 +90,13 @@ def _rewrite(value):
 
 
 def _draw(*args, draw, options, avals):
+    """Bind the primitive that `draw_per_key_p` stands for: its execution function."""
     outs = draw.bind(*args, **dict(options))
     return outs if draw.multiple_results else [outs]
 
 
 def _batch(axis_data, args, dims, **params):
+    """Batch by a loop over the keys, each of which draws by itself."""
     if all(d is None for d in dims):
         return draw_per_key_p.bind(*args, **params), [None] * len(params["avals"])
     # A loop over an axis that is sharded over devices would serialize the devices.

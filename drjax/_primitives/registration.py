@@ -66,7 +66,13 @@ def register_execution(
 
 
 def group_axis_first(x, dim: int):
-    """Move a batch dimension 0 behind the group axis: `[b, n, *s]` -> `[n, b, *s]`."""
+    """`(x, its batch dimension)` with the group axis as axis 0 of `x`.
+
+    Args:
+      x: A batch of partitioned values.
+      dim: Its batch dimension. If it is 0, `[b, n, *s]` becomes `[n, b, *s]`; else the
+        group axis is first already.
+    """
     return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
 
 
@@ -93,8 +99,8 @@ def register_batching(
     batching.primitive_batchers[primitive] = rule
 
 
-def linearize_and_keep(bind: Callable, jaxpr, primals, split):
-    """A linearization that saves the residuals of the primal part.
+def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
+    """Linearize a higher-order primitive, and save the residuals of its primal part.
 
     Args:
       bind: Applies a jaxpr to operands: `(jaxpr, operands)`.
@@ -104,7 +110,7 @@ def linearize_and_keep(bind: Callable, jaxpr, primals, split):
 
     Returns:
       `(results, which tangents of results are nonzero, residuals, linear jaxpr)`; the
-      linear jaxpr takes `with_kept(residuals, nonzero tangents)`.
+      linear jaxpr takes `linear_operands(residuals, nonzero tangents)`.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)
@@ -115,20 +121,30 @@ def linearize_and_keep(bind: Callable, jaxpr, primals, split):
     return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), tangent
 
 
-def with_kept(residuals, tangents) -> list:
-    """The operands of a linear jaxpr: see `linearize_and_keep`."""
+def linear_operands(residuals, tangents) -> list:
+    """The operands of the linear jaxpr of `linearize_saving_residuals`.
+
+    They stand in the order of JAX: flat residuals, nonzero tangents, and structured
+    residuals, which JAX has from 0.11 on.
+    """
     flat, structured = residuals
     return [*flat, *tangents, *structured]
 
 
 def instantiated(tangents, nonzeros) -> list:
-    """The tangents marked as nonzero, as arrays: symbolic zeros are instantiated."""
+    """The tangents marked in `nonzeros`, as arrays: a symbolic zero becomes zeros."""
     pairs = zip(tangents, nonzeros, strict=True)
     return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
 
 
 def fill_zeros(avals, nonzeros, values) -> list:
-    """All tangents, with symbolic zeros, from those that are not zero."""
+    """All tangents of results, with symbolic zeros for those that are zero.
+
+    Args:
+      avals: Types of all results.
+      nonzeros: Which of their tangents are nonzero.
+      values: These tangents.
+    """
     values = iter(values)
     return [
         next(values) if nz else _compat.Zero(aval.to_tangent_aval())

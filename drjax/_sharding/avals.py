@@ -19,6 +19,7 @@ from drjax._sharding.layout import Layout
 
 
 def _without(spec_entry, axes):
+    """An entry of a `PartitionSpec`, without some mesh axes: a name, names or None."""
     if spec_entry is None or spec_entry is P.UNCONSTRAINED:
         return None
     entry = spec_entry if isinstance(spec_entry, tuple) else (spec_entry,)
@@ -27,11 +28,19 @@ def _without(spec_entry, axes):
 
 
 def inner_spec(aval, layout: Layout, skip: int):
+    """The entries of a type's spec from dimension `skip` on, as a list.
+
+    Without the partition's axes, which may shard the group axis only.
+    """
     spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
     return [_without(entry, layout.axes) for entry in spec[skip:]]
 
 
 def _typed(aval, layout, mesh, shape, spec, varying):
+    """A type like `aval`, with this shape, spec and set of varying manual axes.
+
+    The mesh of its sharding is `mesh`, or on local layouts that of `aval`.
+    """
     if layout.mesh is None:  # keep the operand's own mesh, if it has one
         mesh = aval.sharding.mesh
     sharding = NamedSharding(mesh, P(*spec))

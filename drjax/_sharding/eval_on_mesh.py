@@ -45,7 +45,11 @@ def _is_sharded(x: Any) -> bool:
 
 
 def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
-    """The sharding of a product, if both operands contract sharded dimensions."""
+    """The sharding of `dot_general(x, y)`, if both contract a sharded dimension.
+
+    Otherwise None: JAX infers the sharding. Args: the `dimension_numbers` of
+    `lax.dot_general`, and the operands, whose types are on Explicit axes.
+    """
     (lc, rc), (lb, rb) = dimension_numbers
     (left, right) = (jax.typeof(v).sharding for v in (x, y))
     contracted = zip(lc, rc, strict=True)

@@ -35,11 +35,22 @@ def shard_map_over_devices(
     with_indices: bool = False,
     with_first_index: bool = False,
 ) -> list[Any]:
-    """Run `body` on each device's slices; `body` takes and returns a flat sequence.
+    """Run a function of one device's slices on all devices of the partition.
 
-    A result with None in `partitioned_out` has one slice for each device, [m, *s].
-    With `with_indices`, `body` takes as last argument its group indices, int32 [k];
-    with `with_first_index`, the first of them, int32 [1].
+    Args:
+      layout: The layout of the partition.
+      body: The function. It takes and returns flat sequences: slices `[k, *s]` of
+        partitioned values, and whole global ones, `[*s]`.
+      args: Its operands for the whole partition, `[n, *s]` or `[*s]`.
+      partitioned_in: Which operands are partitioned.
+      partitioned_out: Which results are. None: a result `[1, *s]` of each device.
+      check_vma: Whether the `shard_map` checks varying manual axes.
+      with_indices: Whether `body` takes as last argument its group indices, int32 [k].
+      with_first_index: Whether it takes the first of them instead, int32 [1].
+
+    Returns:
+      The results: `[n, *s]`, `[*s]`, or `[m, *s]` where `partitioned_out` has None. In
+      a user's `shard_map`, those of this device.
     """
     if not layout.sharded:
         if with_indices or with_first_index:
@@ -98,18 +109,21 @@ def auto_partition(
 
 
 def all_group_indices(layout: Layout):
-    """int32 [k * m]: the indices of all slots, sharded over the partition's axes."""
+    """int32 `[k * m]`: the indices of all slots, sharded over the partition's axes."""
     return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
 
 
 def first_group_indices(layout: Layout):
-    """int32 [m]: the index of each device's first group, sharded over the axes."""
+    """int32 `[m]`: the index of each device's first slot, sharded over the axes."""
     indices = lax.iota(jnp.int32, layout.devices) * layout.per_device
     return as_operand(indices, layout, True)
 
 
 def _laid_out(x, layout: Layout):
-    """Padded slices, sharded over the partition's axes; Explicit ones are in types."""
+    """`x`, `[k * m, *s]`, constrained to be sharded over the partition's axes.
+
+    On Explicit axes its type says so already, and constraints are refused.
+    """
     if layout.spec_entry is not None:
         return x
     assert layout.mesh is not None
@@ -142,12 +156,17 @@ def vary(x, axes):
 
 
 def as_operand(x, layout: Layout, partitioned: bool):
-    """`x` with the type that a primitive's operand needs, and visible on the mesh.
+    """`x` with the type that the operand of a primitive needs.
 
     On Explicit axes, `reshard` outside the primitive lets JAX transpose it: a global
     array used as a partitioned one gets its cotangent back as a global array.
     A concrete mesh that is not in JAX's context needs a sharding constraint without
     any axes: jit finds the devices in it, and does not search our primitives.
+
+    Args:
+      x: A leaf.
+      layout: The layout of the partition.
+      partitioned: Whether it is partitioned, `[n, *s]`, or global.
     """
     mesh, aval = layout.mesh, _compat.typeof(x)
     if mesh is None or not layout.sharded:
@@ -178,6 +197,7 @@ def with_sharding_of(x, aval):
 
 
 def _pad_slices(x, layout: Layout):
+    """`x`, `[n, *s]`, padded with zeros to `[k * m, *s]`."""
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:
         return x

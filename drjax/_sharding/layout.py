@@ -2,7 +2,8 @@
 
 Input: a partition, and a mesh or None. Output: a `Layout`, or a `MeshError`.
 
-A partition of n groups over m devices gives each device k = ceil(n / m) slots. The
+A partition of n groups over m devices gives each device k = ceil(n / m) slots, of one
+group each. If m does not divide n, the last slots have no group: they are padding. The
 primitives are written once, as functions of one device's slices, and run through
 `execute.shard_map_over_devices`, in one of three modes:
 
@@ -45,7 +46,21 @@ _logger = logging.getLogger("drjax")
 
 
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
-    """The mesh to shard the partition over: argument, else context, else None."""
+    """The mesh to shard a partition over, or None: the program then runs locally.
+
+    Args:
+      partition: The partition.
+      mesh: The mesh that the user passed, or None for the one in context: that of
+        `jax.set_mesh` or of a `with mesh:` block.
+
+    Returns:
+      The mesh, if it has the partition's axes. None if it has none of them, if there is
+      no mesh, or while a plan is traced: plans bind no mesh.
+
+    Raises:
+      MeshError: `mesh` is no mesh, or another one than that in context; it has only
+        some of the axes; or `make_layout` refuses it.
+    """
     context = jax.sharding.get_abstract_mesh()
     if planned.value and not current_scope().mapped:
         return None
@@ -88,13 +103,15 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 
 
 @functools.lru_cache(maxsize=1024)
-def _log_missing_axis(wanted, axis_names) -> None:
+def _log_missing_axis(axes, axis_names) -> None:
+    """Log that a mesh has none of a partition's axes: once for each, by the cache."""
     _logger.info(
-        "mesh with axes %s has no axis %s: the program runs locally", axis_names, wanted
+        "mesh with axes %s has no axis %s: the program runs locally", axis_names, axes
     )
 
 
 def _show(mesh) -> str:
+    """A mesh in an error: `(clients: 4, model: 2)`."""
     return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
 
 
@@ -127,11 +144,15 @@ class Layout:
 
     @property
     def group_axis_size(self) -> int:
-        """The leading axis of a partitioned value as the caller sees it."""
+        """The size of the group axis of a partitioned value, in the caller's code.
+
+        It is n, or k inside a user's `shard_map`, where values are sliced already.
+        """
         return self.per_device if self.manual else self.partition.size
 
     @property
     def uneven(self) -> bool:
+        """Whether some slots are padding, as m does not divide n."""
         return self.per_device * self.devices != self.partition.size
 
     @property
@@ -146,11 +167,15 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
+        """Whether code for a device's slices needs a `shard_map` around it."""
         return bool(self.axes) and not self.manual
 
     @property
     def partly_manual(self) -> bool:
-        """Whether code for a device's slices is Manual over only some mesh axes."""
+        """Whether some axes of the mesh are not Manual in code for a device's slices.
+
+        The partition's axes are Manual there, and those of a user's `shard_map`.
+        """
         if self.mesh is None:
             return False
         types = _axis_types(self.mesh)
@@ -159,7 +184,7 @@ class Layout:
 
     @property
     def abstract_mesh(self) -> AbstractMesh:
-        """The context in which code for the whole partition is traced."""
+        """The abstract mesh under which code for the whole partition is traced."""
         if self.mesh is None:
             return jax.sharding.get_abstract_mesh()
         return self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
@@ -171,12 +196,19 @@ class Layout:
 
     @property
     def spmd_axes(self) -> tuple[str, ...] | None:
-        """The axes to name to `vmap`, which finds Explicit ones in types by itself."""
+        """What `vmap(spmd_axis_name=)` over all groups takes: the partition's axes.
+
+        None for Explicit axes, which `vmap` reads in the types of operands.
+        """
         return None if self.spec_entry else self.axes
 
     @property
     def spec_entry(self):
-        """The leading entry of the type of a partitioned value (Explicit axes)."""
+        """The entry of the group axis in the spec of a partitioned value's type.
+
+        Only Explicit axes are in types: None if the partition has none, or if the
+        layout is not sharded.
+        """
         if not self.sharded:
             return None
         types = _axis_types(self.mesh)
@@ -184,14 +216,23 @@ class Layout:
         return entry[0] if len(entry) == 1 else entry or None
 
     def group_indices(self):
-        """int32 [k]: the group indices of this device, inside its code."""
+        """int32 `[k]`: the group index of each slot, in the code of one device.
+
+        A padded slot has an index of n or more.
+        """
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
             return local
         return lax.axis_index(self.axes) * self.per_device + local
 
     def mask_padding(self, x, indices, fill):
-        """`x` with `fill` in padded slots, given the group indices of all slots."""
+        """`x`, `[k, *s]`, with the number `fill` in padded slots.
+
+        Args:
+          x: The slices of a device.
+          indices: Their group indices, int32 `[k]`, or None: no slot is padding.
+          fill: The number.
+        """
         if indices is None:
             return x
         valid = lax.broadcast_in_dim(indices < self.partition.size, x.shape, (0,))
@@ -200,6 +241,12 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
+    """The layout of a partition on a mesh that has all of its axes, or on None.
+
+    Raises:
+      MeshError: Only some of the axes are Manual; or m does not divide n, and the axes
+        are Manual or Explicit.
+    """
     if mesh is None:
         return Layout(partition, None, (), 1, False)
     types = _axis_types(mesh)
@@ -235,7 +282,11 @@ def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layou
 
 
 def axes_of_groups(layout: Layout) -> tuple[str, ...]:
-    """The axes along which each device will have groups of its own."""
+    """The mesh axes over which the groups will be sharded when the program runs.
+
+    They are those of the layout. A plan that `drjax.jit` traces has no mesh in its
+    layouts: then they are the partition's axes on the mesh in context.
+    """
     if layout.axes or not planned.value:
         return layout.axes
     mesh = jax.sharding.get_abstract_mesh()
@@ -256,11 +307,15 @@ def other_axes(layout: Layout) -> list[str]:
 
 
 def _axis_types(mesh) -> dict[str, AxisType]:
+    """For each axis of a mesh whether it is Auto, Explicit or Manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
-    """The sharding of `drjax.shard` for `[n, ...]` data; None without a mesh."""
+    """The sharding in which `drjax.shard` places data `[n, ...]`; None without a mesh.
+
+    It is replicated if m does not divide n: JAX stores no uneven shards.
+    """
     if (mesh := find_mesh(partition, mesh)) is None:
         return None
     layout = make_layout(partition, mesh)

@@ -29,14 +29,27 @@ from drjax._sharding.layout import Layout
 
 
 def copy_index_to_padding(layout: Layout, indices, first):
-    """The group indices of slots; of padded ones, that of the device's first group."""
+    """The group indices of slots, with `first` in those that are padding.
+
+    Args:
+      layout: The layout.
+      indices: The indices of slots, int32 [slots]; of padding, n or more.
+      first: The index of the device's first group.
+    """
     if not layout.uneven:
         return indices
     return jnp.where(indices < layout.partition.size, indices, first)
 
 
 def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
-    """The slices of slots; of padded ones, `first_slice`, `[1, *s]`."""
+    """The slices of slots, `[slots, *s]`, with `first_slice` in those that are padding.
+
+    Args:
+      layout: The layout.
+      indices: The group indices of the slots, int32 [slots]; of padding, n or more.
+      slices: Their slices of an operand.
+      first_slice: The slice of the device's first group, `[1, *s]`.
+    """
     if not layout.uneven:
         return slices
     real = lax.broadcast_in_dim(indices < layout.partition.size, slices.shape, (0,))
@@ -44,14 +57,22 @@ def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
 
 
 def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
-    """`work()`, or `otherwise()` on a device whose first slot is padding already."""
+    """`work()`, or `otherwise()` on a device without groups.
+
+    Args:
+      layout: The layout.
+      first: The index of the device's first slot, int32 []; n or more, if it has no
+        group.
+      work: Returns results; it is not run on such a device.
+      otherwise: Returns results of the same types.
+    """
     if not layout.has_empty_devices:
         return work()
     return lax.cond(first < layout.partition.size, work, otherwise)
 
 
 def tree_zeros_like(values):
-    """Zeros in the shapes and dtypes of a tree, for results without a use."""
+    """Zeros in the shapes and dtypes of a tree of arrays or of their types."""
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
 
 
@@ -63,15 +84,21 @@ def for_real_groups(
     operands: Sequence,
     partitioned_in: Sequence[bool],
 ) -> list:
-    """Work with effects for the slots that are groups; other results are zeros.
+    """Run work with effects for exactly the slots that have groups.
+
+    The number of these is traced, as it differs from device to device, but it has only
+    three possible values: all slots, `few`, or none. There is a branch for each.
 
     Args:
       layout: An uneven layout.
-      indices: The group indices of the slots, int32 [slots].
+      indices: The group indices of the slots, int32 [slots]; of padding, n or more.
       few: How many of them are groups on the device that has fewer groups than slots.
       run: `run(count)(*operands)` works for so many groups.
       operands: Operands, `[slots, *s]` with a slice for each slot, or shared.
       partitioned_in: Which operands have slices.
+
+    Returns:
+      The results, `[slots, *s]`, with zeros in padded slots.
     """
     slots = indices.shape[0]
     shapes = jax.eval_shape(run(slots), *operands)
@@ -93,6 +120,7 @@ def for_real_groups(
 
 
 def _padded(x, extra: int):
+    """`x` with `extra` zero slices behind those that it has."""
     if not extra:
         return x
     nothing = tree_zeros_like(jax.ShapeDtypeStruct((extra, *x.shape[1:]), x.dtype))

@@ -25,10 +25,13 @@ from drjax._context import planned
 
 @contextlib.contextmanager
 def planning(bound: bool):
-    """The context of the jaxprs that plans are made of.
+    """The context in which a program is traced for a plan.
+
+    Its building blocks bind primitives without a mesh.
 
     Args:
-      bound: Whether they belong to the mesh in context, or to none.
+      bound: Whether the mesh in context stays, for `drjax.jit`. If not, there is none
+        in the context, and the plan may leave the process.
     """
     if not bound:
         with _compat.without_mesh(), planned(False):
@@ -40,12 +43,16 @@ def planning(bound: bool):
 
 
 def outside_meshes():
-    """The current context while a program is planned; else one without a mesh."""
+    """The context in which the planner traces equations of its own.
+
+    While `drjax.jit` plans under a mesh, it is the current one; else one without any
+    mesh, which building blocks would bind.
+    """
     return contextlib.nullcontext() if planned.value else planning(False)
 
 
 def is_bound() -> bool:
-    """Whether `drjax.jit` plans under the mesh in context."""
+    """Whether `drjax.jit` plans under the mesh in context: if all its axes are Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
 
@@ -53,8 +60,14 @@ def is_bound() -> bool:
 def trace_without_mesh(trace: Callable[[], Any]) -> Any:
     """Trace outside any mesh; or else under the mesh, and remove its types.
 
+    The second is for functions that close over arrays on the mesh: JAX refuses these
+    outside it.
+
     Args:
-      trace: Returns a jaxpr and whatever belongs to it, as a pair.
+      trace: Traces; returns a jaxpr and whatever belongs to it, as a pair.
+
+    Returns:
+      Such a pair; no type in the jaxpr has a mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     try:
@@ -74,7 +87,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
 
 
 def _takes_from_mesh(jaxpr) -> bool:
-    """Whether a jaxpr takes or holds arrays of a mesh."""
+    """Whether the types of a jaxpr's inputs or constants have a mesh."""
     raw = _compat.open_jaxpr(jaxpr)
     return any(
         isinstance(v.aval, _compat.ShapedArray) and not v.aval.sharding.mesh.empty
