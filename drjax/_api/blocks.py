@@ -260,6 +260,12 @@ def shard(
 
 
 def _place(leaf, sharding):
+    """An array in this sharding, also if several processes hold parts of it.
+
+    Args:
+      leaf: The array: of this process, or one of all processes.
+      sharding: The sharding; None: the array stays as it is.
+    """
     if sharding is None:
         return leaf
     if isinstance(leaf, core.Tracer) or sharding.is_fully_addressable:
@@ -274,7 +280,12 @@ def _place(leaf, sharding):
 
 
 def _mapped_partition(partition: PartitionLike) -> Partition | None:
-    """The partition of the surrounding map_fn that `partition` refers to, if any."""
+    """The partition of a surrounding mapped function to which a block refers, or None.
+
+    Args:
+      partition: The argument of the block. None: it refers to the innermost mapped
+        function, unless a program runs inside of that one.
+    """
     scope = current_scope()
     if partition is None:
         return scope.mapped[-1] if scope.mapped and scope.partition is None else None

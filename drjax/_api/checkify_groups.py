@@ -51,11 +51,16 @@ class GroupCheckError(checkify_rules.CheckError):
 
 
 def _in_group(effect):
+    """The effect of an error of one group: with its type and the group index."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return checkify_rules.CheckEffect(effect.error_type, (*effect.shape_dtypes, number))
 
 
 def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str):
+    """The rule of `map_fn`, as `checkify_rules.register_error_check` takes it.
+
+    It maps the function with checks, whose errors are partitioned.
+    """
     run: Any = _compat.jaxpr_as_fun(jaxpr)
     checked: Any = checkify.checkify(run, enabled)
 
@@ -70,26 +75,29 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
 
 
 def _first_error(errors, partition: Partition, mesh: Any):
-    """The global error of an error with leaves `[n, ...]`."""
-    slices = jax.tree.map(
+    """The global error of an error with leaves `[n, ...]`, one for each group.
+
+    For each kind of error it is that of the first group that has one.
+    """
+    gathered = jax.tree.map(
         lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
     )
-    happened, codes, trees, leaves = checkify_rules.error_parts(slices)
-    found: tuple[dict, dict, dict] = {}, {}, {}
+    happened, codes, trees, leaves = checkify_rules.error_parts(gathered)
+    of_first: tuple[dict, dict, dict] = {}, {}, {}
     for effect, failed in happened.items():
         first = jnp.argmax(failed).astype(jnp.int32)
-        of_first = [x[first] for x in (failed, codes[effect], *leaves[effect])]
-        failed, code, *payload = of_first
+        slices = failed, codes[effect], *leaves[effect]
+        failed, code, *payload = [x[first] for x in slices]
         parts = failed, code, [*payload, first]
-        for table, part in zip(found, parts, strict=True):
+        for table, part in zip(of_first, parts, strict=True):
             table[_in_group(effect)] = part
-    happened, codes, leaves = found
+    happened, codes, leaves = of_first
     trees = {code: _name_group(tree, partition) for code, tree in trees.items()}
     return type(errors)(happened, codes, trees, leaves)
 
 
 def _name_group(tree, partition: Partition):
-    """The structure of an error, from that of the error in a group."""
+    """The structure of a `GroupCheckError`, from that of the error in it."""
     error = tree.unflatten([0] * tree.num_leaves)
     return jax.tree.structure(GroupCheckError(error, 0, partition))
 

@@ -256,7 +256,15 @@ def select(
 
 
 def _zero_left_out(block: str, x: PyTree, where, mesh, partition) -> PyTree:
-    """`x` with zeros in the groups that the mask `where`, bool `[n]`, leaves out."""
+    """`x` with zeros in the groups that the mask `where` leaves out.
+
+    Args:
+      block: The name of the building block, for errors.
+      x: A tree of partitioned leaves.
+      where: Bool `[n]`, which is checked; None: all groups take part.
+      mesh: As for `resolve`.
+      partition: As for `resolve`.
+    """
     if where is None:
         return x
     where = _check_where(block, where, mesh, partition)
@@ -293,6 +301,7 @@ def _check_where(block: str, where, mesh, partition):
 
 
 def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
+    """`sum_i w_i x_i / sum_i w_i`, with arguments as of `reduce_weighted_mean`."""
     params = resolve(block, mesh, partition)
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)
@@ -323,20 +332,25 @@ def _wide(dtype):
 
 
 def _weigh(weight, leaf):
+    """The summand of a group in a weighted sum, in the dtype that accumulates it."""
     wide = _wide(leaf.dtype)
     weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
     return weight.astype(jnp.finfo(wide).dtype) * leaf.astype(wide)
 
 
 def _zero_unless(condition, leaf):
+    """The slice of a group, or zeros."""
     return jnp.where(condition, leaf, jnp.zeros((), leaf.dtype))
 
 
 def _keep_chosen_group(index, selected, leaf):
+    """The slice of the group with the index `selected`, zeros in all others."""
     return _zero_unless(index == selected, leaf)
 
 
 def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTree:
+    """`reduce_max` or `reduce_min`, by their primitive; complex leaves are refused."""
+
     def bind(leaf, **params):
         _check_numeric(block, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -350,6 +364,7 @@ def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTre
 
 
 def _check_numeric(block: str, leaf) -> None:
+    """Refuse tangents of integers and typed keys, which have no arithmetic."""
     if leaf.dtype == jax.dtypes.float0:
         raise DrjaxTypeError(
             f"drjax.{block} needs leaves that are numbers, got dtype float0, JAX's "
@@ -371,6 +386,7 @@ def _promote_sum(leaf):
 
 @_compat.cache()
 def _sum_dtype(dtype):
+    """The dtype that `jnp.sum` would return."""
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 

@@ -25,11 +25,22 @@ from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
 from drjax._primitives.map_fn import broadcast_consts, map_fn_p, trace_group
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import make_layout
+from drjax._sharding.layout import Layout, make_layout
 
 
 def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
-    """Bind `map_fn` for `fn(*tree)` on checked, partitioned leaves."""
+    """Bind `map_fn` for a function of pytrees.
+
+    Args:
+      fn: The function of one group.
+      leaves: The leaves of its positional arguments, `[n, *s]`, checked.
+      tree: The structure of the tuple of these arguments.
+      partition: The partition.
+      mesh: The mesh, or None.
+
+    Returns:
+      What `fn` returns, with leaves `[n, *t]`.
+    """
     layout = make_layout(partition, mesh)
     leaves = [as_operand(x, layout, True) for x in leaves]
     avals = tuple(_compat.typeof(x) for x in leaves)
@@ -42,7 +53,17 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     return out_tree.unflatten([as_operand(y, layout, True) for y in outs])
 
 
-def _trace(fn, tree, avals, layout, name):
+def _trace(fn, tree, avals, layout: Layout, name: str):
+    """Trace `fn` for one group; the arguments are as for `call_mapped`.
+
+    Returns:
+      `(per-group jaxpr, structure of its result, closed-over values)`; the jaxpr takes
+      these values as its first inputs.
+
+    Raises:
+      DrjaxTypeError: `fn` has another signature, or returns no arrays.
+      MeshError: It communicates or shards over the partition's own axes.
+    """
     out_tree: Any = None
 
     def flat_fn(*leaves):
@@ -50,7 +71,7 @@ def _trace(fn, tree, avals, layout, name):
         out = fn(*tree.unflatten(leaves))
         paths, out_tree = jax.tree_util.tree_flatten_with_path(out)
         what, fix = f"the result of {name}", "Return arrays, numbers or None."
-        return [as_array("map_fn", what, *found, fix) for found in paths]
+        return [as_array("map_fn", what, *leaf, fix) for leaf in paths]
 
     check_plain_function("drjax.map_fn", fn)
     try:
@@ -66,12 +87,12 @@ def _trace(fn, tree, avals, layout, name):
     if _collective_axes(jaxpr) & set(layout.partition.mesh_axes):
         raise _collective_error(layout, name)
     if layout.sharded:
-        _check_layouts(jaxpr, consts, layout, name)
+        _check_shardings(jaxpr, consts, layout, name)
     return jaxpr, out_tree, consts
 
 
-def _check_layouts(jaxpr, consts, layout, name) -> None:
-    """Refuse shardings over the partition's own axes, which divide the groups."""
+def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
+    """Refuse shardings over the partition's own axes, along which the groups are."""
     if any(_mentions(_compat.typeof(c).sharding, layout.axes) for c in consts):
         raise MeshError(
             f"The function {name} given to drjax.map_fn closes over an array that is "
@@ -98,6 +119,7 @@ def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
 
 
 def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
+    """Whether a value is, or a tuple has, a sharding over one of these mesh axes."""
     if isinstance(value, jax.sharding.NamedSharding):
         value = value.spec
     if isinstance(value, jax.sharding.PartitionSpec):
@@ -108,15 +130,16 @@ def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
     return False
 
 
-def _names_own_axis(text: str, layout) -> bool:
-    """Whether JAX complains about an unbound axis, and it is the partition's own."""
-    found = re.search(r"unbound axis name: (\w+)", text)
-    return found is not None and found[1] in (
+def _names_own_axis(text: str, layout: Layout) -> bool:
+    """Whether an error of JAX says that one of the partition's axes is unbound."""
+    match = re.search(r"unbound axis name: (\w+)", text)
+    return match is not None and match[1] in (
         layout.partition.name, *layout.partition.mesh_axes,
     )  # fmt: skip
 
 
-def _collective_error(layout, name):
+def _collective_error(layout: Layout, name: str) -> MeshError:
+    """The error for a mapped function that communicates over the partition's axes."""
     return MeshError(
         f"The function {name} given to drjax.map_fn uses a collective over the axis of "
         f"partition {layout.partition} itself, {layout.partition.mesh_axes}; it sees "
@@ -128,12 +151,12 @@ def _collective_error(layout, name):
 
 def _collective_axes(jaxpr) -> set[str]:
     """The mesh axes over which a jaxpr communicates or has an axis index."""
-    found: set[str] = set()
+    axis_names: set[str] = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
             axes = axes if isinstance(axes, tuple | list) else (axes,)
-            found.update(axis for axis in axes if isinstance(axis, str))
+            axis_names.update(axis for axis in axes if isinstance(axis, str))
         for inner in _compat.jaxprs_in(eqn.params):
-            found |= _collective_axes(inner)
-    return found
+            axis_names |= _collective_axes(inner)
+    return axis_names

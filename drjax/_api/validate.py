@@ -1,4 +1,10 @@
-"""Checks of users' functions and pytrees, with errors that name the leaf."""
+"""Checks of users' functions and pytrees, with errors that name the leaf.
+
+Input: a tree or a function, and the name of the building block that takes it. Output:
+arrays as leaves, or an error. Invariants: an error names the path of the leaf, what was
+needed, what was passed, and the fix. Sharp edge: Python numbers and NumPy arrays become
+JAX arrays, with JAX's default dtypes.
+"""
 
 import inspect
 import types
@@ -14,7 +20,13 @@ from drjax._partition import Partition
 
 
 def flatten(block: str, tree: Any, name: str = "x"):
-    """Flatten a tree and check that each leaf is an array (or a number)."""
+    """`(leaves as arrays, tree structure)`; an error if a leaf is no array or number.
+
+    Args:
+      block: The name of the building block, for errors.
+      tree: The tree.
+      name: The name of its argument, for errors.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [as_array(block, name, path, leaf) for path, leaf in leaves], treedef
 
@@ -22,7 +34,15 @@ def flatten(block: str, tree: Any, name: str = "x"):
 def flatten_partitioned(
     block: str, tree: Any, partition: Partition, size: int, name: str = "x"
 ):
-    """As `flatten`, and check that each leaf has one slice for each group."""
+    """As `flatten`, and an error if a leaf has not one slice for each group.
+
+    Args:
+      block: The name of the building block, for errors.
+      tree: The tree.
+      partition: The partition, for errors.
+      size: The leading axis that leaves need: n, or k in a user's `shard_map`.
+      name: The name of the argument, for errors.
+    """
     leaves, treedef = flatten(block, tree, name)
     if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != size for x in leaves):
         _raise_not_partitioned(block, tree, partition, size, name)
@@ -33,6 +53,15 @@ _CLOSE_OVER = "Close over values that are not arrays instead of passing them."
 
 
 def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
+    """A leaf as an array, or an error that names its path in the argument `name`.
+
+    Args:
+      block: The name of the building block.
+      name: The name of the argument.
+      path: The path of the leaf in it, as in `jax.tree_util`.
+      leaf: The leaf: an array or a number.
+      fix: What to do if it is neither.
+    """
     if isinstance(leaf, jax.Array):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
@@ -56,11 +85,13 @@ def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
 
 
 def _short(leaf: Any) -> str:
+    """A value in an error, on part of a line."""
     text = repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _raise_not_partitioned(block, tree, partition, size, name):
+    """Raise the error of `flatten_partitioned`, with all leaves that do not fit."""
     wrong = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         shape = jnp.shape(leaf)
@@ -86,7 +117,14 @@ def _raise_not_partitioned(block, tree, partition, size, name):
 
 
 def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
-    """Weights as a list, one for each leaf, from one array or from a matching tree."""
+    """The weights of a weighted mean as a list, one for each leaf of the value.
+
+    Args:
+      weights: The argument: one array, or a tree with the structure of the value.
+      value_tree: The structure of the value.
+      value_leaves: Its leaves, `[n, *s]`.
+      partition: The partition, for errors.
+    """
     paths, treedef = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [as_array("reduce_weighted_mean", "w", p, w) for p, w in paths]
     value = value_tree.unflatten(value_leaves)
@@ -107,6 +145,15 @@ def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
 
 
 def _check_weight(key: str, w, x_key: str, full, partition: Partition) -> None:
+    """Refuse a weight that is not real, or whose shape does not begin `full`.
+
+    Args:
+      key: The path of the weight, for errors.
+      w: The weight.
+      x_key: The path of the leaf of the value that it weighs.
+      full: The shape of this leaf.
+      partition: The partition, for errors.
+    """
     shape = w.shape
     if not shape or shape != full[: len(shape)]:
         raise DrjaxValueError(
@@ -134,17 +181,25 @@ _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_GEN
 
 
 def function_name(fn: Any) -> str:
+    """The name of a function, or of the class of a callable object."""
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def check_plain_function(caller: str, fn: Any) -> None:
-    """Refuse functions whose body runs only after they have returned."""
+    """Refuse functions whose body runs only after they have returned.
+
+    That is: async functions and generators, as the partition is out of scope then.
+
+    Args:
+      caller: What takes the function, for errors.
+      fn: The function, or a callable object.
+    """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:  # neither wrapped
         if not fn.__code__.co_flags & _RUNS_LATER:  # nor marked as a coroutine
             return
-    for found in (inspect.unwrap(fn), type(fn).__call__):
+    for candidate in (inspect.unwrap(fn), type(fn).__call__):
         for kind, is_kind in _KINDS:
-            if is_kind(found):
+            if is_kind(candidate):
                 raise DrjaxTypeError(
                     f"{caller} needs a plain function, but {function_name(fn)} is "
                     f"{kind}: its body would run after the partition has gone out of "
@@ -153,7 +208,7 @@ def check_plain_function(caller: str, fn: Any) -> None:
 
 
 def check_accepts(fn: Callable, args: tuple) -> None:
-    """Explain a TypeError if it came from calling `fn(*args)` with `map_fn`."""
+    """Raise a `DrjaxTypeError` if the signature of `fn` does not fit `fn(*args)`."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

@@ -14,15 +14,18 @@ _CHECKED = 3 if hasattr(checkify, "CheckifyContext") else 2
 
 
 def register_error_check(primitive, rule: Callable) -> None:
-    """Register `rule(enabled errors, *args, **params)` of `jax.experimental.checkify`.
+    """Register how `jax.experimental.checkify` checks equations of `primitive`.
 
-    `rule` returns `(error, results)`.
+    Args:
+      primitive: The primitive.
+      rule: From the enabled errors, the operands and the parameters, `rule(enabled,
+        *args, **params)`, to `(error of the equation, its results)`.
     """
 
     def check(*args, **params):
         *context, error, enabled = args[:_CHECKED]
-        found, outs = rule(enabled, *args[_CHECKED:], **params)
-        leaves, tree = jax.tree.flatten(found)
+        new, outs = rule(enabled, *args[_CHECKED:], **params)
+        leaves, tree = jax.tree.flatten(new)
         merge = checkify.error_checks[checkify.check_p]
         args = (*context, error, enabled, *leaves)
         error, _ = merge(*args, err_tree=tree, debug=False)

@@ -1,4 +1,8 @@
-"""JAX's own classes and functions, under names that no version changes."""
+"""JAX's own classes and functions, under names that no version changes.
+
+`JAX_VERSION` is (major, minor). `MERGED` says that `Jaxpr` and `ClosedJaxpr` are one
+class; `Jaxpr` is the closed one, and `JAXPR_TYPES` are both.
+"""
 
 from typing import Any
 

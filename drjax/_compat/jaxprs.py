@@ -1,4 +1,9 @@
-"""Tracing, and work on jaxprs and equations."""
+"""Tracing, and transformations of jaxprs and equations.
+
+Input: a function, a jaxpr or an equation. Output: a new jaxpr or equation, of the class
+that the installed version has. Invariant: the input is unchanged. A closed jaxpr is
+open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +23,16 @@ from drjax._compat.jax_types import (
 
 
 def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
-    """Trace `fn(*avals)`; returns a closed jaxpr with the constants as first inputs.
+    """Trace a function of arrays to a closed jaxpr that has no constants.
+
+    Args:
+      fn: Takes and returns flat sequences of arrays.
+      avals: The types of its arguments.
+      name: Its name, for debug information.
 
     Returns:
-      `(jaxpr, consts)`: `jaxpr` has no constants of its own; `consts` holds the
-      arrays and tracers that `fn` closed over, in the order of its first inputs.
+      `(jaxpr, consts)`: `consts` holds the arrays and tracers that `fn` closed over,
+      in the order of the first inputs of the jaxpr.
     """
     # Without the names of the arguments: finding them costs as much as a small trace.
     source = api_util.fun_sourceinfo(fn)
@@ -55,7 +65,12 @@ def without_consts(jaxpr):
 
 
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
-    """`(smaller jaxpr, which inputs it still uses)`, cached."""
+    """Dead-code elimination: `(smaller jaxpr, which inputs it still uses)`, cached.
+
+    Args:
+      jaxpr: A closed jaxpr without constants.
+      used_outputs: Which results to keep.
+    """
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
     return (new if MERGED else pe.close_jaxpr(new)), used
 
@@ -67,17 +82,36 @@ def without_dead_code(jaxpr):
 
 
 def backward_pass(jaxpr, args, cts):
-    """Cotangents of the inputs of a linear jaxpr that are `UndefinedPrimal`."""
+    """The cotangents of the inputs of a jaxpr that is linear in some of them.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      args: Its inputs: values, or `UndefinedPrimal` for the linear ones.
+      cts: The cotangents of its results.
+
+    Returns:
+      A cotangent for each input, of use for the linear ones; it may be a `Zero`.
+    """
     return ad.backward_pass(jaxpr.jaxpr, False, jaxpr.consts, args, cts)
 
 
 def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
-    """`(jaxpr of primals and nonzero tangents, which output tangents are nonzero)`."""
+    """`(jaxpr of primals and nonzero tangents, which output tangents are nonzero)`.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      nonzeros: Which inputs have tangents that are not symbolic zeros.
+    """
     return ad.jvp_jaxpr(jaxpr, list(nonzeros), False)
 
 
 def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
     """Split a jaxpr into a part that computes and a part that is linear.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      nonzeros: Which inputs have tangents that are not symbolic zeros.
+      is_vjp: Whether the linear part will be transposed.
 
     Returns:
       `(primal jaxpr, number of flat residuals, which output tangents are nonzero, for
@@ -93,21 +127,30 @@ def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
 
 
 def batch_jaxpr(jaxpr, axis_data, in_axes):
+    """`(batched jaxpr, batch dimension of each result)`; None: it is not batched.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      axis_data: What JAX's batching rules get of the vmap: its size and name.
+      in_axes: The batch dimension of each input, or None.
+    """
     return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
 
 
 def effects_of(jaxpr) -> frozenset:
-    """What a jaxpr does to others, which mutable arrays of its own are not."""
+    """The effects of a jaxpr, without those on mutable arrays of its own."""
     return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
 
 
 def new_eqn(eqn, invars, outvars, params, effects):
+    """A copy of an equation with these parts; primitive and source line stay."""
     return eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects)
 
 
 def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
     """`(known jaxpr, unknown jaxpr, which outputs are unknown, residual types)`.
 
+    The inputs marked in `unknown_in`, and what depends on them, are unknown.
     The known jaxpr returns its outputs and then the residuals; the unknown jaxpr
     takes the residuals and then the unknown inputs.
     """
@@ -121,7 +164,7 @@ def jaxprs_in(params) -> list:
 
 @weakref_lru_cache
 def is_bound_to_devices(jaxpr) -> bool:
-    """Whether a jaxpr names devices or a layout on them, at any depth."""
+    """Whether a jaxpr has a `shard_map` or a sharding constraint, at any depth."""
     return holds(jaxpr, ("sharding_constraint", "shard_map"))
 
 
@@ -143,7 +186,12 @@ def bind_equation(eqn, operands, **params) -> list:
 
 
 def select_outputs(jaxpr, outvars: list):
-    """`(function that returns these variables of a closed jaxpr, inputs it takes)`."""
+    """`(function that computes some variables of a jaxpr, which inputs it takes)`.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      outvars: The variables. The function computes nothing else.
+    """
     raw = open_jaxpr(jaxpr)
     debug_info = raw.debug_info.with_unknown_names()
     changed = raw.replace(outvars=outvars, debug_info=debug_info)
@@ -163,7 +211,7 @@ def stacked_aval(aval, length: int):
 
 
 def user_frames(eqn):
-    """The user's lines of which an equation is a part, from the innermost."""
+    """The frames of users' code in the traceback of an equation, innermost first."""
     return source_info_util.user_frames(eqn.source_info.traceback)
 
 
@@ -174,7 +222,7 @@ def closed(jaxpr):
 
 def scan_sizes(eqn) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are carried."""
-    if "sizes" in eqn.params:  # rewritten by the interpreter
+    if "sizes" in eqn.params:  # rewritten by rematerialization
         return eqn.params["sizes"]
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]

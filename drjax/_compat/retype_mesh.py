@@ -25,7 +25,7 @@ from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
 
 @contextlib.contextmanager
 def spmd_axes(axes: Sequence[str]):
-    """The context of code that `vmap(spmd_axis_name=axes)` surrounds.
+    """The context of code that a `vmap(spmd_axis_name=axes)` will surround.
 
     In it, the derivative of a `shard_map` that maps over all axes of the mesh does not
     add up over these axes, along which each device works on something else.

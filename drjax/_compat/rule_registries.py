@@ -19,9 +19,14 @@ from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
 
 
 def register_linearization(primitive, rule: Callable) -> None:
-    """Register `rule(is_vjp, nonzeros, *primals, **params)`.
+    """Register how `jax.linearize` and `jax.grad` linearize equations of `primitive`.
 
-    `rule` returns `(outs, nonzeros_out, residuals, fn(residuals, *tangents))`.
+    Args:
+      primitive: The primitive.
+      rule: `rule(is_vjp, nonzeros, *primals, **params)`, where `nonzeros` says which
+        tangents are not symbolic zeros. It returns `(results, which of their tangents
+        are nonzero, residuals, linear)`, where `linear(residuals, *tangents)` returns
+        the tangents of the results.
     """
     if not MERGED:
         ad.primitive_linearizations[primitive] = rule
@@ -38,17 +43,36 @@ def register_linearization(primitive, rule: Callable) -> None:
 
 
 def register_dce(primitive, rule: Callable) -> None:
-    """Register `rule(used_outputs, eqn)` -> `(used_inputs, new eqn or None)`."""
+    """Register the dead-code elimination of equations of `primitive`.
+
+    Args:
+      primitive: The primitive.
+      rule: `rule(used_outputs, eqn)` returns `(which operands are used, new equation)`;
+        None as equation: it is dead.
+    """
     pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
 
 def register_partial_eval(primitive, rule: Callable) -> None:
-    """Register `rule(trace, *tracers, **params)` of partial evaluation by tracers."""
+    """Register the partial evaluation of equations with some unknown operands.
+
+    Args:
+      primitive: The primitive.
+      rule: `rule(trace, *tracers, **params)` returns the results: known values, or
+        tracers, as `partial_eval_by_tracers` computes them.
+    """
     pe.custom_partial_eval_rules[primitive] = rule
 
 
 def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
-    """Let checkpoint policies apply inside the jaxpr that `primitive` maps."""
+    """Let the policies of `jax.checkpoint` apply inside the jaxpr of a primitive.
+
+    Args:
+      primitive: The primitive.
+      jaxpr_param: The name of its parameter with the jaxpr.
+      res_aval: From the parameters and the type of a residual in the jaxpr to its type
+        outside.
+    """
 
     def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
         return known, staged
@@ -64,11 +88,21 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
 def partial_eval_by_tracers(
     primitive, trace, tracers, unknown_in, params, split, to_outer
 ):
-    """Known work now, unknown work as one equation with the residuals as inputs.
+    """Run the known part of an equation, and stage the unknown part as one equation.
+
+    The unknown part takes the residuals of the known one.
 
     Args:
+      primitive: The primitive of the equation.
+      trace: JAX's trace, that of the rule.
+      tracers: The operands.
+      unknown_in: Which of them are unknown.
+      params: The parameters.
       split: What `partial_eval_jaxpr` returned for `params["jaxpr"]`.
       to_outer: Turns a type inside the jaxpr into the type of the value outside.
+
+    Returns:
+      The results: values, or tracers if they are unknown.
     """
     known_jaxpr, unknown_jaxpr, unknown_out, res_avals = split
     known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
@@ -100,7 +134,12 @@ def partial_eval_by_tracers(
 
 
 def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
-    """Print equations of `primitive` without the parameters that say nothing."""
+    """Print equations of `primitive` without some of their parameters.
+
+    Args:
+      primitive: The primitive.
+      hidden: Whether to leave out a parameter, from its name and value.
+    """
 
     def rule(eqn, context, settings):
         shown = [k for k, v in eqn.params.items() if not hidden(k, v)]
@@ -138,12 +177,25 @@ def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
 
 
 def register_lowering_rule(primitive, rule: Callable) -> None:
-    """Lower `primitive` by `rule(ctx, *values, **params)`, called for each equation."""
+    """Lower `primitive` by a rule that JAX calls for each equation, without a cache.
+
+    Args:
+      primitive: The primitive.
+      rule: `rule(ctx, *MLIR values, **params)` returns the MLIR values of the results.
+    """
     mlir.register_lowering(primitive, rule, cacheable=False)
 
 
 def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params):
-    """Lower `fn(*operands, **params)`; `operands` are pairs of a value and its type."""
+    """Lower a traceable function; returns the MLIR values of its results, in a list.
+
+    Args:
+      ctx: The context of the lowering rule that calls this.
+      fn: The function, `fn(*operands, **params)`.
+      operands: Pairs of an MLIR value and its type.
+      multiple_results: Whether `fn` returns a sequence.
+      **params: Keywords of `fn`.
+    """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
     avals = [aval for _, aval in operands]
     return lower(ctx.replace(avals_in=avals), *(x for x, _ in operands), **params)
@@ -159,6 +211,6 @@ def module_token(ctx):
 
 
 def current_block():
-    """The block of code into which equations are being lowered."""
+    """The MLIR block (of a function, a branch) into which equations are lowered."""
     point: Any = ir.InsertionPoint.current
     return point.block

@@ -1,4 +1,8 @@
-"""The context of a trace: meshes, and varying-manual-axes (VMA) checking."""
+"""The context of a trace: meshes, and varying-manual-axes (VMA) checking.
+
+Input: nothing, a value, or its type. Output: what JAX's trace context or the type says.
+Sharp edge: each thread has a context of its own.
+"""
 
 import contextlib
 from typing import Any
@@ -14,10 +18,12 @@ def check_vma() -> bool:
 
 
 def disable_jit() -> bool:
+    """Whether the code runs under `jax.disable_jit`."""
     return config.disable_jit.value
 
 
 def is_concrete(x: Any) -> bool:
+    """Whether the value of `x` is known: it is no tracer, or one of a known value."""
     return core.is_concrete(x)
 
 

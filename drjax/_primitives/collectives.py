@@ -139,7 +139,8 @@ def _reduce_sum_transpose(ct, x, **params):
 reduce_mean_p = registration.new_primitive("reduce_mean")
 
 
-def _reduce_mean(x, *, partition, mesh):
+def execute_reduce_mean(x, *, partition, mesh):
+    """The mean over the groups: a sum as of `reduce_sum`, and a division by n."""
     layout, n = make_layout(partition, mesh), partition.size
 
     def body(x, indices=None):
@@ -163,7 +164,8 @@ def _reduce_mean_transpose(ct, x, *, partition, mesh):
 gather_p = registration.new_primitive("gather")
 
 
-def _gather(x, *, partition, mesh):
+def execute_gather(x, *, partition, mesh):
+    """The slices of all devices on each of them, without the padding."""
     layout = make_layout(partition, mesh)
 
     def body(x):
@@ -202,7 +204,8 @@ def _gather_transpose(ct, x, **params):
 scatter_p = registration.new_primitive("scatter")
 
 
-def _scatter(x, *, partition, mesh):
+def execute_scatter(x, *, partition, mesh):
+    """On each device, the slices of its groups; no device communicates."""
     layout = make_layout(partition, mesh)
 
     def body(x):
@@ -293,7 +296,11 @@ _register(
     lowering_rule=fused_lowering.reduce_sum_rule(execute_reduce_sum),
 )
 _register(
-    reduce_mean_p, _reduce_mean, _reduce_abstract_eval, _reduce_mean_transpose, -1
+    reduce_mean_p,
+    execute_reduce_mean,
+    _reduce_abstract_eval,
+    _reduce_mean_transpose,
+    -1,
 )
-_register(gather_p, _gather, _gather_abstract_eval, _gather_transpose, 0)
-_register(scatter_p, _scatter, _scatter_abstract_eval, _scatter_transpose, 0)
+_register(gather_p, execute_gather, _gather_abstract_eval, _gather_transpose, 0)
+_register(scatter_p, execute_scatter, _scatter_abstract_eval, _scatter_transpose, 0)

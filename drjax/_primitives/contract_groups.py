@@ -7,7 +7,7 @@ the k groups.
 The gradient of a broadcast value is a sum over groups of what a map computes, very
 often of products of matrices. The summands of k groups need k times the memory of their
 sum. Hand-written code never materializes them: the transpose of a vmap contracts the
-group axis, too. `RowSums` does the same. With S(v) = sum_i v_i over the groups i of a
+group axis, too. `GroupSums` does the same. With S(v) = sum_i v_i over the groups i of a
 device, it walks back from the results through the linear equations that end the jaxpr:
 
     S(a + b) = S(a) + S(b)      S(a - b) = S(a) - S(b)      S(-a) = -S(a)

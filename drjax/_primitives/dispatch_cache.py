@@ -128,8 +128,8 @@ def cache_by_params(make: Callable) -> Callable:
     """
 
     @_compat.cache(max_size=512, trace_context_in_key=False)
-    def by_structure(found, rest):
-        return make(jaxpr=found.jaxpr, **dict(rest))
+    def by_structure(key, rest):
+        return make(jaxpr=key.jaxpr, **dict(rest))
 
     @_compat.weakref_lru_cache(trace_context_in_key=False)
     def by_jaxpr(jaxpr, rest):

@@ -66,6 +66,7 @@ _by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
 
 
 def _lowered_equations(ctx) -> _LoweredEquations:
+    """Those of the module to which the context of a lowering rule belongs."""
     return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
 
 
@@ -152,6 +153,7 @@ class _LoweredMap:
         return sums
 
     def _lower_sums(self, ctx) -> dict[int, Operand]:
+        """What `sums` returns, lowered into the current block; {} if none qualifies."""
         layout = self._layout
         # Padding would have to be masked in the operands of each contraction; a single
         # group has no sum; and by vmap, no code is of one device.

@@ -174,8 +174,8 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
 
     def linear(residuals, *tangents):
         dense = registration.instantiated(tangents, nonzeros)
-        found = bind(tangent, registration.linear_operands(residuals, dense))
-        return registration.fill_zeros(avals, nonzeros_out, found)
+        outs = bind(tangent, registration.linear_operands(residuals, dense))
+        return registration.fill_zeros(avals, nonzeros_out, outs)
 
     return outs, nonzeros_out, residuals, linear
 
@@ -194,9 +194,9 @@ def _transpose(cts, *args, jaxpr, **params):
     )
     operands = [*broadcast_consts(consts, **params), *residuals, *dense]
     outs = iter(map_fn_p.bind(*operands, jaxpr=transposed, **params))
-    found = iter(nonzero_in)
+    nonzeros = iter(nonzero_in)
     return [
-        (next(outs) if next(found) else _compat.Zero(x.aval.to_tangent_aval()))
+        (next(outs) if next(nonzeros) else _compat.Zero(x.aval.to_tangent_aval()))
         if lin
         else None
         for x, lin in zip(args, linear, strict=True)
@@ -257,8 +257,8 @@ def _partial_eval(trace, *tracers, **params):
     )  # fmt: skip
 
 
-# A residual of one group is a partitioned value outside the map.
 def _residual_aval(params, aval):
+    """Type of a residual outside the map: that of one group is a partitioned value."""
     return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 

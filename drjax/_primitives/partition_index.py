@@ -41,7 +41,7 @@ class GroupAxis:
     mesh: Any
 
 
-def _partition_index(*, partition, mesh, per_group):
+def execute_partition_index(*, partition, mesh, per_group):
     """The group indices of all groups, from those of each device."""
     assert not per_group, "a group's index exists only inside a mapped function"
     layout = make_layout(partition, mesh)
@@ -75,6 +75,6 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
     return index, None
 
 
-registration.register_execution(partition_index_p, _partition_index)
+registration.register_execution(partition_index_p, execute_partition_index)
 partition_index_p.def_abstract_eval(_partition_index_abstract_eval)
 batching.fancy_primitive_batchers[partition_index_p] = _partition_index_batch

@@ -224,7 +224,7 @@ def is_compensated(reduce, steps: int) -> bool:
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Running:
-    """A running reduction.
+    """A running reduction, of the slices that a loop over groups has seen so far.
 
     With the value v and the excess e = v - sum, one more summand x gives
 

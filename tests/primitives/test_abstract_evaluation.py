@@ -41,9 +41,9 @@ def lowerings():
     p = collectives
     yield "broadcast", (p.broadcast_p, p.execute_broadcast, False)
     yield "reduce_sum", (p.reduce_sum_p, p.execute_reduce_sum, True)
-    yield "reduce_mean", (p.reduce_mean_p, p._reduce_mean, True)
-    yield "gather", (p.gather_p, p._gather, True)
-    yield "scatter", (p.scatter_p, p._scatter, None)
+    yield "reduce_mean", (p.reduce_mean_p, p.execute_reduce_mean, True)
+    yield "gather", (p.gather_p, p.execute_gather, True)
+    yield "scatter", (p.scatter_p, p.execute_scatter, None)
     for name in ("max", "min"):
         execute = extrema._executor(getattr(jnp, name), name == "max")
         primitive = getattr(extrema, f"reduce_{name}_p")
@@ -124,7 +124,7 @@ def test_map_fn_and_index(mesh):
         index = {**where, "per_group": False}
         assert_same_type(
             types_of(lambda: partition_index.partition_index_p.bind(**index)),
-            types_of(lambda: partition_index._partition_index(**index)),
+            types_of(lambda: partition_index.execute_partition_index(**index)),
         )
 
 
