@@ -82,19 +82,19 @@ def test_primitives(name, mesh):
     mesh = MESHES[mesh] and make_mesh(*MESHES[mesh])
     partition = drjax.Partition("clients", 8)
     with in_mesh(mesh):
-        where = {"partition": partition, "mesh": find_mesh(partition)}
+        params = {"partition": partition, "mesh": find_mesh(partition)}
         for dtype in filter(functools.partial(supports, name), DTYPES):
             shape = (4,) if partitioned is False else (8, 4)
             x = np.ones(shape, np.dtype(jnp.dtype(dtype)))
 
             def operand(x):
                 return as_operand(
-                    jnp.asarray(x), make_layout(**where), bool(partitioned)
+                    jnp.asarray(x), make_layout(**params), bool(partitioned)
                 )
 
             assert_same_type(
-                types_of(lambda x: primitive.bind(operand(x), **where), x),
-                types_of(lambda x: execute(operand(x), **where), x),
+                types_of(lambda x: primitive.bind(operand(x), **params), x),
+                types_of(lambda x: execute(operand(x), **params), x),
             )
 
 
@@ -108,20 +108,20 @@ def test_map_fn_and_index(mesh):
         return [x + y, scalar, scalar > 0, jnp.zeros((3,), jnp.bfloat16), y[:2]]
 
     with in_mesh(mesh):
-        where = {"partition": partition, "mesh": find_mesh(partition)}
-        at = make_layout(**where)
+        params = {"partition": partition, "mesh": find_mesh(partition)}
+        layout = make_layout(**params)
 
         def both(run):
             def f(x, y):
-                args = [as_operand(jnp.asarray(v), at, True) for v in (x, y)]
+                args = [as_operand(jnp.asarray(v), layout, True) for v in (x, y)]
                 avals = [_compat.typeof(v) for v in args]
-                jaxpr, _ = trace_group(fn, avals, at, "fn")
-                return run(*args, jaxpr=jaxpr, **where, name="fn")
+                jaxpr, _ = trace_group(fn, avals, layout, "fn")
+                return run(*args, jaxpr=jaxpr, **params, name="fn")
 
             return types_of(f, np.ones((8, 4), np.float32), np.ones((8, 4), np.float32))
 
         assert_same_type(both(map_fn.map_fn_p.bind), both(map_fn.execute_map))
-        index = {**where, "per_group": False}
+        index = {**params, "per_group": False}
         assert_same_type(
             types_of(lambda: partition_index.partition_index_p.bind(**index)),
             types_of(lambda: partition_index.execute_partition_index(**index)),
@@ -156,15 +156,15 @@ def test_types_inside_a_shard_map(check_vma):
     partition = drjax.Partition("clients", 8)
 
     def body(x):
-        where = {"partition": partition, "mesh": find_mesh(partition)}
+        params = {"partition": partition, "mesh": find_mesh(partition)}
         for primitive, execute, partitioned in CASES.values():
             slices = {True: 2, None: 8, False: None}[partitioned]
             operand = x if slices is None else jnp.zeros((slices, 3)) + x[None]
             if partitioned:
                 operand = jax.lax.pcast(operand, ("clients",), to="varying")
             assert_same_type(
-                types_of(lambda v, p=primitive: p.bind(v, **where), operand),
-                types_of(lambda v, e=execute: e(v, **where), operand),
+                types_of(lambda v, p=primitive: p.bind(v, **params), operand),
+                types_of(lambda v, e=execute: e(v, **params), operand),
             )
         return x
 

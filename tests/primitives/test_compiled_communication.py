@@ -246,10 +246,10 @@ def test_lowering_functions_in_terms_of_jax():
     partition = drjax.Partition("clients", 16)
     mesh = make_mesh({"clients": 8}).abstract_mesh
     with in_mesh(make_mesh({"clients": 8})):
-        where = dict(partition=partition, mesh=mesh)
-        down = str(jax.make_jaxpr(lambda x: p.execute_broadcast(x, **where))(X))
+        params = dict(partition=partition, mesh=mesh)
+        down = str(jax.make_jaxpr(lambda x: p.execute_broadcast(x, **params))(X))
         up = str(
-            jax.make_jaxpr(lambda x: p.execute_reduce_sum(x, **where))(
+            jax.make_jaxpr(lambda x: p.execute_reduce_sum(x, **params))(
                 jnp.ones((16, 4))
             )
         )

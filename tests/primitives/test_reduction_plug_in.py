@@ -30,19 +30,21 @@ from tests.helpers.meshes import in_mesh_of
 reduce_prod_p = registration.new_primitive("reduce_prod")
 
 
-def across_devices(where, x):
-    return jnp.prod(lax.all_gather(vary(x, where.axes), where.axes, to="invarying"), 0)
+def across_devices(layout, x):
+    return jnp.prod(
+        lax.all_gather(vary(x, layout.axes), layout.axes, to="invarying"), 0
+    )
 
 
 def execute(x, *, partition, mesh):
-    where = make_layout(partition, mesh)
+    layout = make_layout(partition, mesh)
 
     def body(x, indices=None):
-        y = jnp.prod(where.mask_padding(x, indices, 1), axis=0)
-        return [across_devices(where, y) if where.axes else y]
+        y = jnp.prod(layout.mask_padding(x, indices, 1), axis=0)
+        return [across_devices(layout, y) if layout.axes else y]
 
     return shard_map_over_devices(
-        where, body, [x], [True], [False], with_indices=where.uneven
+        layout, body, [x], [True], [False], with_indices=layout.uneven
     )[0]
 
 
@@ -53,16 +55,16 @@ def others(x, zeros, product):
     return jnp.where(x == 0, of_zero, of_other)
 
 
-def jvp(primals, tangents, **where):
+def jvp(primals, tangents, **params):
     """d prod_i x_i = sum_i (prod_{j != i} x_j) dx_i."""
     (x,), (dx,) = primals, tangents
-    zeros = map_slices(lambda x: (x == 0).astype(x.dtype), x, **where)
-    zeros = broadcast_p.bind(reduce_sum_p.bind(zeros, **where), **where)
-    nonzero = map_slices(lambda x: jnp.where(x == 0, 1, x), x, **where)
-    product = broadcast_p.bind(reduce_prod_p.bind(nonzero, **where), **where)
-    weight = map_slices(others, x, zeros, product, **where)
-    dy = reduce_sum_p.bind(map_slices(lax.mul, dx, weight, **where), **where)
-    return reduce_prod_p.bind(x, **where), dy
+    zeros = map_slices(lambda x: (x == 0).astype(x.dtype), x, **params)
+    zeros = broadcast_p.bind(reduce_sum_p.bind(zeros, **params), **params)
+    nonzero = map_slices(lambda x: jnp.where(x == 0, 1, x), x, **params)
+    product = broadcast_p.bind(reduce_prod_p.bind(nonzero, **params), **params)
+    weight = map_slices(others, x, zeros, product, **params)
+    dy = reduce_sum_p.bind(map_slices(lax.mul, dx, weight, **params), **params)
+    return reduce_prod_p.bind(x, **params), dy
 
 
 def abstract_eval(x, *, partition, mesh):

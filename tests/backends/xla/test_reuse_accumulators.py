@@ -79,9 +79,10 @@ def endings(fn, *args) -> list[int]:
     """Bytes that are in place, of each end of a round that is."""
     plan = drjax.make_plan(fn)(*args)
     assert plan.partition is not None
-    where = make_layout(plan.partition, find_mesh(plan.partition))
+    layout = make_layout(plan.partition, find_mesh(plan.partition))
     found = (
-        reuse_accumulators.find_reuse(plan, i, where) for i, _ in enumerate(plan.rounds)
+        reuse_accumulators.find_reuse(plan, i, layout)
+        for i, _ in enumerate(plan.rounds)
     )
     return [end.reused_bytes for end in found if end is not None]
 
