@@ -8,7 +8,7 @@ every error about it is a `PlanFileError`. A plan that is only inspected never r
 them. Values are produced before they are used, and the ledger is that of the plan.
 
 Sharp edges: validation of the manifest says nothing about the code of a stage but which
-custom calls it makes; see `stage_features`.
+custom calls it makes; see `custom_calls`.
 """
 
 import io
@@ -27,9 +27,9 @@ from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
 from drjax._partition import Partition
 from drjax._plan_file import pytrees
 from drjax._plan_file.container import check_used, malformed
+from drjax._plan_file.custom_calls import check_allowed, check_declared
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
-from drjax._plan_file.stage_features import ALLOWED
 from drjax._planner.stage_values import new_value
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
@@ -53,7 +53,7 @@ def decode(
       members: Its members by name.
       run: Whether the stages are to be run; else their bytes are not looked at.
       allowed: Custom calls that stages to be run may make besides
-        `drjax._plan_file.stage_features.ALLOWED`; None: any.
+        `drjax._plan_file.custom_calls.ALLOWED`; None: any.
 
     Raises:
       PlanFileError: The manifest is malformed, or this JAX cannot read a stage, or a
@@ -68,7 +68,7 @@ def decode(
         check_used(path, members, reader.used)
         if run:  # only now is any stage looked at
             if allowed is not None:
-                _check_calls(path, plan, {*ALLOWED, *allowed})
+                check_allowed(path, plan, allowed)
             plan = _Reader(path, members, origin, True).plan(manifest["plan"])
     except PlanFileError:
         raise
@@ -98,23 +98,6 @@ def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
     producer = {**origin["producer"]}
     origin["producer"] = {_text(name): _text(x) for name, x in producer.items()}
     return origin
-
-
-def _check_calls(path: Path | str, plan: Plan, allowed: set[str]) -> None:
-    """Refuse a plan with a custom call that is not allowed, as its manifest lists them.
-
-    That a stage makes no others is checked when it is read.
-    """
-    for location, stage in plan.stages():
-        calls = () if stage.forms is None else stage.forms.custom_calls
-        if unknown := sorted(set(calls) - allowed):
-            names = ", ".join(repr(name[:100]) for name in unknown[:5])
-            raise PlanFileError(
-                f"The plan file {path} makes custom calls in {location} that are not "
-                f"on the list of those that plans may make: {names}. They run code "
-                "outside of the file with operands that it chooses. If you trust who "
-                "wrote it, pass the names to drjax.load_plan(path, custom_calls=[...])."
-            )
 
 
 class _Reader:
@@ -238,9 +221,8 @@ class _Reader:
             return Stage(name, inputs, outputs, None, exported)
         if exported is not None:
             parts = [f for f in (exported.per_group, exported.batched) if f]
-            calls = [function.custom_calls for function in parts]
-            if set(exported.custom_calls) != set().union(*calls):
-                raise ValueError(f"stage {name} calls other code than it is said to")
+            called = [function.custom_calls for function in parts]
+            check_declared(name, exported.custom_calls, called)
             for function in parts:
                 if function.function.mlir_module_serialized != function.stablehlo:
                     raise ValueError(

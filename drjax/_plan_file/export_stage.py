@@ -25,8 +25,9 @@ from drjax import _compat
 from drjax._errors import PlanFileError
 from drjax._jaxprs.eval_jaxpr import evaluate
 from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
+from drjax._plan_file.custom_calls import custom_calls_in
 from drjax._plan_file.exported_stage import PLATFORMS, ExportedFunction, ExportedStage
-from drjax._plan_file.stage_features import custom_calls, features_of
+from drjax._plan_file.stage_features import features_of
 from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp
 from drjax.plan import Reduce, Stage, Value
 
@@ -150,7 +151,7 @@ class Exporter:
                 f"{', '.join(PLATFORMS)} such that other versions of JAX can read it: "
                 f"{error}"
             ) from error
-        return ExportedFunction(*data, self.location), custom_calls(data[1])
+        return ExportedFunction(*data, self.location), custom_calls_in(data[1])
 
 
 def _sequential(fn: Callable, axes: list) -> Callable:

@@ -28,7 +28,7 @@ from jax import export
 
 from drjax._errors import PlanFileError
 from drjax._jaxprs.prng_keys import from_raw, to_raw
-from drjax._plan_file.stage_features import custom_calls
+from drjax._plan_file.custom_calls import custom_calls_in
 from drjax.plan import Stage, Value
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -75,7 +75,7 @@ class ExportedFunction:
         """
         try:
             function = export.deserialize(bytearray(self.exported))
-            return function, custom_calls(function.mlir_module_serialized)
+            return function, custom_calls_in(function.mlir_module_serialized)
         except Exception as error:
             raise PlanFileError(
                 f"This JAX, {jax.__version__}, cannot read {self.source}: "

@@ -1,26 +1,15 @@
-"""What is in a stage: callbacks, which no file can hold, wide values, random keys.
+"""What a stage needs of the file and of the process that loads it.
 
-And what code it calls outside StableHLO (*custom calls*). XLA calls that code by its
-name, with operands that the file chooses. `ALLOWED` are those that `plan.save` writes
-for programs without kernels: linear algebra, a permutation, allocation and placement,
-and names that XLA replaces by StableHLO. Not in it, though `jax.export` counts them as
-stable: kernels, which are code of their own (`tpu_custom_call`, `mosaic_gpu_v2`),
-`tf.call_tf_function`, and shardings, as stages have no mesh. Whatever runs Python is
-in neither list.
-
-The list is no sandbox. jaxlib's linear algebra believes the shapes that a file gives
-it, and so does MLIR's reader the offsets: both can be made to write where they should
-not. docs/plan_files.md says so to users.
+Input: the jaxpr of a stage. Output: `StageFeatures`: whether it has 64-bit values,
+which random keys, and whether its groups must run one after another. Callbacks, which
+no file can hold, are an error.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy, stablehlo
 
 from drjax import _compat
 from drjax._errors import PlanFileError
@@ -88,77 +77,6 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
         yield from eqn.outvars
         for inner in _compat.jaxprs_in(eqn.params):
             yield from _inside(inner)
-
-
-_OF_JAX = {"shape_assertion"}  # checked when shapes become known
-_LAPACK = {
-    "cdsz": "geqrf gesdd getrf gtsv potrf trsm",
-    "ds": "orgqr syevd",
-    "cz": "heevd ungqr",
-}
-_CUSOLVER = "geqrf gesvd gesvdj getrf orgqr potrf syevd"
-ALLOWED = frozenset(
-    {
-        *(
-            f"lapack_{t}{name}_ffi"
-            for types, names in _LAPACK.items()
-            for t in types
-            for name in names.split()
-        ),
-        *(f"cusolver_{name}_ffi" for name in _CUSOLVER.split()),
-        "cu_lu_pivots_to_permutation",
-        "cu_threefry2x32_ffi",
-        "cusparse_gtsv2_ffi",
-        "Eigh",
-        "LuDecomposition",
-        "ProductOfElementaryHouseholderReflectors",
-        "Qr",
-        "AllocateBuffer",
-        "ApproxTopK",
-        "annotate_device_placement",
-        "stablehlo.dynamic_approx_top_k",
-        "stablehlo.dynamic_reduce_window",
-        "stablehlo.dynamic_rng_bit_generator",
-        "stablehlo.dynamic_top_k",
-    }
-)
-# Operations that exchange data with the host outside of any custom call.
-_OF_HOST = {f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send")}
-_BYTECODE = b"ML\xefR"
-
-
-@contextlib.contextmanager
-def opened(stablehlo_code: bytes) -> Iterator[Any]:
-    """The module of a portable artifact.
-
-    Raises:
-      ValueError: It is none. MLIR reads text as well, but JAX writes bytecode only.
-    """
-    if not stablehlo_code.startswith(_BYTECODE):
-        raise ValueError("its code is no MLIR bytecode")
-    with ir.Context() as context:
-        for dialect in (sdy, stablehlo):
-            dialect.register_dialect(context)
-        yield stablehlo.deserialize_portable_artifact(context, stablehlo_code)
-
-
-def custom_calls(stablehlo_code: bytes) -> set[str]:
-    """The names of the code outside StableHLO that a portable artifact calls.
-
-    In all of its functions and regions, also in those that nothing calls.
-    """
-    names = set()
-
-    def look(op) -> ir.WalkResult:
-        if op.name == "stablehlo.custom_call":
-            names.add(ir.StringAttr(op.attributes["call_target_name"]).value)
-        elif op.name in _OF_HOST:
-            names.add(op.name)
-        return ir.WalkResult.ADVANCE
-
-    with opened(stablehlo_code) as module:
-        module.operation.walk(look)
-    return names - _OF_JAX
 
 
 def _check(eqn: Any, location: str) -> None:

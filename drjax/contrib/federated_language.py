@@ -23,9 +23,9 @@ from jax import export
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import raw_type
+from drjax._plan_file.custom_calls import parsed_module
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
-from drjax._plan_file.stage_features import opened
 from drjax.backends.engine.extras import needed
 from drjax.plan import Plan, Reduce, Round, Stage, Value
 
@@ -197,7 +197,7 @@ def _uses_group_index(stage: Stage) -> bool:
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
-    with opened(code) as module:
+    with parsed_module(code) as module:
         functions = {f.name.value: f for f in module.body.operations}
         arguments = functions["main"].arguments
         return _used(arguments[len(arguments) - from_last], functions)

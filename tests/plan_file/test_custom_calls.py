@@ -1,6 +1,6 @@
 """Plan files that call code outside of them, openly and in hiding.
 
-Covers: drjax._plan_file.stage_features, drjax._plan_file.export_stage.
+Covers: drjax._plan_file.custom_calls, drjax._plan_file.export_stage.
 """
 
 import jax

@@ -24,9 +24,9 @@ import numpy as np
 
 from drjax._errors import EngineError
 from drjax._jaxprs.prng_keys import from_raw
+from drjax._plan_file.custom_calls import ALLOWED
 from drjax._plan_file.export_plan import export_plan
 from drjax._plan_file.save import plan_to_bytes
-from drjax._plan_file.stage_features import ALLOWED
 from drjax.backends import _python_loops
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize

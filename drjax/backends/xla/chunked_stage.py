@@ -163,8 +163,8 @@ class ChunkedStage:
             return {}
         used = [i for i, u in enumerate(sums.used) if u]
         rows = [by_rows[i] for i in used]
-        over_rows = lambda fn: _over_rows(fn, count, rows)
-        totals = sums(count, over_rows, [args[i] for i in used])
+        vmap_over_groups = lambda fn: _over_rows(fn, count, rows)
+        totals = sums(count, vmap_over_groups, [args[i] for i in used])
         ops = {
             i: REDUCE_OPS[reduce.op]
             for i, reduce in zip(self._sources, self.sums, strict=True)

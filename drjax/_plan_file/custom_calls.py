@@ -1,0 +1,142 @@
+"""Custom calls: the code outside StableHLO that stages call, and the list of it.
+
+Input: the StableHLO of a stage, or a decoded plan. Output: the names of the custom
+calls, or a `PlanFileError` if one is not on the list.
+
+XLA calls such code by its name, with operands that the file chooses. `ALLOWED` are
+those that `plan.save` writes for programs without kernels: linear algebra, a
+permutation, allocation and placement, and names that XLA replaces by StableHLO. Not in
+it, though `jax.export` counts them as stable: kernels, which are code of their own
+(`tpu_custom_call`, `mosaic_gpu_v2`), `tf.call_tf_function`, and shardings, as stages
+have no mesh. Whatever runs Python is in neither list.
+
+Invariants: `check_allowed` reads what the manifest declares, before the code of any
+stage is read; `check_declared` then compares that with the code.
+
+Sharp edges: the list is no sandbox. jaxlib's linear algebra believes the shapes that a
+file gives it, and so does MLIR's reader the offsets: both can be made to write where
+they should not. docs/plan_files.md says so to users.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy, stablehlo
+
+from drjax._errors import PlanFileError
+from drjax.plan import Plan
+
+_OF_JAX = {"shape_assertion"}  # checked when shapes become known
+_LAPACK = {
+    "cdsz": "geqrf gesdd getrf gtsv potrf trsm",
+    "ds": "orgqr syevd",
+    "cz": "heevd ungqr",
+}
+_CUSOLVER = "geqrf gesvd gesvdj getrf orgqr potrf syevd"
+ALLOWED = frozenset(
+    {
+        *(
+            f"lapack_{t}{name}_ffi"
+            for types, names in _LAPACK.items()
+            for t in types
+            for name in names.split()
+        ),
+        *(f"cusolver_{name}_ffi" for name in _CUSOLVER.split()),
+        "cu_lu_pivots_to_permutation",
+        "cu_threefry2x32_ffi",
+        "cusparse_gtsv2_ffi",
+        "Eigh",
+        "LuDecomposition",
+        "ProductOfElementaryHouseholderReflectors",
+        "Qr",
+        "AllocateBuffer",
+        "ApproxTopK",
+        "annotate_device_placement",
+        "stablehlo.dynamic_approx_top_k",
+        "stablehlo.dynamic_reduce_window",
+        "stablehlo.dynamic_rng_bit_generator",
+        "stablehlo.dynamic_top_k",
+    }
+)
+# Operations that exchange data with the host outside of any custom call.
+_OF_HOST = {f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send")}
+_BYTECODE = b"ML\xefR"
+
+
+def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> None:
+    """Refuse a plan that declares custom calls which are neither listed nor allowed.
+
+    Args:
+      path: The plan file, for errors.
+      plan: The plan, as its manifest describes it.
+      allowed: Names that it may call besides `ALLOWED`.
+
+    Raises:
+      PlanFileError: A stage declares another one.
+    """
+    known = ALLOWED.union(allowed)
+    for location, stage in plan.stages():
+        calls = () if stage.forms is None else stage.forms.custom_calls
+        if unknown := sorted(set(calls) - known):
+            names = ", ".join(repr(name[:100]) for name in unknown[:5])
+            raise PlanFileError(
+                f"The plan file {path} makes custom calls in {location} that are not "
+                f"on the list of those that plans may make: {names}. They run code "
+                "outside of the file with operands that it chooses. If you trust who "
+                "wrote it, pass the names to drjax.load_plan(path, custom_calls=[...])."
+            )
+
+
+def check_declared(
+    stage: str, declared: Collection[str], called: Iterable[Collection[str]]
+) -> None:
+    """Check that the functions of a stage call what the manifest declares.
+
+    Args:
+      stage: The name of the stage, for errors.
+      declared: The custom calls in the manifest.
+      called: Those in the code of each function of the stage.
+
+    Raises:
+      ValueError: They are others.
+    """
+    if set(declared) != set().union(*called):
+        raise ValueError(f"stage {stage} calls other code than it is said to")
+
+
+@contextlib.contextmanager
+def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
+    """The MLIR module of a portable artifact, for the `with` block.
+
+    Raises:
+      ValueError: It is none. MLIR reads text as well, but JAX writes bytecode only.
+    """
+    if not stablehlo_code.startswith(_BYTECODE):
+        raise ValueError("its code is no MLIR bytecode")
+    with ir.Context() as context:
+        for dialect in (sdy, stablehlo):
+            dialect.register_dialect(context)
+        yield stablehlo.deserialize_portable_artifact(context, stablehlo_code)
+
+
+def custom_calls_in(stablehlo_code: bytes) -> set[str]:
+    """The names of the custom calls in a portable artifact.
+
+    In all of its functions and regions, also in those that nothing calls. Operations
+    that exchange data with the host count as custom calls.
+    """
+    names = set()
+
+    def collect(op) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call":
+            names.add(ir.StringAttr(op.attributes["call_target_name"]).value)
+        elif op.name in _OF_HOST:
+            names.add(op.name)
+        return ir.WalkResult.ADVANCE
+
+    with parsed_module(stablehlo_code) as module:
+        module.operation.walk(collect)
+    return names - _OF_JAX
