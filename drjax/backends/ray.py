@@ -26,9 +26,9 @@ from drjax.backends.engine import pool_scheduler
 from drjax.backends.engine.actor import Worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.memory_watch import Listener
 from drjax.backends.engine.messages import BlockResult, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.process_exit import ListeningProcess
 from drjax.backends.engine.protocols import Lost, Results, StageCall
 from drjax.backends.engine.resident_slices import ResidentSlices
 from drjax.plan import Plan
@@ -98,7 +98,7 @@ class Actors:
         self.workers, self._address = workers, address
         self._options: dict[str, Any] = ray_options or {}
         self._ray = needed("ray", "ray", "drjax.backends.ray")
-        self._raylet: Listener | None = None
+        self._raylet: ListeningProcess | None = None
         self._slices: ResidentSlices
         self._actors: list[Any] = []
         self._files: dict[Any, set[str]] = {}  # those that each actor has
@@ -133,7 +133,7 @@ class Actors:
         for node in ray.nodes():
             if node["NodeID"] == node_id:
                 # Ray's client would end this process when the raylet dies.
-                self._raylet = Listener(node["RayletSocketName"])
+                self._raylet = ListeningProcess(node["RayletSocketName"])
                 store = node["Resources"].get("object_store_memory", 0)
         self._slices = ResidentSlices(self.share, self._get, _RESIDENT * store)
         self._actors = [self._start() for _ in range(self.workers)]

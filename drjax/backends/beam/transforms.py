@@ -21,7 +21,7 @@ import numpy as np
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from drjax.backends.engine import one_round
-from drjax.backends.engine.blocks import LoadedBlock, block_of
+from drjax.backends.engine.blocks_of_groups import LoadedBlock, block_of_pairs
 from drjax.backends.engine.combine import Totals, add
 from drjax.backends.engine.file_exchange import StageRun
 from drjax.backends.engine.options import EngineOptions
@@ -159,7 +159,7 @@ class MapReduce(beam.PTransform):
         staged = (
             input_or_inputs
             | "Batch" >> beam.BatchElements(call.size, call.size)
-            | "Block" >> beam.Map(block_of, call.rows)
+            | "Block" >> beam.Map(block_of_pairs, call.rows)
             | "Groups" >> _Stage(call.ops, lambda: job)
         )
         results = staged["totals"] | "Server" >> beam.Map(self.results_from_totals)

@@ -25,7 +25,7 @@ from drjax.backends.groups import Lazy
 LoadedBlock = tuple[Block, dict[int, str]]
 
 
-def blocks(
+def blocks_of_groups(
     rows: list[Any], alive: np.ndarray, size: int, start: int = 0
 ) -> Iterator[LoadedBlock]:
     """Blocks of consecutive groups, and why groups in them cannot take part.
@@ -66,7 +66,9 @@ def blocks(
         next(item, None)  # too many groups are an error
 
 
-def block_of(rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]) -> LoadedBlock:
+def block_of_pairs(
+    rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]
+) -> LoadedBlock:
     """A block of pairs of a group index and its row of one argument."""
     leaves, n = [], lazy[0].n
     for group, item in rows:

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from drjax.backends.engine import temporary_folders, wire_format
-from drjax.backends.engine.blocks import LoadedBlock, blocks
+from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.backends.engine.combine import Totals
 from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.engine.protocols import Results, StageCall
@@ -101,7 +101,7 @@ class StageRun:
         _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
         arrays = iter(stacks)
         rows = [next(arrays) if x is None else x for x in self.lazy]
-        yield from blocks(rows, alive, self.size, start)
+        yield from blocks_of_groups(rows, alive, self.size, start)
 
     def report(self, block: Block, result: BlockResult) -> None:
         """Report the result of a block to the driver."""
@@ -217,7 +217,7 @@ class FileExchange:
             # Ranges end at the files' own bounds, so that a worker opens few files.
             edges = sorted(bounds)
             parts = itertools.chain.from_iterable(
-                blocks(
+                blocks_of_groups(
                     [x[i:j] if isinstance(x, np.ndarray) else x for x in others],
                     call.alive[i:j],
                     j - i,
@@ -226,7 +226,7 @@ class FileExchange:
                 for i, j in itertools.pairwise(edges)
             )
         else:
-            parts = blocks(others, call.alive, call.size)
+            parts = blocks_of_groups(others, call.alive, call.size)
         for block, why in parts:
             start = int(block.groups[0])
             data = wire_format.to_bytes({}, [block.valid, *block.rows])

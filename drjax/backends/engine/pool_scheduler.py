@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax.backends.engine.blocks import LoadedBlock, blocks
+from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.backends.engine.messages import Block, BlockResult, Task
 from drjax.backends.engine.protocols import Lost, Pool, Results, StageCall
 
@@ -99,7 +99,7 @@ class _Scheduler:
     def run(self) -> Results:
         call = self.call
         try:
-            yield from self._run(blocks(call.rows, call.alive, call.size))
+            yield from self._run(blocks_of_groups(call.rows, call.alive, call.size))
         finally:
             # The caller may have stopped early, as after a group that failed.
             for handle in self._in_flight:

@@ -1,6 +1,6 @@
 """Whether the process that listens at a local socket has ended.
 
-Input: the path of a socket. Output: `ended()`.
+Input: the path of a Unix socket. Output: `ListeningProcess.ended()`.
 
 Ray's client ends its own process without a word when it finds that the raylet, Ray's
 process on this machine, is gone, most often for lack of memory. A driver that looks
@@ -19,7 +19,7 @@ import socket
 import struct
 
 
-class Listener:
+class ListeningProcess:
     """The process that listens at a socket.
 
     Args:

@@ -2,7 +2,7 @@
 
 Covers: drjax.backends.engine.driver, drjax._plan_file.export_plan,
 drjax.backends.engine.pool_scheduler,
-drjax.backends.engine.protocols, drjax.backends.engine.blocks,
+drjax.backends.engine.protocols, drjax.backends.engine.blocks_of_groups,
 drjax.backends.engine.combine, drjax.backends.engine.options,
 drjax.backends.engine.progress, drjax.backends.groups, drjax.backends.in_process.
 """
