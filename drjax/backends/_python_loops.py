@@ -16,21 +16,22 @@ from typing import Any
 import numpy as np
 
 from drjax._jaxprs.prng_keys import from_raw, raw_type
+from drjax.backends._interpret_plan import split_scan, split_while
 from drjax.plan import Loop, Value
 
 
 class Steps:
-    """What a loop has done so far. This one forgets; others may save it.
-
-    Both functions speak of the number of finished steps, the carried values after
-    them, and what each step gave besides.
-    """
+    """The progress of a loop. This class saves nothing; a subclass may."""
 
     def load(self) -> tuple[int, list, list] | None:
-        """Where to go on; None: from the start."""
+        """The saved progress, as `(done, carry, outs)`; None: the loop has not begun.
+
+        `done` counts the finished steps, `carry` are the carried values after them,
+        and `outs` are for each finished step the values that a scan stacks.
+        """
 
     def save(self, done: int, carry: list, outs: list) -> None:
-        """Called after each step."""
+        """Save the progress; called after each step."""
 
 
 def run(
@@ -41,15 +42,15 @@ def run(
     numpy: Any,
     steps: Steps | None = None,
 ) -> list:
-    """The outputs of a loop. Partitioned values are stacks of rows along axis 0.
+    """The outputs of a loop. Partitioned values are stacks of slices along axis 0.
 
     Args:
       loop: The loop.
-      bodies: What runs its bodies.
+      bodies: For each of its bodies a function from inputs to outputs.
       inputs: Its inputs.
       size: n, the number of groups.
       numpy: The module that stacks arrays: `jax.numpy`, or `numpy` for raw values.
-      steps: What it has done already.
+      steps: Its progress. Default: it starts from the beginning, and saves nothing.
     """
     steps = Steps() if steps is None else steps
     if loop.op == "cond":
@@ -57,23 +58,21 @@ def run(
         index = int(np.clip(int(inputs[0]), 0, len(bodies) - 1))
         return bodies[index](inputs[1:])
     if loop.op == "while":
-        # The inputs are the condition's constants, the body's, and the carry.
-        first, second = loop.consts[0], sum(loop.consts)
-        done, carry, _ = steps.load() or (0, inputs[second:], [])
+        condition_consts, body_consts, init = split_while(loop, inputs)
+        done, carry, _ = steps.load() or (0, init, [])
         # A resumed loop starts with its condition, which the saved carry decides.
-        while bool(bodies[0]([*inputs[:first], *carry])[0]):
-            carry, done = bodies[1]([*inputs[first:second], *carry]), done + 1
+        while bool(bodies[0]([*condition_consts, *carry])[0]):
+            carry, done = bodies[1]([*body_consts, *carry]), done + 1
             steps.save(done, carry, [])
         return carry
     return _scan(loop, bodies[0], inputs, size, numpy, steps)
 
 
 def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> list:
-    first, length = sum(loop.consts), loop.length or 0
-    split = first + loop.carry
-    consts, stacks = inputs[:first], inputs[split:]
-    done, carry, past = steps.load() or (0, inputs[first:split], [])
-    outs, order = [*past], [*range(length)]
+    consts, init, stacks = split_scan(loop, inputs)
+    _, _, stacked_values = split_scan(loop, loop.inputs)
+    done, carry, past = steps.load() or (0, init, [])
+    outs, order = [*past], [*range(loop.length or 0)]
     if loop.reverse:
         order.reverse()
     # `done` counts steps in the order in which they run.
@@ -81,7 +80,7 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
         xs = [
             # The groups are axis 0 of partitioned stacks, so that steps are axis 1.
             x[:, t] if v.partitioned else x[t]
-            for v, x in zip(loop.inputs[split:], stacks, strict=True)
+            for v, x in zip(stacked_values, stacks, strict=True)
         ]
         results = body([*consts, *carry, *xs])
         carry, done = results[: loop.carry], done + 1
@@ -97,11 +96,12 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
         else:
             # No step ran, so there is nothing to stack; the shape is known from the
             # plan.
-            ys.append(_nothing(value, size, numpy))
+            ys.append(_empty_stack(value, size, numpy))
     return [*carry, *ys]
 
 
-def _nothing(value: Value, size: int, numpy: Any):
-    rows, raw = (size,) * value.partitioned, raw_type(value)
-    zeros = numpy.zeros((*rows, *raw.shape), raw.dtype)
+def _empty_stack(value: Value, size: int, numpy: Any):
+    """The stack of no steps: `[n, 0, ...]` of a partitioned value, else `[0, ...]`."""
+    groups, raw = (size,) * value.partitioned, raw_type(value)
+    zeros = numpy.zeros((*groups, *raw.shape), raw.dtype)
     return zeros if numpy is np else from_raw(zeros, value.dtype)

@@ -26,6 +26,7 @@ from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends import _locate_failure, _python_loops
+from drjax.backends._interpret_plan import Environment, PlanInterpreter
 from drjax.plan import Loop, Plan, Reduce, Stage, Value
 
 
@@ -71,7 +72,7 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
             jnp.moveaxis(x, v.axis, 0) if v.partitioned else x
             for v, x in zip(plan.inputs, flat_inputs(plan, args, kwargs), strict=True)
         ]
-        outs = _Run(plan, check_nans)(inputs)
+        outs = _GroupByGroup(plan, check_nans)(inputs)
         whole = [
             jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x, v.dtype)
             for v, x in zip(plan.outputs, outs, strict=True)
@@ -81,85 +82,85 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
     return run
 
 
-class _Run:
-    """Runs one plan; partitioned values are stacks of rows along axis 0."""
+class _GroupByGroup(PlanInterpreter):
+    """Runs a plan in this process; partitioned values have slices along axis 0."""
 
     def __init__(self, plan: Plan, check_nans: bool):
         self.plan, self.check_nans = plan, check_nans
 
-    def __call__(self, inputs: list) -> list:
-        plan, values = self.plan, {}
-        _store(values, plan.inputs, inputs)
-        for number, a_round in enumerate(plan.rounds, 1):
-            self._server(a_round.server, values)
-            for whole, rows in a_round.scatter:
-                values[rows.name] = jnp.moveaxis(values[whole.name], rows.axis, 0)
-            self._groups(a_round.local, values, f"round {number} of {plan.name}")
-            for reduce in a_round.reduces:
-                values[reduce.result.name] = _combine(reduce, values)
-            for loop in a_round.loops:
-                outs = self._loop(loop, [values[v.name] for v in loop.inputs])
-                _store(values, loop.outputs, outs)
-        self._server(plan.server, values)
-        return [values[v.name] for v in plan.outputs]
+    def run_server(self, stage: Stage, env: Environment) -> None:
+        env.write(stage.outputs, _call(stage, env.read(stage.inputs)))
 
-    def _server(self, stage: Stage, values: dict[str, Any]) -> None:
-        outs = _run(stage, [values[v.name] for v in stage.inputs])
-        _store(values, stage.outputs, outs)
+    def scatter(self, slices: Value, whole: Any) -> Any:
+        return jnp.moveaxis(whole, slices.axis, 0)
 
-    def _groups(self, stage: Stage, values: dict[str, Any], location: str) -> None:
+    def run_groups(self, index: int, env: Environment) -> None:
+        a_round = self.plan.rounds[index]
+        stage, location = a_round.local, f"round {index + 1} of {self.plan.name}"
         # Nothing is returned; but a callback or print must still run.
-        if stage.empty and not stage.jaxpr.effects:
-            return
-        rows = []
-        for group in range(self.plan.size):
-            # A local stage takes the group index first.
-            inputs = [np.int32(group)]
-            for value in stage.inputs:
-                stack = values[value.name]
-                inputs.append(stack[group] if value.partitioned else stack)
-            try:
-                outs = _run(stage, inputs)
-            except Exception as error:
-                # The traceback shows drjax's evaluation of the jaxpr, not the user's
-                # code.
-                line = _locate_failure.of_error(stage, inputs)
-                raise GroupError(
-                    f"Group {group} failed in {location}, in {stage.name}"
-                    f"{'' if line is None else f', at {line}'}: "
-                    f"{type(error).__name__}: {error}",
-                    group,
-                    stage,
-                    inputs,
-                ) from error
-            if self.check_nans:
-                _check_nans(outs, group, stage, inputs, location)
-            rows.append(outs)
-        for value, column in zip(stage.outputs, zip(*rows, strict=True), strict=True):
-            values[value.name] = _stack(column)
+        if not stage.empty or stage.jaxpr.effects:
+            outs = [
+                self._run_group(group, stage, env, location)
+                for group in range(self.plan.size)
+            ]
+            for value, slices in zip(
+                stage.outputs, zip(*outs, strict=True), strict=True
+            ):
+                env[value] = _stack(slices)
+        for reduce in a_round.reduces:
+            env[reduce.result] = _reduced(reduce, env[reduce.source])
 
-    def _loop(self, loop: Loop, inputs: list) -> list:
-        bodies = [_Run(body, self.check_nans) for body in loop.bodies]
+    def _run_group(
+        self, group: int, stage: Stage, env: Environment, location: str
+    ) -> list:
+        """The outputs of one group.
+
+        Raises:
+          GroupError: Its work raises, or with `check_nans` yields a NaN.
+        """
+        # A local stage takes the group index first.
+        inputs = [np.int32(group)]
+        for value in stage.inputs:
+            x = env[value]
+            inputs.append(x[group] if value.partitioned else x)
+        try:
+            outs = _call(stage, inputs)
+        except Exception as error:
+            # The traceback shows drjax's evaluation of the jaxpr, not the user's code.
+            line = _locate_failure.of_error(stage, inputs)
+            raise GroupError(
+                f"Group {group} failed in {location}, in {stage.name}"
+                f"{'' if line is None else f', at {line}'}: "
+                f"{type(error).__name__}: {error}",
+                group,
+                stage,
+                inputs,
+            ) from error
+        if self.check_nans:
+            _check_nans(outs, group, stage, inputs, location)
+        return outs
+
+    def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+        bodies = [_GroupByGroup(body, self.check_nans) for body in loop.bodies]
         return _python_loops.run(loop, bodies, inputs, self.plan.size, jnp)
 
 
-def _stack(column: tuple) -> Any:
-    if any(isinstance(x, Tracer) for x in column):
-        return jnp.stack(column)
-    # By numpy: XLA would take minutes to compile a stack of many thousand arrays.
-    rows = jnp.asarray(np.stack([np.asarray(to_raw(x)) for x in column]))
-    return from_raw(rows, column[0].dtype)
-
-
-def _store(values: dict[str, Any], names: tuple[Value, ...], arrays: list) -> None:
-    values.update(zip([v.name for v in names], arrays, strict=True))
-
-
-def _run(stage: Stage, args: list) -> list:
+def _call(stage: Stage, args: list) -> list:
+    """The outputs of a stage, one equation after another."""
     return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
 
 
+def _stack(slices: tuple) -> Any:
+    """All groups' slices of a value as one array, along axis 0."""
+    if any(isinstance(x, Tracer) for x in slices):
+        return jnp.stack(slices)
+    # By numpy: XLA would take minutes to compile a stack of many thousand arrays.
+    stacked = jnp.asarray(np.stack([np.asarray(to_raw(x)) for x in slices]))
+    return from_raw(stacked, slices[0].dtype)
+
+
 def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> None:
+    """Raise `GroupError` if an output of a group has a NaN."""
     for value, out in zip(stage.outputs, outs, strict=True):
         if _locate_failure.has_nan(out):
             raise GroupError(
@@ -171,11 +172,10 @@ def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> 
             )
 
 
-def _combine(reduce: Reduce, values: dict[str, Any]):
-    """All groups' rows as one global value; sums are accumulated in float64."""
-    rows = values[reduce.source.name]
+def _reduced(reduce: Reduce, slices: Any) -> Any:
+    """The global value of all groups' slices; sums are accumulated in float64."""
     if reduce.op == "gather":
-        return rows
-    op, host = REDUCE_OPS[reduce.op], np.asarray(rows)
+        return slices
+    op, host = REDUCE_OPS[reduce.op], np.asarray(slices)
     total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
     return jnp.asarray(op.finish(total, host.shape[0]), dtype=host.dtype)

@@ -13,7 +13,7 @@ one that was planned in this process is batched by `jax.vmap` here.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,31 +35,53 @@ from drjax._sharding.padding import (
     tree_zeros_like,
     unless_empty,
 )
-from drjax.plan import Reduce
+from drjax.plan import Reduce, Stage, Value
 
 
 class ChunkedStage:
-    """A round's work on one device: its groups, chunk by chunk."""
+    """The work of a round's groups on one device, chunk by chunk.
 
-    def __init__(self, layout: Layout, stage, sums: list[Reduce], kept, shared: list):
-        self.layout, self.stage, self.sums, self.kept = layout, stage, sums, kept
-        self.shared = shared
+    Args:
+      layout: How the partition is laid out on the mesh.
+      stage: The groups' stage.
+      reduces: The round's reductions but gathers.
+      kept: The outputs of the stage that are kept as slices.
+      shared: The global inputs of the stage.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stage: Stage,
+        reduces: list[Reduce],
+        kept: list[Value],
+        shared: list,
+    ):
+        self.layout, self.stage, self.kept = layout, stage, kept
+        self.reduces, self.shared = reduces, shared
         names = [v.name for v in stage.outputs]
-        self._sources = [names.index(r.source.name) for r in sums]
+        self._sources = [names.index(r.source.name) for r in reduces]
         self._kept = [names.index(v.name) for v in kept]
+        # For each input of one group's function whether it has a slice for each group.
+        self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         # A stage from a file has no effects: they cannot be exported.
         self._effects = stage.forms is None and _compat.effects_of(stage.jaxpr)
 
-    def run(self, first, rows: list, step: int | None) -> tuple[list, list]:
-        """The device's sums, and the rows to keep; `first`: the index of its first
-        group."""
+    def run(self, first, slices: list, step: int | None) -> tuple[list, list]:
+        """The device's partial reductions, and the slices to keep.
+
+        Args:
+          first: The index of the device's first group.
+          slices: The device's part of each partitioned input, `[k, ...]`.
+          step: How many groups run at once; None: all.
+        """
         layout = self.layout
-        work = lambda: self._run(first, rows, step)
+        work = lambda: self._run(first, slices, step)
 
         def nothing():
             # A device with padding only: it must not run the work, but give its types.
             totals, kept = jax.eval_shape(work)
-            fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.sums]
+            fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.reduces]
             pairs = zip(totals, fills, strict=True)
             totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
             vary_all = lambda x: vary(x, layout.axes)
@@ -67,31 +89,32 @@ class ChunkedStage:
 
         # `for_real_groups` handles effects, group by group.
         if self._effects:
-            return work()  # which knows for which groups
+            return work()
         return unless_empty(layout, first, work, nothing)
 
-    def _run(self, first, rows: list, step: int | None) -> tuple[list, list]:
-        count = self.layout.per_device
+    def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
+        """As `run`, on a device that has at least one group."""
+        count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
         # No loop for one chunk: XLA fuses the reduction into the work.
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
-            own = [copy_slice_to_padding(self.layout, indices, x, x[:1]) for x in rows]
-            return self._chunk(first, indices, own, self.layout.few, alone=True)
+            own = [copy_slice_to_padding(layout, indices, x, x[:1]) for x in slices]
+            return self._chunk(first, indices, own, layout.few, alone=True)
 
         def chunk(start, size: int) -> tuple:
-            # The rows are closed over and sliced: given as what the scan goes over,
+            # The slices are closed over and cut here: given as what the scan goes over,
             # some versions of the compiler copy them first. Indices are counted, as an
             # array of all would be of size n.
             take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
             indices = first + start + lax.iota(jnp.int32, size)
             own = [
-                copy_slice_to_padding(self.layout, indices, take(x, start), x[:1])
-                for x in rows
+                copy_slice_to_padding(layout, indices, take(x, start), x[:1])
+                for x in slices
             ]
-            few = self.layout.few
+            few = layout.few
             few = few % step if size == step else max(0, few - steps * step)
             return self._chunk(first, indices, own, few)
 
@@ -100,14 +123,16 @@ class ChunkedStage:
             pairs = zip(totals, new, strict=True)
             return [total.add(x) for total, x in pairs], kept
 
-        def at(carry, _):
+        def body(carry, _):
             i, totals = carry
             totals, kept = advance(totals, i * step)
             return (i + 1, totals), kept
 
+        empty = _empty_accumulators(
+            layout, self.reduces, steps, lambda: chunk(jnp.int32(0), step)
+        )
         # The counter is a carry and not an input: see `take` above.
-        init = jnp.int32(0), self._empty(lambda: chunk(jnp.int32(0), step), steps)
-        (_, totals), kept = lax.scan(at, init, length=steps)
+        (_, totals), kept = lax.scan(body, (jnp.int32(0), empty), length=steps)
         kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
         # The last, shorter chunk is compiled on its own, so that no slot is wasted.
         if rest:
@@ -116,88 +141,100 @@ class ChunkedStage:
         return [total.value for total in totals], kept
 
     def _chunk(
-        self, first, indices, rows: list, few: int, alone: bool = False
+        self, first, indices, slices: list, few: int, alone: bool = False
     ) -> tuple[list, list]:
-        """The groups of a chunk: what they sum up to, and their rows to keep.
+        """The partial reductions of a chunk's groups, and their slices to keep.
 
         Args:
-          first: The number of the device's first group.
-          indices: Those of the chunk's slots.
-          rows: What they hold of each partitioned input.
+          first: The index of the device's first group.
+          indices: The group indices of the chunk's slots, int32 `[c]`.
+          slices: The slots' part of each partitioned input, `[c, ...]`.
           few: How many of the slots are groups, where some are padding.
           alone: Whether this is the only chunk.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
-        others, shared = iter(rows), iter(self.shared)
+        slices_, shared = iter(slices), iter(self.shared)
         for value in self.stage.inputs:
-            args.append(next(others) if value.partitioned else next(shared))
+            args.append(next(slices_) if value.partitioned else next(shared))
         if self.stage.forms is not None:
             mask = jnp.ones(indices.shape, bool)
             if self.layout.uneven:
                 mask = self.layout.mask_padding(mask, indices, False)
             return run_batched(self.stage, self.kept, mask, args[0], args[1:])
         count = indices.shape[0]
-        by_rows = [True, *(v.partitioned for v in self.stage.inputs)]
         one = lambda *xs: call(self.stage, xs)
         if self.layout.uneven and self._effects:
-            run = lambda count: _over_rows(one, count, by_rows)
+            run = lambda count: _over_groups(one, count, self._partitioned)
             # Padding must not print, call back or raise.
-            outs = for_real_groups(self.layout, indices, few, run, args, by_rows)
+            outs = for_real_groups(
+                self.layout, indices, few, run, args, self._partitioned
+            )
         else:
-            outs = _over_rows(one, count, by_rows)(*args)
+            outs = _over_groups(one, count, self._partitioned)(*args)
         # In a loop the summands of one chunk take little memory: there it is slower.
-        summed = self._summed(count, by_rows, args) if alone else {}
+        summed = self._summed_in_map(count, args) if alone else {}
         totals = [
             summed[i] if i in summed else self._reduce(reduce, outs[i], indices)
-            for reduce, i in zip(self.sums, self._sources, strict=True)
+            for reduce, i in zip(self.reduces, self._sources, strict=True)
         ]
         return totals, [outs[i] for i in self._kept]
 
-    def _summed(self, count: int, by_rows: list[bool], args: list) -> dict[int, Any]:
-        """The sums that are better made within the map; see `contract_groups.py`."""
+    def _summed_in_map(self, count: int, args: list) -> dict[int, Any]:
+        """Sums that are computed without their summands, by the index of the output.
+
+        They are matrix products that contract the groups; see `contract_groups.py`.
+        """
         if count == 1 or self.layout.uneven:
             return {}
-        # Matrix products that contract the groups, so that no summand is stored.
         sums = group_sums(self.stage.jaxpr)
         if not sums.indices:
             return {}
         used = [i for i, u in enumerate(sums.used) if u]
-        rows = [by_rows[i] for i in used]
-        vmap_over_groups = lambda fn: _over_rows(fn, count, rows)
-        totals = sums(count, vmap_over_groups, [args[i] for i in used])
+        partitioned = [self._partitioned[i] for i in used]
+        over_groups = lambda fn: _over_groups(fn, count, partitioned)
+        totals = sums(count, over_groups, [args[i] for i in used])
         ops = {
             i: REDUCE_OPS[reduce.op]
-            for i, reduce in zip(self._sources, self.sums, strict=True)
+            for i, reduce in zip(self._sources, self.reduces, strict=True)
         }
         results = zip(sums.indices, totals, strict=True)
         return {i: total for i, total in results if i in ops and ops[i].additive}
 
     def _reduce(self, reduce: Reduce, x, indices):
+        """The partial reduction of a chunk's slices, without those of padding."""
         op = REDUCE_OPS[reduce.op]
         if self.layout.uneven:
             x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
         return op.local(x)
 
-    def _empty(self, chunk: Callable[[], tuple], steps: int) -> list[Running]:
-        """What the accumulators start from."""
-        shardings: list[Any] = [None] * len(self.sums)
-        # On Explicit axes the carry of a scan needs the sharding of its results.
-        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-            shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
-        accumulators = []
-        for reduce, sharding in zip(self.sums, shardings, strict=True):
-            source, dtype = reduce.source, sum_dtype(reduce)
 
-            def full(fill, source=source, dtype=dtype, sharding=sharding):
-                x = lax.full(source.shape, fill, dtype, sharding=sharding)
-                return vary(x, self.layout.axes)
+def _empty_accumulators(
+    layout: Layout, reduces: list[Reduce], steps: int, chunk: Callable[[], tuple]
+) -> list[Running]:
+    """Accumulators of no groups, for the reductions: a scan over chunks adds to them.
 
-            start = full(REDUCE_OPS[reduce.op].identity(source.dtype))
-            compensated = is_compensated(reduce, steps)
-            accumulators.append(
-                Running(reduce.op, start, full(0) if compensated else None)
-            )
-        return accumulators
+    Args:
+      layout: How the partition is laid out on the mesh.
+      reduces: The reductions.
+      steps: The number of chunks.
+      chunk: Returns `(partial reductions, slices)` of a chunk; it is only traced.
+    """
+    shardings: list[Any] = [None] * len(reduces)
+    # On Explicit axes the carry of a scan needs the sharding of its results.
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
+    accumulators = []
+    for reduce, sharding in zip(reduces, shardings, strict=True):
+        source, dtype = reduce.source, sum_dtype(reduce)
+
+        def full(fill, source=source, dtype=dtype, sharding=sharding):
+            x = lax.full(source.shape, fill, dtype, sharding=sharding)
+            return vary(x, layout.axes)
+
+        start = full(REDUCE_OPS[reduce.op].identity(source.dtype))
+        compensated = is_compensated(reduce, steps)
+        accumulators.append(Running(reduce.op, start, full(0) if compensated else None))
+    return accumulators
 
 
 def sum_dtype(reduce: Reduce):
@@ -205,19 +242,19 @@ def sum_dtype(reduce: Reduce):
     return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
-def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
+def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """Combine the devices' partial reductions, and finish each reduction.
 
     All additive ones share one psum.
     """
     n, results = layout.partition.size, list(totals)
-    ops = [REDUCE_OPS[reduce.op] for reduce in sums]
+    ops = [REDUCE_OPS[reduce.op] for reduce in reduces]
     # A 16-bit sum may overflow: what has a wider accumulator is finished in it.
     early = [
         op.additive and total.dtype != reduce.source.dtype
-        for op, total, reduce in zip(ops, totals, sums, strict=True)
+        for op, total, reduce in zip(ops, totals, reduces, strict=True)
     ]
-    for i, (op, reduce) in enumerate(zip(ops, sums, strict=True)):
+    for i, (op, reduce) in enumerate(zip(ops, reduces, strict=True)):
         if early[i]:
             results[i] = op.finish(results[i], n)
         # Before the psum, so that it sends the dtype of the program.
@@ -226,10 +263,11 @@ def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
         for i, op in enumerate(ops):
             if not op.additive:
                 results[i] = op.across_devices(layout, results[i])
-        at = [i for i, op in enumerate(ops) if op.additive]
-        if at:  # one psum for all
-            summed = ops[at[0]].across_devices(layout, *(results[i] for i in at))
-            for i, x in zip(at, summed, strict=True):
+        additive = [i for i, op in enumerate(ops) if op.additive]
+        if additive:  # one psum for all
+            summands = [results[i] for i in additive]
+            summed = ops[additive[0]].across_devices(layout, *summands)
+            for i, x in zip(additive, summed, strict=True):
                 results[i] = x
     for i, op in enumerate(ops):
         if not early[i]:
@@ -237,19 +275,25 @@ def finish(layout: Layout, sums: list[Reduce], totals: list) -> list:
     return results
 
 
-def _over_rows(fn: Callable, count: int, by_rows: list[bool]) -> Callable:
-    """`fn` of one group, for `count` groups: of one without a batch dimension."""
+def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
+    """`fn` of one group, mapped over `count` groups; one has no batch dimension.
+
+    Args:
+      fn: The function.
+      count: The number of groups.
+      partitioned: For each argument whether it has a slice for each group.
+    """
     if count > 1:
-        return jax.vmap(fn, [0 if p else None for p in by_rows], axis_size=count)
+        return jax.vmap(fn, [0 if p else None for p in partitioned], axis_size=count)
 
     def only(*args):
-        outs = fn(*(x[0] if p else x for x, p in zip(args, by_rows, strict=True)))
-        return [y[None] for y in outs]
+        own = [x[0] if p else x for x, p in zip(args, partitioned, strict=True)]
+        return [y[None] for y in fn(*own)]
 
     return only
 
 
-def call(stage, args) -> list:
+def call(stage: Stage, args: Sequence) -> list:
     """The outputs of a stage, as arrays: what is constant is a number in a jaxpr."""
     outs = evaluate_on_mesh(stage.jaxpr, args)
     return [

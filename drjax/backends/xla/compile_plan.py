@@ -15,7 +15,7 @@ Sharp edges: the `shard_map`s are not differentiated: derivatives are taken of p
 before they are planned (see `_jit/jit_primitive.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +35,20 @@ from drjax._primitives.map_lowering import (
 )
 from drjax._sharding.execute import as_operand, shard_map_over_devices
 from drjax._sharding.layout import Layout, find_mesh, make_layout
+from drjax.backends._interpret_plan import (
+    Environment,
+    PlanInterpreter,
+    split_scan,
+    split_while,
+)
 from drjax.backends.xla import step_size
 from drjax.backends.xla.chunked_stage import ChunkedStage, call, finish
-from drjax.backends.xla.reuse_accumulators import find_reuse, finish_stacked
-from drjax.plan import Loop, Plan, Value
+from drjax.backends.xla.reuse_accumulators import (
+    AccumulatorReuse,
+    find_reuse,
+    finish_stacked,
+)
+from drjax.plan import Loop, Plan, Round, Stage, Value
 from drjax.primitives import gather_p
 
 
@@ -98,7 +108,7 @@ def run_flat(
     if isinstance(step, step_size.Fit):
         fit = step.budget
         step = None if layout is None else _largest_step(plan, layout, fit)
-    return _Run(plan, layout, step)(inputs)
+    return _MeshInterpreter(plan, layout, step)(inputs)
 
 
 def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
@@ -129,9 +139,13 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
         )
 
     def temp_bytes(step: int) -> int:
-        run = lambda *xs: _Run(plan, layout, step)([*xs])
+        run = _MeshInterpreter(plan, layout, step)
         # The whole program, as the memory of one round depends on what others keep.
-        compiled: Any = jax.jit(run).lower(*map(abstract_input, plan.inputs)).compile()
+        compiled: Any = (
+            jax.jit(lambda *xs: run(xs))
+            .lower(*map(abstract_input, plan.inputs))
+            .compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     return step_size.largest(layout.per_device, temp_bytes, budget)
@@ -151,157 +165,176 @@ def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
     return make_layout(plan.partition, find_mesh(plan.partition, mesh))
 
 
-class _Run:
-    """Runs one plan; partitioned values are whole arrays, rows along `Value.axis`."""
+class _MeshInterpreter(PlanInterpreter):
+    """Traces a plan on a mesh; partitioned values are whole arrays `[..., n, ...]`.
+
+    Args:
+      plan: The plan.
+      layout: How its partition is laid out on the mesh; None without a partition.
+      step: How many of a device's groups run at once; None: all.
+    """
 
     def __init__(self, plan: Plan, layout: Layout | None, step: int | None):
         self.plan, self.layout, self.step = plan, layout, step
-        self.kept = plan.kept()
+        self._kept = plan.kept()
 
-    def __call__(self, inputs: list) -> list:
-        plan, values, server_done = self.plan, {}, False
-        _store(values, plan.inputs, map(jnp.asarray, inputs))
-        for index, a_round in enumerate(plan.rounds):
-            if not server_done:
-                self._server(a_round.server, values)
-            for whole, rows in a_round.scatter:
-                # A scatter is a matter of layout: the shard_map below takes each
-                # device's part.
-                values[rows.name] = values[whole.name]
-            server_done = self._groups(index, values)
-            for loop in a_round.loops:
-                outs = self._loop(loop, [self._typed(v, values) for v in loop.inputs])
-                _store(values, loop.outputs, outs)
-        if not server_done:
-            self._server(plan.server, values)
-        return [values[v.name] for v in plan.outputs]
+    def __call__(self, inputs: Iterable) -> list:
+        return super().__call__(map(jnp.asarray, inputs))
 
-    def _server(self, stage, values: dict[str, Any]) -> None:
-        inputs = [values[v.name] for v in stage.inputs]
-        _store(values, stage.outputs, call(stage, inputs))
+    def run_server(self, stage: Stage, env: Environment) -> None:
+        # It may have run together with the round before it: `_reuse_accumulators`.
+        if not any(value in env for value in stage.outputs):
+            env.write(stage.outputs, call(stage, env.read(stage.inputs)))
+
+    def scatter(self, slices: Value, whole: Any) -> Any:
+        # A scatter is a matter of layout: the shard_map of the groups takes each
+        # device's part.
+        return whole
 
     # -----------------------------------------------------------------------------
     # The groups' work
 
-    def _groups(self, index: int, values: dict[str, Any]) -> bool:
-        """The groups' work, and reductions; whether the server's next stage is done."""
+    def run_groups(self, index: int, env: Environment) -> None:
         a_round, layout = self.plan.rounds[index], self.layout
-        stage = a_round.local
+        stage, reduces = a_round.local, a_round.partials
         # A round may only broadcast or gather; but effects must run.
         if stage.empty and not stage.jaxpr.effects:
-            return False
+            return
         assert layout is not None
         streams = self.step is not None and self.step < layout.per_device
         if streams and layout.sharded:
             _check_known_shapes(stage)
         # Without a scan over chunks there are no running sums to alias.
         reuse = find_reuse(self.plan, index, layout) if streams else None
-        sums = a_round.partials
-        kept = [v for v in stage.outputs if v.name in self.kept]
-        shared = [values[v.name] for v in stage.inputs if not v.partitioned]
-        rows = [
-            jnp.moveaxis(values[v.name], v.axis, 0)
-            for v in stage.inputs
-            if v.partitioned
-        ]
+        kept = [v for v in stage.outputs if v.name in self._kept]
+        totals, stacks = self._run_stage(layout, a_round, kept, env, reuse is None)
+        if reuse is None:
+            env.write([reduce.result for reduce in reduces], totals)
+        for value, x in zip(kept, stacks, strict=True):
+            env[value] = jnp.moveaxis(x, 0, value.axis)
+        for reduce in a_round.reduces:
+            if reduce.op == "gather":
+                params = {"partition": layout.partition, "mesh": layout.mesh}
+                env[reduce.result] = gather_p.bind(env[reduce.source], **params)
+        if reuse is not None:
+            self._reuse_accumulators(layout, reuse, totals, env)
 
+    def _run_stage(
+        self,
+        layout: Layout,
+        a_round: Round,
+        kept: list[Value],
+        env: Environment,
+        combine: bool,
+    ) -> tuple[list, list]:
+        """The work of all groups of a round, on all devices.
+
+        Args:
+          layout: How the partition is laid out on the mesh.
+          a_round: The round.
+          kept: The outputs of its stage that are kept as slices.
+          env: The values so far.
+          combine: Whether to combine the devices' partial reductions.
+
+        Returns:
+          `(totals, stacks)`: results of the reductions, or with `combine=False` the
+          partial reductions `[m, *s]` of the m devices; and kept slices `[n, *s]`.
+        """
+        stage, reduces = a_round.local, a_round.partials
+        shared = env.read(v for v in stage.inputs if not v.partitioned)
+        slices = [
+            jnp.moveaxis(env[v], v.axis, 0) for v in stage.inputs if v.partitioned
+        ]
         # Some work cannot be in a shard_map; see `map_lowering`.
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
         stage = replace(stage, jaxpr=prepare_group_jaxpr(layout, stage.jaxpr, by_vmap))
 
         def work(*args):
             *args, first = args
-            local = ChunkedStage(layout, stage, sums, kept, args[: len(shared)])
-            return local.run(first, args[len(shared) :], self.step)
+            chunked = ChunkedStage(layout, stage, reduces, kept, args[: len(shared)])
+            return chunked.run(first, args[len(shared) :], self.step)
 
         def body(*args):
             *args, first = args
             totals, stacks = work(*args, first[0])
-            if reuse is None:
-                return [*finish(layout, sums, totals), *stacks]
-            # Still one sum for each device: the loop in `AccumulatorReuse` combines
-            # them.
+            if combine:
+                return [*finish(layout, reduces, totals), *stacks]
             return [*(total[None] for total in totals), *stacks]
 
-        args, by_rows = [*shared, *rows], [False] * len(shared) + [True] * len(rows)
+        args = [*shared, *slices]
+        partitioned = [False] * len(shared) + [True] * len(slices)
         if by_vmap:
-            totals, stacks = vmap_over_devices(layout, work, args, by_rows)
-            if reuse is None:
-                totals = finish_stacked(layout, sums, totals)
-            outs = [*totals, *stacks]
-        else:
-            outs = shard_map_over_devices(
-                layout,
-                body,
-                args,
-                by_rows,
-                [False if reuse is None else None] * len(sums) + [True] * len(kept),
-                _compat.check_vma(),
-                with_first_index=True,
-            )
-        if reuse is None:
-            for reduce, out in zip(sums, outs, strict=False):
-                values[reduce.result.name] = out
-        for value, out in zip(kept, outs[len(sums) :], strict=True):
-            values[value.name] = jnp.moveaxis(out, 0, value.axis)
-        for reduce in a_round.reduces:
-            if reduce.op == "gather":
-                params = {"partition": layout.partition, "mesh": layout.mesh}
-                source = values[reduce.source.name]
-                values[reduce.result.name] = gather_p.bind(source, **params)
-        if reuse is not None:
+            totals, stacks = vmap_over_devices(layout, work, args, partitioned)
+            if combine:
+                totals = finish_stacked(layout, reduces, totals)
+            return totals, stacks
+        outs = shard_map_over_devices(
+            layout,
+            body,
+            args,
+            partitioned,
+            [False if combine else None] * len(reduces) + [True] * len(kept),
+            _compat.check_vma(),
+            first=True,
+        )
+        return outs[: len(reduces)], outs[len(reduces) :]
 
-            def server(results: dict[str, Any]) -> dict[str, Any]:
-                # A copy: tracers of the loop's step must not leave it.
-                known = values | results
-                self._server(reuse.server, known)
-                return {v.name: known[v.name] for v in reuse.server.outputs}
+    def _reuse_accumulators(
+        self, layout: Layout, reuse: AccumulatorReuse, totals: list, env: Environment
+    ) -> None:
+        """Combine the devices, and run the next server stage, in the sums' buffers."""
 
-            values |= reuse.run(layout, outs[: len(sums)], server)
-        return reuse is not None
+        def server(results: dict[str, Any]) -> dict[str, Any]:
+            # A copy: tracers of the loop's step must not leave it.
+            inner = env.updated(results)
+            self.run_server(reuse.server, inner)
+            return {v.name: inner[v] for v in reuse.server.outputs}
+
+        env.arrays |= reuse.run(layout, totals, server)
 
     # -----------------------------------------------------------------------------
     # Loops
 
-    def _typed(self, value: Value, values: dict[str, Any]) -> Any:
+    def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+        bodies = [
+            _MeshInterpreter(body, self.layout, self.step) for body in loop.bodies
+        ]
+        inputs = list(map(self._typed, loop.inputs, inputs))
+        if loop.op == "cond":
+            branches = [lambda *x, body=body: body([*x]) for body in bodies]
+            return lax.switch(inputs[0], branches, *inputs[1:])
+        if loop.op == "while":
+            condition_consts, body_consts, init = split_while(loop, inputs)
+            condition, body = bodies
+            return lax.while_loop(
+                # The condition's plan returns one value, a bool.
+                lambda carry: condition([*condition_consts, *carry])[0],
+                lambda carry: body([*body_consts, *carry]),
+                init,
+            )
+        (body,) = bodies
+        consts, init, xs = split_scan(loop, inputs)
+
+        def step(carry, xs):
+            outs = body([*consts, *carry, *xs])
+            return outs[: loop.carry], outs[loop.carry :]
+
+        carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
+        return [*carry, *ys]
+
+    def _typed(self, value: Value, x: Any) -> Any:
         """A value as a loop takes it: with the type that the groups' work returns.
 
         On Explicit axes, a carried value must not change its sharding between steps.
         """
-        x, layout = values[value.name], self.layout
+        layout = self.layout
         if not value.partitioned or layout is None or layout.spec_entry is None:
             return x
         x = as_operand(jnp.moveaxis(x, value.axis, 0), layout, True)
         return jnp.moveaxis(x, 0, value.axis)
 
-    def _loop(self, loop: Loop, inputs: list) -> list:
-        runs = [_Run(body, self.layout, self.step) for body in loop.bodies]
-        if loop.op == "cond":
-            return lax.switch(
-                inputs[0], [lambda *x, r=r: r([*x]) for r in runs], *inputs[1:]
-            )
-        if loop.op == "while":
-            first, second = loop.consts[0], sum(loop.consts)
-            cond, body = inputs[:first], inputs[first:second]
-            return lax.while_loop(
-                # The condition's plan returns one value, a bool.
-                lambda carry: runs[0]([*cond, *carry])[0],
-                lambda carry: runs[1]([*body, *carry]),
-                inputs[second:],
-            )
-        first = sum(loop.consts)
-        consts, init = inputs[:first], inputs[first : first + loop.carry]
 
-        def step(carry, xs):
-            outs = runs[0]([*consts, *carry, *xs])
-            return outs[: loop.carry], outs[loop.carry :]
-
-        xs = inputs[first + loop.carry :]
-        carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
-        return [*carry, *ys]
-
-
-def _check_known_shapes(stage) -> None:
+def _check_known_shapes(stage: Stage) -> None:
     """Refuse symbolic dimensions in a loop in a `shard_map`, where XLA crashes."""
     for value in (*stage.inputs, *stage.outputs):
         if not all(isinstance(size, int) for size in value.shape):
@@ -311,7 +344,3 @@ def _check_known_shapes(stage) -> None:
                 "compile them. Export it without groups_per_step=, or without a mesh, "
                 "or for known shapes."
             )
-
-
-def _store(values: dict[str, Any], names: tuple[Value, ...], found) -> None:
-    values.update(zip([v.name for v in names], found, strict=True))

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from drjax import _compat
 from drjax._sharding.execute import shard_map, vary
 from drjax._sharding.layout import Layout
+from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish, sum_dtype
 from drjax.plan import Plan, Reduce, Value
 
@@ -168,9 +169,7 @@ def _needed_after(plan: Plan, index: int) -> set[str]:
     needed = {v.name for v in plan.outputs}
     for i, a_round in enumerate(plan.rounds[index + 1 :]):
         needed |= {v.name for v in a_round.server.inputs if i}
-        needed |= {v.name for v in a_round.local.inputs}
-        needed |= {whole.name for whole, _ in a_round.scatter}
-        needed |= {v.name for loop in a_round.loops for v in loop.inputs}
+        needed |= {v.name for v in reads_after_server(a_round)}
     if index + 1 < len(plan.rounds):
         needed |= {v.name for v in plan.server.inputs}
     return needed

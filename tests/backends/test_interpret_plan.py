@@ -1,0 +1,65 @@
+"""The loop over rounds that backends share: what it holds, and when it drops it.
+
+Covers: drjax.backends._interpret_plan.
+"""
+
+import jax.numpy as jnp
+
+import drjax
+from drjax.backends._interpret_plan import Environment, PlanInterpreter, names_read_last
+
+
+@drjax.program(clients=3)
+def centered_twice(x, scale):
+    first = drjax.reduce_mean(x)
+    second = drjax.reduce_max(drjax.map_fn(lambda x: (x - first) * scale, x))
+    return drjax.reduce_sum(drjax.map_fn(lambda x: x / second, x)) + first
+
+
+class Names(PlanInterpreter):
+    """Arrays are the names of their values; `live` has those at each round's start."""
+
+    def __init__(self, plan):
+        self.plan, self.live = plan, []
+
+    def run_server(self, stage, env):
+        assert env.read(stage.inputs) == [v.name for v in stage.inputs]
+        env.write(stage.outputs, [v.name for v in stage.outputs])
+
+    def scatter(self, slices, whole):
+        return slices.name
+
+    def run_groups(self, index, env):
+        a_round = self.plan.rounds[index]
+        self.live.append({*env.arrays})
+        assert env.read(a_round.local.inputs) == [v.name for v in a_round.local.inputs]
+        for reduce in a_round.reduces:
+            env[reduce.result] = reduce.result.name
+
+    def run_loop(self, index, loop, inputs):
+        raise AssertionError("the plan has no loop")
+
+
+def test_values_are_dropped_after_the_round_that_reads_them_last():
+    plan = drjax.make_plan(centered_twice)(jnp.arange(3.0), 2.0)
+    run = Names(plan)
+    x, scale = (v.name for v in plan.inputs)
+    assert run([x, scale]) == [v.name for v in plan.outputs]
+    first, second, third = run.live
+    mean, largest = (r.reduces[0].result.name for r in plan.rounds[:2])
+    assert {x, scale} <= first and mean not in first
+    assert {x, scale, mean} <= second
+    assert {x, mean, largest} <= third and scale not in third
+    dropped = names_read_last(plan)
+    assert scale in dropped[1] and x in dropped[2]
+    assert not any(mean in names for names in dropped)  # the last server stage reads it
+
+
+def test_a_copy_of_an_environment_has_more_values():
+    plan = drjax.make_plan(centered_twice)(jnp.arange(3.0), 2.0)
+    x, scale = plan.inputs
+    env = Environment()
+    env.write(plan.inputs, [1, 2])
+    copy = env.updated({scale.name: 5})
+    assert copy.read(plan.inputs) == [1, 5] and env.read(plan.inputs) == [1, 2]
+    assert x in env and plan.outputs[0] not in env
