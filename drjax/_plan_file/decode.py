@@ -141,7 +141,7 @@ class _Reader:
             use(v.name for v in a_round.server.inputs)
             known |= {v.name for v in a_round.server.outputs}
             use(v.name for v in (*a_round.broadcast, *(w for w, _ in a_round.scatter)))
-            known |= {rows.name for _, rows in a_round.scatter}
+            known |= {slices.name for _, slices in a_round.scatter}
             use(v.name for v in a_round.local.inputs)
             known |= {v.name for v in a_round.local.outputs}
             use(r.source.name for r in a_round.reduces)
@@ -182,8 +182,8 @@ class _Reader:
             reduces.append(Reduce(op, source, result))
         scatter = []
         for pair in data["scatter"]:
-            whole, rows = values(pair)
-            scatter.append((whole, rows))
+            whole, slices = values(pair)
+            scatter.append((whole, slices))
         return Round(
             self._stage(data["server"], values, local=False),
             values(data["broadcast"]),

@@ -53,9 +53,9 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
 
 def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
     """The outputs of the batched function of a round: see `exported_stage.py`."""
-    rows = [v.name for v in a_round.local.outputs if v.name in kept]
+    slices = [v.name for v in a_round.local.outputs if v.name in kept]
     partials = [{"op": r.op, "value": r.source.name} for r in a_round.partials]
-    return {"partials": partials, "rows": rows}
+    return {"partials": partials, "rows": slices}
 
 
 class _Writer:

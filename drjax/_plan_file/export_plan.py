@@ -107,6 +107,6 @@ class _Export:
         stage = a_round.local
         if stage.empty or stage.forms is not None:
             return stage
-        rows = [v for v in stage.outputs if v.name in kept]
+        values = [v for v in stage.outputs if v.name in kept]
         exporter = Exporter(stage, location, self.origin)
-        return replace(stage, forms=exporter.local(a_round.partials, rows))
+        return replace(stage, forms=exporter.local(a_round.partials, values))

@@ -1,7 +1,7 @@
 """From a stage to its exported functions.
 
 Input: a stage of a plan, and of a local stage what its batched function reduces and
-which rows it returns. Output: an `ExportedStage`, or an error if the stage cannot be
+which slices it returns. Output: an `ExportedStage`, or an error if the stage cannot be
 exported.
 
 Invariants: equal stages give equal bytes, for all platforms at once; no code of users,
@@ -60,12 +60,12 @@ class Exporter:
         """The exported stage of the server: one function."""
         return self._exported_stage(*self._export("one", self._per_group, self._types))
 
-    def local(self, reduces: Sequence[Reduce], rows: Sequence[Value]) -> ExportedStage:
+    def local(self, reduces: Sequence[Reduce], kept: Sequence[Value]) -> ExportedStage:
         """The exported stage of the groups: per group, and batched.
 
         Args:
-          reduces: What of its outputs is reduced in a batch.
-          rows: The outputs that a batch gives as rows.
+          reduces: The reductions that the batched function computes over its groups.
+          kept: The outputs that the batched function returns as slices.
         """
         one, calls = self._export("one", self._per_group, [_GROUP, *self._types])
         (b,) = export.symbolic_shape("b")
@@ -76,7 +76,7 @@ class Exporter:
         ]
 
         def batch(over_groups: Callable):
-            fn = self._batched(reduces, rows, over_groups)
+            fn = self._batched(reduces, kept, over_groups)
             return self._export("batch", fn, types)
 
         sequential = features_of(self.stage.jaxpr, self.location).sequential
@@ -111,10 +111,22 @@ class Exporter:
         outs = evaluate(self.stage.jaxpr, inputs, consts=values)
         return list(map(to_raw, outs))
 
-    def _batched(self, reduces, rows, over_groups: Callable) -> Callable:
+    def _batched(
+        self,
+        reduces: Sequence[Reduce],
+        kept: Sequence[Value],
+        over_groups: Callable,
+    ) -> Callable:
+        """The function of b groups: `(*consts, mask, groups, *inputs)` to its outputs.
+
+        Args:
+          reduces: See `local`.
+          kept: See `local`.
+          over_groups: `jax.vmap`, or `_sequential`.
+        """
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
-        kept = [names.index(v.name) for v in rows]
+        stacked = [names.index(v.name) for v in kept]
         count = len(self._hoisted)
         axes = [None] * count + [0]
         axes += [0 if v.partitioned else None for v in self.stage.inputs]
@@ -126,7 +138,7 @@ class Exporter:
             for reduce, i in zip(reduces, sources, strict=True):
                 op = REDUCE_OPS[reduce.op]
                 partials.append(op.local(_masked(op, outs[i], mask)))
-            return [*partials, *(outs[i] for i in kept)]
+            return [*partials, *(outs[i] for i in stacked)]
 
         return batch
 
@@ -158,17 +170,17 @@ def _sequential(fn: Callable, axes: list) -> Callable:
     """As `jax.vmap`, but one group after another."""
 
     def run(*args):
-        def one(rows):
-            rows = iter(rows)
+        def one(slices):
+            slices = iter(slices)
             return fn(
                 *(
-                    x if axis is None else next(rows)
+                    x if axis is None else next(slices)
                     for x, axis in zip(args, axes, strict=True)
                 )
             )
 
-        rows = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
-        return lax.map(one, rows)
+        slices = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
+        return lax.map(one, slices)
 
     return run
 

@@ -2,13 +2,14 @@
 
     server stage    per_group(*consts, *inputs) -> outputs
     local stage     per_group(*consts, group, *inputs) -> outputs
-                    batched(*consts, mask, groups, *inputs) -> (*partials, *rows)
+                    batched(*consts, mask, groups, *inputs) -> (*partials, *slices)
 
 `per_group` is the work of one group, by its index, int32 `[]`. `batched` is that of b
-groups, int32 `[b]`, for any b: of partitioned inputs it takes a row for each, of global
-ones the value. It returns a partial reduction over those groups whose `mask`, bool
-`[b]`, is true, for each reduction of the round but a gather, and all rows that are
-needed later. 16-bit floats are added up in float32. PRNG keys pass as raw data.
+groups, int32 `[b]`, for any b: of partitioned inputs it takes the groups' slices
+`[b, ...]`, of global ones the value. It returns a partial reduction over those groups
+whose `mask`, bool `[b]`, is true, for each reduction of the round but a gather, and the
+slices of all outputs that are read later. 16-bit floats are added up in float32. PRNG
+keys pass as raw data.
 
 Input: bytes of `jax.export`. Output: functions that JAX can call and lower, but neither
 differentiate nor batch.
@@ -119,18 +120,18 @@ class ExportedStage:
     origin: dict[str, Any]
 
 
-def run_batched(stage: Stage, rows: Sequence[Value], mask, groups, inputs):
-    """Run the batched function of a stage from a file: `(partial reductions, rows)`.
+def run_batched(stage: Stage, kept: Sequence[Value], mask, groups, inputs):
+    """Run the batched function of a stage from a file: `(partial reductions, slices)`.
 
     Args:
-      rows: The outputs of the stage that it gives as rows.
+      kept: The outputs of the stage that it returns as slices.
       mask: Which groups count, bool `[b]`.
       groups: Their indices, int32 `[b]`.
-      inputs: Those of the stage; a row for each group of partitioned ones.
+      inputs: Those of the stage; of partitioned ones a slice for each group.
     """
     exported = stage.forms
     raw = map(to_raw, inputs)
     outs = exported.batched.call(*exported.consts, mask, groups, *raw)
-    count = len(outs) - len(rows)
-    arrays = [from_raw(y, v.dtype) for y, v in zip(outs[count:], rows, strict=True)]
+    count = len(outs) - len(kept)
+    arrays = [from_raw(y, v.dtype) for y, v in zip(outs[count:], kept, strict=True)]
     return outs[:count], arrays

@@ -127,13 +127,13 @@ def _scan(eqn, body: Callable, operands: list) -> list:
     consts, carry, stacks = split_scan(eqn, operands)
     n_carry = len(carry)
     steps = range(eqn.params["length"])
-    rows: dict[int, list] = {}
+    stacked: dict[int, list] = {}
     for t in reversed(steps) if eqn.params["reverse"] else steps:
         outs = body(*consts, *carry, *(x[t] for x in stacks))
-        carry, rows[t] = outs[:n_carry], outs[n_carry:]
+        carry, stacked[t] = outs[:n_carry], outs[n_carry:]
     ys = [
-        jnp.stack([rows[t][i] for t in steps])
-        if rows
+        jnp.stack([stacked[t][i] for t in steps])
+        if stacked
         else jnp.zeros(v.aval.shape, v.aval.dtype)
         for i, v in enumerate(eqn.outvars[n_carry:])
     ]

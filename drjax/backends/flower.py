@@ -34,8 +34,8 @@ from drjax.backends.engine.messages import (
     File,
     Task,
     WorkerState,
+    kept_outputs,
     rounds_of,
-    rows_of,
 )
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Results, StageCall
@@ -61,7 +61,7 @@ def compile(
     Give it `Clients()` for the argument that is the clients' own data.
 
     Args:
-      plan: The plan; its rounds may need of the groups what they reduce, and no rows.
+      plan: The plan; its rounds may need of the groups what they reduce, and no slices.
       grid: The grid that Flower gives to the `ServerApp`.
       start: Seconds to wait until each group has a client. With `on_error="drop"` it
         goes on with those that are there.
@@ -80,7 +80,8 @@ def compile(
     Raises:
       EngineError: Flower is not installed; (when called) a client failed or sent what
         does not fit the plan, or too few survive.
-      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs rows; ids of
+      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices; ids
+        of
         other than n nodes.
 
     Example:
@@ -98,9 +99,9 @@ def compile(
     # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
     for owner, a_round in rounds_of(plan):
-        if rows := rows_of(owner, a_round):
+        if kept := kept_outputs(owner, a_round):
             raise DrjaxValueError(
-                f"{plan.name} needs or returns {rows[0].name}, a row of each group. "
+                f"{plan.name} needs or returns {kept[0].name}, a slice of each group. "
                 "What clients compute stays with them, unless it is reduced."
             )
     clients = Assignment(plan.size, None if nodes is None else [*nodes])
@@ -262,8 +263,8 @@ class Nodes:
         self._requests = client_data.Requests(call)
         # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
-            call.cache["partials"] = untrusted.partials_of(call.file)
-        self._checks = call.cache["partials"][call.stage], call.options.check_nans
+            call.cache["partials"] = untrusted.partials_of(call.job.file)
+        self._checks = call.cache["partials"][call.job.stage], call.options.check_nans
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -277,7 +278,7 @@ class Nodes:
             refused = "; ".join(["", *self._clients.refused()])
             why = f"no client has the group within {self._start:g} s{refused}"
             return _Sent(None, group, why)
-        content = {"request": self._requests.to_bytes(task, file, shared)}
+        content = {"request": self._requests.to_bytes(task)}
         number = self._push(content, node, "train")
         return _Sent(number, group, f"the SuperLink takes no message for node {node}")
 

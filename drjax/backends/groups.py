@@ -41,7 +41,7 @@ class Groups:
     """An argument of a planned program, group by group: give it in place of the arrays.
 
     Args:
-      items: One pytree for each group, in order: the group's row of the argument. An
+      items: One pytree for each group, in order: the group's slice of the argument. An
         iterable that can be gone through again, once for each round that needs the
         data; or a function that makes one. A sequence, which has `__len__` and
         `__getitem__`, is read by index: where an item raises, its group alone has
@@ -67,7 +67,7 @@ class Groups:
         self.items = items
 
     def starting(self, group: int) -> Iterator[Any]:
-        """The rows from that of this group on."""
+        """The items from that of this group on."""
         items: Any = self.items() if callable(self.items) else self.items
         indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
         # A dict has both methods, but its keys are not indices.
@@ -261,31 +261,32 @@ class Lazy:
         self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
 
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
-        """Rows of one step of a loop: `x[:, t]`."""
+        """All groups' slices for one step of a loop: `x[:, t]`."""
         return Lazy(self.source, self.leaf, self.value, self.n, (*self.steps, index[1]))
 
-    def row(self, leaves: list[np.ndarray]) -> np.ndarray:
+    def slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
+        """The slice of a group, whose leaves of the argument these are."""
         if isinstance(self.source.groups, Remote):
             return np.zeros(0)
         return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
 
     def whole(self) -> np.ndarray:
-        """All rows, for what needs them at once."""
+        """All groups' slices along axis 0, for what needs them at once."""
         if isinstance(self.source.groups, Remote):
             raise DrjaxTypeError(
                 f"{self.value.name} stays with the groups, but the plan returns it, or "
-                "needs the rows of all groups in one place."
+                "needs the slices of all groups in one place."
             )
         # Groups that cannot be read stay NaN or zero here; they fail in their block.
-        stack = empty_rows(self.value, self.n)
+        stack = empty_slices(self.value, self.n)
         for group, leaves in self.source.between(0, self.n):
             if not isinstance(leaves, Exception):
-                stack[group] = self.row(leaves)
+                stack[group] = self.slice_of(leaves)
         return stack
 
 
 class Source:
-    """The checked rows of a `Groups`: pairs (group, its leaves)."""
+    """Reads a `Groups`, and checks each group's leaves against the plan."""
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
         self.groups, self.values, self.n = groups, values, n
@@ -337,7 +338,11 @@ class Source:
         raise EngineError(why, group=group) from error
 
     def leaves(self, item: Any) -> list[np.ndarray]:
-        """A group's row as raw arrays; an error if it does not fit."""
+        """The leaves of a group's item as raw arrays.
+
+        Raises:
+          DrjaxError: They do not have the planned structure, shapes and dtypes.
+        """
         # Workers may have another setting than the driver; the plan decides.
         with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
             return self._leaves(item)
@@ -386,8 +391,8 @@ def as_array(x: Any) -> Any:
     return jax.numpy.asarray(x)
 
 
-def flat_rows(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
-    """The inputs of a plan as raw numpy arrays, rows along axis 0, or `Lazy`."""
+def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
+    """The inputs of a plan as raw numpy arrays, slices along axis 0, or `Lazy`."""
     positions = plan.in_tree.unflatten(range(len(plan.inputs)))
     args = tuple(
         _lazy(plan, a, positions[0][i] if i < len(positions[0]) else None)
@@ -421,19 +426,25 @@ def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
     return tree.unflatten(leaves)
 
 
-def empty_rows(value: Value, n: int) -> np.ndarray:
-    """Rows that no group has given: NaN, or zero for what is no float."""
+def empty_slices(value: Value, n: int) -> np.ndarray:
+    """The slices `[n, ...]` of dropped groups: NaN, or zero for what is no float."""
     raw = raw_type(value)
     inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
     return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
 
 
-def survivors(value: Value, rows: Any, alive: np.ndarray) -> np.ndarray:
-    """Rows along axis 0, empty for groups that take no part any more."""
-    rows = rows.whole() if isinstance(rows, Lazy) else rows
+def survivors(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
+    """A partitioned value in which dropped groups have empty slices.
+
+    Args:
+      value: The value.
+      slices: All groups' slices along axis 0, or `Lazy`.
+      alive: Which groups take part, bool `[n]`.
+    """
+    slices = slices.whole() if isinstance(slices, Lazy) else slices
     if alive.all():
-        return rows
+        return slices
     # A copy: the caller's array, or a later round's input, must not change.
-    rows = np.array(rows)
-    rows[~alive] = empty_rows(value, 1)[0]
-    return rows
+    slices = np.array(slices)
+    slices[~alive] = empty_slices(value, 1)[0]
+    return slices

@@ -37,7 +37,7 @@ _START = 120  # seconds for all workers to start
 _ANSWER = 10  # seconds for a worker to say what it does
 _LOOK = 1.0  # seconds between looks whether Ray is still there
 _INLINE = 64 << 10  # bytes that go into the message itself
-_RESIDENT = 0.25  # of the object store, for rows that are the same in each round
+_RESIDENT = 0.25  # of the object store, for slices that are the same in each round
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
 
 
@@ -221,11 +221,11 @@ class Actors:
         # Which block it is; whether its slices are the same is compared below.
         key = name, task.stage, int(block.groups[0]), len(block.groups)
         # Apart from the task, as Ray resolves references only in arguments.
-        rows = self._slices.reference(key, block.rows)
-        task = replace(task, block=replace(block, rows=[]))
+        slices = self._slices.reference(key, block.slices)
+        task = replace(task, block=replace(block, slices=[]))
         to_send = None if name in known else file
         known.add(name)
-        handle = actor.run.remote(name, to_send, task, rows, shared)
+        handle = actor.run.remote(name, to_send, task, slices, shared)
         self._in_flight[handle] = actor, task.number
         return handle
 

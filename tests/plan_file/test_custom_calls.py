@@ -15,8 +15,8 @@ import drjax
 from drjax._plan_file.inspect import inspect
 from drjax.backends.engine import client_data, worker
 from drjax.backends.engine.driver import Runner
+from drjax.backends.engine.job import Job
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.wire_format import Job
 from drjax.backends.in_process import InProcess
 from tests.helpers.cases import N
 from tests.helpers.plan_files import forge, program, read_members, saved_sgd_plan

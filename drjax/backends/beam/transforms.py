@@ -24,8 +24,8 @@ from drjax.backends.engine import one_round
 from drjax.backends.engine.blocks_of_groups import LoadedBlock, block_of_pairs
 from drjax.backends.engine.combine import Totals, add
 from drjax.backends.engine.file_exchange import StageRun
+from drjax.backends.engine.job import Job
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.wire_format import Job
 from drjax.plan import Plan
 
 
@@ -127,7 +127,8 @@ class MapReduce(beam.PTransform):
 
     Args:
       plan: The plan, as made or loaded.
-      *args: Its arguments; `...` for the one whose rows come through the pipeline.
+      *args: Its arguments; `...` for the one whose slices come through the
+        pipeline.
       **options: `block_size`, `on_error`, `min_groups` and `check_nans`, as in
         `drjax.backends.EngineOptions`.
 
@@ -141,26 +142,26 @@ class MapReduce(beam.PTransform):
       >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
       >>> plan = drjax.make_plan(mean)(jnp.zeros(4))
       >>> with beam.Pipeline("FnApiRunner") as p:
-      ...     rows = p | beam.Create([(i, np.float32(i)) for i in range(4)])
-      ...     outputs = rows | MapReduce(plan, ...)
+      ...     slices = p | beam.Create([(i, np.float32(i)) for i in range(4)])
+      ...     outputs = slices | MapReduce(plan, ...)
       ...     _ = outputs["results"] | beam.Map(lambda mean: print(float(mean)))
       1.5
     """
 
     def __init__(self, plan: Plan, *args: Any, **options: Any):
         super().__init__()
-        self.call, self.results_from_totals = one_round.split(
+        self.stage, self.results_from_totals = one_round.split(
             plan, args, EngineOptions.checked(**options)
         )
 
     def expand(self, input_or_inputs: Any) -> Any:
         # The job, with the plan file, is pickled into the pipeline: there is no folder.
-        call, job = self.call, Job.of(self.call)
+        job = self.stage.job
         staged = (
             input_or_inputs
-            | "Batch" >> beam.BatchElements(call.size, call.size)
-            | "Block" >> beam.Map(block_of_pairs, call.rows)
-            | "Groups" >> _Stage(call.ops, lambda: job)
+            | "Batch" >> beam.BatchElements(job.size, job.size)
+            | "Block" >> beam.Map(block_of_pairs, self.stage.lazy)
+            | "Groups" >> _Stage(job.ops, lambda: job)
         )
         results = staged["totals"] | "Server" >> beam.Map(self.results_from_totals)
         return {"results": results, "failed": staged["failed"]}

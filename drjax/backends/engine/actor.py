@@ -28,13 +28,21 @@ class Worker:
         self._files: dict[str, File] = {}
 
     def run(
-        self, name: str, file: File | None, task: Task, rows: Arrays, shared: Arrays
+        self, name: str, file: File | None, task: Task, slices: Arrays, shared: Arrays
     ) -> BlockResult:
-        """Run a block, of these rows; `file`: None, if the worker has it by `name`."""
+        """Run a block.
+
+        Args:
+          name: The name of the plan file.
+          file: The file; None if the worker was sent it before, by this name.
+          task: The task; its block has no slices.
+          slices: The slices of the block.
+          shared: The global inputs of the stage.
+        """
         if file is not None:
             self._files[name] = file
-        # The task came without its slices: `rows` may be views of the shared store.
-        task = replace(task, block=replace(task.block, rows=rows))
+        # The task came without its slices: `slices` may be views of the shared store.
+        task = replace(task, block=replace(task.block, slices=slices))
         # The worker module keeps the compiled stages of a file, by its key.
         return worker.run(self._files[name], task, shared)
 

@@ -47,8 +47,8 @@ class BlockSize:
 
     def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
         stage = a_round.local
-        rows = [v for v in stage.inputs if v.partitioned]
-        size = sum(map(_bytes, (*rows, *stage.outputs)))
+        own = [v for v in stage.inputs if v.partitioned]
+        size = sum(map(_bytes, (*own, *stage.outputs)))
         sent = sum(_bytes(reduce.result) for reduce in a_round.partials)
         # Without a lower bound on bytes, scalars for each group would make blocks of
         # millions, whose Python objects take far more memory than their values.

@@ -26,20 +26,20 @@ LoadedBlock = tuple[Block, dict[int, str]]
 
 
 def blocks_of_groups(
-    rows: list[Any], alive: np.ndarray, size: int, start: int = 0
+    slices: list[Any], alive: np.ndarray, size: int, start: int = 0
 ) -> Iterator[LoadedBlock]:
     """Blocks of consecutive groups, and why groups in them cannot take part.
 
     Args:
-      rows: The partitioned inputs of a stage: `Lazy`, or stacks of the rows of as many
-        groups as `alive` tells of.
+      slices: The partitioned inputs of a stage: `Lazy`, or arrays with the slices of c
+        groups along axis 0.
       alive: Which groups take part, bool `[c]`.
       size: The number of groups of a block.
       start: The index of the first group.
     """
     # Several inputs may come from one source, as leaves of a pytree: it is read once.
     sources = list(
-        {id(x.source): x.source for x in rows if isinstance(x, Lazy)}.values()
+        {id(x.source): x.source for x in slices if isinstance(x, Lazy)}.values()
     )
     items = [source.between(start, start + len(alive)) for source in sources]
     for low in range(0, len(alive), size):
@@ -54,7 +54,7 @@ def blocks_of_groups(
         known = {g: why for g, why in failed.items() if valid[g - start - low]}
         valid = valid & ~np.isin(groups, list(failed))
         arrays = []
-        for x in rows:
+        for x in slices:
             if isinstance(x, Lazy):
                 leaves = read[sources.index(x.source)]
                 arrays.append(_stack(x, leaves, valid))
@@ -67,11 +67,19 @@ def blocks_of_groups(
 
 
 def block_of_pairs(
-    rows: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]
+    pairs: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]
 ) -> LoadedBlock:
-    """A block of pairs of a group index and its row of one argument."""
+    """A block from pairs of a group index and the group's slice of one argument.
+
+    Args:
+      pairs: The pairs.
+      lazy: The partitioned inputs of the stage, all of which that argument has.
+
+    Raises:
+      DrjaxValueError: An index is out of range.
+    """
     leaves, n = [], lazy[0].n
-    for group, item in rows:
+    for group, item in pairs:
         # Pipelines of users make these numbers, so they are checked here.
         if not 0 <= group < n:
             raise DrjaxValueError(f"The plan has groups 0 to {n - 1}, got {group}.")
@@ -80,18 +88,24 @@ def block_of_pairs(
         except DrjaxError as error:
             leaves.append((group, error))
     failed = {g: str(e) for g, e in leaves if isinstance(e, Exception)}
-    groups = np.array([g for g, _ in rows], np.int32)
+    groups = np.array([g for g, _ in pairs], np.int32)
     valid = ~np.isin(groups, list(failed))
     return Block(groups, valid, [_stack(x, leaves, valid) for x in lazy]), failed
 
 
 def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
-    slices = [
-        x.row(part) if ok else None for (_, part), ok in zip(leaves, valid, strict=True)
-    ]
+    """The slices of some groups as one array; masked groups have another's slice.
+
+    Args:
+      x: The partitioned value.
+      leaves: Pairs of a group index and the group's leaves, or why it has none.
+      valid: Which of the groups take part.
+    """
+    pairs = zip(leaves, valid, strict=True)
+    slices = [x.slice_of(part) if ok else None for (_, part), ok in pairs]
     # A masked slot needs some slice of the right shape; another group's is free of
     # surprises such as a division by zero.
-    example = next((row for row in slices if row is not None), None)
+    example = next((part for part in slices if part is not None), None)
     if example is None:
         return np.zeros(len(slices))  # no group takes part
-    return np.stack([example if row is None else row for row in slices])
+    return np.stack([example if part is None else part for part in slices])

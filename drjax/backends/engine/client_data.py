@@ -24,18 +24,20 @@ from drjax._errors import DrjaxTypeError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._plan_file import pytrees
 from drjax.backends.engine import wire_format
-from drjax.backends.engine.messages import Block, File, Task
+from drjax.backends.engine.job import Job
+from drjax.backends.engine.messages import Block, Task
 from drjax.backends.engine.protocols import StageCall
-from drjax.backends.engine.wire_format import Job
 from drjax.backends.groups import Lazy, as_array
 
 
 class Requests:
-    """The requests to the workers in one run of a stage."""
+    """The requests to the workers in one run of a stage, one for each group."""
 
     def __init__(self, call: StageCall):
-        self._call = call
-        lazy = [x for x in call.rows if isinstance(x, Lazy)]
+        # A worker has one group, and the driver combines their partial reductions.
+        job = replace(call.job, ops=(), size=1)
+        self._job = np.frombuffer(job.to_bytes(), np.uint8)
+        lazy = [x for x in call.slices if isinstance(x, Lazy)]
         values, tree = [], None
         if lazy:
             values, tree = lazy[0].source.values, lazy[0].source.node
@@ -50,37 +52,33 @@ class Requests:
             "wide": bool(lazy) and lazy[0].source.wide,
             "rows": [
                 (x.leaf, list(x.steps)) if isinstance(x, Lazy) else None
-                for x in call.rows
+                for x in call.slices
             ],
             "names": [v.name for v in values],
             "types": [f"{v.dtype}{[*v.shape]}" for v in values],
         }
 
-    def to_bytes(self, task: Task, file: File, shared: list[np.ndarray]) -> bytes:
-        """A block of one group, for `answer`."""
-        call, block = self._call, task.block
-        # One group, no operations to combine, and only this stage's global inputs.
-        job = Job(
-            file, task.stage, call.location, (), 1, task.check_nans, task.drop, shared
-        )
-        pairs = zip(self._header["rows"], block.rows, strict=True)
-        rows = [x for origin, x in pairs if origin is None]
-        code = np.frombuffer(job.to_bytes(), np.uint8)
+    def to_bytes(self, task: Task) -> bytes:
+        """The request for a task, whose block is one group; for `answer`."""
+        block = task.block
+        pairs = zip(self._header["rows"], block.slices, strict=True)
+        # The worker has the others.
+        slices = [x for origin, x in pairs if origin is None]
         return wire_format.to_bytes(
-            self._header, [code, block.groups, block.valid, *rows]
+            self._header, [self._job, block.groups, block.valid, *slices]
         )
 
 
 def answer(request: bytes, load: Callable[[], Any]) -> bytes:
     """The answer of a worker; `load` returns the group's slice of the argument."""
-    header, (code, groups, valid, *rows) = wire_format.from_bytes(request)
-    block, failed, sent = Block(groups, valid, rows), {}, iter(rows)
+    header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
+    block, failed, sent = Block(groups, valid, slices), {}, iter(slices)
     try:
         # A stage may need none of the client's data: then it is not even loaded.
         own = _own(load(), header) if header["tree"] is not None else []
         block = replace(
             block,
-            rows=[
+            slices=[
                 next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
                 for origin in header["rows"]
             ],
@@ -89,13 +87,13 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
     except Exception as error:
         failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
         block = block.without(valid)
-    job = Job.from_bytes(code.tobytes())
+    job = Job.from_bytes(job_bytes.tobytes())
     # The server does not decide what code a client's process may call.
     job = replace(job, file=replace(job.file, custom_calls=()))
     # With the group masked out it does not run, and only the failure is answered.
     done = job.run(block, failed)
     # The server refuses such plans as well; the client does not rely on that.
-    if done.rows:
+    if done.slices:
         raise ValueError(
             "The stage would return a group's own slices, which stay with their client."
         )

@@ -30,9 +30,9 @@ import numpy as np
 from drjax.backends.engine import temporary_folders, wire_format
 from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.backends.engine.combine import Totals
+from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.engine.protocols import Results, StageCall
-from drjax.backends.engine.wire_format import Job
 from drjax.backends.groups import Lazy
 
 
@@ -100,8 +100,8 @@ class StageRun:
         name = f"{self.folder}/rows-{start:012}"
         _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
         arrays = iter(stacks)
-        rows = [next(arrays) if x is None else x for x in self.lazy]
-        yield from blocks_of_groups(rows, alive, self.size, start)
+        slices = [next(arrays) if x is None else x for x in self.lazy]
+        yield from blocks_of_groups(slices, alive, self.size, start)
 
     def report(self, block: Block, result: BlockResult) -> None:
         """Report the result of a block to the driver."""
@@ -160,12 +160,14 @@ class FileExchange:
         self._files.make(folder)
         run = None
         try:
-            self._files.write(f"{folder}/job", Job.of(call).to_bytes())
+            self._files.write(f"{folder}/job", call.job.to_bytes())
             starts, failed = self._write(call, folder)
             # Groups that could not be read fail now, before any worker is started.
             yield _EMPTY_BLOCK, BlockResult([], [], failed, 0, 0.0)
-            lazy = [x if _readable_by_workers(x) else None for x in call.rows]
-            stage_run = StageRun(self._files, folder, call.ops, starts, lazy, call.size)
+            lazy = [x if _readable_by_workers(x) else None for x in call.slices]
+            stage_run = StageRun(
+                self._files, folder, call.job.ops, starts, lazy, call.job.size
+            )
             seen: set[str] = set()
             reported = 0
             # The whole run again: there is no way to ask workers for one block.
@@ -206,10 +208,10 @@ class FileExchange:
         take part.
         """
         starts, failed = [], {}
-        others = [x for x in call.rows if not _readable_by_workers(x)]
+        others = [x for x in call.slices if not _readable_by_workers(x)]
         bounds = {
             b
-            for x in call.rows
+            for x in call.slices
             if _readable_by_workers(x)
             for b in x.source.groups.bounds()
         }
@@ -226,10 +228,10 @@ class FileExchange:
                 for i, j in itertools.pairwise(edges)
             )
         else:
-            parts = blocks_of_groups(others, call.alive, call.size)
+            parts = blocks_of_groups(others, call.alive, call.job.size)
         for block, why in parts:
             start = int(block.groups[0])
-            data = wire_format.to_bytes({}, [block.valid, *block.rows])
+            data = wire_format.to_bytes({}, [block.valid, *block.slices])
             self._files.write(f"{folder}/rows-{start:012}", data)
             starts.append(start)
             failed.update(why)

@@ -46,12 +46,12 @@ class Block:
     Attributes:
       groups: The group indices, int32 `[c]`.
       valid: Which of them take part, bool `[c]`.
-      rows: The slices of each partitioned input of the stage, `[c, ...]`.
+      slices: Those of each partitioned input of the stage, `[c, ...]`.
     """
 
     groups: np.ndarray
     valid: np.ndarray
-    rows: list[np.ndarray]
+    slices: list[np.ndarray]
 
     def without(self, out: np.ndarray) -> "Block":
         """The block without the groups for which `out`, bool `[c]`, is true."""
@@ -70,7 +70,7 @@ class Block:
 
     def _only(self, chosen: np.ndarray) -> "Block":
         return Block(
-            self.groups[chosen], self.valid[chosen], [x[chosen] for x in self.rows]
+            self.groups[chosen], self.valid[chosen], [x[chosen] for x in self.slices]
         )
 
     def padded(self, size: int) -> "Block":
@@ -85,7 +85,7 @@ class Block:
         # A real group's slices, as zeros could make a group's work loop for ever or
         # raise.
         index[~valid] = np.flatnonzero(self.valid)[0]
-        return Block(self.groups[index], valid, [x[index] for x in self.rows])
+        return Block(self.groups[index], valid, [x[index] for x in self.slices])
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class BlockResult:
     Attributes:
       partials: For each reduction but gathers the partial reduction over the block;
         None if no group takes part.
-      rows: The slices of each group that are needed later, `[c, ...]`.
+      slices: Those of each output that is read later, `[c, ...]`.
       failed: Why groups failed, by index. Unless they are dropped, there are no other
         results.
       pid: The worker's process.
@@ -127,7 +127,7 @@ class BlockResult:
     """
 
     partials: Sequence[np.ndarray | None]
-    rows: list[np.ndarray]
+    slices: list[np.ndarray]
     failed: dict[int, str]
     pid: int
     seconds: float
@@ -161,7 +161,7 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
                 yield from rounds_of(body)
 
 
-def rows_of(plan: Plan, a_round: Round) -> list[Value]:
+def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
     """The outputs of a round's groups that its batched function returns as slices."""
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()

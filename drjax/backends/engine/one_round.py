@@ -1,38 +1,49 @@
 """A plan of one round in two halves: the groups' stage, the server's work on totals.
 
 Input: a plan and its arguments but for the groups' own, which the caller has. Output:
-the `StageCall` of the round, and a function from totals to the results of the planned
-function.
+the stage of the groups, as a `Job`, and a function from its totals to the results of
+the planned function. For pipelines of users, which run the job and combine its partial
+reductions themselves.
 
-Both halves are runs of the driver itself on engines that run nothing: the first records
-the call and stops, the second replays totals that are known. So every rule of the
-driver holds for pipelines of users, too.
+Invariants: both halves are those of the driver: server stages are the exported ones,
+totals are finished by `combine`, and `min_groups` holds.
 
-Sharp edges: the recording engine leaves the driver by a `BaseException`, so that no
-handler for failures of groups takes it.
+Sharp edges: totals do not tell which groups they are of, only of how many.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
-
 from drjax._errors import DrjaxTypeError, DrjaxValueError, EngineError
-from drjax._plan_file.load import plan_from_bytes
-from drjax.backends.engine.combine import Totals
-from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.messages import Block, BlockResult, File
+from drjax.backends._interpret_plan import Environment
+from drjax.backends.engine.block_size import BlockSize
+from drjax.backends.engine.combine import Totals, result
+from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
+from drjax.backends.engine.job import Job
+from drjax.backends.engine.messages import File
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.protocols import Results, StageCall
-from drjax.backends.groups import Groups, Lazy, flat_rows
-from drjax.plan import Plan
+from drjax.backends.engine.stage_results import check_survivors
+from drjax.backends.groups import Groups, Lazy, flat_slices
+from drjax.plan import Plan, Round
+
+
+@dataclass(frozen=True)
+class GroupsStage:
+    """The stage of the groups, for a pipeline.
+
+    Attributes:
+      job: What workers run.
+      lazy: Its partitioned inputs, which take a group's slices from its data.
+    """
+
+    job: Job
+    lazy: list[Lazy]
 
 
 def split(
     plan: Plan, args: Sequence[Any], options: EngineOptions
-) -> "tuple[StageCall, ResultsFromTotals]":
+) -> "tuple[GroupsStage, ResultsFromTotals]":
     """The groups' stage, and the function from its totals to the results.
 
     Args:
@@ -45,8 +56,33 @@ def split(
     """
     if sum(x is ... for x in args) != 1:
         raise DrjaxTypeError(
-            f"One argument of {plan.name} must be ...: that whose rows the groups have."
+            f"One argument of {plan.name} must be ...: that whose slices the groups "
+            "have."
         )
+    _check_one_round(plan)
+    executable = ExecutablePlan(plan)
+    (a_round,) = executable.plan.rounds
+    # Wide plans have 64-bit arguments, whatever JAX is set to here.
+    with executable.precision():
+        env = _inputs_of_groups(executable, a_round, args)
+        lazy = env.read(v for v in a_round.local.inputs if v.partitioned)
+        if not lazy or not all(isinstance(x, Lazy) for x in lazy):
+            raise DrjaxTypeError(
+                f"All partitioned values of {plan.name} must be in the argument ..., "
+                "and its groups must use it: put them into one tuple."
+            )
+        # One worker: how many a pipeline has is not known.
+        size = BlockSize(a_round, plan.size, 1, options.timeout).value
+        size = options.block_size or size
+        job = executable.job(a_round, env, "1", size, options)
+    # Only global values: the groups' data is with the pipeline.
+    later = (*executable.plan.server.inputs, *executable.plan.outputs)
+    values = {v.name: env[v] for v in later if v in env and not v.partitioned}
+    return GroupsStage(job, lazy), ResultsFromTotals(executable.file, values, options)
+
+
+def _check_one_round(plan: Plan) -> None:
+    """Refuse a plan whose groups work more than once, or return their slices."""
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
         reduces = [] if first.loops or others else first.reduces
@@ -56,81 +92,56 @@ def split(
             f"Only plans of one round, without loops and with reduced results alone, "
             f"can be split; {plan.name} is another. Use the engine's compile."
         )
+
+
+def _inputs_of_groups(
+    executable: ExecutablePlan, a_round: Round, args: Sequence[Any]
+) -> Environment:
+    """The values of a plan when the groups of its first round begin."""
+    plan, env = executable.plan, Environment()
     # An empty `Groups` has the place of the data, and is never read.
     with_groups = tuple([Groups([]) if x is ... else x for x in args])
-    engine = _RecordingEngine()
-    runner = Runner(plan, engine, options)
-    with jax.enable_x64(runner.file.x64):
-        # Wide plans have 64-bit arguments, whatever JAX is set to here.
-        flat = flat_rows(plan, with_groups, {})
-    try:
-        runner.call_flat(flat)
-    except _Recorded:
-        pass
-    rows = engine.call.rows
-    if not rows or not all(isinstance(x, Lazy) for x in rows):
-        raise DrjaxTypeError(
-            f"All partitioned values of {plan.name} must be in the argument ..., and "
-            "its groups must use it: put them into one tuple."
-        )
-    return engine.call, ResultsFromTotals(runner.file, flat, options)
+    env.write(plan.inputs, flat_slices(plan, with_groups, {}))
+    executable.run_server(a_round.server, env)
+    for whole, slices in a_round.scatter:
+        env[slices] = scatter(slices, env[whole])
+    return env
 
 
 class ResultsFromTotals:
-    """From totals to results of the planned function; can be pickled."""
+    """From totals to results of the planned function; can be pickled.
 
-    def __init__(self, file: File, inputs: list, options: EngineOptions):
-        self.file, self.inputs, self.options = file, inputs, options
+    Args:
+      file: The plan file.
+      values: The global values that the last server stage reads, or the plan returns,
+        but for the reduced ones, by name.
+      options: How the plan runs.
+    """
+
+    def __init__(self, file: File, values: dict[str, Any], options: EngineOptions):
+        self.file, self.values, self.options = file, values, options
 
     def __call__(self, totals: Totals) -> Any:
-        """`totals`: the stage's partial reductions, and the number of groups."""
+        """The results.
+
+        Args:
+          totals: The stage's partial reductions over all groups, then the number of
+            groups.
+
+        Raises:
+          EngineError: They are of other than n groups, or of too few.
+        """
         *partials, count = totals
-        n = 0 if count is None else int(count)
-        with jax.enable_x64(self.file.x64):
-            calls = self.file.custom_calls
-            plan = plan_from_bytes(
-                Path("plan.drjax"), self.file.data, custom_calls=calls
-            )
+        n, executable = int(count or 0), ExecutablePlan.from_file(self.file)
+        plan = executable.plan
         # A pipeline has as many groups as it has; the plan was made for n.
-        if self.options.on_error == "raise" and n != plan.size:
+        if n > plan.size or (self.options.on_error == "raise" and n != plan.size):
             raise EngineError(f"The plan is for {plan.size} groups, got {n}.")
-        runner = Runner(plan, _ReplayEngine(partials, n), self.options)
-        return runner.call_flat(self.inputs)
-
-
-class _Recorded(BaseException):
-    pass
-
-
-class _Engine:
-    workers = 1
-
-    def open(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _RecordingEngine(_Engine):
-    """Records the stage that it is called with, and ends the call."""
-
-    call: StageCall
-
-    def results(self, call: StageCall) -> Results:
-        self.call = call
-        raise _Recorded
-        yield
-
-
-class _ReplayEngine(_Engine):
-    """Yields totals that are known."""
-
-    def __init__(self, partials: Totals, count: int):
-        self.partials, self.count = partials, count
-
-    def results(self, call: StageCall) -> Results:
-        # Which groups they were is not known, and only their number matters.
-        groups = np.arange(self.count, dtype=np.int32)
-        block = Block(groups, np.ones(self.count, bool), [])
-        yield block, BlockResult([*self.partials], [], {}, 0, 0.0)
+        (a_round,) = plan.rounds
+        check_survivors(plan, "1", a_round.local, n, self.options.min_groups)
+        env = Environment().updated(self.values)
+        with executable.precision():
+            for reduce, total in zip(a_round.partials, partials, strict=True):
+                env[reduce.result] = result(reduce, total, n)
+            executable.run_server(plan.server, env)
+            return executable.results(env.read(plan.outputs))

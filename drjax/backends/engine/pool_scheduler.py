@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
-from drjax.backends.engine.messages import Block, BlockResult, Task
+from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.engine.protocols import Lost, Pool, Results, StageCall
 
 
@@ -70,10 +70,11 @@ class _BlockState:
 def results(pool: Pool, call: StageCall) -> Results:
     """`Engine.results` of an engine that is a pool: each block, in order."""
     # The plan file is shared once for a generation of workers, not once for a stage.
-    key = f"{call.file.key} {pool.generation}"
+    key = f"{call.job.file.key} {pool.generation}"
     if key not in call.cache:
-        call.cache[key] = pool.share(call.file)
-    yield from _Scheduler(pool, call, call.cache[key], pool.share(call.shared)).run()
+        call.cache[key] = pool.share(call.job.file)
+    shared = pool.share(call.job.shared)
+    yield from _Scheduler(pool, call, call.cache[key], shared).run()
 
 
 class _Scheduler:
@@ -98,8 +99,9 @@ class _Scheduler:
 
     def run(self) -> Results:
         call = self.call
+        loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
         try:
-            yield from self._run(blocks_of_groups(call.rows, call.alive, call.size))
+            yield from self._run(loaded)
         finally:
             # The caller may have stopped early, as after a group that failed.
             for handle in self._in_flight:
@@ -146,14 +148,7 @@ class _Scheduler:
 
     def _send(self, state: _BlockState) -> None:
         options, block = self.options, state.search or state.block
-        task = Task(
-            self.call.stage,
-            block,
-            self.call.size,
-            options.check_nans,
-            options.on_error == "drop",
-            search=state.search is not None,
-        )
+        task = self.call.job.task(block, search=state.search is not None)
         state.task_number = task.number
         if options.timeout is not None:
             # A search may take as long as halving the block down to one group.

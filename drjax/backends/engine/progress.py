@@ -60,17 +60,17 @@ class Report:
         self.seconds = time.perf_counter() - self._began
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
+        lines: list[tuple[str, ...]] = [
             ("round", "stage", "groups", "blocks", "seconds")
         ]
         for stage in self.stages:
             # The last field is rounded; the others are printed as they are.
             *fields, seconds = dataclasses.astuple(stage)
-            rows.append((*map(str, fields), f"{seconds:.3f}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines.append((*map(str, fields), f"{seconds:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
-            "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+            "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
         ]
         blocks = ", ".join(f"{pid}: {n}" for pid, n in sorted(self.workers.items()))
         text.append(

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drjax.backends.engine.messages import Block, BlockResult, File, Task, WorkerState
+from drjax.backends.engine.job import Job
+from drjax.backends.engine.messages import Block, BlockResult, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
 
 
@@ -28,27 +29,17 @@ class StageCall:
     """One run of a stage of the groups: what the driver asks of an engine.
 
     Attributes:
-      file: The plan file.
-      stage: The index of the stage in `rounds_of`.
-      location: Round and stage, for errors.
-      ops: The operation of each of its partial reductions: sum, mean, max or min.
-      shared: Its global inputs.
-      rows: Its partitioned inputs: stacks of slices along axis 0, or `Lazy`.
+      job: The stage, with everything but the groups; what workers get.
+      slices: Its partitioned inputs: arrays with slices along axis 0, or `Lazy`.
       alive: Which groups take part, bool `[n]`.
-      size: How many groups a worker works on at once.
       options: The engine's options.
       lost: To be called with the reason whenever work is lost and tried again.
       cache: Kept by the engine between calls of the same `Runner`.
     """
 
-    file: File
-    stage: int
-    location: str
-    ops: tuple[str, ...]
-    shared: list[np.ndarray]
-    rows: list[Any]
+    job: Job
+    slices: list[Any]
     alive: np.ndarray
-    size: int
     options: EngineOptions
     lost: Callable[[str], None]
     cache: dict[str, Any]

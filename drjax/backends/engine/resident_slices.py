@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-_OLD = 16  # runs of a stage after which rows that none of them has used may go
+_OLD = 16  # runs of a stage after which slices that none of them has used may go
 
 
 @dataclass
 class _Entry:
     reference: Any
-    rows: list[np.ndarray]
+    slices: list[np.ndarray]
     size: int
     used: int
 
@@ -51,17 +51,18 @@ class ResidentSlices:
         """A stage begins to run."""
         self._runs += 1
 
-    def reference(self, key: Hashable, rows: list[np.ndarray]) -> Any:
+    def reference(self, key: Hashable, slices: list[np.ndarray]) -> Any:
         """The reference to the slices of a block; `key`: which block it is."""
         entry = self._entries.get(key)
         if entry is not None:
             # Compared in full: hashing would be slower than comparing, and an identity
             # check would miss a change in place.
-            if len(entry.rows) == len(rows) and all(map(_same, entry.rows, rows)):
+            stored = entry.slices
+            if len(stored) == len(slices) and all(map(_same, stored, slices)):
                 entry.used = self._runs
                 return entry.reference
             self._remove(key)
-        reference, size = self._put(rows), sum(x.nbytes for x in rows)
+        reference, size = self._put(slices), sum(x.nbytes for x in slices)
         # Old entries go only when there is no room: a plan may run stages in turn.
         if self._size + size > self._limit:
             for other, entry in [*self._entries.items()]:

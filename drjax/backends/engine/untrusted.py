@@ -68,7 +68,7 @@ def partials_of(file: File) -> list[list[Partial]]:
         planned = []
         for _, a_round in rounds_of(plan):
             forms, reduces = a_round.local.forms, a_round.partials
-            avals: Sequence[Any] = ()  # of the partial results, then of rows
+            avals: Sequence[Any] = ()  # of the partial results, then of slices
             if reduces:
                 avals = forms.batched.function.out_avals[: len(reduces)]
             planned.append(

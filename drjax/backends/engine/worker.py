@@ -108,7 +108,7 @@ class LoadedPlan:
     def _batch(self, task: Task, stage: Stage, block: Block, shared) -> list:
         # One shape for all blocks, so that XLA compiles the stage once.
         padded = block.padded(task.size)
-        args = _inputs(stage, shared, padded.rows)
+        args = _inputs(stage, shared, padded.slices)
         call = self._call(task.stage, batch=True)
         # On the host here, so that an error of the device is raised in this block.
         return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
@@ -143,7 +143,7 @@ class LoadedPlan:
         # The per-group function: an error in it has one possible cause.
         call, failures = self._call(task.stage, batch=False), {}
         for i in suspects:
-            args = _inputs(stage, shared, [x[i] for x in block.rows])
+            args = _inputs(stage, shared, [x[i] for x in block.slices])
             group = block.groups[i]
             try:
                 outs = [np.asarray(y) for y in call(group, *args)]
@@ -167,7 +167,7 @@ class LoadedPlan:
         with jax.enable_x64(self.file.x64):
             call, compiled = self._call(task.stage, batch=False), None
             for i in np.flatnonzero(block.valid):
-                args = _inputs(stage, shared, [x[i] for x in block.rows])
+                args = _inputs(stage, shared, [x[i] for x in block.slices])
                 # `call` is partial over the stage's constants: `lower` needs them too.
                 args = *call.args, block.groups[i], *args
                 with suppress(Exception):  # `run` tells of what fails
@@ -188,9 +188,10 @@ class LoadedPlan:
         return self._compiled[index, batch]
 
 
-def _inputs(stage: Stage, shared: list, rows: list) -> list:
-    shared_, rows_ = iter(shared), iter(rows)
-    return [next(rows_ if v.partitioned else shared_) for v in stage.inputs]
+def _inputs(stage: Stage, shared: list, slices: list) -> list:
+    """The inputs of a stage, in order, from its global and its partitioned ones."""
+    shared_, slices_ = iter(shared), iter(slices)
+    return [next(slices_ if v.partitioned else shared_) for v in stage.inputs]
 
 
 def _nans(outs: list, block: Block, partials: int) -> bool:

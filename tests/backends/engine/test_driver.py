@@ -1,7 +1,8 @@
 """The engines' core, with blocks that run in this process.
 
 Covers: drjax.backends.engine.driver, drjax._plan_file.export_plan,
-drjax.backends.engine.pool_scheduler,
+drjax.backends.engine.executable_plan, drjax.backends.engine.stage_results,
+drjax.backends.engine.job, drjax.backends.engine.pool_scheduler,
 drjax.backends.engine.protocols, drjax.backends.engine.blocks_of_groups,
 drjax.backends.engine.combine, drjax.backends.engine.options,
 drjax.backends.engine.progress, drjax.backends.groups, drjax.backends.in_process.

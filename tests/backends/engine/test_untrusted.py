@@ -85,7 +85,7 @@ def test_an_honest_reply():
     for found, value in zip(done.partials, VALUES, strict=True):
         assert found is not None and found.dtype == value.dtype
         np.testing.assert_array_equal(found, value)
-    assert (done.rows, done.failed, done.pid, done.seconds) == ([], {}, 7, 0.5)
+    assert (done.slices, done.failed, done.pid, done.seconds) == ([], {}, 7, 0.5)
 
 
 def test_an_honest_failure():
@@ -214,7 +214,7 @@ def test_what_is_checked_is_what_stages_give():
 
     class Checking(in_process.InProcess):
         def results(self, call):
-            wanted = untrusted.partials_of(call.file)[call.stage]
+            wanted = untrusted.partials_of(call.job.file)[call.job.stage]
             for block, done in super().results(call):
                 data = wire_format.result_to_bytes(block, done)
                 group = int(block.groups[0])
@@ -272,7 +272,7 @@ def test_random_changes_of_a_reply():
             assert str(error)
             refused += 1
             continue
-        assert set(done.failed) <= {GROUP} and done.rows == []
+        assert set(done.failed) <= {GROUP} and done.slices == []
         for found, wanted in zip(done.partials, PARTIALS, strict=not done.failed):
             assert (
                 found is not None

@@ -1,0 +1,100 @@
+"""The stage that workers run, with everything but the groups.
+
+Input: a plan file, the index of a stage in it, its global inputs, and what to do when a
+group fails. Output: of `Job.run` the result of a block, in a process that shares no
+memory with the driver; of `Job.task` a `Task` for a pool, whose workers get file and
+global inputs apart from it.
+
+Invariants: a job can be pickled, and written as bytes without pickle.
+
+Sharp edges: keys of the header that `to_bytes` writes are a format that other releases
+of drjax read: "where" is the location.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from drjax.backends.engine import wire_format, worker
+from drjax.backends.engine.messages import Block, BlockResult, File, Task
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a stage of the groups, the same for all of its blocks.
+
+    Attributes:
+      file: The plan file.
+      stage: The index of the stage in `rounds_of`.
+      location: Round and stage, for errors.
+      ops: The operation of each of its partial reductions: sum, mean, max or min.
+      size: How many groups a worker works on at once.
+      check_nans: Whether a group that yields a NaN has failed.
+      drop: Whether to go on without groups that fail.
+      shared: Its global inputs.
+    """
+
+    file: File
+    stage: int
+    location: str
+    ops: tuple[str, ...]
+    size: int
+    check_nans: bool
+    drop: bool
+    shared: list[np.ndarray]
+
+    def task(self, block: Block, search: bool = False) -> Task:
+        """The task of a worker that has this block; `search`: see `Task`."""
+        return Task(
+            self.stage, block, self.size, self.check_nans, self.drop, search=search
+        )
+
+    def run(self, block: Block, failed: dict[int, str]) -> BlockResult:
+        """Run a block in this process.
+
+        Args:
+          block: The block.
+          failed: Why groups in it cannot take part, by index.
+        """
+        result = BlockResult([], [], {}, 0, 0.0)
+        if block.valid.any():
+            try:
+                result = worker.run(self.file, self.task(block), self.shared)
+            except Exception as error:
+                raise RuntimeError(
+                    f"The groups' work failed in {self.location}, in a block from "
+                    f"group {block.groups[0]} on: {type(error).__name__}: {error}"
+                ) from error
+        # Groups that could not be read failed before the stage began.
+        result.failed.update(failed)
+        return result
+
+    def to_bytes(self) -> bytes:
+        """The job as a file."""
+        header = {
+            "stage": self.stage,
+            "where": self.location,
+            "ops": self.ops,
+            "size": self.size,
+            "check_nans": self.check_nans,
+            "drop": self.drop,
+            "key": self.file.key,
+            "x64": self.file.x64,
+            "custom_calls": self.file.custom_calls,
+        }
+        # The plan file is one more array, of bytes.
+        data = np.frombuffer(self.file.data, np.uint8)
+        return wire_format.to_bytes(header, [data, *self.shared])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Job":
+        """The job that `to_bytes` wrote."""
+        header, (plan, *shared) = wire_format.from_bytes(data)
+        file = File(
+            plan.tobytes(),
+            header.pop("key"),
+            header.pop("x64"),
+            tuple(header.pop("custom_calls")),
+        )
+        ops, location = tuple(header.pop("ops")), header.pop("where")
+        return cls(file, ops=ops, location=location, shared=shared, **header)

@@ -1,0 +1,99 @@
+"""What the blocks of one stage have returned so far, combined on the driver.
+
+Input: blocks with their `BlockResult`s, in any order. Output: the reduced values of the
+round, and the slices that later rounds read.
+
+Invariants: a group counts once, and not at all once it was dropped. Slices of groups
+without a result are NaN, or zero if they are no floats.
+
+Sharp edges: `finish` may be called once, when all blocks are in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from drjax._errors import EngineError
+from drjax.backends.engine.combine import Totals, add, result
+from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.groups import empty_slices
+from drjax.plan import Plan, Round, Stage, Value
+
+
+class StageResults:
+    """The partial reductions, slices and times of a stage's blocks.
+
+    Args:
+      a_round: The round of the stage.
+      kept: The outputs of the stage that blocks return as slices.
+      n: The number of groups.
+      block_size: The number of groups in a full block.
+
+    Attributes:
+      groups: How many groups took part to the end.
+      blocks: How many blocks a worker has done.
+      full_blocks: The results of full blocks without their arrays, for their times.
+    """
+
+    def __init__(self, a_round: Round, kept: Sequence[Value], n: int, block_size: int):
+        self._reduces = a_round.partials
+        self._ops = [reduce.op for reduce in self._reduces]
+        self._totals: Totals = [None] * len(self._ops)
+        self._slices = [empty_slices(value, n) for value in kept]
+        self._block_size = block_size
+        self.groups = self.blocks = 0
+        self.full_blocks: list[BlockResult] = []
+
+    def add(self, block: Block, block_result: BlockResult, alive: np.ndarray) -> None:
+        """Add the result of a block; `alive`: which groups take part, bool `[n]`."""
+        # A group that failed in this very block is not alive any more.
+        good = block.valid & alive[block.groups]
+        if good.any():
+            self.groups += int(good.sum())
+            for stack, slices in zip(self._slices, block_result.slices, strict=True):
+                stack[block.groups[good]] = slices[good]
+        if block_result.partials:
+            self._totals = add(self._ops, self._totals, block_result.partials)
+        # Totals of an engine and groups that could not be read come without a process.
+        if not block_result.pid:
+            return
+        self.blocks += 1
+        # A shorter last block says nothing of the time of the others.
+        if len(block.groups) == self._block_size:
+            self.full_blocks.append(replace(block_result, partials=[], slices=[]))
+
+    def finish(self) -> list[np.ndarray]:
+        """The reduced values, then all groups' slices of each kept output."""
+        reduced = [
+            result(reduce, total, self.groups)
+            for reduce, total in zip(self._reduces, self._totals, strict=True)
+        ]
+        return [*reduced, *self._slices]
+
+
+def stage_error(
+    plan: Plan, location: str, stage: Stage, why: str, group: int | None = None
+) -> EngineError:
+    """The error of a stage; `group`: the index of the group that caused it."""
+    who = "The groups' work" if group is None else f"Group {group}"
+    return EngineError(
+        f"{who} failed in round {location} of {plan.name}, in "
+        f"{stage.name}: {why.rstrip('.')}.",
+        location,
+        stage.name,
+        group,
+    )
+
+
+def check_survivors(
+    plan: Plan, location: str, stage: Stage, groups: int, min_groups: int
+) -> None:
+    """Check that enough groups took part in a stage to the end.
+
+    Raises:
+      EngineError: They are fewer than `min_groups`.
+    """
+    if groups < min_groups:
+        why = f"{groups} of {plan.size} groups survive, but min_groups={min_groups}"
+        raise stage_error(plan, location, stage, why)
