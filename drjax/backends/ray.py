@@ -5,8 +5,8 @@ plan's file once and compiles each stage once.
 
 Invariants: an actor that dies is replaced, and its blocks go to others. Ray that was
 started here is shut down when the last `Actors` closes; Ray that ran before is left
-alone. Ray is used through `_live`, which raises once the raylet has ended: any other
-use would end the driver.
+alone. Ray is used through `_Connection.live`, which raises once the raylet has ended:
+any other use would end the driver.
 
 Sharp edges: slices stay in Ray's object store until the workers are closed, in up to a
 quarter of it. A canceled task can block an actor, so tasks are skipped, never canceled.
@@ -16,7 +16,7 @@ A task at work when a call fails goes on to its end.
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import BlockResult, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.placement import Placement
 from drjax.backends.engine.process_exit import ListeningProcess
 from drjax.backends.engine.protocols import Lost, Results, StageCall
 from drjax.backends.engine.resident_slices import ResidentSlices
@@ -88,40 +89,33 @@ def compile(
     return Runner(plan, Actors(workers, address, ray_options), checked)
 
 
-class Actors:
-    """Workers as actors: a `drjax.backends.engine.protocols.Pool`.
+class _Connection:
+    """The Ray that a pool uses: one that runs already, or one that is started for it.
 
-    The arguments are those of `compile`.
+    Args:
+      address: That of a Ray cluster, as for `ray.init`.
+      on_end: Called when the raylet has ended by itself, and all actors with it.
+
+    Attributes:
+      module: Ray. For anything that talks to the raylet use `live()` instead.
+      store_bytes: The size of the object store on this machine.
     """
 
-    def __init__(self, workers: int, address: str | None = None, ray_options=None):
-        self.workers, self._address = workers, address
-        self._options: dict[str, Any] = ray_options or {}
-        self._ray = needed("ray", "ray", "drjax.backends.ray")
+    def __init__(self, address: str | None, on_end: Callable[[], None]):
+        self.module = needed("ray", "ray", "drjax.backends.ray")
+        self.store_bytes = 0.0
+        self._address, self._on_end = address, on_end
         self._raylet: ListeningProcess | None = None
-        self._slices: ResidentSlices
-        self._actors: list[Any] = []
-        self._files: dict[Any, set[str]] = {}  # those that each actor has
-        # From the handle of an in-flight task to its actor and its number.
-        self._in_flight: dict[Any, Any] = {}
-        # The same of tasks whose result is not needed.
-        self._abandoned: dict[Any, Any] = {}
-        self.generation = 0
 
-    def open(self) -> None:
-        ray = self._live()
-        # Warm: both the actors and the Ray in which they live.
-        if self._actors and ray.is_initialized():
-            return
-        self._reset()
-        # Objects that were shared with the former actors are gone with them.
-        self.generation += 1
+    def open(self, workers: int) -> None:
+        """Connect to Ray; one that is started has a CPU for each worker."""
+        ray = self.live()
         _open.add(self)
         if not ray.is_initialized():
             ours = self._address is None
             settings = {"address": self._address}
             if ours:  # a machine may have fewer cores than workers
-                cores = max(self.workers, os.cpu_count() or 1)
+                cores = max(workers, os.cpu_count() or 1)
                 settings = {"num_cpus": cores, "include_dashboard": False}
             with warnings.catch_warnings():  # Ray forks, but only to start programs
                 warnings.filterwarnings("ignore", "os.fork")
@@ -129,52 +123,117 @@ class Actors:
             if ours:
                 # Ray that we started is shut down again by the last one to close.
                 _starters.add(self)
-        node_id, store = ray.get_runtime_context().get_node_id(), 0.0
+        node_id = ray.get_runtime_context().get_node_id()
         for node in ray.nodes():
             if node["NodeID"] == node_id:
                 # Ray's client would end this process when the raylet dies.
                 self._raylet = ListeningProcess(node["RayletSocketName"])
-                store = node["Resources"].get("object_store_memory", 0)
-        self._slices = ResidentSlices(self.share, self._get, _RESIDENT * store)
-        self._actors = [self._start() for _ in range(self.workers)]
-        self._started(self._actors)
+                self.store_bytes = node["Resources"].get("object_store_memory", 0)
 
-    def _live(self) -> Any:
-        """Ray, unless it has ended: to use it would then end this process too."""
+    def live(self) -> Any:
+        """Ray, unless it has ended: to use it would then end this process too.
+
+        Raises:
+          EngineError: The raylet has ended. All pools of this process are reset.
+        """
         if self._raylet is not None and self._raylet.ended():
-            for actors in [*_open]:
-                actors._reset()
+            for connection in [*_open]:
+                connection.reset()
+                connection._on_end()
             _open.clear()
             _starters.clear()
-            self._ray.shutdown()
+            self.module.shutdown()
             raise EngineError(
                 "The raylet, Ray's process on this machine, has ended, and the workers "
                 "with it. It was killed, or the machine had too little memory: see "
                 "raylet.out in /tmp/ray/session_latest/logs. The next call starts "
                 "Ray again, unless an address was given to compile."
             )
-        return self._ray
+        return self.module
 
-    def _reset(self) -> None:
-        self._actors, self._in_flight, self._abandoned, self._files = [], {}, {}, {}
-        self._slices = ResidentSlices(self.share, self._get, 0)
+    def wait(
+        self, handles: Sequence[Any], count: int, timeout: float | None
+    ) -> tuple[list, list]:
+        """`(done, not done)`, as soon as `count` are done or the time is over."""
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            # Short waits: only between them can a dead raylet be noticed.
+            look = max(0.0, min(_LOOK, end - time.monotonic()))
+            waited = self.live().wait([*handles], num_returns=count, timeout=look)
+            if len(waited[0]) == count or time.monotonic() >= end:
+                return waited
+
+    def reset(self) -> None:
+        """Watch no raylet."""
+        self.store_bytes = 0.0
         if self._raylet is not None:
             self._raylet.close()
             self._raylet = None
 
+    def close(self) -> None:
+        """Leave Ray, and end it if it was started here and no other pool uses it."""
+        self.reset()
+        _open.discard(self)
+        if _starters and not _open:
+            self.module.shutdown()
+            _starters.clear()
+
+
+# Connections of this process: those that are in use, and those that have started Ray.
+_open, _starters = set[_Connection](), set[_Connection]()
+
+
+class Actors:
+    """Workers as actors: a `drjax.backends.engine.protocols.Pool`.
+
+    The arguments are those of `compile`.
+    """
+
+    def __init__(self, workers: int, address: str | None = None, ray_options=None):
+        self.workers, self.generation = workers, 0
+        self._options: dict[str, Any] = ray_options or {}
+        self._connection = _Connection(address, self._reset)
+        self._ray = self._connection.module
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget all actors and what they have."""
+        self._placement = Placement()
+        self._slices = ResidentSlices(self.share, self._get, 0)
+
+    # -----------------------------------------------------------------------------
+    # Workers
+
+    def open(self) -> None:
+        ray = self._connection.live()
+        # Warm: both the actors and the Ray in which they live.
+        if self._placement.workers and ray.is_initialized():
+            return
+        self._connection.reset()
+        self._reset()
+        # Objects that were shared with the former actors are gone with them.
+        self.generation += 1
+        self._connection.open(self.workers)
+        limit = _RESIDENT * self._connection.store_bytes
+        self._slices = ResidentSlices(self.share, self._get, limit)
+        self._placement = Placement(self._start() for _ in range(self.workers))
+        self._wait_until_started(self._placement.workers)
+
     def _start(self) -> Any:
+        """A new actor, which may not have begun to run."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
         # A second thread in each actor, to answer `state` while `run` runs.
-        kind = self._live().remote(concurrency_groups={"asked": 1})(Worker)
+        groups = {"asked": 1}
+        kind = self._connection.live().remote(concurrency_groups=groups)(Worker)
         # No restarts by Ray: a new actor must be sent the plan file again.
         return kind.options(max_restarts=0, **options).remote()
 
-    def _started(self, actors: list[Any]) -> None:
+    def _wait_until_started(self, actors: list[Any]) -> None:
         ready = [_ask(actor.state) for actor in actors]
         # Ray queues actors for which it has no resources, without an error.
-        if self._wait(ready, len(ready), _START)[1]:
+        if self._connection.wait(ready, len(ready), _START)[1]:
             resources = self._ray.cluster_resources()
             self.close()
             raise EngineError(
@@ -184,58 +243,75 @@ class Actors:
             )
         self._ray.get(ready)
 
-    def _wait(self, handles: Sequence[Any], count: int, timeout: float | None):
-        """What is done when so many are, or after so many seconds; and the others."""
-        end = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            # Short waits: only between them can a dead raylet be noticed.
-            look = max(0.0, min(_LOOK, end - time.monotonic()))
-            waited = self._live().wait([*handles], num_returns=count, timeout=look)
-            if len(waited[0]) == count or time.monotonic() >= end:
-                return waited
+    def _replace(self, actor: Any) -> None:
+        """Start another actor in place of one that is dead or too slow."""
+        if actor not in self._placement.workers:
+            return  # it was replaced already
+        # What is taken for dead may live, and would keep what the next one needs.
+        self._ray.kill(actor)
+        new = self._start()
+        self._placement.replace(actor, new)
+        self._wait_until_started([new])  # its start is no part of a block's time
 
-    def results(self, call: StageCall) -> Results:
-        self._settle(call.options.timeout)
-        self._slices.begin()
-        return pool_scheduler.results(self, call)
+    def states(self) -> list[WorkerState]:
+        states, errors = [], self._ray.exceptions
+        for state in [_ask(actor.state) for actor in self._placement.workers]:
+            # It is being replaced, or has no time to answer.
+            with suppress(errors.RayActorError, errors.GetTimeoutError):
+                states.append(self._ray.get(state, timeout=_ANSWER))
+        return states
+
+    def close(self) -> None:
+        for actor in self._placement.workers if self._ray.is_initialized() else ():
+            self._ray.kill(actor)
+        self._reset()
+        self._connection.close()
+
+    # -----------------------------------------------------------------------------
+    # Objects in the object store
 
     def share(self, x: Any) -> Any:
         # Small arrays go with the message: the object store costs more than it saves.
         if isinstance(x, list) and sum(y.nbytes for y in x) <= _INLINE:
             return x
-        return self._live().put(x)
+        return self._connection.live().put(x)
 
     def _get(self, reference: Any) -> Any:
+        """What `share` was given, as a view of the object store."""
         stored = not isinstance(reference, list)
-        return self._live().get(reference) if stored else reference
+        return self._connection.live().get(reference) if stored else reference
+
+    # -----------------------------------------------------------------------------
+    # Tasks
+
+    def results(self, call: StageCall) -> Results:
+        # What begins behind what a failed call has left at work would seem late.
+        wait, timeout = self._connection.wait, call.options.timeout
+        self._placement.settle(wait, self._replace, timeout)
+        self._slices.begin()
+        return pool_scheduler.results(self, call)
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
-        self._live()
-        # Abandoned tasks count: their actors are still at work on them.
-        load = {id(actor): 0 for actor in self._actors}
-        for actor, _ in (*self._in_flight.values(), *self._abandoned.values()):
-            load[id(actor)] = load.get(id(actor), 0) + 1
-        actor = min(self._actors, key=lambda actor: load[id(actor)])
-        block, name = task.block, file.hex()
-        known = self._files.setdefault(actor, set())
+        self._connection.live()
+        actor, block = self._placement.least_loaded(), task.block
+        name = file.hex()
         # Which block it is; whether its slices are the same is compared below.
         key = name, task.stage, int(block.groups[0]), len(block.groups)
         # Apart from the task, as Ray resolves references only in arguments.
         slices = self._slices.reference(key, block.slices)
         task = replace(task, block=replace(block, slices=[]))
-        to_send = None if name in known else file
-        known.add(name)
+        to_send = file if self._placement.first_use(actor, name) else None
         handle = actor.run.remote(name, to_send, task, slices, shared)
-        self._in_flight[handle] = actor, task.number
+        self._placement.submitted(handle, actor, task.number)
         return handle
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        return self._wait(handles, 1, timeout)[0]
+        return self._connection.wait(handles, 1, timeout)[0]
 
     def result(self, handle: Any) -> BlockResult:
-        (actor, _), errors = self._in_flight.pop(handle), self._ray.exceptions
+        actor, errors = self._placement.finished(handle), self._ray.exceptions
         try:
-            return self._live().get(handle)
+            return self._connection.live().get(handle)
         # The worker is gone, not the group wrong: others may do the block.
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
@@ -244,64 +320,14 @@ class Actors:
             raise Lost(f"a worker died: {first}") from error
 
     def abandon(self, handle: Any) -> None:
-        self._replace(self._in_flight.pop(handle)[0])
+        self._replace(self._placement.finished(handle))
 
     def forget(self, handle: Any) -> None:
         # Not by ray.cancel: an actor may then wait for the place of the canceled task
         # in the order of its tasks for ever, and is taken for dead.
-        if handle in self._in_flight:  # and Ray has not ended
-            actor, number = self._abandoned[handle] = self._in_flight.pop(handle)
-            _ask(actor.skip, number)
-
-    def _settle(self, timeout: float | None) -> None:
-        """Let go of what a call that failed has left at work.
-
-        What begins behind it would seem late: with a time limit it gets that time, and
-        then its worker is replaced.
-        """
-        if not self._abandoned:
-            return
-        abandoned, wait = [*self._abandoned], 0 if timeout is None else timeout
-        # Without a time limit nothing is late: what is done is forgotten at once.
-        done, late = self._wait(abandoned, len(abandoned), wait)
-        for handle in done:
-            del self._abandoned[handle]
-        for handle in late if timeout is not None else ():
-            if handle in self._abandoned:  # its actor may have been replaced already
-                self._replace(self._abandoned[handle][0])
-
-    def _replace(self, actor: Any) -> None:
-        if actor not in self._actors:
-            return  # it was replaced already
-        # What is taken for dead may live, and would keep what the next one needs.
-        self._ray.kill(actor)
-        self._abandoned = {
-            k: v for k, v in self._abandoned.items() if v[0] is not actor
-        }
-        # The new actor has none of the plan files.
-        self._files.pop(actor, None)
-        new = self._actors[self._actors.index(actor)] = self._start()
-        self._started([new])  # its start is no part of a block's time
-
-    def states(self) -> list[WorkerState]:
-        states, errors = [], self._ray.exceptions
-        for state in [_ask(actor.state) for actor in self._actors]:
-            # It is being replaced, or has no time to answer.
-            with suppress(errors.RayActorError, errors.GetTimeoutError):
-                states.append(self._ray.get(state, timeout=_ANSWER))
-        return states
-
-    def close(self) -> None:
-        for actor in self._actors if self._ray.is_initialized() else ():
-            self._ray.kill(actor)
-        self._reset()
-        _open.discard(self)
-        if _starters and not _open:  # the Ray that was started here is not needed
-            self._ray.shutdown()
-            _starters.clear()
-
-
-_open, _starters = set[Actors](), set[Actors]()  # who is at work; who started Ray
+        task = self._placement.abandon(handle)
+        if task is not None:  # and Ray has not ended
+            _ask(task.worker.skip, task.number)
 
 
 def _ask(method: Any, *args: Any) -> Any:

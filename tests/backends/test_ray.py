@@ -1,7 +1,8 @@
 """The Ray backend on two workers: the conformance test, and what is its own.
 
 Covers: drjax.backends.ray, drjax.backends.engine.actor,
-drjax.backends.engine.process_exit, drjax.backends.engine.extras.
+drjax.backends.engine.process_exit, drjax.backends.engine.placement,
+drjax.backends.engine.extras.
 """
 
 import importlib

@@ -9,6 +9,6 @@ in this order: `messages`, `job`, `protocols`, `driver`, `pool_scheduler`, `work
 then what they use: `executable_plan`, `stage_results` with `combine`,
 `blocks_of_groups`, `block_size`, `checkpoint` with `folder_lock`, `options`,
 `progress`. For single engines: `file_exchange`, `wire_format`, `subprocess_run`,
-`temporary_folders`, `one_round` (Beam), `actor`, `resident_slices`, `process_exit`
-(Ray), `client_data`, `untrusted`, `assignment`, `background` (Flower).
+`temporary_folders`, `one_round` (Beam), `actor`, `placement`, `resident_slices`,
+`process_exit` (Ray), `client_data`, `untrusted`, `assignment`, `background` (Flower).
 """
