@@ -31,14 +31,14 @@ from drjax.backends.engine.protocols import Lost, Pool, Results, StageCall
 
 @dataclass
 class _BlockState:
-    """A block until its result is there.
+    """A block that has no result yet.
 
     Attributes:
       position: Its place in the order of results: a tuple, as a half of block 3 is
         `(3, 0)` or `(3, 1)`.
       block: The groups.
-      failed: Groups that could not even be sent, and why.
-      retries_left: How often it may still be lost.
+      failed: Why groups of it could not even be sent, by index.
+      retries_left: How often its worker may still be lost.
       deadline: When it is late, by `time.monotonic`.
       alone: Whether its worker has no other block.
       task_number: The number of its latest `Task`.
@@ -66,6 +66,16 @@ class _BlockState:
             _BlockState((*position, 1), second, {}, 0, searched=searched),
         ]
 
+    def after_search(self) -> "_BlockState":
+        """The block, to be run as a whole again."""
+        return (
+            self if self.search is None else replace(self, search=None, searched=True)
+        )
+
+
+# A block that is over and its result; None: it was lost too often, and is to be split.
+_Finished = tuple[_BlockState, BlockResult | None]
+
 
 def results(pool: Pool, call: StageCall) -> Results:
     """`Engine.results` of an engine that is a pool: each block, in order."""
@@ -74,145 +84,83 @@ def results(pool: Pool, call: StageCall) -> Results:
     if key not in call.cache:
         call.cache[key] = pool.share(call.job.file)
     shared = pool.share(call.job.shared)
-    yield from _Scheduler(pool, call, call.cache[key], shared).run()
+    yield from _Scheduler(_InFlight(pool, call, call.cache[key], shared), call).run()
 
 
 class _Scheduler:
-    """Schedules the blocks of one stage.
+    """Schedules the blocks of one stage: which are sent when, and which again.
 
     Args:
-      pool: The workers.
+      in_flight: The blocks that workers have.
       call: The stage.
-      file: The reference that `share` returned for the plan file.
-      shared: That for the global inputs.
     """
 
-    def __init__(self, pool: Pool, call: StageCall, file: Any, shared: Any):
-        self.pool, self.call, self.file, self.shared = pool, call, file, shared
-        self.options, self.lost = call.options, call.lost
-        # Two blocks for each worker hide the time that messages take. With a time limit
-        # a worker has one block, as the clock must start when its work begins.
-        depth = 2 if self.options.timeout is None else 1
-        self._limit = depth * pool.workers
-        self._in_flight: dict[Any, _BlockState] = {}
+    def __init__(self, in_flight: "_InFlight", call: StageCall):
+        self.in_flight, self.call, self.options = in_flight, call, call.options
         self._queue: list[_BlockState] = []  # to be sent again, or after a split
 
     def run(self) -> Results:
+        """All blocks with their results, in order."""
         call = self.call
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
         try:
             yield from self._run(loaded)
         finally:
             # The caller may have stopped early, as after a group that failed.
-            for handle in self._in_flight:
-                self.pool.forget(handle)
+            self.in_flight.forget()
 
-    def _run(
-        self, loaded: Iterable[LoadedBlock]
-    ) -> Iterator[tuple[Block, BlockResult]]:
-        unsent, ready = enumerate(loaded), {}
-        positions: list[tuple[int, ...]] = []  # of blocks without a yielded result
-        more = True
-        while more or positions:
+    def _run(self, loaded: Iterable[LoadedBlock]) -> Results:
+        unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
+        while more or ordered.waiting:
             # Blocks are read at most this far ahead of the oldest without a result:
             # one slow block must not let all others pile up in memory.
-            while more and len(positions) < 2 * self._limit and self._free():
+            most = 2 * self.in_flight.limit
+            while more and len(ordered.waiting) < most and self.in_flight.free():
                 item = next(unsent, None)
                 if item is None:
                     more = False
                     break
                 index, (block, failed) = item
-                positions.append((index,))
+                state = _BlockState((index,), block, failed, self.options.retries)
+                ordered.waiting.append(state.position)
                 if block.valid.any():
-                    retries = self.options.retries
-                    self._send(_BlockState((index,), block, failed, retries))
+                    self.in_flight.send(state)
                 else:
-                    ready[(index,)] = block, _only_failures(failed)
-            for state, result in self._finished() if self._in_flight else ():
+                    ordered.add(state, _only_failures({}))
+            for state, result in self._finished() if len(self.in_flight) else ():
                 if result is None:
-                    # Halves take the block's place, so that the order stays.
                     halves = state.halves()
-                    i = positions.index(state.position)
-                    positions[i : i + 1] = [half.position for half in halves]
+                    ordered.split(state, halves)
                     self._queue += halves
                 else:
-                    result = replace(result, failed=result.failed | state.failed)
-                    ready[state.position] = state.block, result
-            while self._queue and self._free():
-                self._send(self._queue.pop(0))
-            while positions and positions[0] in ready:
-                yield ready.pop(positions.pop(0))
+                    ordered.add(state, result)
+            while self._queue and self.in_flight.free():
+                self.in_flight.send(self._queue.pop(0))
+            yield from ordered.ready()
 
-    def _free(self) -> bool:
-        return len(self._in_flight) < self._limit
-
-    def _send(self, state: _BlockState) -> None:
-        options, block = self.options, state.search or state.block
-        task = self.call.job.task(block, search=state.search is not None)
-        state.task_number = task.number
-        if options.timeout is not None:
-            # A search may take as long as halving the block down to one group.
-            limits = 1 if state.search is None else 1 + len(block.groups).bit_length()
-            state.deadline = time.monotonic() + limits * options.timeout
-        state.alone = self._limit <= self.pool.workers
-        self._in_flight[self.pool.submit(task, self.file, self.shared)] = state
-
-    def _finished(self) -> Iterator[tuple[_BlockState, BlockResult | None]]:
-        """Blocks that are over; None: lost, and not to be tried again whole."""
-        for handle in self.pool.wait([*self._in_flight], self._patience()):
-            state = self._in_flight.pop(handle)
-            try:
-                result = self.pool.result(handle)
-            except Lost as error:
-                yield from self._lost(_after_search(state), str(error))
-                continue
-            if state.search is None:
+    def _finished(self) -> Iterator[_Finished]:
+        """Blocks that are over, once some tasks have ended or are late."""
+        for state, result in self.in_flight.wait():
+            if isinstance(result, Lost):
+                yield from self._lost(state.after_search(), str(result))
+            elif state.search is None:
                 yield state, result
             elif state.searched:  # and groups that take too long were found
-                self._queue.append(_after_search(state))
+                self._queue.append(state.after_search())
             else:
                 # No group was slow alone: the worker or the machine was.
-                yield from self._retry(_after_search(state))
-        for handle, group in self._late():
-            # A result that came just in time counts, though the deadline is over.
-            if handle not in self.pool.wait([handle], 0):
-                state = self._in_flight.pop(handle)
-                self.pool.abandon(handle)
-                yield from self._out_of_time(state, group)
-
-    def _patience(self) -> float | None:
-        """How long to wait for a block before looking for what is late."""
-        limit = self.options.timeout
-        if limit is None:
-            return None
-        first = min(state.deadline for state in self._in_flight.values())
-        remaining = max(0.0, first - time.monotonic())
-        # In a search each group has the limit, so workers are asked more often.
-        searching = any(state.search for state in self._in_flight.values())
-        return min(remaining, limit / 8) if searching else remaining
-
-    def _late(self) -> Iterator[tuple[Any, int | None]]:
-        """Handles of blocks that took too long, and for which group if it is known."""
-        now, limit = time.monotonic(), self.options.timeout
-        for handle, state in [*self._in_flight.items()]:
-            if state.deadline <= now:
-                yield handle, None
-        searches = {s.task_number: h for h, s in self._in_flight.items() if s.search}
-        for worker in self.pool.states() if searches else ():
-            # A worker may report a task that is over: then it has no handle here.
-            handle = searches.get(worker.task)
-            if handle is not None and worker.groups is not None:
-                if limit is not None and worker.seconds >= limit:
-                    yield handle, worker.groups[0]
+                yield from self._retry(state.after_search())
+        for state, group in self.in_flight.abandon_late():
+            yield from self._out_of_time(state, group)
 
     def _out_of_time(
         self, state: _BlockState, group: int | None
-    ) -> Iterator[tuple[_BlockState, BlockResult | None]]:
+    ) -> Iterator[_Finished]:
         """The next step for a late block; `group`: the late one, if it is known."""
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
         if state.search is not None and group is not None:
-            self.lost(f"group {group}: it {why}")
+            self.call.lost(f"group {group}: it {why}")
             state.failed = state.failed | {group: f"it {why}, alone"}
             state.block = state.block.without_failed(state.failed)
             if self.options.on_error == "raise" or not state.block.valid.any():
@@ -224,30 +172,27 @@ class _Scheduler:
             state = replace(state, search=rest if rest.valid.any() else None)
             self._queue.append(replace(state, searched=True))
         elif state.search is None and not state.searched and len(groups) > 1:
-            self.lost(f"groups {groups[0]} to {groups[-1]}: a block {why}")
+            self.call.lost(f"groups {groups[0]} to {groups[-1]}: a block {why}")
             self._queue.append(replace(state, search=state.block))
         else:
-            yield from self._lost(_after_search(state), f"a block {why}")
+            yield from self._lost(state.after_search(), f"a block {why}")
 
-    def _lost(
-        self, state: _BlockState, why: str
-    ) -> Iterator[tuple[_BlockState, BlockResult | None]]:
+    def _lost(self, state: _BlockState, why: str) -> Iterator[_Finished]:
+        """The next step for a block whose worker is gone."""
         groups = state.block.groups[state.block.valid]
-        self.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
+        self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
         if not state.alone:
             # Another block may have ended the worker. From here on each worker has one
             # block, so that the next loss has one cause; this one costs no retry.
-            self._limit = self.pool.workers
+            self.in_flight.one_for_each_worker()
             self._queue.append(state)
         elif not state.retries_left and len(groups) == 1:
             yield state, _only_failures({int(groups[0]): why})
         else:
             yield from self._retry(state)
 
-    def _retry(
-        self, state: _BlockState
-    ) -> Iterator[tuple[_BlockState, BlockResult | None]]:
-        """Send a block again, or give it up: None."""
+    def _retry(self, state: _BlockState) -> Iterator[_Finished]:
+        """Send a block again, if it has retries left."""
         if state.retries_left:
             state.retries_left -= 1
             self._queue.append(state)
@@ -255,9 +200,129 @@ class _Scheduler:
             yield state, None
 
 
-def _after_search(state: _BlockState) -> _BlockState:
-    """The block itself, after a search."""
-    return state if state.search is None else replace(state, search=None, searched=True)
+class _InFlight:
+    """The blocks that workers have, and when they are late.
+
+    Args:
+      pool: The workers.
+      call: The stage.
+      file: The reference that `share` returned for the plan file.
+      shared: That for the global inputs.
+
+    Attributes:
+      limit: How many blocks may be in flight.
+    """
+
+    def __init__(self, pool: Pool, call: StageCall, file: Any, shared: Any):
+        self.pool, self.job, self.file, self.shared = pool, call.job, file, shared
+        self.timeout = call.options.timeout
+        # Two blocks for each worker hide the time that messages take. With a time limit
+        # a worker has one block, as the clock must start when its work begins.
+        depth = 2 if self.timeout is None else 1
+        self.limit = depth * pool.workers
+        self._states: dict[Any, _BlockState] = {}  # by the pool's handle
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def free(self) -> bool:
+        """Whether another block may be sent."""
+        return len(self._states) < self.limit
+
+    def one_for_each_worker(self) -> None:
+        """From now on a worker has at most one block."""
+        self.limit = self.pool.workers
+
+    def send(self, state: _BlockState) -> None:
+        """Send a block, or its search, to a worker."""
+        block = state.search or state.block
+        task = self.job.task(block, search=state.search is not None)
+        state.task_number = task.number
+        if self.timeout is not None:
+            # A search may take as long as halving the block down to one group.
+            limits = 1 if state.search is None else 1 + len(block.groups).bit_length()
+            state.deadline = time.monotonic() + limits * self.timeout
+        state.alone = self.limit <= self.pool.workers
+        self._states[self.pool.submit(task, self.file, self.shared)] = state
+
+    def wait(self) -> Iterator[tuple[_BlockState, BlockResult | Lost]]:
+        """Wait for a block; those that are done, or whose worker is gone."""
+        for handle in self.pool.wait([*self._states], self._patience()):
+            state = self._states.pop(handle)
+            try:
+                result = self.pool.result(handle)
+            except Lost as error:
+                yield state, error
+            else:
+                yield state, result
+
+    def _patience(self) -> float | None:
+        """How many seconds to wait for a block before looking for what is late."""
+        if self.timeout is None:
+            return None
+        first = min(state.deadline for state in self._states.values())
+        remaining = max(0.0, first - time.monotonic())
+        # In a search each group has the limit, so workers are asked more often.
+        searching = any(state.search for state in self._states.values())
+        return min(remaining, self.timeout / 8) if searching else remaining
+
+    def abandon_late(self) -> Iterator[tuple[_BlockState, int | None]]:
+        """Blocks that took too long, with the group at work if it is known.
+
+        Their workers are replaced.
+        """
+        for handle, group in self._late():
+            # A result that came just in time counts, though the deadline is over.
+            if handle not in self.pool.wait([handle], 0):
+                state = self._states.pop(handle)
+                self.pool.abandon(handle)
+                yield state, group
+
+    def _late(self) -> Iterator[tuple[Any, int | None]]:
+        """As `abandon_late`, by handle, and nothing is replaced."""
+        now = time.monotonic()
+        for handle, state in [*self._states.items()]:
+            if state.deadline <= now:
+                yield handle, None
+        searches = {s.task_number: h for h, s in self._states.items() if s.search}
+        for worker in self.pool.states() if searches else ():
+            # A worker may report a task that is over: then it has no handle here.
+            handle = searches.get(worker.task)
+            if handle is not None and worker.groups is not None:
+                if self.timeout is not None and worker.seconds >= self.timeout:
+                    yield handle, worker.groups[0]
+
+    def forget(self) -> None:
+        """Release all blocks: their results will not be asked for."""
+        for handle in self._states:
+            self.pool.forget(handle)
+
+
+class _OrderedResults:
+    """Results of blocks, in the order of the blocks, whichever worker is faster.
+
+    Attributes:
+      waiting: The positions of blocks whose result was not yet yielded, in order.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, ...]] = []
+        self._results: dict[tuple[int, ...], tuple[Block, BlockResult]] = {}
+
+    def add(self, state: _BlockState, result: BlockResult) -> None:
+        """The result of a block; with it fail groups that could not be sent."""
+        result = replace(result, failed=result.failed | state.failed)
+        self._results[state.position] = state.block, result
+
+    def split(self, state: _BlockState, halves: list[_BlockState]) -> None:
+        """Halves take the place of a block, so that the order stays."""
+        i = self.waiting.index(state.position)
+        self.waiting[i : i + 1] = [half.position for half in halves]
+
+    def ready(self) -> Results:
+        """The results that no earlier block holds up."""
+        while self.waiting and self.waiting[0] in self._results:
+            yield self._results.pop(self.waiting.pop(0))
 
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:
