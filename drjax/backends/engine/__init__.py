@@ -7,8 +7,9 @@ the groups: either it is a `Pool`, which runs single blocks and is driven by
 `pool_scheduler`, or a `FileExchange`, which runs a whole stage over shared files. Read
 in this order: `messages`, `job`, `protocols`, `driver`, `pool_scheduler`, `worker`;
 then what they use: `executable_plan`, `stage_results` with `combine`,
-`blocks_of_groups`, `block_size`, `checkpoint` with `folder_lock`, `options`,
-`progress`. For single engines: `file_exchange`, `wire_format`, `subprocess_run`,
-`temporary_folders`, `one_round` (Beam), `actor`, `placement`, `resident_slices`,
-`process_exit` (Ray), `client_data`, `untrusted`, `assignment`, `background` (Flower).
+`blocks_of_groups`, `block_size`, `checkpoint` with `checkpoint_files` and
+`folder_lock`, `options`, `progress`. For single engines: `file_exchange`,
+`wire_format`, `subprocess_run`, `temporary_folders`, `one_round` (Beam), `actor`,
+`placement`, `resident_slices`, `process_exit` (Ray), `client_data`, `untrusted`,
+`assignment`, `background` (Flower).
 """

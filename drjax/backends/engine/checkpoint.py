@@ -6,30 +6,19 @@ folder of files, and after a crash the entries that it holds.
 The unit is an *entry*: the results of one round's groups, or how far a loop is. Entries
 of rounds inside a loop are dropped when the step is done, so that what is saved does
 not grow with the number of rounds, except by what a loop stacks. Server stages run
-again: they are cheap, and deterministic.
+again: they are cheap, and deterministic. `checkpoint_files` writes all entries of a
+moment as one file, a *step*.
 
-A checkpoint is a folder of *steps*, files that each hold all entries of a moment:
-
-    text "drjax checkpoint 1\\n" | header: length as 8 bytes, JSON | arrays | SHA-256
-
-The header has the fingerprint of the call, and names, dtypes and shapes of the entries.
-
-Invariants: the hash is that of all before it, so that a step that was damaged or cut
-off is recognized, and the one before it is used. Two steps are kept, and the older goes
-only when the newer is on disk. One driver at a time has the folder. A checkpoint of
-another call is an error, never overwritten.
+Invariants: one driver at a time has the folder. A checkpoint of another call is an
+error, never overwritten.
 
 Sharp edges: a step is written in the background, so that a full disk is reported one
 round late. Of an iterable of groups the fingerprint knows nothing.
 """
 
 import hashlib
-import json
 import os
-import re
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -38,37 +27,34 @@ import numpy as np
 from drjax import _storage
 from drjax._errors import EngineError
 from drjax.backends.engine import folder_lock
+from drjax.backends.engine.checkpoint_files import Entry, StepFiles
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import Lazy
 
-Entry = list[np.ndarray]
-
-_MAGIC = b"drjax checkpoint 1\n"
-_STEP = re.compile(r"step-(\d+)")
-_PART = re.compile(_storage.part_name(_STEP.pattern).replace(".", r"\."))
-_KEPT = 2
-_HASH = hashlib.sha256().digest_size
-
 
 class Checkpoint:
-    """Entries by the place in the plan; these live as long as the call."""
+    """The entries of a call by their place in the plan. This class saves nothing.
+
+    Attributes:
+      resumed: How many entries an earlier call has left.
+    """
 
     resumed = 0
 
     def get(self, key: str) -> Entry | None:
-        """The entry of a place."""
+        """The entry of a place that an earlier call has left, or this one has put."""
 
     def put(self, key: str, entry: Entry, over: str | None = None) -> None:
         """Add an entry, and forget those of places that begin with `over`."""
 
     def write(self) -> None:
-        """Called before the groups work: write what is new."""
+        """Save what is new; called before the groups work."""
 
     def close(self) -> None:
-        """The call has come to its end, or to an error."""
+        """Save what is new, and let go of the folder; the call has ended or failed."""
 
     def clear(self) -> None:
-        """The call has come to its end."""
+        """Forget all entries: the call has all of its results."""
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -83,7 +69,7 @@ class Checkpoint:
 
 
 class FolderCheckpoint(Checkpoint):
-    """Entries in a folder, written in the background.
+    """Entries in a folder, which this driver locks.
 
     Args:
       folder: The folder: a path, or a URL that fsspec knows.
@@ -94,86 +80,15 @@ class FolderCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str):
-        self._fingerprint, self._entries, self._is_new = (
-            fingerprint,
-            dict[str, Entry](),
-            False,
-        )
-        self._steps: list[str] = []  # that are whole, the newest last
-        self._others: list[str] = []
-        self._step, self._saving = 0, None
+        self._is_new = False  # whether there are entries that no step has
+        self._folder, self._lock = _locked_folder(folder)
+        self._files = StepFiles(self._folder, fingerprint)
         try:
-            self._folder = _storage.folder(_storage.locate(folder))
-            # Before the call computes anything: an unusable folder must not cost an
-            # hour.
-            self._folder.make()
-            self._lock = folder_lock.acquire(self._folder)
-        except folder_lock.LockedError as error:
-            raise EngineError(
-                f"The checkpoint folder {folder} is in use by {error}. Wait until that "
-                "call has ended, or give another folder as checkpoint=."
-            ) from error
-        except (ImportError, OSError, TypeError, ValueError) as error:
-            raise EngineError(
-                "checkpoint= needs a folder that can be written, or a URL that fsspec "
-                f"knows, got {str(folder)!r}: {error}. Give another folder, or remove "
-                "what is in its place."
-            ) from error
-        # One thread, so that steps are written in order.
-        self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
-        try:
-            self._restore()
+            self._entries = self._files.restore()
         except BaseException:
             self._release()
             raise
         self.resumed = len(self._entries)
-
-    def _restore(self) -> None:
-        """Take the entries of the newest step that is whole."""
-        try:
-            names = self._folder.names()
-            for name in names:
-                if _PART.fullmatch(name):  # what a driver that died was writing
-                    self._folder.remove(name)
-        except OSError as error:
-            raise self._error(
-                "", "cannot be read", error, "Make it readable, or give another folder."
-            ) from error
-        steps = sorted((int(m[1]), m[0]) for m in map(_STEP.fullmatch, names) if m)
-        # Numbers go on behind damaged steps too, so that no name is used twice.
-        self._step = steps[-1][0] if steps else 0
-        damaged: list[str] = []
-        # The newest whole step has all entries: older ones add nothing.
-        for _, name in reversed(steps):
-            try:
-                fingerprint, entries = _parse(self._folder.read(name))
-            except (LookupError, OSError, TypeError, ValueError) as error:
-                damaged.append(f"{self._folder.location(name)} ({error})")
-                self._others.append(name)
-                continue
-            if fingerprint != self._fingerprint:
-                raise EngineError(
-                    f"The checkpoint in {self._folder.location('').rstrip('/')} is of "
-                    "another call: of another plan or of other arguments. Give another "
-                    "folder, or remove it."
-                )
-            self._entries, self._steps = entries, [name]
-            break
-        text = f"The checkpoint has files that cannot be used: {', '.join(damaged)}. "
-        if damaged and not self._steps:
-            raise EngineError(
-                f"{text}No step before them is left to go on from. Copy them again "
-                "from where they are whole, or remove them to start the call from the "
-                "beginning."
-            )
-        if damaged:
-            name = self._folder.location(self._steps[0])
-            warnings.warn(
-                f"{text}The call goes on from the step before, {name}: what was "
-                "computed after it is repeated.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
@@ -190,7 +105,8 @@ class FolderCheckpoint(Checkpoint):
         if not self._is_new:
             return
         self._is_new = False
-        self._wait()
+        # The previous step is on disk then: at most one is in memory besides this.
+        self._files.wait()
         if self._lock.lost:
             raise EngineError(
                 f"The checkpoint folder {self._folder.location('')} was taken by "
@@ -198,74 +114,27 @@ class FolderCheckpoint(Checkpoint):
                 f"{folder_lock.EXPIRY:.0f} s. Let one of them end, and make its call "
                 "again with another folder."
             )
-        # The previous step is on disk by now: at most one is in memory besides this.
-        self._step += 1
-        # A copy of the dict, not of the arrays: entries are never changed in place.
-        self._saving = self._thread.submit(
-            self._save, f"step-{self._step:09}", dict(self._entries)
-        )
-
-    def _save(self, name: str, entries: dict[str, Entry]) -> None:
-        self._folder.write(name, _chunks(self._fingerprint, entries))
-        self._steps.append(name)
-        # Removed only after the new step is whole, damaged ones included.
-        old = [*self._others, *self._steps[:-_KEPT]]
-        self._others, self._steps = [], self._steps[-_KEPT:]
-        for step in old:
-            with suppress(OSError):  # it is removed with the folder's others
-                self._folder.remove(step)
-
-    def _wait(self) -> None:
-        """Until all that was to be written is.
-
-        Raises:
-          EngineError: It cannot be written.
-        """
-        saving: Future | None = self._saving
-        self._saving = None
-        if saving is None:
-            return
-        try:
-            saving.result()
-        except Exception as error:
-            # The user must know whether the time so far is lost.
-            kept = "What was saved before is kept. " if self._steps else ""
-            raise self._error(
-                f"step-{self._step:09}",
-                "cannot be written",
-                error,
-                f"{kept}Free space there, or make it writable, and make the same call "
-                "again.",
-            ) from error
-
-    def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return EngineError(
-            f"The checkpoint file {self._folder.location(name)} {what}: {why}. {fix}"
-        )
+        self._files.save(self._entries)
 
     def close(self) -> None:
         try:
             self.write()
-            self._wait()
+            self._files.wait()
         finally:
             self._release()
 
     def _release(self) -> None:
-        self._thread.shutdown()
+        self._files.close()
         self._lock.release()
 
     def clear(self) -> None:
         self._is_new = False
         with suppress(EngineError):  # the call has its results: nothing is lost
-            self._wait()
+            self._files.wait()
         if self._lock.lost:
             return
         try:
-            # The lock's file stays: others may be waiting for it.
-            for name in self._folder.names():
-                if _STEP.fullmatch(name):
-                    self._folder.remove(name)
+            self._files.remove()
         except OSError as error:
             warnings.warn(
                 f"The checkpoint of a call that is done cannot be removed: {error}. "
@@ -275,57 +144,30 @@ class FolderCheckpoint(Checkpoint):
             )
 
 
-# ---------------------------------------------------------------------------------
-# A step as bytes
-
-
-def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
-    """A step, in parts, none of them a copy."""
-    # The names in the header are those of the file format: "key" is the fingerprint.
-    types = {
-        name: [[str(x.dtype), [*x.shape]] for x in entry]
-        for name, entry in entries.items()
-    }
-    header = json.dumps({"key": fingerprint, "entries": types}).encode()
-    digest = hashlib.sha256()
-    # A generator of views: a step may be as large as the memory that is left.
-    arrays = (_bytes(x) for entry in entries.values() for x in entry)
-    for chunk in (_MAGIC, len(header).to_bytes(8, "little"), header, *arrays):
-        digest.update(chunk)
-        yield chunk
-    yield digest.digest()
-
-
-def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
-    """`(fingerprint, entries)` of a step.
+def _locked_folder(
+    path: str | os.PathLike[str],
+) -> tuple[_storage.Folder, "folder_lock.Lock | folder_lock.Lease"]:
+    """The folder of a path or URL, and this driver's lock on it.
 
     Raises:
-      LookupError, TypeError, ValueError: It is not a whole step.
+      EngineError: It cannot be used, or another driver has it.
     """
-    if len(data) < len(_MAGIC) + _HASH or not data.startswith(_MAGIC):
-        raise ValueError("it is no step of a checkpoint, or was cut off")
-    # Views, as a slice of bytes would copy the whole step.
-    content = memoryview(data)[:-_HASH]
-    # Before anything is parsed: a header that is cut off could name any length.
-    if hashlib.sha256(content).digest() != data[-_HASH:]:
-        raise ValueError("it was cut off or changed")
-    start = len(_MAGIC) + 8
-    offset = start + int.from_bytes(data[len(_MAGIC) : start], "little")
-    header = json.loads(data[start:offset])
-    entries = {}
-    for name, kinds in header["entries"].items():
-        entries[name] = []
-        for kind, shape in kinds:
-            dtype, count = np.dtype(kind), int(np.prod(shape))
-            flat = np.frombuffer(content, dtype, count, offset)
-            entries[name].append(flat.reshape(shape))
-            offset += flat.nbytes
-    return header["key"], entries
-
-
-def _bytes(x: np.ndarray) -> memoryview:
-    """Any array as bytes, those of dtypes that numpy does not know too."""
-    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    try:
+        folder = _storage.folder(_storage.locate(path))
+        # Before the call computes anything: an unusable folder must not cost an hour.
+        folder.make()
+        return folder, folder_lock.acquire(folder)
+    except folder_lock.LockedError as error:
+        raise EngineError(
+            f"The checkpoint folder {path} is in use by {error}. Wait until that "
+            "call has ended, or give another folder as checkpoint=."
+        ) from error
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise EngineError(
+            "checkpoint= needs a folder that can be written, or a URL that fsspec "
+            f"knows, got {str(path)!r}: {error}. Give another folder, or remove "
+            "what is in its place."
+        ) from error
 
 
 def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:

@@ -1,6 +1,7 @@
 """Folders of checkpoints that are damaged, full, shared, elsewhere, or no folders.
 
-Covers: drjax.backends.engine.checkpoint, drjax.backends.engine.folder_lock.
+Covers: drjax.backends.engine.checkpoint, drjax.backends.engine.checkpoint_files,
+drjax.backends.engine.folder_lock.
 """
 
 import json
