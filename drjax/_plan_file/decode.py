@@ -14,7 +14,7 @@ custom calls it makes; see `custom_calls`.
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,16 @@ def decode(
     """
     try:
         origin = _origin(manifest)
-        reader = _Reader(path, members, origin, False)
-        plan = reader.plan(manifest["plan"])
+        stages = _StageReader(path, members, origin, run=False)
+        plan = _PlanReader(stages).plan(manifest["plan"])
         if ledger(plan) != manifest["ledger"]:
             raise ValueError("its ledger is not that of its plan")
-        check_used(path, members, reader.used)
+        check_used(path, members, stages.used)
         if run:  # only now is any stage looked at
             if allowed is not None:
                 check_allowed(path, plan, allowed)
-            plan = _Reader(path, members, origin, True).plan(manifest["plan"])
+            stages = _StageReader(path, members, origin, run=True)
+            plan = _PlanReader(stages).plan(manifest["plan"])
     except PlanFileError:
         raise
     except (
@@ -100,100 +101,73 @@ def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
     return origin
 
 
-class _Reader:
-    """Reads plans that are written as data.
+Values = Callable[[Iterable[str]], tuple[Value, ...]]  # from names in one plan
 
-    Attributes:
-      used: The names of the members that were needed.
+
+class _PlanReader:
+    """Reads plans from the manifest's data.
+
+    Args:
+      stages: Reads their stages.
     """
 
-    def __init__(
-        self, path: Path | str, members: dict, origin: dict[str, Any], run: bool
-    ):
-        self.path, self.origin, self.run = path, origin, run
-        self.used: set[str] = set()
-        self._members, self._consts = members, dict[str, np.ndarray]()
-
-    def _member(self, name: str) -> bytes:
-        self.used.add(name)
-        return self._members[name]
+    def __init__(self, stages: "_StageReader"):
+        self.stages = stages
 
     def plan(self, data: dict[str, Any]) -> Plan:
-        partition = data["partition"]
-        if partition is not None:
-            axes = tuple(partition["mesh_axes"])
-            partition = Partition(partition["name"], partition["size"], axes)
+        """A plan, or the body of a loop."""
+        partition = _partition(data["partition"])
         size = 0 if partition is None else partition.size
         table = {
-            name: _value(_text(name), about, size)
-            for name, about in data["values"].items()
+            name: _value(_text(name), entry, size)
+            for name, entry in data["values"].items()
         }
-        values = lambda names: tuple(table[name] for name in names)
-        known = set(data["inputs"])
 
-        def use(names: Iterable[str]) -> None:
-            if unknown := set(names) - known:
-                raise ValueError(f"{sorted(unknown)} are used before they are made")
+        def values(names: Iterable[str]) -> tuple[Value, ...]:
+            names = [*names]
+            _check_known(names, table.keys())
+            return tuple(table[name] for name in names)
 
-        rounds = []
-        for about in data["rounds"]:
-            a_round = self._round(about, values)
-            use(v.name for v in a_round.server.inputs)
-            known |= {v.name for v in a_round.server.outputs}
-            use(v.name for v in (*a_round.broadcast, *(w for w, _ in a_round.scatter)))
-            known |= {slices.name for _, slices in a_round.scatter}
-            use(v.name for v in a_round.local.inputs)
-            known |= {v.name for v in a_round.local.outputs}
-            use(r.source.name for r in a_round.reduces)
-            known |= {r.result.name for r in a_round.reduces}
-            for loop in a_round.loops:
-                use(v.name for v in loop.inputs)
-                known |= {v.name for v in loop.outputs}
-            rounds.append(a_round)
-        server = self._stage(data["server"], values, local=False)
-        use(v.name for v in server.inputs)
-        known |= {v.name for v in server.outputs}
-        use(data["outputs"])
+        rounds = tuple(self._round(entry, values) for entry in data["rounds"])
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
-        in_tree = _tree(data["in_tree"], inputs)
-        out_tree = _tree(data["out_tree"], outputs)
         plan = Plan(
             _text(data["name"]),
             partition,
-            tuple(rounds),
-            server,
+            rounds,
+            self.stages.stage(data["server"], values, local=False),
             inputs,
             outputs,
-            in_tree,
-            out_tree,
+            _tree(data["in_tree"], inputs),
+            _tree(data["out_tree"], outputs),
         )
+        _check_order(plan)
         kept = plan.kept()
-        for about, a_round in zip(data["rounds"], rounds, strict=True):
+        for entry, a_round in zip(data["rounds"], rounds, strict=True):
             results = batched_results(a_round, kept)
-            if results != {key: about["groups"][key] for key in results}:
+            if results != {key: entry["groups"][key] for key in results}:
                 raise ValueError("a batch gives other results than the round needs")
         return plan
 
-    def _round(self, data: dict[str, Any], values) -> Round:
+    def _round(self, data: dict[str, Any], values: Values) -> Round:
         reduces = []
-        for about in data["reduces"]:
-            source, result = values(about["values"])
-            op = _one_of((*REDUCE_OPS, "gather"), about["op"])
+        for entry in data["reduces"]:
+            source, result = values(entry["values"])
+            op = _one_of((*REDUCE_OPS, "gather"), entry["op"])
             reduces.append(Reduce(op, source, result))
         scatter = []
         for pair in data["scatter"]:
             whole, slices = values(pair)
             scatter.append((whole, slices))
         return Round(
-            self._stage(data["server"], values, local=False),
+            self.stages.stage(data["server"], values, local=False),
             values(data["broadcast"]),
             tuple(scatter),
-            self._stage(data["groups"], values, local=True),
+            self.stages.stage(data["groups"], values, local=True),
             tuple(reduces),
-            tuple(self._loop(about, values) for about in data["loops"]),
+            tuple(self._loop(entry, values) for entry in data["loops"]),
         )
 
-    def _loop(self, data: dict[str, Any], values) -> Loop:
+    def _loop(self, data: dict[str, Any], values: Values) -> Loop:
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
         return Loop(
@@ -208,10 +182,71 @@ class _Reader:
             data["reverse"] is True,
         )
 
-    # -----------------------------------------------------------------------------
-    # Stages
 
-    def _stage(self, data: dict[str, Any], values, local: bool) -> Stage:
+def _partition(data: dict[str, Any] | None) -> Partition | None:
+    if data is None:
+        return None
+    return Partition(data["name"], data["size"], tuple(data["mesh_axes"]))
+
+
+def _check_order(plan: Plan) -> None:
+    """Check that each value of a plan is produced before it is used."""
+    known = {v.name for v in plan.inputs}
+
+    def use(values: Iterable[Value]) -> None:
+        _check_known([v.name for v in values], known)
+
+    def produce(values: Iterable[Value]) -> None:
+        known.update(v.name for v in values)
+
+    for a_round in plan.rounds:
+        use(a_round.server.inputs)
+        produce(a_round.server.outputs)
+        use((*a_round.broadcast, *(whole for whole, _ in a_round.scatter)))
+        produce(slices for _, slices in a_round.scatter)
+        use(a_round.local.inputs)
+        produce(a_round.local.outputs)
+        use(reduce.source for reduce in a_round.reduces)
+        produce(reduce.result for reduce in a_round.reduces)
+        for loop in a_round.loops:
+            use(loop.inputs)
+            produce(loop.outputs)
+    use(plan.server.inputs)
+    produce(plan.server.outputs)
+    use(plan.outputs)
+
+
+def _check_known(names: Iterable[str], known: Set[str]) -> None:
+    if unknown := set(names) - known:
+        raise ValueError(f"{sorted(unknown)} are used before they are made")
+
+
+class _StageReader:
+    """Reads the stages of plans, and the constants that they share.
+
+    Args:
+      path: The file, for errors.
+      members: The file's members by name.
+      origin: Where and how the stages were exported.
+      run: Whether the stages are to be run; else their bytes are not looked at.
+
+    Attributes:
+      used: The names of the members that were needed.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        members: dict[str, bytes],
+        origin: dict[str, Any],
+        run: bool,
+    ):
+        self.path, self.origin, self.run = path, origin, run
+        self.used: set[str] = set()
+        self._members, self._consts = members, dict[str, np.ndarray]()
+
+    def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
+        """A stage; `local`: whether it is one of the groups."""
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
         name, member = _text(data["name"]), data["member"]
         if (member is None) != (not outputs):
@@ -220,15 +255,8 @@ class _Reader:
         if not self.run:
             return Stage(name, inputs, outputs, None, exported)
         if exported is not None:
-            parts = [f for f in (exported.per_group, exported.batched) if f]
-            called = [function.custom_calls for function in parts]
-            check_declared(name, exported.custom_calls, called)
-            for function in parts:
-                if function.function.mlir_module_serialized != function.stablehlo:
-                    raise ValueError(
-                        f"the .mlirbc of stage {name} is not the code of its .jexp"
-                    )
-        jaxpr = self._jaxpr(inputs, outputs, exported, local)
+            _check_code(name, exported)
+        jaxpr = _jaxpr(inputs, outputs, exported, local)
         return Stage(name, inputs, outputs, jaxpr, exported)
 
     def _exported_stage(
@@ -256,30 +284,51 @@ class _Reader:
             self._consts[name] = array.view(_dtype(data["dtype"]))
         return self._consts[name]
 
-    def _jaxpr(
-        self,
-        inputs: Sequence[Value],
-        outputs: Sequence[Value],
-        exported: ExportedStage | None,
-        local: bool,
-    ) -> Any:
-        """A jaxpr that calls what was exported."""
+    def _member(self, name: str) -> bytes:
+        self.used.add(name)
+        return self._members[name]
 
-        def run(*args):
-            if exported is None:
-                return []
-            raw = map(to_raw, args)
-            outs = exported.per_group.call(*map(jnp.asarray, exported.consts), *raw)
-            return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
 
-        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
-        if local:
-            types = [jax.ShapeDtypeStruct((), np.int32), *types]
-        if exported is not None:
-            avals = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
-            if avals != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
-                raise ValueError("a stage gives other types than it is said to")
-        return jax.make_jaxpr(run)(*types)
+def _check_code(name: str, exported: ExportedStage) -> None:
+    """Check that the code of a stage is what its manifest says.
+
+    Raises:
+      ValueError: It calls other custom calls, or its StableHLO for other runtimes is
+        not that of its functions.
+    """
+    parts = [f for f in (exported.per_group, exported.batched) if f]
+    called = [function.custom_calls for function in parts]
+    check_declared(name, exported.custom_calls, called)
+    for function in parts:
+        if function.function.mlir_module_serialized != function.stablehlo:
+            raise ValueError(
+                f"the .mlirbc of stage {name} is not the code of its .jexp"
+            )
+
+
+def _jaxpr(
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    exported: ExportedStage | None,
+    local: bool,
+) -> Any:
+    """A jaxpr of a stage from a file: it calls the exported function of one group."""
+
+    def run(*args):
+        if exported is None:
+            return []
+        raw = map(to_raw, args)
+        outs = exported.per_group.call(*map(jnp.asarray, exported.consts), *raw)
+        return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
+
+    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
+    if local:
+        types = [jax.ShapeDtypeStruct((), np.int32), *types]
+    if exported is not None:
+        avals = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
+        if avals != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
+            raise ValueError("a stage gives other types than it is said to")
+    return jax.make_jaxpr(run)(*types)
 
 
 # ---------------------------------------------------------------------------------
