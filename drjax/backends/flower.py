@@ -14,7 +14,6 @@ reduction: there is no secure aggregation. Without `nodes`, which group a client
 its own claim. Flower never ends a client, so a late one is forgotten, not stopped.
 """
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from drjax._errors import DrjaxValueError, EngineError
+from drjax._errors import DrjaxValueError
 from drjax.backends.engine import client_data, pool_scheduler, untrusted
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
+from drjax.backends.engine.claim_queries import ClaimQueries, ClientFailed
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import (
@@ -45,7 +45,6 @@ from drjax.plan import Plan
 
 Clients = Remote
 _POLL, _PATIENCE = 0.1, 1.0  # seconds between looks for replies, and for one look
-_logger = logging.getLogger("drjax")
 
 
 def compile(
@@ -144,17 +143,8 @@ def client(load: Callable[[Any], Any]) -> Any:
     return app
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A request to the client of a group; without a number, why it was not sent."""
-
-    number: str | None
-    group: int
-    why: str = ""
-
-
-class Nodes:
-    """The clients, as an engine: a `drjax.backends.engine.protocols.Pool` of nodes.
+class _Messages:
+    """Messages to nodes and their replies: a `claim_queries.Link` by Flower's grid.
 
     A reply is pulled by the number of its request, alone, so that one that cannot be
     read spoils no other. It must bear that number too: the SuperLink adds whatever else
@@ -162,68 +152,27 @@ class Nodes:
     numbers of others.
     """
 
-    def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
-        self.generation, self._grid, self._clients = 0, grid, clients
-        self.workers, self._start, self._drop = clients.size, start, drop
+    def __init__(self, grid: Any):
+        self._grid, self._pulls = grid, Background(_PATIENCE)
         self._flwr = needed("flwr.app", "flower", "Flower")
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
-        self._opened = False
-        self._asked: dict[int, str | None] = {}  # the query of a node, until it answers
-        self._pulls = Background(_PATIENCE)
-        self._replies: dict[_Sent, Any] = {}
 
-    def open(self) -> None:
-        if not self._opened:  # clients that come later are found between rounds
-            self._opened = True
-            self._find(range(self.workers), self._start, late=True)
+    def present(self) -> set[int]:
+        """The ids of the nodes that are connected."""
+        return {*self._grid.get_node_ids()}
 
-    def _find(self, groups: Iterable[int], seconds: float, late: bool) -> None:
-        """Query new nodes for their group, until all of these groups have a client.
+    def query(self, client: int) -> str | None:
+        """Ask a node for its group; the number of the query, None if it fails."""
+        return self.push({}, client, "query")
 
-        It waits so long; only for nodes that were asked, unless others may come late.
-        """
-        groups, end = [*groups], time.monotonic() + seconds
-        while True:
-            present = {*self._grid.get_node_ids()}
-            # With `nodes` the driver knows the clients: no queries.
-            if not self._clients.fixed:
-                self._query(present)
-            pending = any(self._asked.get(node) for node in present)
-            # Between rounds the call does not wait for clients that may never come.
-            if self._clients.complete(groups, present) or not (late or pending):
-                return
-            if time.monotonic() >= end:
-                return
-            time.sleep(_POLL)
+    def claim(self, number: str) -> Any:
+        """The group that a node claims; None if it has not answered yet."""
+        reply = self.pull(number)
+        if reply is not None and reply.has_error():
+            raise ClientFailed
+        return None if reply is None else _content(reply, "group")
 
-    def _query(self, present: set[int]) -> None:
-        """Ask nodes that are new, and look for answers."""
-        # A node that left may come back as another group; one that was refused may now
-        # have a chance.
-        for node in {*self._asked} - present | {*self._clients.reclaimable(present)}:
-            if self._asked.get(node) is None:
-                self._asked.pop(node, None)  # it is new again
-        for node in sorted(present - {*self._asked}):
-            if number := self._push({}, node, "query"):
-                self._asked[node] = number
-        for node, number in [*self._asked.items()]:
-            try:
-                reply = None if number is None else self._pull(number)
-                if reply is None:
-                    continue
-                if reply.has_error():  # it may do better next time
-                    del self._asked[node]
-                    continue
-                group = _content(reply, "group")
-            except BadReply as error:
-                group = error
-            self._asked[node] = None
-            if why := self._clients.claim(node, group, present):
-                if not self._drop:
-                    raise EngineError(why)
-                _logger.warning("%s It takes no part.", why)
-
-    def _push(self, content: dict, node: int, kind: str) -> str | None:
+    def push(self, content: dict, node: int, kind: str) -> str | None:
         """Send a message; its number, None if the SuperLink does not take it."""
         content = {"nonce": secrets.token_bytes(16), **content}
         # One message at a time: an error of one must not concern others.
@@ -232,7 +181,7 @@ class Nodes:
         numbers = [*self._grid.push_messages([message])]
         return numbers[0] if numbers else None
 
-    def _pull(self, number: str) -> Any:
+    def pull(self, number: str) -> Any:
         """The reply to a message; None if there is none yet.
 
         Flower waits for hours for what a client announces and does not send: what takes
@@ -257,14 +206,51 @@ class Nodes:
             why = f"it cannot be read: {type(error).__name__}: {error}"
             raise BadReply(why) from error
 
+    def forget(self, number: str) -> None:
+        """Nobody will pull the reply to this message."""
+        self._pulls.forget(number)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A request to the client of a group; without a number, why it was not sent."""
+
+    number: str | None
+    group: int
+    why: str = ""
+
+
+class Nodes:
+    """The clients, as an engine: a `drjax.backends.engine.protocols.Pool` of nodes.
+
+    Args:
+      grid: The grid of the `ServerApp`.
+      clients: The assignment of groups to nodes.
+      start: Seconds to wait until each group has a client.
+      drop: Whether to go on without clients whose claim is refused.
+    """
+
+    def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
+        self.workers, self.generation = clients.size, 0
+        self._clients, self._start, self._opened = clients, start, False
+        self._messages = _Messages(grid)
+        self._queries = ClaimQueries(self._messages, clients, drop)
+        self._replies: dict[_Sent, Any] = {}
+
+    def open(self) -> None:
+        if not self._opened:  # clients that come later are found between rounds
+            self._opened = True
+            self._queries.run(range(self.workers), self._start, late=True)
+
     def results(self, call: StageCall) -> Results:
         # Clients that came later, or came back.
-        self._find(np.flatnonzero(call.alive), min(5.0, self._start), late=False)
+        alive = np.flatnonzero(call.alive)
+        self._queries.run(alive, min(5.0, self._start), late=False)
         self._requests = client_data.Requests(call)
         # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
             call.cache["partials"] = untrusted.partials_of(call.job.file)
-        self._checks = call.cache["partials"][call.job.stage], call.options.check_nans
+        self._checks = call.cache["partials"][call.job.stage], call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -279,7 +265,7 @@ class Nodes:
             why = f"no client has the group within {self._start:g} s{refused}"
             return _Sent(None, group, why)
         content = {"request": self._requests.to_bytes(task)}
-        number = self._push(content, node, "train")
+        number = self._messages.push(content, node, "train")
         return _Sent(number, group, f"the SuperLink takes no message for node {node}")
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
@@ -289,7 +275,7 @@ class Nodes:
                 if sent.number is None or sent in self._replies:
                     continue
                 try:
-                    reply = self._pull(sent.number)
+                    reply = self._messages.pull(sent.number)
                 except BadReply as error:
                     reply = error
                 if reply is not None:
@@ -323,7 +309,7 @@ class Nodes:
 
     def forget(self, handle: Any) -> None:
         self._replies.pop(handle, None)
-        self._pulls.forget(handle.number)
+        self._messages.forget(handle.number)
 
     def states(self) -> list[WorkerState]:
         return []

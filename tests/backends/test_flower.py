@@ -1,7 +1,7 @@
 """The Flower backend: clients in this process, and real SuperNodes on loopback.
 
 Covers: drjax.backends.flower, drjax.backends.engine.client_data,
-drjax.backends.engine.assignment.
+drjax.backends.engine.assignment, drjax.backends.engine.claim_queries.
 """
 
 # pyright: reportMissingImports=false

@@ -11,5 +11,5 @@ then what they use: `executable_plan`, `stage_results` with `combine`,
 `folder_lock`, `options`, `progress`. For single engines: `file_exchange`,
 `wire_format`, `subprocess_run`, `temporary_folders`, `one_round` (Beam), `actor`,
 `placement`, `resident_slices`, `process_exit` (Ray), `client_data`, `untrusted`,
-`assignment`, `background` (Flower).
+`assignment`, `claim_queries`, `background` (Flower).
 """

@@ -1,0 +1,121 @@
+"""Asks clients which group they claim, until each group has a client.
+
+Input: a link to the clients, and an `Assignment`. Output: the claims, in the
+assignment.
+
+Invariants: a client is asked once, and again after it has left, when it has failed, or
+when the holder of the group that it was refused is gone. A bad answer is a refused
+claim, and concerns no other client.
+
+Sharp edges: which group a client claims is not validated beyond `Assignment.claim`.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from drjax._errors import EngineError
+from drjax.backends.engine.assignment import Assignment
+from drjax.backends.engine.untrusted import BadReply
+
+_INTERVAL = 0.1  # seconds between looks for clients and answers
+_logger = logging.getLogger("drjax")
+
+
+class ClientFailed(Exception):
+    """A client could not answer; it may when it is asked again."""
+
+
+class Link(Protocol):
+    """How clients are reached."""
+
+    def present(self) -> set[int]:
+        """The ids of the clients that are connected."""
+        ...
+
+    def query(self, client: int) -> str | None:
+        """Ask a client for its group; the number of the query, None if it fails."""
+        ...
+
+    def claim(self, number: str) -> Any:
+        """The group in the answer to a query; None if there is no answer yet.
+
+        Raises:
+          BadReply: The answer cannot be read.
+          ClientFailed: The client could not answer.
+        """
+        ...
+
+
+class ClaimQueries:
+    """The queries to the clients of an engine.
+
+    Args:
+      link: How the clients are reached.
+      assignment: The assignment of groups to clients, which gets the claims.
+      drop: Whether a claim that is refused is only logged.
+    """
+
+    def __init__(self, link: Link, assignment: Assignment, drop: bool):
+        self._link, self._assignment, self._drop = link, assignment, drop
+        # The number of the query of each client; None once it has answered.
+        self._asked: dict[int, str | None] = {}
+
+    def run(self, groups: Iterable[int], seconds: float, late: bool) -> None:
+        """Ask new clients, until all of these groups have one.
+
+        Args:
+          groups: The groups.
+          seconds: How long to wait for that.
+          late: Whether to wait for clients that are yet to connect, too.
+
+        Raises:
+          EngineError: A claim is refused, and `drop` is false.
+        """
+        groups, end = [*groups], time.monotonic() + seconds
+        while True:
+            present = self._link.present()
+            # The driver may know the clients: then there are no queries.
+            if not self._assignment.fixed:
+                self._ask(present)
+                self._collect(present)
+            pending = any(self._asked.get(client) for client in present)
+            # Between rounds the call does not wait for clients that may never come.
+            if self._assignment.complete(groups, present) or not (late or pending):
+                return
+            if time.monotonic() >= end:
+                return
+            time.sleep(_INTERVAL)
+
+    def _ask(self, present: set[int]) -> None:
+        """Query the clients that are new."""
+        # A client that left may come back as another group; one that was refused may
+        # now have a chance.
+        gone = {*self._asked} - present
+        for client in gone | {*self._assignment.reclaimable(present)}:
+            if self._asked.get(client) is None:
+                self._asked.pop(client, None)  # it is new again
+        for client in sorted(present - {*self._asked}):
+            if number := self._link.query(client):
+                self._asked[client] = number
+
+    def _collect(self, present: set[int]) -> None:
+        """Assign groups to the clients that have answered."""
+        for client, number in [*self._asked.items()]:
+            if number is None:
+                continue
+            try:
+                group = self._link.claim(number)
+            except ClientFailed:  # it may do better next time
+                del self._asked[client]
+                continue
+            except BadReply as error:
+                group = error
+            if group is None:
+                continue
+            self._asked[client] = None
+            if why := self._assignment.claim(client, group, present):
+                if not self._drop:
+                    raise EngineError(why)
+                _logger.warning("%s It takes no part.", why)
