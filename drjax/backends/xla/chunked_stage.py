@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 from drjax import _compat
 from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.contract_groups import group_sums
-from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
+from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp, Running, is_compensated
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import vary
 from drjax._sharding.layout import Layout
@@ -171,34 +171,17 @@ class ChunkedStage:
             )
         else:
             outs = _over_groups(one, count, self._partitioned)(*args)
+        summed = {}
         # In a loop the summands of one chunk take little memory: there it is slower.
-        summed = self._summed_in_map(count, args) if alone else {}
+        if alone and not self.layout.uneven:
+            ops = [REDUCE_OPS[reduce.op] for reduce in self.reduces]
+            by_output = dict(zip(self._sources, ops, strict=True))
+            summed = _summed_in_map(self.stage, by_output, self._partitioned, args)
         totals = [
             summed[i] if i in summed else self._reduce(reduce, outs[i], indices)
             for reduce, i in zip(self.reduces, self._sources, strict=True)
         ]
         return totals, [outs[i] for i in self._kept]
-
-    def _summed_in_map(self, count: int, args: list) -> dict[int, Any]:
-        """Sums that are computed without their summands, by the index of the output.
-
-        They are matrix products that contract the groups; see `contract_groups.py`.
-        """
-        if count == 1 or self.layout.uneven:
-            return {}
-        sums = group_sums(self.stage.jaxpr)
-        if not sums.indices:
-            return {}
-        used = [i for i, u in enumerate(sums.used) if u]
-        partitioned = [self._partitioned[i] for i in used]
-        over_groups = lambda fn: _over_groups(fn, count, partitioned)
-        totals = sums(count, over_groups, [args[i] for i in used])
-        ops = {
-            i: REDUCE_OPS[reduce.op]
-            for i, reduce in zip(self._sources, self.reduces, strict=True)
-        }
-        results = zip(sums.indices, totals, strict=True)
-        return {i: total for i, total in results if i in ops and ops[i].additive}
 
     def _reduce(self, reduce: Reduce, x, indices):
         """The partial reduction of a chunk's slices, without those of padding."""
@@ -206,6 +189,32 @@ class ChunkedStage:
         if self.layout.uneven:
             x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
         return op.local(x)
+
+
+def _summed_in_map(
+    stage: Stage, ops: dict[int, ReduceOp], partitioned: list[bool], args: list
+) -> dict[int, Any]:
+    """Sums that are computed without their summands, by the index of the output.
+
+    They are matrix products that contract the groups; see `contract_groups.py`.
+
+    Args:
+      stage: The groups' stage.
+      ops: The reductions, by the index of the output that each of them reduces.
+      partitioned: For each argument whether it has a slice for each group.
+      args: The arguments of the stage; the first are the group indices.
+    """
+    count = args[0].shape[0]
+    if count == 1:
+        return {}
+    sums = group_sums(stage.jaxpr)
+    if not sums.indices:
+        return {}
+    used = [i for i, u in enumerate(sums.used) if u]
+    over_groups = lambda fn: _over_groups(fn, count, [partitioned[i] for i in used])
+    totals = sums(count, over_groups, [args[i] for i in used])
+    results = zip(sums.indices, totals, strict=True)
+    return {i: total for i, total in results if i in ops and ops[i].additive}
 
 
 def _empty_accumulators(

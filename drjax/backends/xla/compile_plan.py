@@ -207,7 +207,8 @@ class _MeshInterpreter(PlanInterpreter):
         # Without a scan over chunks there are no running sums to alias.
         reuse = find_reuse(self.plan, index, layout) if streams else None
         kept = [v for v in stage.outputs if v.name in self._kept]
-        totals, stacks = self._run_stage(layout, a_round, kept, env, reuse is None)
+        combine = reuse is None  # else the reuse of accumulators combines the devices
+        totals, stacks = _run_groups(layout, a_round, kept, env, self.step, combine)
         if reuse is None:
             env.write([reduce.result for reduce in reduces], totals)
         for value, x in zip(kept, stacks, strict=True):
@@ -218,66 +219,6 @@ class _MeshInterpreter(PlanInterpreter):
                 env[reduce.result] = gather_p.bind(env[reduce.source], **params)
         if reuse is not None:
             self._reuse_accumulators(layout, reuse, totals, env)
-
-    def _run_stage(
-        self,
-        layout: Layout,
-        a_round: Round,
-        kept: list[Value],
-        env: Environment,
-        combine: bool,
-    ) -> tuple[list, list]:
-        """The work of all groups of a round, on all devices.
-
-        Args:
-          layout: How the partition is laid out on the mesh.
-          a_round: The round.
-          kept: The outputs of its stage that are kept as slices.
-          env: The values so far.
-          combine: Whether to combine the devices' partial reductions.
-
-        Returns:
-          `(totals, stacks)`: results of the reductions, or with `combine=False` the
-          partial reductions `[m, *s]` of the m devices; and kept slices `[n, *s]`.
-        """
-        stage, reduces = a_round.local, a_round.partials
-        shared = env.read(v for v in stage.inputs if not v.partitioned)
-        slices = [
-            jnp.moveaxis(env[v], v.axis, 0) for v in stage.inputs if v.partitioned
-        ]
-        # Some work cannot be in a shard_map; see `map_lowering`.
-        by_vmap = lowers_by_vmap(layout, stage.jaxpr)
-        stage = replace(stage, jaxpr=prepare_group_jaxpr(layout, stage.jaxpr, by_vmap))
-
-        def work(*args):
-            *args, first = args
-            chunked = ChunkedStage(layout, stage, reduces, kept, args[: len(shared)])
-            return chunked.run(first, args[len(shared) :], self.step)
-
-        def body(*args):
-            *args, first = args
-            totals, stacks = work(*args, first[0])
-            if combine:
-                return [*finish(layout, reduces, totals), *stacks]
-            return [*(total[None] for total in totals), *stacks]
-
-        args = [*shared, *slices]
-        partitioned = [False] * len(shared) + [True] * len(slices)
-        if by_vmap:
-            totals, stacks = vmap_over_devices(layout, work, args, partitioned)
-            if combine:
-                totals = finish_stacked(layout, reduces, totals)
-            return totals, stacks
-        outs = shard_map_over_devices(
-            layout,
-            body,
-            args,
-            partitioned,
-            [False if combine else None] * len(reduces) + [True] * len(kept),
-            _compat.check_vma(),
-            first=True,
-        )
-        return outs[: len(reduces)], outs[len(reduces) :]
 
     def _reuse_accumulators(
         self, layout: Layout, reuse: AccumulatorReuse, totals: list, env: Environment
@@ -332,6 +273,61 @@ class _MeshInterpreter(PlanInterpreter):
             return x
         x = as_operand(jnp.moveaxis(x, value.axis, 0), layout, True)
         return jnp.moveaxis(x, 0, value.axis)
+
+
+def _run_groups(
+    layout: Layout,
+    a_round: Round,
+    kept: list[Value],
+    env: Environment,
+    step: int | None,
+    combine: bool,
+) -> tuple[list, list]:
+    """The work of all groups of a round, on all devices.
+
+    Args:
+      layout: How the partition is laid out on the mesh.
+      a_round: The round.
+      kept: The outputs of its stage that are kept as slices.
+      env: The values so far.
+      step: How many of a device's groups run at once; None: all.
+      combine: Whether to combine the devices' partial reductions.
+
+    Returns:
+      `(totals, stacks)`: results of the reductions, or with `combine=False` the partial
+      reductions `[m, *s]` of the m devices; and kept slices `[n, *s]`.
+    """
+    stage, reduces = a_round.local, a_round.partials
+    shared = env.read(v for v in stage.inputs if not v.partitioned)
+    slices = [jnp.moveaxis(env[v], v.axis, 0) for v in stage.inputs if v.partitioned]
+    # Some work cannot be in a shard_map; see `map_lowering`.
+    by_vmap = lowers_by_vmap(layout, stage.jaxpr)
+    stage = replace(stage, jaxpr=prepare_group_jaxpr(layout, stage.jaxpr, by_vmap))
+
+    def work(*args):
+        *args, first = args
+        chunked = ChunkedStage(layout, stage, reduces, kept, args[: len(shared)])
+        return chunked.run(first, args[len(shared) :], step)
+
+    def body(*args):
+        *args, first = args
+        totals, stacks = work(*args, first[0])
+        if combine:
+            return [*finish(layout, reduces, totals), *stacks]
+        return [*(total[None] for total in totals), *stacks]
+
+    args = [*shared, *slices]
+    partitioned = [False] * len(shared) + [True] * len(slices)
+    if by_vmap:
+        totals, stacks = vmap_over_devices(layout, work, args, partitioned)
+        return finish_stacked(layout, reduces, totals) if combine else totals, stacks
+    # Of outputs: the same everywhere, one for each device, or divided by groups.
+    outputs = [False if combine else None] * len(reduces) + [True] * len(kept)
+    check_vma = _compat.check_vma()
+    outs = shard_map_over_devices(
+        layout, body, args, partitioned, outputs, check_vma, first=True
+    )
+    return outs[: len(reduces)], outs[len(reduces) :]
 
 
 def _check_known_shapes(stage: Stage) -> None:
