@@ -47,6 +47,7 @@ def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
 
 
 def _seal(data: bytes) -> dict[str, Any]:
+    """The size and the hash of a member, as the manifest lists them."""
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -57,7 +58,7 @@ def read(
 
     Args:
       path: The file, or its URL.
-      data: What is in it. Default: it is opened.
+      data: The bytes of the file. Default: the file is opened.
 
     Raises:
       OSError: The file cannot be opened.
@@ -108,6 +109,12 @@ def read(
 
 
 def _open(path: Path | str, data: bytes | None) -> Any:
+    """The bytes of a plan file, as an open binary file.
+
+    Raises:
+      OSError: The file cannot be opened.
+      PlanFileError: It is no regular file, or its file system is not known.
+    """
     if data is not None:
         return io.BytesIO(data)
     try:
@@ -123,6 +130,7 @@ def _open(path: Path | str, data: bytes | None) -> Any:
 
 
 def _check_unique(path: Path | str, names: list[str]) -> None:
+    """Refuse a zip that has two members of one name."""
     if len(set(names)) < len(names):
         name = _repeated(names)
         raise _bad(
@@ -133,6 +141,7 @@ def _check_unique(path: Path | str, names: list[str]) -> None:
 
 
 def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> None:
+    """Refuse compressed members, and members larger than the file of `size` bytes."""
     compressed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
     if compressed:
         raise _bad(
@@ -150,6 +159,7 @@ def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> N
 
 
 def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """The bytes of a member."""
     try:
         return archive.read(info)
     except Exception as error:
@@ -161,6 +171,7 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
+    """The manifest, of the format and version that this drjax reads."""
     try:
         manifest = json.loads(data, object_pairs_hook=_unique_keys)
         kind, version = manifest["format"], manifest["version"]
@@ -187,6 +198,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(names: list[str]) -> str:
+    """A name that is in the list more than once."""
     return Counter(names).most_common(1)[0][0]
 
 
@@ -205,6 +217,7 @@ def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None
 
 
 def _listed(names: list[str]) -> str:
+    """At most three names, as text."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(name[:200] for name in names[:3]) + more
 
@@ -212,6 +225,13 @@ def _listed(names: list[str]) -> str:
 def _table(
     path: Path | str, manifest: dict[str, Any], names: list[str]
 ) -> dict[str, Any]:
+    """The manifest's table of members: size and hash by name.
+
+    Args:
+      path: The plan file, for errors.
+      manifest: The manifest.
+      names: The names of the members in the zip; the table must have the same.
+    """
     table = manifest.get("members")
     if not isinstance(table, dict):
         raise malformed(path, "it has no table of members")
@@ -234,6 +254,7 @@ def _table(
 
 
 def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
+    """The error for a plan file: what is wrong with it, and how to fix it."""
     return PlanFileError(f"The plan file {path} {what}. {fix}")
 
 

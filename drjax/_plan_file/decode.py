@@ -89,7 +89,7 @@ def decode(
 
 
 def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Where and how a file was written, of the types that are printed."""
+    """The origin of the stages in a file: versions, platforms, precision, keys."""
     origin = {key: manifest[key] for key in _ORIGIN}
     if type(origin["x64"]) is not bool:
         raise ValueError("x64 must be true or false")
@@ -149,6 +149,7 @@ class _PlanReader:
         return plan
 
     def _round(self, data: dict[str, Any], values: Values) -> Round:
+        """A round; `values`: from names to values of its plan."""
         reduces = []
         for entry in data["reduces"]:
             source, result = values(entry["values"])
@@ -168,6 +169,7 @@ class _PlanReader:
         )
 
     def _loop(self, data: dict[str, Any], values: Values) -> Loop:
+        """A loop with the plans of its bodies."""
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
         return Loop(
@@ -184,6 +186,7 @@ class _PlanReader:
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:
+    """A partition; None for a plan that calls no building block."""
     if data is None:
         return None
     return Partition(data["name"], data["size"], tuple(data["mesh_axes"]))
@@ -217,6 +220,7 @@ def _check_order(plan: Plan) -> None:
 
 
 def _check_known(names: Iterable[str], known: Set[str]) -> None:
+    """Refuse names that are not among the known ones."""
     if unknown := set(names) - known:
         raise ValueError(f"{sorted(unknown)} are used before they are made")
 
@@ -262,6 +266,13 @@ class _StageReader:
     def _exported_stage(
         self, data: dict[str, Any], member: str, local: bool
     ) -> ExportedStage:
+        """The functions of a stage, whose code is not read yet.
+
+        Args:
+          data: The stage's entry in the manifest.
+          member: What the names of its members begin with.
+          local: Whether it is a stage of the groups.
+        """
         function = lambda end: ExportedFunction(
             self._member(f"{member}{end}.jexp"),
             self._member(f"{member}{end}.mlirbc"),
@@ -278,6 +289,7 @@ class _StageReader:
         )
 
     def _constant(self, data: dict[str, Any]) -> np.ndarray:
+        """A constant of a stage. Stages that name the same member share the array."""
         name = data["member"]
         if name not in self._consts:
             array = _array(self._member(name))
@@ -285,6 +297,7 @@ class _StageReader:
         return self._consts[name]
 
     def _member(self, name: str) -> bytes:
+        """The bytes of a member, which from now on counts as used."""
         self.used.add(name)
         return self._members[name]
 
@@ -336,6 +349,13 @@ def _jaxpr(
 
 
 def _value(name: str, data: dict[str, Any], size: int) -> Value:
+    """A value of a plan.
+
+    Args:
+      name: Its name.
+      data: Its entry in the manifest: shape of one slice, dtype, and group axis.
+      size: n, the number of groups; 0 without a partition.
+    """
     shape, axis = tuple(map(_count, data["shape"])), data["group_axis"]
     dtype = _dtype(data["dtype"])
     if axis is not None:
@@ -361,8 +381,9 @@ def _array(data: bytes) -> np.ndarray:
 
 
 def _dtype(name: str) -> Any:
-    if found := re.fullmatch(r"key:(\w+)", _text(name)):
-        return key_dtype(found[1])
+    """The dtype of a name: a number, bool, or `key:IMPL` for random keys."""
+    if match := re.fullmatch(r"key:(\w+)", _text(name)):
+        return key_dtype(match[1])
     dtype = np.dtype(name)
     number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
     if str(dtype) != name or not number:
@@ -371,6 +392,12 @@ def _dtype(name: str) -> Any:
 
 
 def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
+    """The structure of arguments or results; None if the plan has none.
+
+    Args:
+      data: Its entry in the manifest.
+      values: The values of its leaves.
+    """
     if data is None:
         return None
     tree = pytrees.Tree(pytrees.validate(data["node"]))
@@ -380,24 +407,28 @@ def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
 
 
 def _text(x: Any) -> str:
+    """The value, if it is printable text."""
     if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
         raise ValueError(f"{x!r:.60} is not a text")
     return x
 
 
 def _list(x: Any) -> list:
+    """The value, if it is a list."""
     if not isinstance(x, list):
         raise ValueError(f"{str(x)[:60]} is not a list")
     return x
 
 
 def _count(x: Any) -> int:
+    """The value, if it is an integer from 0."""
     if type(x) is not int or x < 0:
         raise ValueError(f"{str(x)[:60]} is not a count")
     return x
 
 
 def _one_of(known: tuple[str, ...], x: Any) -> str:
+    """The value, if it is one of these names."""
     if x not in known:
         raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
     return x

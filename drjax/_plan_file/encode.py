@@ -13,6 +13,7 @@ docs/plan_files.md. Some use older words than the code: "in_turn" is
 
 import hashlib
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,12 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
 
 
 def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
-    """The outputs of the batched function of a round: see `exported_stage.py`."""
+    """What the batched function of a round returns, by name, as data.
+
+    Args:
+      a_round: The round.
+      kept: The names of its outputs of which slices are read later.
+    """
     slices = [v.name for v in a_round.local.outputs if v.name in kept]
     partials = [{"op": r.op, "value": r.source.name} for r in a_round.partials]
     return {"partials": partials, "rows": slices}
@@ -73,11 +79,12 @@ class _Writer:
         """
         values: dict[str, dict] = {}
 
-        def names(found) -> list[str]:
-            for value in found:
+        def names(used: Iterable[Value]) -> list[str]:
+            used = [*used]
+            for value in used:
                 entry = _value(value)
                 assert values.setdefault(value.name, entry) == entry, value
-            return [v.name for v in found]
+            return [v.name for v in used]
 
         kept, rounds = plan.kept(), []
         for number, a_round in enumerate(plan.rounds, 1):
@@ -115,6 +122,13 @@ class _Writer:
         }
 
     def _stage(self, stage: Stage, member: str, names) -> dict[str, Any]:
+        """A stage as data; its code becomes members.
+
+        Args:
+          stage: The stage.
+          member: What the names of its members begin with.
+          names: Registers values in the plan's table, and returns their names.
+        """
         data = {
             "name": stage.name,
             "inputs": names(stage.inputs),
@@ -139,6 +153,7 @@ class _Writer:
         return {**data, "in_turn": exported.sequential}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
+        """A constant as data; equal ones become one member."""
         file, array = io.BytesIO(), np.ascontiguousarray(x).reshape(x.shape)
         if array.dtype.kind == "V":  # a dtype that numpy does not know: its bits
             array = array.view(f"u{array.dtype.itemsize}")
@@ -148,6 +163,7 @@ class _Writer:
         return {"member": name, "dtype": str(x.dtype)}
 
     def _loop(self, loop: Loop, prefix: str, names) -> dict[str, Any]:
+        """A loop as data; see `_stage`."""
         bodies = [
             self.plan(body, f"{prefix}{loop.name}.{i}.")
             for i, body in enumerate(loop.bodies)
@@ -166,6 +182,7 @@ class _Writer:
 
 
 def _partition(plan: Plan) -> dict[str, Any] | None:
+    """The partition of a plan as data."""
     if plan.partition is None:
         return None
     name, size, axes = (
@@ -177,6 +194,7 @@ def _partition(plan: Plan) -> dict[str, Any] | None:
 
 
 def _value(value: Value) -> dict[str, Any]:
+    """A value as data: dtype, shape of one group's slice, and group axis."""
     dtype = str(value.dtype)
     if is_key(value.dtype):
         dtype = f"key:{key_impl(value.dtype)}"
@@ -185,6 +203,7 @@ def _value(value: Value) -> dict[str, Any]:
 
 
 def _tree(tree: Any) -> dict[str, Any] | None:
+    """The structure of arguments or results as data."""
     if tree is None:
         return None
     node = describe(tree)

@@ -44,7 +44,10 @@ def export_plan(plan: Plan) -> Plan:
 
 
 def origin_of(plan: Plan) -> dict[str, Any]:
-    """Where and how the stages of a plan are, or will be, exported."""
+    """The origin of a plan's stages: versions, platforms, precision and random keys.
+
+    Of stages that are exported already it is that of their export.
+    """
     stages = [*plan.stages()]
     for _, stage in stages:
         if stage.forms is not None:
@@ -54,12 +57,14 @@ def origin_of(plan: Plan) -> dict[str, Any]:
 
 @functools.cache
 def _producer() -> dict[str, str]:
+    """The versions of drjax, JAX and Python that write the file."""
     names = ("drjax", "jax", "jaxlib")
     versions = {name: version(name) for name in names}
     return {**versions, "python": platform.python_version()}
 
 
 def _origin(features: StageFeatures) -> dict[str, Any]:
+    """The origin of stages with these features, for the manifest."""
     return {
         "producer": _producer(),
         "calling_convention": export.maximum_supported_calling_convention_version,
@@ -70,12 +75,13 @@ def _origin(features: StageFeatures) -> dict[str, Any]:
 
 
 class _Export:
-    """Exports the stages of plans; `location` is a prefix for errors."""
+    """Exports the stages of plans; in all methods `location` is for errors."""
 
     def __init__(self, origin: dict[str, Any]):
         self.origin = origin
 
     def plan(self, plan: Plan, location: str) -> Plan:
+        """A plan, or the body of a loop, with exported stages."""
         kept = plan.kept()
         rounds = tuple(
             self._round(a_round, kept, f"{location}round {number}, ")
@@ -85,6 +91,7 @@ class _Export:
         return replace(plan, rounds=rounds, server=server)
 
     def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
+        """A round with exported stages; `kept`: the names of values that live on."""
         return replace(
             a_round,
             server=self._server(a_round.server, f"{location}server"),
@@ -93,17 +100,20 @@ class _Export:
         )
 
     def _loop(self, loop: Loop, location: str) -> Loop:
+        """A loop with exported stages in its bodies."""
         location = f"{location}{loop.name}, "
         bodies = tuple(self.plan(body, location) for body in loop.bodies)
         return replace(loop, bodies=bodies)
 
     def _server(self, stage: Stage, location: str) -> Stage:
+        """A server stage, exported."""
         # A stage without results has no member in the file.
         if stage.empty or stage.forms is not None:
             return stage
         return replace(stage, forms=Exporter(stage, location, self.origin).server())
 
     def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
+        """The stage of the groups of a round, exported per group and batched."""
         stage = a_round.local
         if stage.empty or stage.forms is not None:
             return stage

@@ -42,7 +42,7 @@ class Exporter:
     Args:
       stage: The stage.
       location: Round and stage in the plan, for errors.
-      origin: Where and how it is exported, for the manifest.
+      origin: The versions and platforms of the export, for the manifest.
     """
 
     def __init__(self, stage: Stage, location: str, origin: dict[str, Any]):
@@ -96,11 +96,13 @@ class Exporter:
         batch: ExportedFunction | None = None,
         sequential=False,
     ) -> ExportedStage:
+        """The exported functions with the text and the constants of the stage."""
         text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
         consts, calls_ = tuple(self._consts), tuple(sorted(calls))
         return ExportedStage(one, batch, sequential, text, consts, calls_, self.origin)
 
     def _per_group(self, *args):
+        """The function to export: `(*consts, [group,] *inputs)` to outputs, all raw."""
         count, values = len(self._hoisted), list(self._values)
         for i, x in zip(self._hoisted, args[:count], strict=True):
             values[i] = from_raw(x, values[i].dtype)
@@ -145,7 +147,13 @@ class Exporter:
     def _export(
         self, name: str, fn: Callable, types: list
     ) -> tuple[ExportedFunction, set[str]]:
-        """`(fn for all platforms, the custom calls in it)`."""
+        """`(exported function, names of the custom calls in it)`.
+
+        Args:
+          name: The name of the function in the StableHLO.
+          fn: The function, which takes the constants first.
+          types: The types of its other arguments.
+        """
 
         def run(*args):
             return fn(*args)
@@ -167,7 +175,7 @@ class Exporter:
 
 
 def _sequential(fn: Callable, axes: list) -> Callable:
-    """As `jax.vmap`, but one group after another."""
+    """As `jax.vmap`, but one group after another, by `lax.map`."""
 
     def run(*args):
         def one(slices):
@@ -186,5 +194,6 @@ def _sequential(fn: Callable, axes: list) -> Callable:
 
 
 def _masked(op: ReduceOp, x, mask):
+    """`x` with the identity of a reduction in the slices whose mask is false."""
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
     return jnp.where(chosen, x, jnp.asarray(op.identity(x.dtype), x.dtype))

@@ -42,7 +42,7 @@ class ExportedFunction:
     Attributes:
       exported: The bytes of `jax.export.Exported.serialize`.
       stablehlo: The StableHLO in it, as a portable artifact.
-      source: Where it is from, for errors.
+      source: The stage or the member that it is from, for errors.
     """
 
     exported: bytes
@@ -61,10 +61,12 @@ class ExportedFunction:
 
     @property
     def function(self) -> export.Exported:
+        """The function as JAX reads it."""
         return self._read[0]
 
     @property
     def custom_calls(self) -> set[str]:
+        """The names of the custom calls in its code."""
         return self._read[1]
 
     @functools.cached_property
@@ -87,6 +89,8 @@ class ExportedFunction:
 
 
 def _refusal(source: str) -> Callable:
+    """A function that raises for a transformation of an exported function."""
+
     def refuse(*_):
         raise PlanFileError(
             f"{source} is compiled: it can be run, but neither differentiated nor "
@@ -108,7 +112,7 @@ class ExportedStage:
       text: The jaxpr of `per_group`, for people.
       consts: Large arrays that the stage takes besides its inputs; raw data of keys.
       custom_calls: Names of the code outside StableHLO that it calls.
-      origin: Where and how it was exported, as the manifest tells it.
+      origin: The versions and platforms of its export, as in the manifest.
     """
 
     per_group: ExportedFunction

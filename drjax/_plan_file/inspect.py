@@ -38,6 +38,7 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
 
 
 def _origin(manifest: dict) -> Iterator[str]:
+    """Lines on where and how a file was written."""
     producer = manifest["producer"]
     yield f"format {container.VERSION}, written by " + ", ".join(
         f"{name} {version}" for name, version in producer.items()
@@ -49,6 +50,7 @@ def _origin(manifest: dict) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
+    """A line for each stage with exported functions."""
     for location, stage in plan.stages():
         exported: ExportedStage | None = stage.forms
         if exported is not None:

@@ -66,9 +66,12 @@ def plan_from_bytes(
     *,
     custom_calls: Collection[str] | None = (),
 ) -> Plan:
-    """As `load_plan`; `data`: the bytes of the file, unless it is to be opened.
+    """A plan from the bytes of a file; see `load_plan`.
 
-    `custom_calls=None` is for the bytes of a plan of this process: it may make any.
+    Args:
+      path: The file, for errors.
+      data: Its bytes. Default: the file is opened.
+      custom_calls: As for `load_plan`; None allows any, for bytes of this process.
     """
     if isinstance(custom_calls, str):
         raise DrjaxTypeError(

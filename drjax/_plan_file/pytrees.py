@@ -37,9 +37,11 @@ class Tree:
 
     @property
     def num_leaves(self) -> int:
+        """The number of leaves, as of a `PyTreeDef`."""
         return _leaves(self.node)
 
     def unflatten(self, leaves) -> Any:
+        """The pytree with these leaves; of records, a namedtuple."""
         return _unflatten(self.node, iter(leaves))
 
     def paths(self) -> Iterator[str]:
@@ -69,6 +71,7 @@ def describe(tree: Any) -> Node:
 
 
 def _describe(x: Any) -> Node:
+    """The description of a pytree, whose leaves are any objects."""
     if x is None:
         return "none"
     below = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
@@ -101,6 +104,7 @@ def _describe(x: Any) -> Node:
 
 
 def _key(key: Any) -> Any:
+    """The key of a dict, if a file can hold it."""
     if type(key) in _KEYS:
         return key
     raise PlanFileError(
@@ -111,11 +115,12 @@ def _key(key: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _record(name: str, fields: tuple[str, ...]) -> type:
+    """The namedtuple class of a record; the same for equal names and fields."""
     return collections.namedtuple(name, fields)
 
 
 def _children(node: Node) -> list[tuple[str, Node]]:
-    """The key, as a path writes it, and the description of each child."""
+    """`(key, description)` of each child of a node; keys as paths have them."""
     [(kind, parts)] = node.items()
     if kind == "record":
         return [(f".{field}", child) for field, child in parts[1]]
@@ -125,12 +130,14 @@ def _children(node: Node) -> list[tuple[str, Node]]:
 
 
 def _leaves(node: Node) -> int:
+    """The number of leaves below a node."""
     if isinstance(node, str):
         return node == "leaf"
     return sum(_leaves(child) for _, child in _children(node))
 
 
 def _paths(node: Node, path: str) -> Iterator[str]:
+    """The paths of the leaves below a node; `path`: that of the node."""
     if node == "leaf":
         yield path
     elif node != "none":
@@ -139,16 +146,17 @@ def _paths(node: Node, path: str) -> Iterator[str]:
 
 
 def _unflatten(node: Node, leaves: Iterator) -> Any:
+    """The pytree of a node, with leaves from an iterator."""
     if node == "leaf":
         return next(leaves)
     if node == "none":
         return None
     parts = [_unflatten(child, leaves) for _, child in _children(node)]
-    [(kind, found)] = node.items()
+    [(kind, content)] = node.items()
     if kind == "dict":
-        return dict(zip((key for key, _ in found), parts, strict=True))
+        return dict(zip((key for key, _ in content), parts, strict=True))
     if kind == "record":
-        return _record(found[0], tuple(name for name, _ in found[1]))(*parts)
+        return _record(content[0], tuple(name for name, _ in content[1]))(*parts)
     return parts if kind == "list" else tuple(parts)
 
 

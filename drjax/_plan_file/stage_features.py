@@ -37,7 +37,7 @@ class StageFeatures:
 
 
 def features_of(jaxpr: Any, location: str) -> StageFeatures:
-    """What is in a stage.
+    """The features of a stage.
 
     Args:
       jaxpr: That of the stage.
@@ -60,7 +60,7 @@ def features_of(jaxpr: Any, location: str) -> StageFeatures:
 
 
 def merge(features: Iterable[StageFeatures]) -> StageFeatures:
-    """What is in several stages."""
+    """The features of several stages together."""
     features = list(features)
     keys = frozenset(key for one in features for key in one.keys)
     return StageFeatures(
@@ -69,7 +69,7 @@ def merge(features: Iterable[StageFeatures]) -> StageFeatures:
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
-    """All equations and variables, however deep."""
+    """All equations and variables of a jaxpr and of those in its equations."""
     raw = _compat.open_jaxpr(jaxpr)
     yield from (*raw.constvars, *raw.invars)
     for eqn in raw.eqns:
@@ -80,6 +80,7 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
 
 
 def _check(eqn: Any, location: str) -> None:
+    """Refuse an equation that calls back into Python."""
     name = eqn.primitive.name
     if "callback" in name or name == "debug_print":
         raise PlanFileError(
