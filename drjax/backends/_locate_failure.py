@@ -25,8 +25,8 @@ from drjax._planner.inline import CONTROL, InlinedJaxpr, inline_calls
 from drjax.plan import Stage
 
 
-class _Found(Exception):
-    """An equation, or an argument of the stage."""
+class _Located(Exception):
+    """The cause of a failure: an equation, or an argument of the stage."""
 
 
 def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
@@ -35,8 +35,8 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
         return None
     try:
         _run(inline_calls(stage.jaxpr), inputs)
-    except _Found as found:
-        return source_line(found.args[0])
+    except _Located as located:
+        return source_line(located.args[0])
     return None
 
 
@@ -47,25 +47,26 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     program = inline_calls(stage.jaxpr)
     try:
         _run(program, inputs, find_nan=True)
-    except _Found as found:
-        if found.args[0] in program.invars:
-            position = program.invars.index(found.args[0])
+    except _Located as located:
+        if located.args[0] in program.invars:
+            position = program.invars.index(located.args[0])
             first = len(program.invars) - len(stage.inputs)  # after the group index
             return f"there is one in its input {stage.inputs[position - first].name}"
-        eqn = found.args[0]
+        eqn = located.args[0]
         return f"made by {eqn.primitive.name} at {source_line(eqn)}"
     return "made by work that gives none when it runs operation by operation"
 
 
 def has_nan(x: Any) -> bool:
+    """Whether an array of floats has a NaN."""
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 
 def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
-    """The results of a program.
+    """The results of a program, equation by equation.
 
     Raises:
-      _Found: What raises; with `find_nan`, what makes the first NaN of the results.
+      _Located: An equation raises; or, with `find_nan`, a result has a NaN.
     """
     values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
 
@@ -75,17 +76,17 @@ def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> 
     for eqn in program.eqns:
         try:
             outs = _outs(program, eqn, list(map(read, eqn.invars)))
-        except _Found:
+        except _Located:
             raise
         except Exception as error:
-            raise _Found(eqn) from error
+            raise _Located(eqn) from error
         values.update(zip(eqn.outvars, outs, strict=True))
     if find_nan:
-        # Found at the end, not at the first NaN: most programs make some and mask them.
+        # At the end, not at the first NaN: most programs make some and mask them.
         bad = {v for v, x in values.items() if has_nan(x)}
         for var in program.outvars:
             if var in bad:
-                raise _Found(_origin(program, var, bad, read))
+                raise _Located(_origin(program, var, bad, read))
     return list(map(read, program.outvars))
 
 
@@ -124,6 +125,7 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
 
 
 def _scan(eqn, body: Callable, operands: list) -> list:
+    """The results of a scan, whose `body` runs step by step."""
     consts, carry, stacks = split_scan(eqn, operands)
     n_carry = len(carry)
     steps = range(eqn.params["length"])

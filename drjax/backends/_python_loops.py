@@ -69,6 +69,7 @@ def run(
 
 
 def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> list:
+    """The outputs of a scan; see `run`."""
     consts, init, stacks = split_scan(loop, inputs)
     _, _, stacked_values = split_scan(loop, loop.inputs)
     done, carry, past = steps.load() or (0, init, [])

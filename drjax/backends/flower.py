@@ -207,7 +207,7 @@ class _Messages:
             raise BadReply(why) from error
 
     def forget(self, number: str) -> None:
-        """Nobody will pull the reply to this message."""
+        """Release a message whose reply will not be pulled."""
         self._pulls.forget(number)
 
 
@@ -319,10 +319,10 @@ class Nodes:
 
 
 def _content(reply: Any, name: str) -> Any:
-    """The field of a reply.
+    """A field of a reply.
 
     Raises:
-      BadReply: There is nothing under it.
+      BadReply: The reply has no such field.
     """
     try:
         return reply.content["drjax"][name]

@@ -32,6 +32,8 @@ from drjax.plan import Plan, Value
 
 
 class Indexed(Protocol):  # items that are read one by one
+    """Items that are read one by one, by index."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -82,7 +84,7 @@ class Groups:
         """
 
     def identity(self) -> str:
-        """What tells this data from other, as far as that is known."""
+        """Text that identifies the data, for fingerprints; empty if that is unknown."""
         return ""
 
 
@@ -101,7 +103,7 @@ class _Indexed(Iterator):
 
 
 class Remote(Groups):
-    """The data of groups where it is and stays: with the workers."""
+    """Stands for data of groups that stays with the workers; it has no items."""
 
     def __init__(self):
         super().__init__([])
@@ -200,6 +202,7 @@ class Parquet(Groups):
             yield from itertools.repeat(DrjaxValueError(text), count - count_read)
 
     def _group(self, row: dict[str, Any]) -> Any:
+        """The group's pytree from a row of the table; an error if `columns` raises."""
         if self.columns is None:
             return row if len(row) > 1 else next(iter(row.values()))
         try:
@@ -210,11 +213,12 @@ class Parquet(Groups):
 
 
 def _parquet() -> Any:
+    """pyarrow's module for Parquet files."""
     return needed("pyarrow.parquet", "ray", "Reading Parquet files")
 
 
 def _cells(column: Any) -> Any:
-    """The values of a column; lists of other lengths and nulls as they are."""
+    """The values of a column, for each row of the table; ragged lists one by one."""
     part = column
     while hasattr(part.type, "value_type"):
         lengths = part.value_lengths()
@@ -250,9 +254,18 @@ def _array(column: Any) -> np.ndarray:
 
 
 class Lazy:
-    """A partitioned value that is made group by group: one leaf of a `Groups`.
+    """A partitioned value that is read group by group: one leaf of a `Groups`.
 
-    `shape` and `dtype` are those of the whole array.
+    Args:
+      source: What reads the `Groups`.
+      leaf: The index of the leaf in a group's item.
+      value: The value.
+      n: The number of groups.
+      steps: Indices into a group's leaf: the steps of loops that it is in.
+
+    Attributes:
+      shape: The shape of the whole array.
+      dtype: Its dtype.
     """
 
     def __init__(self, source: "Source", leaf: int, value: Value, n: int, steps=()):
@@ -286,7 +299,14 @@ class Lazy:
 
 
 class Source:
-    """Reads a `Groups`, and checks each group's leaves against the plan."""
+    """Reads a `Groups`, and checks each group's leaves against the plan.
+
+    Args:
+      groups: The groups.
+      tree: The planned structure of a group's item.
+      values: The plan's values of its leaves.
+      n: The number of groups.
+    """
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
         self.groups, self.values, self.n = groups, values, n
@@ -299,7 +319,13 @@ class Source:
         return {**self.__dict__, "_tree": None}  # of classes that others may lack
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Leaves are raw arrays; an error where a group's do not fit."""
+        """Pairs `(group, leaves)` of the groups from `start` to `stop`.
+
+        Leaves are raw arrays; or the error, if the group's data does not fit the plan.
+
+        Raises:
+          DrjaxValueError: There are too few items, or more than n.
+        """
         if isinstance(self.groups, Remote):
             yield from ((group, []) for group in range(start, stop))
             return
@@ -326,6 +352,11 @@ class Source:
             raise DrjaxValueError(f"{text} {group}.")
 
     def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
+        """The error for a group whose item raised when it was read.
+
+        Raises:
+          EngineError: No later item can be read either.
+        """
         why = f"loading group {group} raised {type(error).__name__}: {error}"
         # A sequence can go on behind an item that raises.
         if isinstance(items, _Indexed):
@@ -348,6 +379,7 @@ class Source:
             return self._leaves(item)
 
     def _leaves(self, item: Any) -> list[np.ndarray]:
+        """As `leaves`, in the plan's precision."""
         if isinstance(item, DrjaxError):
             raise item
         leaves, tree = jax.tree_util.tree_flatten(item)
@@ -372,7 +404,11 @@ class Source:
 
 
 def _uncast(value: Value, leaf: Any) -> Any:
-    """A leaf of a group as an array: numpy's in its own dtype, whatever JAX has."""
+    """A leaf of a group as an array; numpy's arrays keep their dtype.
+
+    Raises:
+      DrjaxTypeError: It is no array.
+    """
     if isinstance(leaf, np.ndarray | np.generic):
         return np.asarray(leaf)
     try:
@@ -383,7 +419,7 @@ def _uncast(value: Value, leaf: Any) -> Any:
 
 
 def as_array(x: Any) -> Any:
-    """A leaf as an array, in the dtype that JAX would give it; numpy's stay numpy's."""
+    """A leaf as an array of its dtype in JAX; numpy's arrays stay numpy's."""
     if isinstance(x, Lazy):
         return x
     if isinstance(x, np.ndarray | np.generic):
@@ -411,6 +447,14 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
+    """An argument; a `Groups` becomes a pytree of `Lazy`.
+
+    Args:
+      plan: The plan.
+      x: The argument.
+      positions: The index of the plan's input for each leaf of the argument; None if
+        the plan has no such argument.
+    """
     if not isinstance(x, Groups) or positions is None:
         return x
     indices, tree = jax.tree_util.tree_flatten(positions)

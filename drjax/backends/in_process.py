@@ -63,7 +63,7 @@ class InProcess:
         return x
 
     def submit(self, task: Task, file: File, shared: Any) -> Any:
-        # It runs here: a pool of one process cannot have tasks in flight.
+        # It runs at once: a pool of one process cannot have tasks in flight.
         return _FinishedTask(file, task, shared)
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
@@ -88,6 +88,8 @@ class InProcess:
 
 
 class _FinishedTask:
+    """The handle of a task: its result, or what it raised."""
+
     def __init__(self, file: File, task: Task, shared: Any):
         self.result: Any = None
         self.error: Exception | None = None

@@ -231,6 +231,11 @@ class Actors:
         return kind.options(max_restarts=0, **options).remote()
 
     def _wait_until_started(self, actors: list[Any]) -> None:
+        """Wait until actors answer.
+
+        Raises:
+          EngineError: Ray has no room for them; this pool is closed.
+        """
         ready = [_ask(actor.state) for actor in actors]
         # Ray queues actors for which it has no resources, without an error.
         if self._connection.wait(ready, len(ready), _START)[1]:
@@ -277,7 +282,7 @@ class Actors:
         return self._connection.live().put(x)
 
     def _get(self, reference: Any) -> Any:
-        """What `share` was given, as a view of the object store."""
+        """The object of a reference that `share` returned, as a view of the store."""
         stored = not isinstance(reference, list)
         return self._connection.live().get(reference) if stored else reference
 

@@ -99,7 +99,14 @@ def __getattr__(name: str) -> Any:
 
 
 class Pipelines(FileExchange):
-    """The engine; each run of a stage is a pipeline."""
+    """An engine that runs each stage as a pipeline.
+
+    Args:
+      workers: How many worker processes there are.
+      flags: The options of pipelines, as on a command line.
+      folder: The shared folder. Default: a temporary one.
+      in_thread: Whether pipelines run in a thread of this process.
+    """
 
     def __init__(
         self, workers: int, flags: list[str], folder: str | None, in_thread: bool

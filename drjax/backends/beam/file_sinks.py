@@ -14,6 +14,7 @@ from typing import Any
 
 
 def _systems() -> Any:
+    """Beam's file systems, imported when they are first needed."""
     return importlib.import_module("apache_beam.io.filesystems").FileSystems
 
 
@@ -39,7 +40,7 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """The files whose names begin so."""
+    """The paths of the files whose names begin so."""
     (match,) = _systems().match([f"{prefix}*"])
     paths = [x.path for x in match.metadata_list]
     return [path for path in paths if not path.endswith(".part")]

@@ -52,9 +52,14 @@ class Sums(beam.CombineFn):
 
 
 class RunBlocks(beam.DoFn):
-    """Blocks, with why groups in them cannot take part, through a stage.
+    """Runs blocks through a stage.
 
-    It yields partial reductions, and the number of groups as one more of them.
+    It yields the partial reductions of each block, with the number of its groups as one
+    more; and under the tag `"failed"` pairs of a group index and why it failed.
+
+    Args:
+      load: Returns the job; called once in each worker.
+      report: Called with each block and its result.
     """
 
     def __init__(self, load: Callable[[], Job], report: Callable | None = None):
@@ -64,6 +69,7 @@ class RunBlocks(beam.DoFn):
         self.job = self.load()
 
     def process(self, element: LoadedBlock) -> Iterator[Any]:
+        """The partial reductions of a block, or why groups in it failed."""
         (block, failed), job = element, self.job
         result = job.run(block, failed)
         if self.report is not None:
@@ -80,7 +86,14 @@ class RunBlocks(beam.DoFn):
 
 
 class _Stage(beam.PTransform):
-    """`RunBlocks`, and its results combined: a list, with the number of groups last."""
+    """From blocks to the totals of `RunBlocks` and the groups that failed.
+
+    The totals are one list, with the number of groups last.
+
+    Args:
+      ops: The operations of the stage's partial reductions.
+      *job: The arguments of `RunBlocks`.
+    """
 
     def __init__(self, ops: tuple[str, ...], *job: Any):
         super().__init__()
@@ -98,7 +111,12 @@ class _Stage(beam.PTransform):
 
 
 def run(stage_run: StageRun, flags: list[str]) -> None:
-    """Execute a stage run as a pipeline, and wait for its end."""
+    """Execute a stage run as a pipeline, and wait for its end.
+
+    Args:
+      stage_run: The stage run.
+      flags: The options of the pipeline, as on a command line.
+    """
     p = beam.Pipeline(options=PipelineOptions(flags))
     loaded = (
         p

@@ -22,7 +22,7 @@ Arrays = list[np.ndarray]
 
 
 class Worker:
-    """What an actor is; `skip` and `state` must be answered while `run` runs."""
+    """A worker that keeps plan files by name."""
 
     def __init__(self):
         self._files: dict[str, File] = {}

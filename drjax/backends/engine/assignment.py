@@ -2,7 +2,7 @@
 
 Input: the ids of clients, or their claims. Output: the client of each group.
 
-Invariants: each group has at most one client. Either the driver was given the clients,
+Invariants: each group has at most one client. Either the driver knows the clients,
 or each client claims a group, and the first to claim one has it for as long as it is
 present. A claim is not trusted: one that does not fit is refused, and changes nothing
 for other clients.
@@ -27,7 +27,7 @@ class Assignment:
 
     Attributes:
       size: n.
-      fixed: Whether the clients were given, so that claims are not needed.
+      fixed: Whether the clients are arguments, so that claims are not needed.
 
     Raises:
       DrjaxValueError: There must be another number of clients.
@@ -56,7 +56,7 @@ class Assignment:
         return all(self._clients.get(group) in present for group in groups)
 
     def claim(self, client: int, group: Any, present: Collection[int]) -> str | None:
-        """Give a client the group that it claims; else, why not.
+        """Give a client the group that it claims; returns None, or why it is refused.
 
         Args:
           client: The client.

@@ -49,11 +49,12 @@ class Background:
         return None
 
     def forget(self, key: str) -> None:
-        """Nobody will ask for the result of this call."""
+        """Release a call whose result will not be asked for."""
         self._running.pop(key, None)
 
 
 def _resolve(future: futures.Future, fn: Callable[[], Any]) -> None:
+    """Set the result of a future to that of `fn`, or to what it raises."""
     try:
         future.set_result(fn())
     # Also SystemExit: it would end this thread without a result for the caller.

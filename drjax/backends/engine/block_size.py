@@ -43,6 +43,9 @@ class BlockSize:
       n: How many groups there are.
       workers: How many workers there are.
       timeout: Seconds after which a block is late, or None.
+
+    Attributes:
+      value: How many groups a block of the next run has.
     """
 
     def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
@@ -62,7 +65,7 @@ class BlockSize:
         self._left = _CHANGES
 
     def measure(self, blocks: Sequence[BlockResult]) -> None:
-        """Choose the next size by the blocks of a round of this one."""
+        """Choose the size of the next run, by the times of full blocks of this one."""
         seconds = []
         for done in blocks:
             # The first block of a process includes compilation, and says nothing of
@@ -91,5 +94,6 @@ class BlockSize:
 
 
 def _bytes(value: Value) -> int:
+    """The bytes of a value; of a partitioned one, of one slice."""
     raw = raw_type(value)
     return int(np.prod(raw.shape)) * np.dtype(raw.dtype).itemsize

@@ -73,7 +73,7 @@ class FolderCheckpoint(Checkpoint):
 
     Args:
       folder: The folder: a path, or a URL that fsspec knows.
-      fingerprint: That of the call: entries of another call are an error.
+      fingerprint: The fingerprint of the call: a folder of another is an error.
 
     Raises:
       EngineError: The folder cannot be used, is in use, or no step of it is whole.
@@ -124,6 +124,7 @@ class FolderCheckpoint(Checkpoint):
             self._release()
 
     def _release(self) -> None:
+        """Let go of the folder, without saving anything."""
         self._files.close()
         self._lock.release()
 
@@ -171,10 +172,14 @@ def _locked_folder(
 
 
 def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
-    """The fingerprint of a call: the plan, its arguments, and what fails a group.
+    """The fingerprint of a call: a hash of what determines its results.
 
-    Arrays are known by what is in them, files by their names and sizes; of iterables
-    nothing is known.
+    Arrays are hashed by content, files by their names and sizes; iterables not at all.
+
+    Args:
+      plan_key: The hash of the plan file.
+      inputs: The inputs of the plan.
+      options: The options: which groups fail depends on some of them.
     """
     # Only options that change results: a resumed call may have other workers, block
     # sizes or time limits.

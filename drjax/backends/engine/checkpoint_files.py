@@ -128,6 +128,7 @@ class StepFiles:
         )
 
     def _write(self, name: str, entries: dict[str, Entry]) -> None:
+        """Write a step, then remove older ones; runs in the thread."""
         self._folder.write(name, _chunks(self._fingerprint, entries))
         self._steps.append(name)
         # Removed only after the new step is whole, damaged ones included.
@@ -176,6 +177,7 @@ class StepFiles:
         self._thread.shutdown()
 
     def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
+        """The error for a file: what is wrong, why, and how to fix it."""
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EngineError(
             f"The checkpoint file {self._folder.location(name)} {what}: {why}. {fix}"

@@ -70,12 +70,17 @@ class Requests:
 
 
 def answer(request: bytes, load: Callable[[], Any]) -> bytes:
-    """The answer of a worker; `load` returns the group's slice of the argument."""
+    """The answer of a worker to a request.
+
+    Args:
+      request: The request, from `Requests.to_bytes`.
+      load: Returns the group's slice of the argument that is the workers' own.
+    """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
     block, failed, sent = Block(groups, valid, slices), {}, iter(slices)
     try:
         # A stage may need none of the client's data: then it is not even loaded.
-        own = _own(load(), header) if header["tree"] is not None else []
+        own = _checked_leaves(load(), header) if header["tree"] is not None else []
         block = replace(
             block,
             slices=[
@@ -100,8 +105,12 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
     return wire_format.result_to_bytes(block, done)
 
 
-def _own(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
-    """A group's data as raw arrays of the planned types."""
+def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
+    """A group's data as raw arrays.
+
+    Raises:
+      ValueError: They do not have the planned structure and types.
+    """
     leaves, tree = jax.tree.flatten(data)
     # Through JSON, as the header was: tuples become lists.
     if json.loads(json.dumps(pytrees.describe(tree))) != header["tree"]:

@@ -24,11 +24,18 @@ Totals = list[np.ndarray | None]  # None: no group took part
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
-    """Totals combined with the partial reductions of a block; reuses their buffers."""
+    """Totals combined with the partial reductions of a block.
+
+    Args:
+      ops: The operation of each reduction.
+      totals: The totals so far, whose buffers are reused.
+      partials: The partial reductions of the block.
+    """
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
 def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
+    """A total combined with one more partial reduction."""
     # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
         return total
@@ -41,7 +48,7 @@ def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
-    """The reduced value, of so many groups."""
+    """The reduced value, from the total over `groups` groups."""
     op, source = REDUCE_OPS[reduce.op], reduce.source
     if total is None:  # no group takes part
         return np.full(source.shape, op.if_no_group, source.dtype)

@@ -103,6 +103,7 @@ class Runner:
         return self.executable.results(outputs)
 
     def _checkpoint(self, inputs: list) -> checkpoint.Checkpoint:
+        """The checkpoint of a call with these inputs."""
         if self.options.checkpoint is None:
             return checkpoint.Checkpoint()
         key = checkpoint.call_fingerprint(self.file.key, inputs, self.options)
@@ -281,6 +282,7 @@ class _Call:
     def _error(
         self, stage: Stage, location: str, why: str, group: int | None = None
     ) -> EngineError:
+        """The error of a stage; `group`: the index of the group that caused it."""
         return stage_error(self.runner.plan, location, stage, why, group)
 
     def _progress_bar(self, text: str) -> Any:
@@ -292,7 +294,12 @@ class _Call:
 
 
 class _CheckpointedSteps(_python_loops.Steps):
-    """How far a loop is, as an entry of the checkpoint."""
+    """The progress of a loop as an entry of the checkpoint.
+
+    Args:
+      saved: The checkpoint.
+      key: The place of the loop in the plan.
+    """
 
     def __init__(self, saved: checkpoint.Checkpoint, key: str):
         self.checkpoint, self.key = saved, key

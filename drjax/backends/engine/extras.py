@@ -16,6 +16,11 @@ from drjax._errors import EngineError
 def needed(module: str, extra: str, what: str) -> Any:
     """A module that one of the extras installs.
 
+    Args:
+      module: Its name.
+      extra: The extra.
+      what: What needs it, for the error.
+
     Raises:
       EngineError: It is not installed.
     """
@@ -23,7 +28,7 @@ def needed(module: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
-            raise  # it is there, but does not work
+            raise  # it is installed, but does not work
         raise EngineError(
             f"{what} needs {module.split('.')[0]}, which is not installed here. "
             f"Install it from a checkout of drjax: pip install '.[{extra}]'"

@@ -8,7 +8,7 @@ The driver writes the stage and the slices that workers cannot read themselves, 
 run, and reads the results of blocks while it goes on; a run that fails is started
 again, `retries` times:
 
-    job | rows-START (slices) | block-GROUP (results of a block) | totals
+    job | slices-START | block-GROUP (results of a block) | totals
 
 Invariants: every file is written whole or not at all. A block that ran twice has
 written the same file twice, and is counted once. The totals must be of as many groups
@@ -37,7 +37,7 @@ from drjax.backends.groups import Lazy
 
 
 class Files(Protocol):
-    """Files that the driver and all workers see; a module may be one."""
+    """Files that the driver and all workers see. A module can be one."""
 
     def make(self, folder: str) -> None: ...
 
@@ -48,17 +48,17 @@ class Files(Protocol):
         ...
 
     def listed(self, prefix: str) -> list[str]:
-        """The files whose names begin so."""
+        """The paths of the files whose names begin so."""
         ...
 
     def remove(self, folder: str) -> None: ...
 
 
 class Run(Protocol):
-    """A stage run that goes on."""
+    """A stage run that was started."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long; whether it has ended."""
+        """Wait so long; returns whether it has ended."""
         ...
 
     def error(self) -> str | None:
@@ -66,7 +66,7 @@ class Run(Protocol):
         ...
 
     def end(self) -> None:
-        """End it and its workers."""
+        """End the run and its workers."""
         ...
 
 
@@ -76,7 +76,7 @@ class StageRun:
 
     Attributes:
       files: The files.
-      folder: Where they are.
+      folder: Their folder.
       ops: The operations of the stage's partial reductions.
       starts: The first groups of the ranges that workers take.
       lazy: How workers read each partitioned input; None: its slices are in a file.
@@ -91,13 +91,13 @@ class StageRun:
     size: int
 
     def job(self) -> Job:
-        """The stage."""
+        """The stage with its global inputs, as the driver wrote it."""
         return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
     def blocks(self, start: int) -> Iterator[LoadedBlock]:
-        """The blocks of a range."""
+        """The blocks of a range; `start`: its first group, one of `starts`."""
         # Digits are padded, so that a listing sorts by group.
-        name = f"{self.folder}/rows-{start:012}"
+        name = f"{self.folder}/slices-{start:012}"
         _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
         arrays = iter(stacks)
         slices = [next(arrays) if x is None else x for x in self.lazy]
@@ -110,7 +110,7 @@ class StageRun:
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
 
     def write_totals(self, totals: Totals) -> None:
-        """Report the combined partial results, with the number of groups last."""
+        """Report the combined partial reductions, with the number of groups last."""
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
         data = wire_format.to_bytes(
@@ -119,7 +119,7 @@ class StageRun:
         self.files.write(f"{self.folder}/totals", data)
 
     def read_totals(self) -> Totals:
-        """What `write_totals` wrote."""
+        """The totals that `write_totals` wrote."""
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")
         )
@@ -141,7 +141,12 @@ class FileExchange:
         self._own_folder: Path | None = None
 
     def start(self, stage_run: StageRun, folder: Path) -> Run:
-        """Start a stage run; `folder`: for what the driver alone needs."""
+        """Start a stage run.
+
+        Args:
+          stage_run: What workers are sent.
+          folder: A local folder for what the driver alone needs.
+        """
         raise NotImplementedError
 
     def open(self) -> None:
@@ -202,10 +207,11 @@ class FileExchange:
             self._files.remove(folder)
 
     def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
-        """Write the groups that workers cannot read themselves.
+        """Write the slices that workers cannot read themselves.
 
-        Returns the first groups of the ranges that workers take, and why groups cannot
-        take part.
+        Returns:
+          `(starts, failed)`: the first groups of the ranges that workers take, and why
+          groups cannot take part, by index.
         """
         starts, failed = [], {}
         others = [x for x in call.slices if not _readable_by_workers(x)]
@@ -232,7 +238,7 @@ class FileExchange:
         for block, why in parts:
             start = int(block.groups[0])
             data = wire_format.to_bytes({}, [block.valid, *block.slices])
-            self._files.write(f"{folder}/rows-{start:012}", data)
+            self._files.write(f"{folder}/slices-{start:012}", data)
             starts.append(start)
             failed.update(why)
         return starts, failed
@@ -240,6 +246,12 @@ class FileExchange:
     def _new_results(
         self, folder: str, seen: set[str]
     ) -> Iterator[tuple[Block, BlockResult]]:
+        """The results of blocks that workers have reported since the last look.
+
+        Args:
+          folder: The folder of the stage run.
+          seen: The files that were read before; new ones are added.
+        """
         for path in self._files.listed(f"{folder}/block-"):
             # Each file once: after a retry the same blocks are written again.
             if path not in seen:

@@ -8,11 +8,11 @@ process however that ends. Elsewhere (an object store, or a shared disk without 
 it is a *lease*: a file that its holder writes again every few seconds.
 
 Invariants: the file of a dead process does not block: on the same machine the process
-is looked up; of another machine the lease has ended if nobody writes it for a while.
+is looked up; of another machine the lease has ended if it is not written for a while.
 Clocks of machines are never compared.
 
 Sharp edges: a lease is no lock. A driver that stops for longer than `EXPIRY` may lose
-it to another; it finds out at its next renewal, and `lost` tells. A forked child must
+it to another; it finds out at its next renewal, which sets `lost`. A forked child must
 not hold the parent's lock, so it closes the file.
 """
 
@@ -33,16 +33,21 @@ NAME = ".drjax-lock"
 RENEWAL = 10.0  # seconds between two writings of a lease
 EXPIRY = 60.0  # seconds without one, after which a lease has ended
 
-_here: set[str] = set()  # tokens of the leases of this process
+_own_tokens: set[str] = set()  # of the leases of this process
 _open_files: set[int] = set()  # of the locks of this process
 
 
 class LockedError(Exception):
-    """Somebody else has the lock; the text says who."""
+    """Another driver has the lock; the text says which process."""
 
 
 class Lock:
-    """A lock on a file. Release it."""
+    """A lock of the operating system on a file, until `release`.
+
+    Args:
+      folder: The folder.
+      number: The descriptor of the locked file.
+    """
 
     lost = False
 
@@ -59,12 +64,12 @@ class Lock:
 
 
 def _close_in_child() -> None:
-    """A forked process must not keep the locks of a parent that dies."""
+    """Let go of the locks of the parent, in a process that was forked from it."""
     for number in _open_files:
         with contextlib.suppress(OSError):
             os.close(number)
     _open_files.clear()
-    _here.clear()
+    _own_tokens.clear()
 
 
 # Ray and multiprocessing fork; Windows cannot.
@@ -87,7 +92,11 @@ def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
 
 
 def _locked_file(path: Path) -> int | None:
-    """An open, locked file; None where files cannot be locked."""
+    """The descriptor of an open, locked file; None where files cannot be locked.
+
+    Raises:
+      LockedError: Another process has locked it.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
@@ -119,15 +128,22 @@ def _locked_file(path: Path) -> int | None:
 
 
 class Lease:
-    """A lock that its holder renews. Release it."""
+    """A lock that its holder renews, until `release`.
 
-    lost = False  # whether another driver has taken it
+    Args:
+      folder: The folder.
+
+    Attributes:
+      lost: Whether another driver has taken it.
+    """
+
+    lost = False
 
     def __init__(self, folder: Folder):
         self._folder, self._renewals = folder, 0
         self._owner = _owner(uuid.uuid4().hex)
         self._acquire()
-        _here.add(self._owner["token"])
+        _own_tokens.add(self._owner["token"])
         self._released = threading.Event()
         # In a thread, as a round may take longer than the lease.
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -136,13 +152,18 @@ class Lease:
     def release(self) -> None:
         self._released.set()
         self._thread.join()
-        _here.discard(self._owner["token"])
+        _own_tokens.discard(self._owner["token"])
         with contextlib.suppress(OSError):
             # Another driver's lease must not be removed.
             if not self.lost and self._is_own():
                 self._folder.remove(NAME)
 
     def _acquire(self) -> None:
+        """Write the lease.
+
+        Raises:
+          LockedError: Another driver has it.
+        """
         try:
             self._folder.create(NAME, self._text())
         except FileExistsError:
@@ -174,6 +195,7 @@ class Lease:
                 raise LockedError(_describe(now))
 
     def _renew(self) -> None:
+        """Write the lease again and again; runs in a thread until `release`."""
         while not self._released.wait(RENEWAL):
             with contextlib.suppress(OSError):  # the next one may succeed
                 if self._is_own():
@@ -184,16 +206,19 @@ class Lease:
                     return
 
     def _is_own(self) -> bool:
+        """Whether the lease in the folder is this one."""
         owner = self._read()
         return owner is not None and owner.get("token") == self._owner["token"]
 
     def _read(self) -> dict[str, Any] | None:
+        """The owner of the lease in the folder; None if there is no lease."""
         try:
             return _parse(self._folder.read(NAME))
         except FileNotFoundError:
             return None
 
     def _text(self) -> bytes:
+        """The lease as a file."""
         return json.dumps({**self._owner, "renewals": self._renewals}).encode()
 
 
@@ -202,6 +227,7 @@ class Lease:
 
 
 def _owner(token: str) -> dict[str, Any]:
+    """This process as the owner of a lock; `token`: the id of a lease."""
     pid = os.getpid()
     return {
         "process": pid,
@@ -213,7 +239,7 @@ def _owner(token: str) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """An owner; empty if the file is not what a lock writes."""
+    """The owner in the file of a lock; empty if the file is none."""
     try:
         owner = json.loads(data)
     except ValueError:
@@ -222,13 +248,14 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _describe(owner: dict[str, Any] | None) -> str:
+    """An owner as text for errors."""
     if not owner:
         return "another process"
     return f"process {owner.get('process')} on {owner.get('host')}"
 
 
 def _machine() -> str:
-    """The namespace in which a process id is unique: host, boot and container."""
+    """The name of the host, its boot and the container, in which process ids differ."""
     # Process ids are unique in one boot of one container only.
     parts = [platform.node()]
     with contextlib.suppress(OSError):
@@ -238,7 +265,7 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, as the system tells it; None if there is none."""
+    """When a process started, as text of the system; None without such a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -247,7 +274,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _state(owner: dict[str, Any] | None) -> str:
-    """Whether the driver of a lease is alive, dead, or unknown."""
+    """`"alive"`, `"dead"` or `"unknown"`: the state of the driver that has a lease."""
     if owner is None:
         return "dead"  # released just now
     pid = owner.get("process")
@@ -255,7 +282,7 @@ def _state(owner: dict[str, Any] | None) -> str:
         return "unknown"
     # This process: another call of it may hold the lease, or have left it.
     if pid == os.getpid() and owner.get("start") == _start_time(pid):
-        return "alive" if owner.get("token") in _here else "dead"
+        return "alive" if owner.get("token") in _own_tokens else "dead"
     # With the start time, as ids of processes are used again.
     if Path("/proc/self/stat").exists():
         return "alive" if _start_time(pid) == owner.get("start") else "dead"

@@ -41,7 +41,7 @@ class File:
 
 @dataclass(frozen=True)
 class Block:
-    """Groups that work together; c of them.
+    """c groups that a worker runs at once.
 
     Attributes:
       groups: The group indices, int32 `[c]`.
@@ -62,19 +62,20 @@ class Block:
         return self.without(np.isin(self.groups, list(failed)))
 
     def halves(self) -> list["Block"]:
-        """The groups that take part, in two blocks."""
+        """Two blocks, each with half of the groups that take part."""
         # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
         middle = len(chosen) // 2
         return [self._only(chosen[:middle]), self._only(chosen[middle:])]
 
     def _only(self, chosen: np.ndarray) -> "Block":
+        """The block of some groups; `chosen`: their positions in this block."""
         return Block(
             self.groups[chosen], self.valid[chosen], [x[chosen] for x in self.slices]
         )
 
     def padded(self, size: int) -> "Block":
-        """The block with `size` groups; those out of it repeat one that takes part."""
+        """The block with `size` slots; those added are masked copies of a group."""
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))
         valid = np.zeros(size, bool)
@@ -97,7 +98,7 @@ class Task:
       block: The groups.
       size: How many groups the stage works on at once.
       check_nans: Whether to look for groups that yield a NaN.
-      drop: Whether to go on without groups that fail.
+      drop: Whether groups that fail are left out of the results; else there are none.
       number: Unique among the tasks of a driver.
       search: Whether the groups run one by one, without results, while `state` reports
         the one at work: to find the group that takes long.
@@ -120,9 +121,9 @@ class BlockResult:
       partials: For each reduction but gathers the partial reduction over the block;
         None if no group takes part.
       slices: Those of each output that is read later, `[c, ...]`.
-      failed: Why groups failed, by index. Unless they are dropped, there are no other
-        results.
-      pid: The worker's process.
+      failed: Why groups failed, by index. Unless they are dropped, partial reductions
+        and slices are empty.
+      pid: The id of the worker's process; 0 if no worker ran.
       seconds: How long it took.
     """
 
@@ -153,7 +154,7 @@ class WorkerState:
 
 
 def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
-    """All rounds of a plan and of its loops, in a fixed order."""
+    """All rounds of a plan and of its loops, each with its plan, in a fixed order."""
     for a_round in plan.rounds:
         yield plan, a_round
         for loop in a_round.loops:
@@ -162,7 +163,7 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 
 
 def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
-    """The outputs of a round's groups that its batched function returns as slices."""
+    """The outputs of a round's groups of which slices are read later."""
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
     return [v for v in a_round.local.outputs if v.name in kept]

@@ -62,20 +62,20 @@ class EngineOptions:
     progress: bool = False
 
     @staticmethod
-    def checked(**given: Any) -> "EngineOptions":
-        """EngineOptions from keywords.
+    def checked(**values: Any) -> "EngineOptions":
+        """EngineOptions from keywords, whose values were validated.
 
         Raises:
           DrjaxTypeError: There is no such option.
           DrjaxValueError: It cannot have that value.
         """
         known = [field.name for field in dataclasses.fields(EngineOptions)]
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(set(values) - set(known)):
             raise DrjaxTypeError(
                 f"Engines take the options {', '.join(known)}, got {unknown[0]!r}."
             )
         # After the names were checked: else Python's own TypeError would come first.
-        options = EngineOptions(**given)
+        options = EngineOptions(**values)
         if options.on_error not in ("raise", "drop"):
             raise DrjaxValueError(
                 f'on_error must be "raise" or "drop", got {options.on_error!r}.'

@@ -110,6 +110,7 @@ class _Scheduler:
             self.in_flight.forget()
 
     def _run(self, loaded: Iterable[LoadedBlock]) -> Results:
+        """As `run`; `loaded`: the blocks, as `blocks_of_groups` reads them."""
         unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
         while more or ordered.waiting:
             # Blocks are read at most this far ahead of the oldest without a result:

@@ -43,7 +43,7 @@ class ListeningProcess:
             return
 
     def ended(self) -> bool:
-        """Whether it has; also if its parent has not asked for its exit status."""
+        """Whether the process has ended, also if it is a zombie."""
         if self._descriptor is None:
             return False
         # A pidfd is readable once its process has ended; a timeout of 0 never waits.
@@ -52,6 +52,7 @@ class ListeningProcess:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Stop watching: `ended` is false from now on."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

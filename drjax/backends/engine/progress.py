@@ -6,7 +6,7 @@ which prints itself as a table.
 Invariants: `dropped` has each group that was dropped in this call, or before it was
 resumed, once.
 
-Sharp edges: `lost` counts attempts, not blocks: a block that was lost twice is there
+Sharp edges: `lost` counts attempts, not blocks: a block that was lost twice is counted
 twice.
 """
 
@@ -57,6 +57,7 @@ class Report:
     _began: float = field(default_factory=time.perf_counter, repr=False)
 
     def finish(self) -> None:
+        """Set `seconds`: the call has ended."""
         self.seconds = time.perf_counter() - self._began
 
     def __str__(self) -> str:

@@ -22,6 +22,15 @@ _OLD = 16  # runs of a stage after which slices that none of them has used may g
 
 @dataclass
 class _Entry:
+    """The stored slices of a block.
+
+    Attributes:
+      reference: What workers read them by.
+      slices: The slices, as views of the store.
+      size: Their bytes.
+      used: The last run of a stage that used them.
+    """
+
     reference: Any
     slices: list[np.ndarray]
     size: int
@@ -48,11 +57,16 @@ class ResidentSlices:
         self._size = self._runs = 0
 
     def begin(self) -> None:
-        """A stage begins to run."""
+        """Count one more run of a stage; slices that runs do not use grow old."""
         self._runs += 1
 
     def reference(self, key: Hashable, slices: list[np.ndarray]) -> Any:
-        """The reference to the slices of a block; `key`: which block it is."""
+        """A reference to the slices of a block, the same as before if they are.
+
+        Args:
+          key: The block, whatever its slices are.
+          slices: Its slices.
+        """
         entry = self._entries.get(key)
         if entry is not None:
             # Compared in full: hashing would be slower than comparing, and an identity
@@ -76,6 +90,7 @@ class ResidentSlices:
         return reference
 
     def _remove(self, key: Hashable) -> None:
+        """Forget a block's slices; the store drops them when no task needs them."""
         self._size -= self._entries.pop(key).size
 
 

@@ -36,7 +36,12 @@ _CACHE_SETTINGS = {
 
 
 class SubprocessRun:
-    """A function that runs there: a `drjax.backends.engine.file_exchange.Run`."""
+    """A function in a process: a `drjax.backends.engine.file_exchange.Run`.
+
+    Args:
+      fn: The function, which cloudpickle can pickle.
+      folder: A folder for the function, the log and compiled code.
+    """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
         path, self._log = folder / "function", folder / "log"
@@ -63,7 +68,7 @@ class SubprocessRun:
             )
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long; whether it has ended."""
+        """Wait so long; returns whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -80,7 +85,7 @@ class SubprocessRun:
         return f"exit status {self._process.returncode}: {log[-2000:]}"
 
     def end(self) -> None:
-        """End it and its workers."""
+        """End the process and its workers."""
         try:
             # The whole group: workers of the runner would outlive its process.
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -90,7 +95,10 @@ class SubprocessRun:
 
 
 class ThreadRun:
-    """The same in a thread of this process, for what can neither die nor hang."""
+    """A function in a thread of this process, which can be waited for but not ended.
+
+    It has the methods and arguments of `SubprocessRun`.
+    """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
         self._error: Exception | None = None
@@ -116,13 +124,15 @@ class ThreadRun:
 
 
 def _end_with(parent: int) -> None:
-    # A process whose parent dies gets another parent; no signal tells it.
+    """End this process and its workers once its parent has ended."""
+    # A process whose parent dies gets another parent, without a signal.
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)  # and the workers
 
 
 def _main(path: Path, parent: int) -> None:
+    """Run the function in a file; `parent`: the id of the parent process."""
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     messages: list[str] = []
 

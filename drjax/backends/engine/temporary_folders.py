@@ -26,7 +26,7 @@ _folders = set[Path]()
 
 
 def make() -> Path:
-    """A new folder."""
+    """A new folder, which is removed when the process ends."""
     if not _folders and threading.current_thread() is threading.main_thread():
         # A program's own handler knows better what to do.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -47,6 +47,7 @@ def remove(path: Path) -> None:
 
 
 def _exit(number: int, frame: Any) -> None:
+    """The handler of SIGTERM: an exception, so that folders are removed."""
     sys.exit(128 + number)  # as a shell reports a process that a signal ended
 
 

@@ -30,7 +30,7 @@ _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in charact
 
 
 class BadReply(Exception):
-    """What is wrong with a reply."""
+    """A reply does not fit the plan; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Partial:
 
     @property
     def nbytes(self) -> int:
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ _VALID = Partial("", "its mask", (1,), np.dtype(bool))
 
 
 def partials_of(file: File) -> list[list[Partial]]:
-    """The partial results of each stage of a plan file, by its place in `rounds_of`."""
+    """The planned partial reductions of each stage, in the order of `rounds_of`."""
     with jax.enable_x64(file.x64):
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         planned = []
@@ -110,8 +111,9 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
+    """As `validate_reply`; a header that is nested too deeply raises RecursionError."""
     record, kinds, offset = _header(data)
-    why, pid, seconds = _about(record, group, len(partials))
+    why, pid, seconds = _parse_record(record, group, len(partials))
     # A group that failed sends no values.
     expected = [_GROUP, _VALID, *(partials if why is None else ())]
     # Shapes of the plan, never those of the reply, decide what is allocated below.
@@ -138,7 +140,7 @@ def _validated(
 
 
 def _header(data: Any) -> tuple[Any, Any, int]:
-    """What the header tells, the kinds of arrays in it, and where they begin."""
+    """`(record, kinds of the arrays, offset of the first array)` from a reply."""
     # `type` and not isinstance: a subclass may override anything.
     if type(data) is not bytes:
         raise BadReply(f"it is of type {type(data).__name__}, not bytes")
@@ -161,6 +163,7 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs of name and value; names may not repeat."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name is there twice")
@@ -168,20 +171,34 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
+    """Refuse NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{text} is no number")
 
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
-    """The values of an object that has these names and no other."""
+    """The values of a JSON object that has these names and no other.
+
+    `what` names it in errors.
+    """
     # Unknown names are refused, so that a reply has one meaning.
     if type(x) is not dict or set(x) != {*names}:
-        found = ", ".join(map(repr, x)) if type(x) is dict else type(x).__name__
-        raise BadReply(f"{what} must have {', '.join(names)}, but has {found}")
+        content = ", ".join(map(repr, x)) if type(x) is dict else type(x).__name__
+        raise BadReply(f"{what} must have {', '.join(names)}, but has {content}")
     return [x[name] for name in names]
 
 
-def _about(record: Any, group: int, partials: int) -> tuple[str | None, int, float]:
-    """Why the group failed, None if it did not; its process and how long it took."""
+def _parse_record(
+    record: Any, group: int, partials: int
+) -> tuple[str | None, int, float]:
+    """`(why, pid, seconds)` from the record of a reply.
+
+    `why` is why the group failed, None if it did not.
+
+    Args:
+      record: The record, as JSON has it.
+      group: The group that was asked.
+      partials: How many partial reductions are planned.
+    """
     failures, pid, seconds, count = _fields(
         record, "its record", "failed", "pid", "seconds", "partials"
     )
@@ -207,7 +224,7 @@ def _about(record: Any, group: int, partials: int) -> tuple[str | None, int, flo
 
 
 def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
-    """Check what arrays a reply has, and that its bytes are these and no more."""
+    """Check that a reply has the planned arrays, and exactly the bytes of these."""
     if type(kinds) is not list or len(kinds) != len(expected):
         count = len(kinds) if type(kinds) is list else repr(kinds)
         raise BadReply(f"it has {count} arrays, but the plan is for {len(expected)}")
@@ -224,6 +241,7 @@ def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
 
 
 def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> None:
+    """Refuse NaN, and infinities but the identity of the reduction."""
     for partial, x in zip(partials, arrays, strict=True):
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
             continue

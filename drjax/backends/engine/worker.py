@@ -41,7 +41,7 @@ _HALVINGS = 128  # most batches to find them
 
 
 class LoadedPlan:
-    """A plan file in a worker."""
+    """A plan file in a worker, with its stages as they are compiled."""
 
     def __init__(self, file: File):
         self.file = file
@@ -62,6 +62,7 @@ class LoadedPlan:
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
+        """As `run`, in the plan's precision."""
         start = time.perf_counter()
         stage, partials = self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
@@ -106,20 +107,28 @@ class LoadedPlan:
         )
 
     def _batch(self, task: Task, stage: Stage, block: Block, shared) -> list:
+        """The outputs of the batched function for a block, with padding."""
         # One shape for all blocks, so that XLA compiles the stage once.
         padded = block.padded(task.size)
         args = _inputs(stage, shared, padded.slices)
         call = self._call(task.stage, batch=True)
-        # On the host here, so that an error of the device is raised in this block.
+        # On the host now, so that an error of the device is raised in this block.
         return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
 
     def _suspects(
         self, task: Task, stage: Stage, block: Block, shared, partials: int
     ) -> np.ndarray:
-        """Some groups among which are all that yield NaN, by halving the block.
+        """The positions in a block of some groups; all that yield NaN are among them.
 
-        A block may have many groups, of which few yield one; where many do, halving
-        ends: it would be slower than to try each.
+        Halving the block leaves few of many groups. Where many groups yield a NaN it
+        ends, as trying each is then faster.
+
+        Args:
+          task: The task.
+          stage: Its stage.
+          block: The block, without groups that failed before.
+          shared: The global inputs of the stage.
+          partials: How many of the stage's outputs are partial reductions.
         """
         suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
         while parts:
@@ -139,7 +148,15 @@ class LoadedPlan:
     def _failing(
         self, task: Task, stage: Stage, block: Block, shared, suspects: np.ndarray
     ) -> dict[int, str]:
-        """Why groups fail, by number: each alone, in the form for one group."""
+        """Why groups fail, by index: each runs alone, by the per-group function.
+
+        Args:
+          task: The task.
+          stage: Its stage.
+          block: The block.
+          shared: The global inputs of the stage.
+          suspects: The positions in the block of the groups to try.
+        """
         # The per-group function: an error in it has one possible cause.
         call, failures = self._call(task.stage, batch=False), {}
         for i in suspects:
@@ -161,7 +178,16 @@ class LoadedPlan:
         return failures
 
     def search(self, task: Task, shared: list[np.ndarray], begin: Any) -> BlockResult:
-        """Run the groups that take part one by one; `begin` is called before each."""
+        """Run the groups that take part one by one, to find one that takes long.
+
+        Args:
+          task: The task.
+          shared: The global inputs of the stage.
+          begin: Called before each group with its index, twice: first and last.
+
+        Returns:
+          A result without values.
+        """
         start, block = time.perf_counter(), task.block
         stage = self._stages[task.stage][0]
         with jax.enable_x64(self.file.x64):
@@ -170,7 +196,7 @@ class LoadedPlan:
                 args = _inputs(stage, shared, [x[i] for x in block.slices])
                 # `call` is partial over the stage's constants: `lower` needs them too.
                 args = *call.args, block.groups[i], *args
-                with suppress(Exception):  # `run` tells of what fails
+                with suppress(Exception):  # `run` reports what fails
                     # Compiling is no part of a group's time.
                     compiled = compiled or call.func.lower(*args).compile()
                     begin(int(block.groups[i]), int(block.groups[i]))
@@ -178,13 +204,18 @@ class LoadedPlan:
         return BlockResult([], [], {}, os.getpid(), time.perf_counter() - start)
 
     def _call(self, index: int, batch: bool):
-        """A form of a stage, compiled when it is first used."""
+        """A function of a stage with its constants, compiled when it is first used.
+
+        Args:
+          index: The index of the stage in `rounds_of`.
+          batch: Whether it is the batched function, or the per-group one.
+        """
         if (index, batch) not in self._compiled:
-            forms = self._stages[index][0].forms
-            form = forms.batched if batch else forms.per_group
+            exported = self._stages[index][0].forms
+            part = exported.batched if batch else exported.per_group
             # The exported function itself, without the guards against vmap and grad.
-            compiled = jax.jit(form.function.call)
-            self._compiled[index, batch] = functools.partial(compiled, *forms.consts)
+            compiled = jax.jit(part.function.call)
+            self._compiled[index, batch] = functools.partial(compiled, *exported.consts)
         return self._compiled[index, batch]
 
 
@@ -195,12 +226,20 @@ def _inputs(stage: Stage, shared: list, slices: list) -> list:
 
 
 def _nans(outs: list, block: Block, partials: int) -> bool:
+    """Whether a block yields a NaN.
+
+    Args:
+      outs: The outputs of the batched function.
+      block: The block; its masked groups do not count.
+      partials: How many of the outputs are partial reductions.
+    """
     return any(map(_has_nan, outs[:partials])) or any(
         _has_nan(x[: len(block.groups)][block.valid]) for x in outs[partials:]
     )
 
 
 def _has_nan(x: np.ndarray) -> bool:
+    """Whether an array of floats has a NaN."""
     return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
 
@@ -215,8 +254,8 @@ _MOST = 4
 
 
 def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
-    """Run a block in this process."""
-    # Its driver gave up; the pid 0 marks a result that nobody counts.
+    """The result of a task in this process, by the plan file that it keeps."""
+    # Its driver gave up; the pid 0 marks a result that does not count.
     if task.number in _skipped:
         _skipped.remove(task.number)
         return BlockResult([], [], {}, 0, 0.0)

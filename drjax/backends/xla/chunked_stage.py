@@ -105,7 +105,7 @@ class ChunkedStage:
             return self._chunk(first, indices, own, layout.few, alone=True)
 
         def chunk(start, size: int) -> tuple:
-            # The slices are closed over and cut here: given as what the scan goes over,
+            # The slices are closed over and cut in the body: as `xs` of the scan
             # some versions of the compiler copy them first. Indices are counted, as an
             # array of all would be of size n.
             take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
@@ -303,7 +303,7 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
 
 
 def call(stage: Stage, args: Sequence) -> list:
-    """The outputs of a stage, as arrays: what is constant is a number in a jaxpr."""
+    """The outputs of a stage as JAX arrays, also where its jaxpr has numbers."""
     outs = evaluate_on_mesh(stage.jaxpr, args)
     return [
         y if isinstance(y, jax.Array) else jnp.asarray(y, value.dtype)

@@ -112,10 +112,16 @@ def run_flat(
 
 
 def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
-    """The largest number of groups at once that fits in memory."""
+    """The largest number of groups at once that fits in memory.
+
+    Args:
+      plan: The plan.
+      layout: How its partition is laid out on the mesh.
+      budget: Bytes of temporary memory for each device; None: what is free.
+    """
     mesh = layout.mesh
     if isinstance(mesh, AbstractMesh):
-        # The devices are needed here, to ask for their memory.
+        # The devices are needed, to ask for their memory.
         mesh = _compat.concrete_mesh()
         if mesh.empty or layout.manual:
             raise DrjaxValueError(
@@ -152,7 +158,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:
-    """The inputs of a plan such that a surrounding jit sees a concrete mesh."""
+    """The inputs of a plan, so that a surrounding jit sees a concrete mesh."""
     layout = _layout_of(plan)
     if layout is None or not isinstance(layout.mesh, jax.sharding.Mesh):
         return inputs
@@ -160,6 +166,7 @@ def on_mesh(plan: Plan, inputs: list) -> list:
 
 
 def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
+    """How the partition of a plan is laid out on the mesh; None without one."""
     if plan.partition is None:
         return None
     return make_layout(plan.partition, find_mesh(plan.partition, mesh))

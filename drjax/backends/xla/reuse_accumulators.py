@@ -39,15 +39,15 @@ LARGE = 2**24
 
 
 class AccumulatorReuse:
-    """The end of a round of a plan, and the server's stage after it.
+    """The reductions of a round, and the server stage after it, in the sums' buffers.
 
     Args:
       plan: The plan.
       index: The index of the round.
 
     Attributes:
-      outputs: The values that it gives: results of reductions and of the server, as far
-        as they are needed later.
+      outputs: The values that it computes: results of reductions and of the server,
+        as far as they are needed later.
       reduces: The reductions.
       aliases: From the index of a reduction to that of the output that reuses the
         buffer of its running sum.
@@ -145,7 +145,7 @@ def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | Non
 
 
 def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
-    """From the sums of each device, `[m, *s]`, to those of all."""
+    """The reduced values, from the partial reductions `[m, *s]` of the m devices."""
 
     def reduced(*sums):
         return finish(layout, reduces, [x[0] for x in sums])
@@ -154,12 +154,14 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 
 
 def _zeros(like):
+    """Zeros of the type of `like`."""
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     sharding = like.sharding if explicit else None
     return lax.full(like.shape, 0, like.dtype, sharding=sharding)
 
 
 def _server_after(plan: Plan, index: int):
+    """The server stage that follows a round."""
     after = index + 1
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
@@ -183,7 +185,15 @@ def _fits(reduce: Reduce, value: Value) -> bool:
 def _on_each(
     layout: Layout, fn: Callable, stacked: bool, stack: bool, check_vma: bool = True
 ) -> Callable:
-    """`fn` on each device: of what is stacked by device, or the same everywhere."""
+    """`fn` on each device, in a `shard_map` if the partition is sharded.
+
+    Args:
+      layout: How the partition is laid out on the mesh.
+      fn: The function.
+      stacked: Whether it takes its device's part of `[m, *s]`, or the same everywhere.
+      stack: Whether its results are stacked to `[m, *s]`, or the same everywhere.
+      check_vma: Whether types are checked.
+    """
     if not layout.sharded:
         return fn
     spec = {True: P(layout.axes), False: P()}

@@ -1,7 +1,8 @@
 """How many groups of a device run at once: the option, or what fits in memory.
 
 Input: the options `groups_per_step` and `memory_budget`; for `"auto"` a function that
-compiles the program and tells its temporary memory. Output: a number, or None for all.
+compiles the program and returns its temporary memory. Output: a number, or None for
+all.
 
 Invariants: the number that `largest` returns was compiled and seen to fit.
 
@@ -64,6 +65,13 @@ def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
 
 
 def _positive(name: str, value: Any, otherwise: str) -> int:
+    """The value of an option as a positive int.
+
+    Args:
+      name: The name of the option.
+      value: Its value.
+      otherwise: What else it may be, for errors.
+    """
     # numpy integers are fine, True is not.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise DrjaxTypeError(
