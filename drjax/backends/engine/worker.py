@@ -17,14 +17,15 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
+from drjax._plan_file.exported_stage import ExportedFunction
 from drjax._plan_file.load import plan_from_bytes
 from drjax.backends.engine.messages import (
     Block,
@@ -52,9 +53,10 @@ class LoadedPlan:
                 file.data,
                 custom_calls=file.custom_calls,
             )
-        self._stages = [(r.local, len(r.partials)) for _, r in rounds_of(plan)]
-        # By index of the stage, and whether it is the batched function.
-        self._compiled: dict[tuple[int, bool], Any] = {}
+        self._stages = [
+            CompiledStage(a_round.local, len(a_round.partials))
+            for _, a_round in rounds_of(plan)
+        ]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         """Run a block; `shared`: the global inputs of the stage, in order."""
@@ -63,8 +65,7 @@ class LoadedPlan:
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         """As `run`, in the plan's precision."""
-        start = time.perf_counter()
-        stage, partials = self._stages[task.stage]
+        start, stage = time.perf_counter(), self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
         # The partial reductions include the groups that failed, so the block runs
         # again.
@@ -72,18 +73,18 @@ class LoadedPlan:
             if not block.valid.any():
                 break
             try:
-                outs, error = self._batch(task, stage, block, shared), None
+                outs, error = stage.run_batch(block, shared, task.size), None
             except Exception as caught:
                 outs, error = [], caught
-            if error is None and not (task.check_nans and _nans(outs, block, partials)):
+            if error is None and not (task.check_nans and stage.has_nan(outs, block)):
                 break
             if error is None:
                 # A NaN in a reduction does not say whose it is.
-                suspects = self._suspects(task, stage, block, shared, partials)
+                suspects = _suspects(stage, block, shared, task.size)
             else:
                 # An error says nothing of groups, and a half might raise again.
                 suspects = np.flatnonzero(block.valid)
-            failures = self._failing(task, stage, block, shared, suspects)
+            failures = _failures(stage, block, shared, suspects, task.check_nans)
             if not failures:
                 break
             failed |= failures
@@ -93,91 +94,21 @@ class LoadedPlan:
         # No single group raises: memory, a bug of the batched function, or an error
         # that comes and goes. To drop groups for that would hide it.
         if error is not None and (not failed or (task.drop and block.valid.any())):
-            raise error  # of no group alone
+            raise error
         if not block.valid.any() or (failed and not task.drop):
             outs = []
+        partials, slices = outs[: stage.partials], outs[stage.partials :]
         # Without the padding.
-        count = len(block.groups)
-        return BlockResult(
-            outs[:partials],
-            [x[:count] for x in outs[partials:]],
-            failed,
-            os.getpid(),
-            time.perf_counter() - start,
-        )
+        slices = [x[: len(block.groups)] for x in slices]
+        seconds = time.perf_counter() - start
+        return BlockResult(partials, slices, failed, os.getpid(), seconds)
 
-    def _batch(self, task: Task, stage: Stage, block: Block, shared) -> list:
-        """The outputs of the batched function for a block, with padding."""
-        # One shape for all blocks, so that XLA compiles the stage once.
-        padded = block.padded(task.size)
-        args = _inputs(stage, shared, padded.slices)
-        call = self._call(task.stage, batch=True)
-        # On the host now, so that an error of the device is raised in this block.
-        return [np.asarray(y) for y in call(padded.valid, padded.groups, *args)]
-
-    def _suspects(
-        self, task: Task, stage: Stage, block: Block, shared, partials: int
-    ) -> np.ndarray:
-        """The positions in a block of some groups; all that yield NaN are among them.
-
-        Halving the block leaves few of many groups. Where many groups yield a NaN it
-        ends, as trying each is then faster.
-
-        Args:
-          task: The task.
-          stage: Its stage.
-          block: The block, without groups that failed before.
-          shared: The global inputs of the stage.
-          partials: How many of the stage's outputs are partial reductions.
-        """
-        suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
-        while parts:
-            part = parts.pop()
-            if len(part) <= _FEW or left <= 0:
-                suspects.append(part)
-                continue
-            middle = len(part) // 2
-            for half in (part[middle:], part[:middle]):
-                # Masked, not cut: a smaller block would be compiled again.
-                only = block.without(~np.isin(np.arange(len(block.groups)), half))
-                left -= 1
-                if _nans(self._batch(task, stage, only, shared), only, partials):
-                    parts.append(half)
-        return np.sort(np.concatenate(suspects)) if suspects else np.zeros(0, int)
-
-    def _failing(
-        self, task: Task, stage: Stage, block: Block, shared, suspects: np.ndarray
-    ) -> dict[int, str]:
-        """Why groups fail, by index: each runs alone, by the per-group function.
-
-        Args:
-          task: The task.
-          stage: Its stage.
-          block: The block.
-          shared: The global inputs of the stage.
-          suspects: The positions in the block of the groups to try.
-        """
-        # The per-group function: an error in it has one possible cause.
-        call, failures = self._call(task.stage, batch=False), {}
-        for i in suspects:
-            args = _inputs(stage, shared, [x[i] for x in block.slices])
-            group = block.groups[i]
-            try:
-                outs = [np.asarray(y) for y in call(group, *args)]
-            except Exception as error:
-                failures[int(group)] = f"{type(error).__name__}: {error}"
-                continue
-            if task.check_nans:
-                names = [
-                    v.name
-                    for v, y in zip(stage.outputs, outs, strict=True)
-                    if _has_nan(y)
-                ]
-                if names:
-                    failures[int(group)] = f"it yields NaN as {', '.join(names)}"
-        return failures
-
-    def search(self, task: Task, shared: list[np.ndarray], begin: Any) -> BlockResult:
+    def search(
+        self,
+        task: Task,
+        shared: list[np.ndarray],
+        begin: Callable[[int, int], None],
+    ) -> BlockResult:
         """Run the groups that take part one by one, to find one that takes long.
 
         Args:
@@ -189,53 +120,147 @@ class LoadedPlan:
           A result without values.
         """
         start, block = time.perf_counter(), task.block
-        stage = self._stages[task.stage][0]
+        stage, compiled = self._stages[task.stage], None
         with jax.enable_x64(self.file.x64):
-            call, compiled = self._call(task.stage, batch=False), None
             for i in np.flatnonzero(block.valid):
-                args = _inputs(stage, shared, [x[i] for x in block.slices])
-                # `call` is partial over the stage's constants: `lower` needs them too.
-                args = *call.args, block.groups[i], *args
+                function = stage.per_group
+                args = stage.args_of_group(block, shared, int(i))
+                # It is partial over the stage's constants: `lower` needs them too.
+                args = *function.args, *args
                 with suppress(Exception):  # `run` reports what fails
                     # Compiling is no part of a group's time.
-                    compiled = compiled or call.func.lower(*args).compile()
+                    compiled = compiled or function.func.lower(*args).compile()
                     begin(int(block.groups[i]), int(block.groups[i]))
                     jax.block_until_ready(compiled(*args))
         return BlockResult([], [], {}, os.getpid(), time.perf_counter() - start)
 
-    def _call(self, index: int, batch: bool):
-        """A function of a stage with its constants, compiled when it is first used.
 
-        Args:
-          index: The index of the stage in `rounds_of`.
-          batch: Whether it is the batched function, or the per-group one.
-        """
-        if (index, batch) not in self._compiled:
-            exported = self._stages[index][0].forms
-            part = exported.batched if batch else exported.per_group
-            # The exported function itself, without the guards against vmap and grad.
-            compiled = jax.jit(part.function.call)
-            self._compiled[index, batch] = functools.partial(compiled, *exported.consts)
-        return self._compiled[index, batch]
-
-
-def _inputs(stage: Stage, shared: list, slices: list) -> list:
-    """The inputs of a stage, in order, from its global and its partitioned ones."""
-    shared_, slices_ = iter(shared), iter(slices)
-    return [next(slices_ if v.partitioned else shared_) for v in stage.inputs]
-
-
-def _nans(outs: list, block: Block, partials: int) -> bool:
-    """Whether a block yields a NaN.
+class CompiledStage:
+    """A stage of the groups, whose functions are compiled when they are first used.
 
     Args:
-      outs: The outputs of the batched function.
-      block: The block; its masked groups do not count.
-      partials: How many of the outputs are partial reductions.
+      stage: The stage, from a plan file.
+      partials: How many of the batched function's outputs are partial reductions.
     """
-    return any(map(_has_nan, outs[:partials])) or any(
-        _has_nan(x[: len(block.groups)][block.valid]) for x in outs[partials:]
-    )
+
+    def __init__(self, stage: Stage, partials: int):
+        self.stage, self.partials = stage, partials
+
+    @functools.cached_property
+    def batched(self) -> functools.partial:
+        """`(mask, groups, *inputs)` of a block to partial reductions and slices."""
+        return self._compiled(self.stage.forms.batched)
+
+    @functools.cached_property
+    def per_group(self) -> functools.partial:
+        """`(group, *inputs)` of one group to the outputs of the stage."""
+        return self._compiled(self.stage.forms.per_group)
+
+    def _compiled(self, exported: ExportedFunction) -> functools.partial:
+        # The exported function itself, without the guards against vmap and grad.
+        compiled = jax.jit(exported.function.call)
+        return functools.partial(compiled, *self.stage.forms.consts)
+
+    def run_batch(self, block: Block, shared: list[np.ndarray], size: int) -> list:
+        """The partial reductions of a block, then slices of its `size` slots.
+
+        Args:
+          block: The block.
+          shared: The global inputs of the stage.
+          size: To how many groups the block is padded.
+        """
+        # One shape for all blocks, so that XLA compiles the stage once.
+        padded = block.padded(size)
+        args = self._inputs(shared, padded.slices)
+        # On the host now, so that an error of the device is raised in this block.
+        outs = self.batched(padded.valid, padded.groups, *args)
+        return [np.asarray(y) for y in outs]
+
+    def args_of_group(
+        self, block: Block, shared: list[np.ndarray], position: int
+    ) -> list:
+        """The arguments of `per_group` for the group at a position of a block."""
+        slices = [x[position] for x in block.slices]
+        return [block.groups[position], *self._inputs(shared, slices)]
+
+    def _inputs(self, shared: list, slices: list) -> list:
+        """The inputs of the stage, in order, from its global and partitioned ones."""
+        shared_, slices_ = iter(shared), iter(slices)
+        inputs = self.stage.inputs
+        return [next(slices_ if v.partitioned else shared_) for v in inputs]
+
+    def has_nan(self, outs: list, block: Block) -> bool:
+        """Whether outputs of `run_batch` for a block have a NaN.
+
+        Slices of padding and of masked groups do not count.
+        """
+        partials, slices = outs[: self.partials], outs[self.partials :]
+        return any(map(_has_nan, partials)) or any(
+            _has_nan(x[: len(block.groups)][block.valid]) for x in slices
+        )
+
+
+def _suspects(
+    stage: CompiledStage, block: Block, shared: list[np.ndarray], size: int
+) -> np.ndarray:
+    """The positions in a block of some groups; all that yield NaN are among them.
+
+    Halving the block leaves few of many groups. Where many groups yield a NaN it ends,
+    as trying each is then faster.
+
+    Args:
+      stage: The stage.
+      block: The block, which yields a NaN.
+      shared: The global inputs of the stage.
+      size: To how many groups blocks are padded.
+    """
+    suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
+    while parts:
+        part = parts.pop()
+        if len(part) <= _FEW or left <= 0:
+            suspects.append(part)
+            continue
+        middle = len(part) // 2
+        for half in (part[middle:], part[:middle]):
+            # Masked, not cut: a smaller block would be compiled again.
+            only = block.without(~np.isin(np.arange(len(block.groups)), half))
+            left -= 1
+            if stage.has_nan(stage.run_batch(only, shared, size), only):
+                parts.append(half)
+    return np.sort(np.concatenate(suspects)) if suspects else np.zeros(0, int)
+
+
+def _failures(
+    stage: CompiledStage,
+    block: Block,
+    shared: list[np.ndarray],
+    suspects: np.ndarray,
+    check_nans: bool,
+) -> dict[int, str]:
+    """Why groups fail, by index: each runs alone, by the per-group function.
+
+    Args:
+      stage: The stage.
+      block: The block.
+      shared: The global inputs of the stage.
+      suspects: The positions in the block of the groups to try.
+      check_nans: Whether a group that yields a NaN has failed.
+    """
+    failures = {}
+    for i in suspects:
+        # One group: an error has one possible cause.
+        args = stage.args_of_group(block, shared, int(i))
+        group = int(block.groups[i])
+        try:
+            outs = [np.asarray(y) for y in stage.per_group(*args)]
+        except Exception as error:
+            failures[group] = f"{type(error).__name__}: {error}"
+            continue
+        if check_nans:
+            pairs = zip(stage.stage.outputs, outs, strict=True)
+            if names := [value.name for value, y in pairs if _has_nan(y)]:
+                failures[group] = f"it yields NaN as {', '.join(names)}"
+    return failures
 
 
 def _has_nan(x: np.ndarray) -> bool:

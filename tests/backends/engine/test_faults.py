@@ -274,12 +274,12 @@ def test_lists_of_other_lengths_in_a_file_keep_their_dtype(tmp_path):
 def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
     tried = []
 
-    def failing(self, task, stage, block, shared, suspects):
+    def failures(stage, block, shared, suspects, check_nans):
         tried.append(len(suspects))
-        return one_by_one(self, task, stage, block, shared, suspects)
+        return one_by_one(stage, block, shared, suspects, check_nans)
 
-    one_by_one = worker.LoadedPlan._failing
-    monkeypatch.setattr(worker.LoadedPlan, "_failing", failing)
+    one_by_one = worker._failures
+    monkeypatch.setattr(worker, "_failures", failures)
     n, (x, w) = 3000, rows_for(3000)
     good = ~np.isin(np.arange(n), bad)
     keys = {"on_error": "drop", "check_nans": True, "min_groups": 0}
