@@ -33,9 +33,9 @@ from tests.helpers.conformance import (
     check_poisoned_file,
     check_resume,
     free_ports,
-    rows_for,
     run_docs,
     runs,
+    slices_for,
     slow_work,
     survivors,
     wait_for,
@@ -62,7 +62,7 @@ class TestBeam(Conformance):
 
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
 def test_two_worker_processes(on_error):
-    x, w = rows_for(17)
+    x, w = slices_for(17)
     bad = np.isin(np.arange(17), [5])
     args = np.float32(2), (np.where(bad, -x, x), w)
     options = {"block_size": 2, "on_error": on_error, "check_nans": True}
@@ -91,7 +91,7 @@ def test_a_worker_killed_while_a_stage_runs(tmp_path):
             killed.append((pid, stage.blocks, len(run.report.stages)))
 
         threading.Thread(target=kill, daemon=True).start()
-        survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+        survivors(run(np.float32(2), slices_for(n)), np.ones(n, bool))
         ((pid, blocks, stages),) = killed
         assert stages == 1 and blocks < n
         assert len(run.report.lost) == 1
@@ -102,13 +102,13 @@ def test_a_worker_killed_while_a_stage_runs(tmp_path):
 def test_a_pipeline_that_fails_names_round_and_stage(tmp_path):
     run = beam.compile(weighted_plan(3), workers=2, runner="no.such.Runner", retries=0)
     with run, pytest.raises(drjax.EngineError, match="the run failed") as e:
-        run(np.float32(2), rows_for(3))
+        run(np.float32(2), slices_for(3))
     assert e.value.round == "1" and "No module named 'no'" in str(e.value)
 
 
 def test_workers_read_parquet_files(tmp_path):
     pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
-    n, (x, w) = 50, rows_for(50)
+    n, (x, w) = 50, slices_for(50)
     for part, at in enumerate((slice(0, 20), slice(20, 50))):
         table = pa.table({"x": x[at], "w": w[at]})
         pq.write_table(table, tmp_path / f"groups-{part}.parquet", row_group_size=8)
@@ -186,7 +186,7 @@ def portable():
 def test_a_job_service_with_a_pool_of_workers(portable):
     n, options = 17, {"runner": "PortableRunner", "flags": portable, "block_size": 4}
     with beam.compile(weighted_plan(n), **options) as run:
-        survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+        survivors(run(np.float32(2), slices_for(n)), np.ones(n, bool))
         assert os.getpid() not in run.report.workers
 
 
@@ -203,10 +203,10 @@ def test_map_reduce_in_a_pipeline_of_ones_own():
         mean = drjax.reduce_weighted_mean(y, data["w"])
         return {"mean": mean + model, "most": drjax.reduce_max(y)}
 
-    x, w = rows_for(n)
+    x, w = slices_for(n)
     plan = drjax.make_plan(step)(np.float32(1.5), {"x": x, "w": w})
-    rows = [(i, {"x": x[i], "w": w[i]}) for i in range(n)]
-    rows[4] = (4, {"x": np.zeros(2, np.float32), "w": w[4]})
+    slices = [(i, {"x": x[i], "w": w[i]}) for i in range(n)]
+    slices[4] = (4, {"x": np.zeros(2, np.float32), "w": w[4]})
     options = {"block_size": 4, "on_error": "drop"}
     good = np.arange(n) != 4
 
@@ -223,7 +223,7 @@ def test_map_reduce_in_a_pipeline_of_ones_own():
     with apache_beam.Pipeline("FnApiRunner") as p:
         out = (
             p
-            | apache_beam.Create(rows)
+            | apache_beam.Create(slices)
             | beam.MapReduce(plan, np.float32(1.5), ..., **options)
         )
         assert_that(out["results"], check, "results")
@@ -236,8 +236,8 @@ def test_map_reduce_wants_every_group():
     plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_sum))(np.zeros(4, "f"))
     with pytest.raises(Exception, match="The plan is for 4 groups, got 3"):
         with apache_beam.Pipeline("FnApiRunner") as p:
-            rows = p | apache_beam.Create([(i, np.float32(i)) for i in range(3)])
-            _ = rows | beam.MapReduce(plan, ...)
+            slices = p | apache_beam.Create([(i, np.float32(i)) for i in range(3)])
+            _ = slices | beam.MapReduce(plan, ...)
 
 
 def test_what_map_reduce_refuses():

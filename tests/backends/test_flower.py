@@ -23,8 +23,8 @@ import drjax
 from drjax.backends import flower, reference
 from tests.helpers.conformance import (
     check_example,
-    rows_for,
     runs,
+    slices_for,
     wait_for,
     weighted_plan,
 )
@@ -59,12 +59,14 @@ def plan_of(n, rounds=2):
 
         return jax.lax.scan(step, model, length=rounds)
 
-    rows = jax.ShapeDtypeStruct((n,), jnp.float32)
-    return drjax.make_plan(train)(jax.ShapeDtypeStruct((), jnp.float32), (rows, rows))
+    slices = jax.ShapeDtypeStruct((n,), jnp.float32)
+    return drjax.make_plan(train)(
+        jax.ShapeDtypeStruct((), jnp.float32), (slices, slices)
+    )
 
 
 def expected(n, good):
-    x, w = rows_for(n)
+    x, w = slices_for(n)
     args = np.float32(2), (x[good], w[good])
     return reference.compile(plan_of(int(good.sum())))(*args)
 
@@ -80,7 +82,7 @@ def same(found, wanted):
 
 
 def load(context):
-    x, w = rows_for(9)
+    x, w = slices_for(9)
     i = context.node_config["partition-id"]
     return x[i], w[i]
 
@@ -170,13 +172,13 @@ def test_structures_and_arguments():
         y = drjax.map_fn(lambda m, d: m * d["x"], (drjax.broadcast(model), data))
         return drjax.reduce_weighted_mean(y, data["w"])
 
-    rows = {"x": np.zeros(3, np.float32), "w": np.zeros(3, np.float32)}
-    plan = drjax.make_plan(drjax.program(clients=3)(named))(np.float32(2), rows)
+    slices = {"x": np.zeros(3, np.float32), "w": np.zeros(3, np.float32)}
+    plan = drjax.make_plan(drjax.program(clients=3)(named))(np.float32(2), slices)
     run = flower.compile(plan, Grid(load, 3), start=0.5)
     text = "its data has the structure"
     raises(drjax.EngineError, text, run, np.float32(2), flower.Clients())
     two = drjax.program(clients=3)(lambda a, b: drjax.reduce_sum((a, b)))
-    plan = drjax.make_plan(two)(rows["x"], rows["w"])
+    plan = drjax.make_plan(two)(slices["x"], slices["w"])
     run = flower.compile(plan, Grid(load, 3), start=0.5)
     text = "put it into one tuple"
     raises(drjax.DrjaxError, text, run, flower.Clients(), flower.Clients())
@@ -249,8 +251,8 @@ def expected_model(told):
     model = np.zeros(3, np.float32)
     for a_round in told:
         there = [i for i in range(3) if str(i) not in a_round["dropped"]]
-        rows = [load(SimpleNamespace(node_config={"partition-id": i})) for i in there]
-        data = tuple(np.stack(column) for column in zip(*rows, strict=True))
+        slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in there]
+        data = tuple(np.stack(column) for column in zip(*slices, strict=True))
         plan = drjax.make_plan(step(len(there)))(model, data)
         model, loss = reference.compile(plan)(model, data)
         np.testing.assert_allclose(loss, a_round["loss"], rtol=1e-5)

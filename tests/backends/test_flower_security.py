@@ -166,7 +166,7 @@ LIES = {
     "string": (partials(lambda p: [np.array(["abc"] * 3), p[1]]), "is <U3[3], but the"),
     "too few": (partials(lambda p: p[:1]), "it has 1 partial results"),
     "none": (partials(lambda p: []), "it has 0 partial results, but the plan is for 2"),
-    "rows": (
+    "slices": (
         done(lambda x: BlockResult(x.partials, [np.zeros((1, 3))], {}, 1, 0.0)),
         "it has 5 arrays, but the plan is for 4",
     ),

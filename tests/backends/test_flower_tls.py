@@ -86,8 +86,8 @@ def check(output):
 
     with np.load(output) as file:
         told, model = json.loads(str(file["told"])), file["model"]
-    rows = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(2)]
-    data = tuple(np.stack(column) for column in zip(*rows, strict=True))
+    slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(2)]
+    data = tuple(np.stack(column) for column in zip(*slices, strict=True))
     wanted = np.zeros(3, np.float32)
     assert len(told) == 2
     for a_round in told:

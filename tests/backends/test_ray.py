@@ -24,9 +24,9 @@ from tests.helpers.conformance import (
     check_example,
     check_poisoned_file,
     check_resume,
-    rows_for,
     run_docs,
     runs,
+    slices_for,
     survivors,
     weighted_plan,
 )
@@ -72,10 +72,10 @@ class TestRay(Conformance):
             path = tmp_path / f"{n}.drjax"
             weighted_plan(n).save(path)
             with ray.compile(drjax.load_plan(path), workers=actors) as run:
-                survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+                survivors(run(np.float32(2), slices_for(n)), np.ones(n, bool))
 
     def test_calls_after_failed_ones(self):
-        n, (x, w) = 8, rows_for(8)
+        n, (x, w) = 8, slices_for(8)
 
         def loaded():
             for i in range(n):
@@ -94,7 +94,7 @@ class TestRay(Conformance):
                 assert time.monotonic() - begin < 60, "it stalls"
 
     def test_what_a_failed_call_left_at_work(self, actors):
-        n, (x, w) = 4, rows_for(4)
+        n, (x, w) = 4, slices_for(4)
         x[1] = -1  # its work goes on when group 0 has failed
         work = lambda model, x: jax.lax.while_loop(
             lambda y: x < 0, lambda y: y + 1, model * jnp.sqrt(x)
@@ -103,19 +103,19 @@ class TestRay(Conformance):
         first[0] = np.zeros(2, np.float32), w[0]
         options = {"timeout": 8.0, "retries": 0}
         with self.compile(weighted_plan(n, work), block_size=1, **options) as run:
-            run(np.float32(2), rows_for(n))
+            run(np.float32(2), slices_for(n))
             with pytest.raises(drjax.EngineError, match="Group 0 failed"):
                 run(np.float32(2), Groups(first))
             time.sleep(1)  # the work has begun by then, or never will
             before = actors.states()
             idle = {state.pid for state in before if state.groups is None}
-            survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+            survivors(run(np.float32(2), slices_for(n)), np.ones(n, bool))
             assert not run.report.lost
             # The worker that was busy has been replaced, and it alone.
             pids = {state.pid for state in before}
             assert pids & {state.pid for state in actors.states()} == idle
 
-    def test_rows_that_stay_the_same_are_sent_once(self, actors, monkeypatch):
+    def test_slices_that_stay_the_same_are_sent_once(self, actors, monkeypatch):
         engine, sent = importlib.import_module("ray"), []
         put = engine.put
         monkeypatch.setattr(engine, "put", lambda x: (sent.append(x), put(x))[1])
@@ -125,8 +125,8 @@ class TestRay(Conformance):
 
         @drjax.program(clients=n)
         def scaled(scale, x):
-            rows = drjax.map_fn(jnp.multiply, (drjax.broadcast(scale), x))
-            return drjax.reduce_mean(rows)
+            slices = drjax.map_fn(jnp.multiply, (drjax.broadcast(scale), x))
+            return drjax.reduce_mean(slices)
 
         plan = drjax.make_plan(scaled)(np.float32(1), x)
         right = lambda scale: np.testing.assert_allclose(
@@ -155,7 +155,7 @@ class TestRay(Conformance):
 
     def test_groups_in_parquet_files(self, tmp_path):
         pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
-        n, (x, w) = 20, rows_for(20)
+        n, (x, w) = 20, slices_for(20)
         wide = np.arange(6, dtype=np.float32).reshape(2, 3) * x[:, None, None]
         for part in range(4):
             at = slice(5 * part, 5 * part + 5)
@@ -195,7 +195,7 @@ def test_more_workers_than_ray_has_room_for(monkeypatch, actors):
     monkeypatch.setattr(ray, "_START", 2)
     run = ray.compile(weighted_plan(3), workers=50)
     text = "50 workers did not start on Ray within 2 s. Its resources are"
-    raises(drjax.EngineError, text, run, np.float32(2), rows_for(3))
+    raises(drjax.EngineError, text, run, np.float32(2), slices_for(3))
 
 
 def test_code_in_docs_runs(actors):
@@ -217,7 +217,7 @@ import os, signal, subprocess, sys, threading, time
 import numpy as np
 import drjax
 from drjax.backends import ray
-from tests.helpers.conformance import rows_for, slow_work, survivors, weighted_plan
+from tests.helpers.conformance import slices_for, slow_work, survivors, weighted_plan
 
 def kill():
     (pid,) = subprocess.check_output(
@@ -226,7 +226,7 @@ def kill():
     os.kill(int(pid), signal.SIGKILL)
 
 n = 6
-args, good = (np.float32(2), rows_for(n)), np.ones(n, bool)
+args, good = (np.float32(2), slices_for(n)), np.ones(n, bool)
 run = ray.compile(weighted_plan(n, slow_work), workers=2, block_size=1)
 survivors(run(*args), good)
 for idle in (True, False):

@@ -94,10 +94,10 @@ def test_constant_results_of_a_mapped_function(mesh, step):
 
     @drjax.program(clients=N)
     def constants(x):
-        total, count, flag, rows, keys = drjax.map_fn(one, x)
+        total, count, flag, slices, keys = drjax.map_fn(one, x)
         return (
             drjax.reduce_sum((total, count)), drjax.reduce_max(flag),
-            drjax.reduce_mean(rows), count, drjax.gather(flag),
+            drjax.reduce_mean(slices), count, drjax.gather(flag),
             jax.random.key_data(drjax.gather(keys)),
         )  # fmt: skip
 

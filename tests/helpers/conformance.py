@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def weighted_plan(n: int, work=lambda model, x: model * jnp.sqrt(x)):
-    """Two rounds: a weighted mean, then rows that depend on it; NaN for x < 0."""
+    """Two rounds: a weighted mean, then slices that depend on it; NaN for x < 0."""
 
     @drjax.program(clients=n)
     def step(model, data):
@@ -52,18 +52,20 @@ def weighted_plan(n: int, work=lambda model, x: model * jnp.sqrt(x)):
         far = drjax.map_fn(lambda y, m: jnp.abs(y - m), (y, drjax.broadcast(mean)))
         return mean, drjax.reduce_mean(y), drjax.reduce_max(far), y, w.astype(jnp.int32)
 
-    rows = jax.ShapeDtypeStruct((n,), jnp.float32)
-    return drjax.make_plan(step)(jax.ShapeDtypeStruct((), jnp.float32), (rows, rows))
+    slices = jax.ShapeDtypeStruct((n,), jnp.float32)
+    return drjax.make_plan(step)(
+        jax.ShapeDtypeStruct((), jnp.float32), (slices, slices)
+    )
 
 
-def rows_for(n: int) -> tuple[np.ndarray, np.ndarray]:
+def slices_for(n: int) -> tuple[np.ndarray, np.ndarray]:
     numbers = np.arange(n, dtype=np.float32)
     return numbers + 1, 1 + numbers % 3
 
 
 def survivors(out, good: np.ndarray) -> None:
     """`weighted_plan`'s results are those over the good groups."""
-    x, w = rows_for(len(good))
+    x, w = slices_for(len(good))
     y = 2 * np.sqrt(x.astype(np.float64))
     mean = (y * w)[good].sum() / w[good].sum()
     np.testing.assert_allclose(out[0], mean, rtol=1e-6)
@@ -122,7 +124,7 @@ def check_resume(engine: str, folder: Path) -> None:
 
 def check_poisoned_file(engine: Any, folder: Path, **settings: Any) -> None:
     """Groups of a part of a file that cannot be read fail, and no others."""
-    n, (x, w) = 40, rows_for(40)
+    n, (x, w) = 40, slices_for(40)
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     for part, at in enumerate((slice(0, 20), slice(20, 40))):
         path = folder / f"groups-{part}.parquet"
@@ -196,7 +198,7 @@ class Conformance:
             assert_same(found, expected(case, name))
 
     def test_block_size_and_workers_do_not_matter(self):
-        plan, args = weighted_plan(17), (np.float32(2), rows_for(17))
+        plan, args = weighted_plan(17), (np.float32(2), slices_for(17))
         wanted = reference.compile(plan)(*args)
         for workers, block_size in ((1, 1), (2, 4), (3, 7), (2, 17), (2, None)):
             with self.compile(plan, workers=workers, block_size=block_size) as run:
@@ -261,7 +263,7 @@ class Conformance:
 
     @pytest.mark.parametrize("how", ["raise", "drop"])
     def test_a_group_whose_data_has_the_wrong_shape(self, how):
-        n, (x, w) = 9, rows_for(9)
+        n, (x, w) = 9, slices_for(9)
         items = [(x[i], w[i]) for i in range(n)]
         items[4] = (np.zeros(3, np.float32), w[4])
         with self.compile(weighted_plan(n), block_size=2, on_error=how) as run:
@@ -278,7 +280,7 @@ class Conformance:
 
     @pytest.mark.parametrize("how", ["raise", "drop"])
     def test_a_group_that_produces_nan(self, how):
-        n, (x, w) = 9, rows_for(9)
+        n, (x, w) = 9, slices_for(9)
         bad = np.isin(np.arange(n), [3, 6, 7])
         args = np.float32(2), (np.where(bad, -x, x), w)
         options = {"on_error": how, "check_nans": True, "block_size": 4}
@@ -294,7 +296,7 @@ class Conformance:
                 assert [s.groups for s in run.report.stages] == [6, 6]
 
     def test_too_few_survivors(self):
-        x, w = rows_for(5)
+        x, w = slices_for(5)
         options = {"on_error": "drop", "check_nans": True, "min_groups": 3}
         with self.compile(weighted_plan(5), **options) as run:
             with pytest.raises(drjax.EngineError, match="2 of 5 groups survive") as e:
@@ -307,7 +309,7 @@ class Conformance:
         n = 8
         with self.compile(weighted_plan(n, slow_work), workers=2, block_size=1) as run:
             killed = Killer(run)
-            survivors(run(np.float32(2), rows_for(n)), np.ones(n, bool))
+            survivors(run(np.float32(2), slices_for(n)), np.ones(n, bool))
             assert killed.state is not None and killed.state.groups is not None
             assert len(run.report.lost) >= 1
             assert len(run.report.workers) >= 2

@@ -140,11 +140,11 @@ def test_loops_of_every_sort_on_meshes(mesh, step, tmp_path):
         mean = lambda x: drjax.reduce_mean(
             drjax.map_fn(lambda x, d: jnp.tanh(x + d), (drjax.broadcast(x), data))
         )
-        rows = drjax.map_fn(jnp.sin, data)
+        slices = drjax.map_fn(jnp.sin, data)
         x, means = jax.lax.scan(lambda x, _: (mean(x), mean(x)), x, None, length=2)
         x = jax.lax.while_loop(lambda x: jnp.sum(x) > 0.1, mean, x)
-        add = lambda x: x + drjax.reduce_max(rows)
-        return jax.lax.cond(x[0] > 5, mean, add, x), means, rows
+        add = lambda x: x + drjax.reduce_max(slices)
+        return jax.lax.cond(x[0] > 5, mean, add, x), means, slices
 
     args = jnp.ones(2), jnp.linspace(-1, 0.1, 2 * N).reshape(N, 2)
     loaded = both_ways(f, *args, tmp_path=tmp_path, exact=False)
@@ -157,7 +157,7 @@ def test_loops_of_every_sort_on_meshes(mesh, step, tmp_path):
 def test_a_group_that_pads_the_last_device_never_counts(tmp_path):
     @drjax.program(clients=5)
     def f(x):
-        y = drjax.map_fn(lambda x: 1 / x, x)  # infinite for a row of zeros
+        y = drjax.map_fn(lambda x: 1 / x, x)  # infinite for a slice of zeros
         return drjax.reduce_sum(y), drjax.reduce_min(y), drjax.reduce_max(-y)
 
     x = jnp.arange(1.0, 6.0)

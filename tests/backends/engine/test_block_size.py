@@ -17,7 +17,7 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.messages import BlockResult
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.in_process import InProcess
-from tests.helpers.conformance import rows_for, survivors, weighted_plan
+from tests.helpers.conformance import slices_for, survivors, weighted_plan
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -30,8 +30,8 @@ def block_size(n, *, floats=1, results=1, workers=2, timeout=None) -> BlockSize:
         work = lambda s, x: jnp.zeros(results) + s * x.sum()
         return drjax.reduce_sum(drjax.map_fn(work, (drjax.broadcast(scale), x)))
 
-    rows = jax.ShapeDtypeStruct((n, floats), jnp.float32)
-    plan = drjax.make_plan(total)(jnp.float32(1), rows)
+    slices = jax.ShapeDtypeStruct((n, floats), jnp.float32)
+    plan = drjax.make_plan(total)(jnp.float32(1), slices)
     return BlockSize(plan.rounds[0], n, workers, timeout)
 
 
@@ -91,7 +91,7 @@ def test_later_rounds_have_fewer_blocks():
             handle.result = replace(handle.result, seconds=1e-3)
             return handle
 
-    n, args = 64, (np.float32(2), rows_for(64))
+    n, args = 64, (np.float32(2), slices_for(64))
     run = Runner(weighted_plan(n), Quick(2), EngineOptions.checked())
     for blocks in (8, 2):
         survivors(run(*args), np.ones(n, bool))

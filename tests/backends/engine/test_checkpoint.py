@@ -193,7 +193,7 @@ def test_arrays_of_every_shape_and_dtype_come_back(tmp_path):
 
 
 def test_groups_that_a_loop_carries(tmp_path):
-    """What is carried unchanged is no array, but rows that are made when needed."""
+    """What is carried unchanged is no array, but slices that are made when needed."""
 
     @drjax.program(clients=N)
     def f(model, data):

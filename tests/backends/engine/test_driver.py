@@ -24,8 +24,8 @@ from drjax.backends.groups import Groups
 from drjax.backends.in_process import InProcess
 from tests.helpers.conformance import (
     Conformance,
-    rows_for,
     runs,
+    slices_for,
     survivors,
     weighted_plan,
 )
@@ -38,8 +38,8 @@ class TestLocal(Conformance):
     compile = staticmethod(in_process.compile)
 
 
-def test_rows_of_dropped_groups_are_empty():
-    n, (x, w) = 6, rows_for(6)
+def test_slices_of_dropped_groups_are_empty():
+    n, (x, w) = 6, slices_for(6)
 
     @drjax.program(clients=n)
     def late(data):
@@ -69,7 +69,7 @@ def test_rows_of_dropped_groups_are_empty():
 
 
 def test_groups_are_made_a_bounded_number_at_a_time():
-    n, seen, (x, w) = 64, [], rows_for(64)
+    n, seen, (x, w) = 64, [], slices_for(64)
 
     def items():
         for i in range(n):
@@ -101,7 +101,7 @@ def test_groups_are_made_a_bounded_number_at_a_time():
 def test_groups_that_do_not_fit():
     plan = weighted_plan(3)
     run = in_process.compile(plan)
-    x, w = rows_for(3)
+    x, w = slices_for(3)
     items = [*zip(x, w, strict=True)]
     fails = lambda text, *args: raises(drjax.DrjaxError, text, run, *args)
     text = "an iterator, list_iterator. Give a list, or a function"
@@ -125,18 +125,18 @@ def rounds_plan(n=6, steps=3):
     @drjax.program(clients=n)
     def rounds(model, data):
         mean = lambda f, *xs: drjax.reduce_mean(drjax.map_fn(f, xs))
-        rows = drjax.map_fn(jnp.tanh, data)
+        slices = drjax.map_fn(jnp.tanh, data)
 
         def step(model, t):
-            model = 0.9 * model + mean(lambda m, d: jnp.sin(m + d), *one(model, rows))
-            return model, (t * model, drjax.map_fn(jnp.add, one(model, rows)))
+            model = 0.9 * model + mean(lambda m, d: jnp.sin(m + d), *one(model, slices))
+            return model, (t * model, drjax.map_fn(jnp.add, one(model, slices)))
 
-        one = lambda model, rows: (drjax.broadcast(model), rows)
+        one = lambda model, slices: (drjax.broadcast(model), slices)
         model, each = jax.lax.scan(step, model, jnp.arange(steps, dtype=jnp.float32))
-        shrink = lambda m: mean(lambda m, d: 0.5 * m * jnp.abs(d), *one(m, rows))
+        shrink = lambda m: mean(lambda m, d: 0.5 * m * jnp.abs(d), *one(m, slices))
         small = jax.lax.while_loop(lambda m: jnp.abs(m) > 1e-2, shrink, model)
         last = jax.lax.cond(
-            model > 0, shrink, lambda m: m + drjax.reduce_max(rows), small
+            model > 0, shrink, lambda m: m + drjax.reduce_max(slices), small
         )
         return model, each, small, last
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_call(tmp_path):
 
 
 def test_dropped_groups_stay_dropped_when_a_call_goes_on(tmp_path):
-    x, w = rows_for(9)
+    x, w = slices_for(9)
     bad = np.isin(np.arange(9), [3, 6])
     args = np.float32(2), (np.where(bad, -x, x), w)
     keys = {"on_error": "drop", "check_nans": True, "block_size": 4}
@@ -240,7 +240,7 @@ def test_a_loaded_plan_and_one_without_groups(tmp_path):
     plan = weighted_plan(5)
     plan.save(tmp_path / "plan.drjax")
     loaded = drjax.load_plan(tmp_path / "plan.drjax")
-    args = np.float32(2), rows_for(5)
+    args = np.float32(2), slices_for(5)
     same(in_process.compile(loaded)(*args), reference.compile(plan)(*args))
     alone = drjax.make_plan(lambda x, y: {"y": jnp.sin(x), "x": y})(1.0, 2.0)
     assert in_process.compile(alone)(0.0, 3.0) == {"y": 0.0, "x": 3.0}
@@ -258,7 +258,7 @@ def test_options():
 
 
 def test_progress(capfd):
-    in_process.compile(weighted_plan(3), progress=True)(np.float32(2), rows_for(3))
+    in_process.compile(weighted_plan(3), progress=True)(np.float32(2), slices_for(3))
     assert "round 1" in capfd.readouterr().err
 
 

@@ -26,7 +26,7 @@ from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Lost
 from drjax.backends.groups import Groups, Parquet
 from drjax.backends.in_process import InProcess
-from tests.helpers.conformance import rows_for, survivors, weighted_plan
+from tests.helpers.conformance import slices_for, survivors, weighted_plan
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -77,7 +77,7 @@ def run_on(pool, n=9, **options):
     runner = Runner(
         weighted_plan(n), pool, EngineOptions.checked(block_size=4, **options)
     )
-    return runner, lambda: runner(np.float32(2), rows_for(n))
+    return runner, lambda: runner(np.float32(2), slices_for(n))
 
 
 def test_a_block_whose_worker_is_lost_is_tried_again():
@@ -166,7 +166,7 @@ def test_a_block_is_not_blamed_for_another_one():
     pool = OneWorker(fatal=[0])
     options = EngineOptions.checked(block_size=2, on_error="drop", retries=0)
     run = Runner(weighted_plan(n), pool, options)
-    survivors(run(np.float32(2), rows_for(n)), np.arange(n) == 1)
+    survivors(run(np.float32(2), slices_for(n)), np.arange(n) == 1)
     assert [*run.report.dropped] == [0]
 
 
@@ -191,7 +191,7 @@ class Data:
     """Rows read by index, one of which is another, or raises."""
 
     def __init__(self, bad):
-        self.bad, (self.x, self.w) = bad, rows_for(N)
+        self.bad, (self.x, self.w) = bad, slices_for(N)
 
     def __len__(self):
         return N
@@ -280,7 +280,7 @@ def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
 
     one_by_one = worker._failures
     monkeypatch.setattr(worker, "_failures", failures)
-    n, (x, w) = 3000, rows_for(3000)
+    n, (x, w) = 3000, slices_for(3000)
     good = ~np.isin(np.arange(n), bad)
     keys = {"on_error": "drop", "check_nans": True, "min_groups": 0}
     run = in_process.compile(weighted_plan(n), block_size=n, **keys)

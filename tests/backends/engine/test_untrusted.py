@@ -37,11 +37,11 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def reply(values=VALUES, failed=None, rows=(), group=GROUP, valid=True, **done):
+def reply(values=VALUES, failed=None, slices=(), group=GROUP, valid=True, **done):
     block = Block(np.array([group], np.int32), np.array([valid]), [])
     fields = {"pid": 7, "seconds": 0.5} | done
     return wire_format.result_to_bytes(
-        block, BlockResult(values, [*rows], failed or {}, **fields)
+        block, BlockResult(values, [*slices], failed or {}, **fields)
     )
 
 
@@ -136,7 +136,7 @@ def test_an_honest_failure():
         (reply([]), "it has 0 partial results, but the plan is for 4"),
         (reply(VALUES[:3]), "it has 3 partial results, but the plan is for 4"),
         (reply([*VALUES, NAN]), "it has 5 partial results, but the plan is for 4"),
-        (reply(rows=[VALUES[0]]), "it has 7 arrays, but the plan is for 6"),
+        (reply(slices=[VALUES[0]]), "it has 7 arrays, but the plan is for 6"),
         (reply(group=2), "it is for group 2, but group 3 was asked"),
         (reply(group=-1), "it is for group -1, but group 3 was asked"),
         (reply(valid=False), "it masks its group out without saying why"),

@@ -25,52 +25,52 @@ def even_small_ones(monkeypatch):
 
 
 @drjax.program(clients=N)
-def updates(x, rows):
-    def one(x, row):
-        return x * jnp.sin(row), jnp.max(x * row)
+def updates(x, slices):
+    def one(x, y):
+        return x * jnp.sin(y), jnp.max(x * y)
 
-    means = drjax.map_fn(one, (drjax.broadcast(x), rows))
+    means = drjax.map_fn(one, (drjax.broadcast(x), slices))
     return drjax.reduce_mean(means[0]), drjax.reduce_max(means[1])
 
 
-def momentum(x, speed, rows):
+def momentum(x, speed, slices):
     """A server with a state of its own: one result has no sum whose memory it takes."""
-    mean, highest = updates(x, rows)
+    mean, highest = updates(x, slices)
     speed = 0.9 * speed + mean
     return x - 0.1 * speed, speed, highest
 
 
-def clipped(x, speed, rows):
+def clipped(x, speed, slices):
     """A server that needs the whole mean before it can use any of it."""
-    mean, highest = updates(x, rows)
+    mean, highest = updates(x, slices)
     return x - mean / jnp.maximum(1, jnp.linalg.norm(mean)), highest
 
 
-def two_rounds(x, speed, rows):
+def two_rounds(x, speed, slices):
     """What the second round receives is made at the end of the first."""
-    first, _ = updates(x, rows)
-    second, highest = updates(x - first, rows)
+    first, _ = updates(x, slices)
+    second, highest = updates(x - first, slices)
     return first * second, highest
 
 
-def in_a_loop(x, speed, rows):
+def in_a_loop(x, speed, slices):
     def one(carry, _):
         x, speed = carry
-        x, speed, highest = momentum(x, speed, rows)
+        x, speed, highest = momentum(x, speed, slices)
         return (x, speed), highest
 
     return jax.lax.scan(one, (x, speed), length=3)
 
 
-def of_keys(x, speed, rows):
+def of_keys(x, speed, slices):
     """Random keys are made at the end: that cannot be in place."""
-    mean, highest = updates(x, rows)
+    mean, highest = updates(x, slices)
     key = jax.random.key(jnp.int32(100 * highest))
     return mean, jax.random.split(key, 2)
 
 
-def with_effects(x, speed, rows):
-    mean, highest = updates(x, rows)
+def with_effects(x, speed, slices):
+    mean, highest = updates(x, slices)
     jax.debug.callback(lambda _: None, highest)
     return mean, highest
 
@@ -132,8 +132,8 @@ def test_sums_of_another_dtype_have_no_place():
     """Sums of bfloat16 are in float32, twice as large as the result."""
     half = [x.astype(jnp.bfloat16) for x in ARGS]
 
-    def mean(x, speed, rows):
-        return updates(x, rows)[0]
+    def mean(x, speed, slices):
+        return updates(x, slices)[0]
 
     assert endings(mean, *half) == []
     assert endings(mean, *ARGS) == [ONE - 4]
