@@ -332,7 +332,7 @@ def _run_groups(
     outputs = [False if combine else None] * len(reduces) + [True] * len(kept)
     check_vma = _compat.check_vma()
     outs = shard_map_over_devices(
-        layout, body, args, partitioned, outputs, check_vma, first=True
+        layout, body, args, partitioned, outputs, check_vma, with_first_index=True
     )
     return outs[: len(reduces)], outs[len(reduces) :]
 
