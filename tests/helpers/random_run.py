@@ -182,6 +182,7 @@ def needs_types(program: Program, error: Exception) -> bool:
         "carry input",
         "should be replicated",  # a scan over partitioned values
         "should be sharded the same",  # a vmap of sharded and replicated operands
+        "must have equal output types",  # branches that shard their results otherwise
     )
     typed = type(error).__name__ == "ShardingTypeError"
     return bool(MESHES[program.mesh][1]) and (
