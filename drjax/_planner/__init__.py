@@ -5,7 +5,8 @@ The passes, in the order in which `make_plan` runs them:
   inline                   inline calls, remove dead equations (liveness)
   partitioning/            partitioning inference: global or partitioned, a fixed point
   unbatching/              the per-group equation of a batched one
-  implicit_communication   reductions over the group axis become building blocks, with
+  explicit_communication   building blocks in place of what implies them:
+    implicit_communication reductions over the group axis,
     scan_over_groups       scans that are maps, and
     index_groups           reads and updates of some groups
   rematerialize            rematerialize residuals of loops, unless

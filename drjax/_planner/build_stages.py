@@ -34,7 +34,7 @@ from drjax._planner import group_index
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.naming import function_name
 from drjax._planner.no_rematerialize import bitwise_observable
-from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rounds import RoundAssignment, reduction
 from drjax._planner.stage_values import (
@@ -75,7 +75,7 @@ class StageBuilder:
     def __init__(
         self,
         program: InlinedJaxpr,
-        kinds: PartitioningInference,
+        kinds: Environment,
         results: Sequence[Kind],
         arguments: Sequence[str],
         rematerialize: bool,

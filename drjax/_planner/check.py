@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drjax._partition import Partition
-from drjax._planner.make_plan import infer_partitioning, trace
+from drjax._planner.make_plan import inline_and_infer, trace
 from drjax._planner.naming import function_name, result_names
 from drjax._sharding.layout import find_mesh, make_layout
 
@@ -122,9 +122,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
     @functools.wraps(fn)
     def checker(*args, **kwargs) -> Signature:
         traced = trace(fn, partitioned, args, kwargs)
-        program, kinds = infer_partitioning(
-            traced.closed, traced.names, traced.declared
-        )
+        program, kinds = inline_and_infer(traced.closed, traced.names, traced.declared)
         outs = result_names(traced.out_tree)
 
         def typed(var, name):

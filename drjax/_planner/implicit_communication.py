@@ -1,8 +1,7 @@
 """Equations of `lax` that combine groups: communication that a program implies.
 
-Input: an equation and the group axes of its operands. Output of
-`implicit_communication`: the same equation written with building blocks, or None.
-Output of `make_communication_explicit`: the program in which every such equation is.
+Input: an equation and the group axes of its operands. Output: the same equation written
+with building blocks, or None.
 
 * A sum, a maximum or a minimum over the group axis is `drjax.reduce_sum`, `reduce_max`
   or `reduce_min`, whether a user wrote it (`jnp.mean(x)`) or a derivative did (the
@@ -15,29 +14,24 @@ Output of `make_communication_explicit`: the program in which every such equatio
 * Reading, or updating, the slices of some groups: see `index_groups.py`.
 
 Invariants: equations are recognized by what they compute and never by their source
-lines or names. The result of the rewrite is inferred again, as it may contain equations
-that imply communication themselves. Sharp edges: a sum in another order rounds
-otherwise, as any reduction over groups does.
+lines or names. Sharp edges: a sum in another order rounds otherwise, as any reduction
+over groups does.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
 from drjax._api.resolve import map_leaves
-from drjax._jaxprs.walk import live_equations, substitute
 from drjax._partition import Partition
 from drjax._planner.index_groups import (
     gather_groups,
     read_some_groups,
     update_some_groups,
 )
-from drjax._planner.inline import InlinedJaxpr, inline_calls
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax._primitives import reduce_ops
@@ -209,64 +203,3 @@ def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
 def _reduce_groups(primitive, x, partition: Partition):
     """A reduction of drjax; unlike a building block, it promotes no dtypes."""
     return primitive.bind(x, partition=partition, mesh=None)
-
-
-def make_communication_explicit(
-    program: InlinedJaxpr, kinds: Any
-) -> InlinedJaxpr | None:
-    """The program with building blocks for all equations that imply communication.
-
-    Args:
-      program: The program.
-      kinds: Its kinds, a `PartitioningInference`.
-
-    Returns:
-      None if no equation implies communication.
-    """
-    eqns, bodies, changed = [], dict(program.known_bodies), False
-    consts = dict(program.consts)
-    for eqn in program.eqns:
-        implicit = kinds.implicit_communication(eqn)
-        fn = implicit and implicit.fn
-        if kinds.is_redundant_scatter(eqn):
-            fn = _identity
-        if fn is not None:
-            eqns += _equations_of(eqn, fn, kinds.partition, consts)
-            changed = True
-            continue
-        eqns.append(eqn)
-        if kinds.is_loop(eqn):
-            rewritten = [
-                make_communication_explicit(b.program, b)
-                for b in kinds.loops[eqn].bodies
-            ]
-            if any(new is not None for new in rewritten):
-                pairs = zip(program.bodies(eqn), rewritten, strict=True)
-                bodies[eqn] = tuple(old if new is None else new for old, new in pairs)
-                changed = True
-    if not changed:
-        return None
-    # Equations that only the replaced ones needed are dead now.
-    live = live_equations(eqns, program.outvars)
-    return InlinedJaxpr(program.invars, live, program.outvars, consts, bodies)
-
-
-def _identity(partition: Partition, x):
-    return jnp.copy(x)
-
-
-def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
-    """The equations of `fn`, with the operands and results of another equation."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    # Tracing writes jits of jax.numpy, which are inlined like the user's.
-    inner = inline_calls(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))
-    consts.update(inner.consts)
-    names: dict[Any, Any] = dict(zip(inner.invars, eqn.invars, strict=True))
-    names.update(zip(inner.outvars, eqn.outvars, strict=True))
-    eqns = []
-    for new in inner.eqns:
-        ins = substitute(new.invars, names)
-        outs = [names.get(v, v) for v in new.outvars]
-        # Errors and profiles still name the line of the equation that is replaced.
-        eqns.append(new.replace(invars=ins, outvars=outs, source_info=eqn.source_info))
-    return eqns

@@ -10,13 +10,13 @@ has a scalar condition, and indices that count the groups become batch dimension
 
 Invariants: each variable is defined once, by an equation that precedes its uses;
 results and operands of loops are variables, not literals; equations keep their source
-lines. Sharp edges: `InlinedJaxpr` holds the caches of later passes, so a pass that
+lines. Sharp edges: `InlinedJaxpr` memoizes analyses of later passes, so a pass that
 changes equations returns a new one.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from drjax._jaxprs.walk import (
 from drjax._partition import Partition
 from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
 
@@ -68,10 +71,6 @@ class InlinedJaxpr:
     Attributes:
       known_bodies: The inlined jaxprs of its loops and branches, by equation.
       names: Names of its arguments, if it is a whole program.
-      inference_cache: Inferences of it as the body of a loop, by kinds and phase; see
-        `PartitioningInference.infer_body`.
-      unbatched_cache: The equations of one group, by equation and group axes; see
-        `PartitioningInference.unbatched`.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
@@ -79,8 +78,7 @@ class InlinedJaxpr:
         self.consts: dict[Any, Any] = consts
         self.known_bodies: dict[Any, tuple[InlinedJaxpr, ...]] = known_bodies or {}
         self.names: dict[Any, str] = {}
-        self.inference_cache: dict[Any, Any] = {}
-        self.unbatched_cache: dict[Any, Any] = {}
+        self._memoized: dict[Any, Any] = {}
 
     @functools.cached_property
     def defs_and_uses(self) -> dict[Any, list[int]]:
@@ -93,6 +91,17 @@ class InlinedJaxpr:
             for var in variables(eqn.invars):
                 indices[var].append(i)
         return indices
+
+    def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`analysis(*args)`, computed once in the life of this jaxpr.
+
+        Passes that infer partitioning again, after a rewrite, ask the same of what was
+        not rewritten.
+        """
+        key = analysis, args, *kwargs.items()
+        if key not in self._memoized:
+            self._memoized[key] = analysis(*args, **kwargs)
+        return self._memoized[key]
 
     def bodies(self, eqn) -> tuple["InlinedJaxpr", ...]:
         """The inlined jaxprs of a loop: (body,), (condition, body), or branches."""

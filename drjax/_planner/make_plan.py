@@ -2,7 +2,7 @@
 
 Input: a function and its arguments. Output: a `drjax.plan.Plan`.
 
-    function -> jaxpr -> InlinedJaxpr -> PartitioningInference -> StageBuilder -> Plan
+    function -> jaxpr -> InlinedJaxpr -> Environment (kinds) -> StageBuilder -> Plan
 
 Invariants: the function is traced without a mesh, once. Sharp edges: a rewrite
 (explicit communication, rematerialization) adds equations, so partitioning is inferred
@@ -22,7 +22,7 @@ from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
 from drjax._planner.build_stages import StageBuilder
-from drjax._planner.implicit_communication import make_communication_explicit
+from drjax._planner.explicit_communication import make_communication_explicit
 from drjax._planner.inline import (
     BLOCKS,
     CONTROL,
@@ -31,7 +31,9 @@ from drjax._planner.inline import (
     uses_blocks,
 )
 from drjax._planner.naming import argument_names, function_name, result_names
-from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.consistency import check_partitioning
+from drjax._planner.partitioning.environment import Environment
+from drjax._planner.partitioning.infer import infer_partitioning
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
 from drjax._planner.rematerialize import rematerialize_residuals
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
@@ -127,9 +129,7 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
     )
 
 
-def infer_partitioning(
-    closed, names, declared
-) -> tuple[InlinedJaxpr, PartitioningInference]:
+def inline_and_infer(closed, names, declared) -> tuple[InlinedJaxpr, Environment]:
     """A closed jaxpr, inlined, with explicit communication, and its checked kinds."""
     with outside_meshes():
         program = inline_calls(closed)
@@ -155,23 +155,21 @@ def infer_partitioning(
 
 def _infer_and_make_explicit(
     program: InlinedJaxpr, partition: Partition | None, declared
-) -> tuple[InlinedJaxpr, PartitioningInference]:
+) -> tuple[InlinedJaxpr, Environment]:
     """The program with every communication a building block, and its kinds.
 
     Each pass makes the communication explicit that the kinds imply. Partitioning is
     inferred again after it, as the new equations have kinds too and may imply more
     communication.
     """
-    kinds = PartitioningInference(program, partition, declared).check()
-    while partition and (explicit := _make_explicit(program, kinds)) is not None:
-        kinds = PartitioningInference(explicit, partition, declared).check()
+    kinds = check_partitioning(infer_partitioning(program, partition, declared))
+    while (explicit := _make_explicit(program, kinds)) is not None:
         program = explicit
+        kinds = check_partitioning(infer_partitioning(program, partition, declared))
     return program, kinds
 
 
-def _make_explicit(
-    program: InlinedJaxpr, kinds: PartitioningInference
-) -> InlinedJaxpr | None:
+def _make_explicit(program: InlinedJaxpr, kinds: Environment) -> InlinedJaxpr | None:
     # The rewrite traces building blocks, which would bind a mesh in context.
     with outside_meshes():
         return make_communication_explicit(program, kinds)
@@ -181,7 +179,7 @@ def plan_of_jaxpr(
     closed, name, names, declared, in_tree=None, out_tree=None, rematerialize=True
 ) -> Plan:
     """The plan of a closed jaxpr; see `make_plan` and `StageBuilder`."""
-    program, kinds = infer_partitioning(closed, names, declared)
+    program, kinds = inline_and_infer(closed, names, declared)
     while (
         rematerialize
         and (rewritten := rematerialize_residuals(program, kinds)) is not None

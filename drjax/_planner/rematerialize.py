@@ -51,14 +51,14 @@ from drjax._jaxprs.walk import (
 )
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.no_rematerialize import bitwise_observable
-from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.environment import Environment
 from drjax._planner.rounds import is_reduction
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
 def rematerialize_residuals(
-    program: InlinedJaxpr, kinds: PartitioningInference
+    program: InlinedJaxpr, kinds: Environment
 ) -> InlinedJaxpr | None:
     """The program with one more scan, or pair of scans, rewritten; or None."""
     for eqn in program.eqns:
@@ -114,7 +114,7 @@ class _ScanPair:
       residuals: For each such result of the forward scan, its variable in the body.
     """
 
-    def __init__(self, program: InlinedJaxpr, kinds: PartitioningInference, eqn):
+    def __init__(self, program: InlinedJaxpr, kinds: Environment, eqn):
         self.program, self.forward = program, _Scan(program, eqn)
         self.body_kinds = kinds.loops[eqn].bodies[0]
         self.definition = definitions(self.forward.body.eqns)
@@ -237,7 +237,7 @@ class _ScanPair:
 
 
 def _sink(
-    program: InlinedJaxpr, kinds: PartitioningInference, scan: _Scan
+    program: InlinedJaxpr, kinds: Environment, scan: _Scan
 ) -> InlinedJaxpr | None:
     """Sink the cheap equations that compute a scan's partitioned constants."""
     # An observable variable has no definition here: the slice starts from it.

@@ -27,7 +27,7 @@ from jax.extend.core import Literal
 
 from drjax import primitives
 from drjax._planner.inline import InlinedJaxpr
-from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
 
 
@@ -49,7 +49,7 @@ class RoundAssignment:
       loops: For each round, the loops that run at its end.
     """
 
-    def __init__(self, program: InlinedJaxpr, kinds: PartitioningInference):
+    def __init__(self, program: InlinedJaxpr, kinds: Environment):
         self._available: dict[Any, int] = {}
         self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
@@ -82,7 +82,7 @@ class RoundAssignment:
         return 0 if isinstance(atom, Literal) else self._available.get(atom, 0)
 
 
-def is_reduction(eqn, kinds: PartitioningInference) -> bool:
+def is_reduction(eqn, kinds: Environment) -> bool:
     if reduction(eqn.primitive) is None:
         return False
     # A nested program's reductions over another partition are work of one group.

@@ -22,7 +22,7 @@ from drjax import primitives
 from drjax._jaxprs.walk import definitions
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.naming import Names
-from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning.environment import Environment
 from drjax.plan import Value
 
 
@@ -105,7 +105,7 @@ class StageValues:
     def __init__(
         self,
         program: InlinedJaxpr,
-        kinds: PartitioningInference,
+        kinds: Environment,
         arguments: Sequence[str],
         results: Sequence[str] = (),
     ):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import drjax
-from drjax._planner.partitioning.infer import PartitioningInference
+from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.backends.xla import reuse_accumulators
@@ -114,21 +114,21 @@ def counting():
         return run
 
     count_rules = {name: counted(name, rule) for name, rule in UNBATCHING_RULES.items()}
-    check_equation = PartitioningInference._check_equation
+    check_equation = consistency.check_equation
 
-    def check_counted(self, eqn):
-        operands = ", ".join(str(self[v]) for v in eqn.invars)
+    def check_counted(env, eqn):
+        operands = ", ".join(str(env[v]) for v in eqn.invars)
         if signature(eqn.primitive) is not None:
             kinds[f"{eqn.primitive.name}({operands})"] += 1
-        elif self.is_loop(eqn):
+        elif env.is_loop(eqn):
             kinds[eqn.primitive.name] += 1
-        elif self.implicit_communication(eqn) is not None:
+        elif env.implicit_communication(eqn) is not None:
             kinds[f"means {eqn.primitive.name}({operands})"] += 1
-        return check_equation(self, eqn)
+        return check_equation(env, eqn)
 
     with (
         mock.patch.dict(UNBATCHING_RULES, count_rules),
-        mock.patch.object(PartitioningInference, "_check_equation", check_counted),
+        mock.patch.object(consistency, "check_equation", check_counted),
     ):
         yield rules, kinds
 

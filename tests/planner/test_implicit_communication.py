@@ -1,6 +1,6 @@
 """What equations outside mapped functions mean for groups: sums and single rows.
 
-Covers: drjax._planner.implicit_communication.
+Covers: drjax._planner.implicit_communication, drjax._planner.explicit_communication.
 """
 
 import re

@@ -10,7 +10,8 @@ hours; stopped, the same command goes on with the batches that are left. `python
 tests.helpers.random_run SEED NUMBER` makes a program that it names smaller.
 
 Covers: drjax._planner.inline, drjax._planner.group_index, drjax._planner.rematerialize,
-drjax._planner.partitioning.infer, drjax._planner.partitioning.control_flow,
+drjax._planner.partitioning.infer, drjax._planner.partitioning.environment,
+drjax._planner.partitioning.propagation_rules, drjax._planner.partitioning.control_flow,
 drjax._planner.partitioning.kind, drjax._planner.unbatching.rules.
 """
 

@@ -1,7 +1,7 @@
 """Wrong programs: what each refusal says, and that plain JAX still runs the program.
 
 Covers: drjax._planner.check, drjax._planner.partitioning.diagnostics,
-drjax._jaxprs.provenance.
+drjax._planner.partitioning.consistency, drjax._jaxprs.provenance.
 """
 
 import inspect

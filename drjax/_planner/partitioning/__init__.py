@@ -1,5 +1,9 @@
 """Which values are global and which partitioned: a fixed point over the jaxpr.
 
-Read `kind` (the lattice), `infer` (worklist and transfer rules), `control_flow` (loops
-and branches, whose bodies are inferred by themselves), `diagnostics` (error texts).
+    InlinedJaxpr, kinds of arguments -> infer_partitioning -> Environment (kinds)
+
+Read `kind` (the lattice), `environment` (the cells), `propagation_rules` (transfer
+functions), `control_flow` (those of loops and branches, whose bodies are inferred by
+themselves), `infer` (the worklist), `consistency` (what has no meaning is refused),
+`diagnostics` (error texts).
 """

@@ -1,15 +1,14 @@
-"""Partitioning inference of `scan`, `while` and `cond`.
+"""Propagation rules of `scan`, `while` and `cond`: a fixed point over their bodies.
 
-Input: a loop or branch equation and the inference of the program around it. Output:
-`ControlFlowInference`: the kind that each operand must have, the kind of each result,
-and the inference of each body.
+Input: a loop or branch equation, the environment of its program, and a function that
+infers a body. Output: `LoopKinds`: the kind that each operand must have, the kind of
+each result, and the environment of each body.
 
-The kinds of carried values are a fixed point: a body is inferred by an inference of its
-own, given the kinds that are known of its operands, and its results join the carried
-values until they leave a step as they entered it. `_join` takes the highest element of
-the chain `free < global < partitioned` and keeps an axis once it is there, so each
-carried value is raised at most twice, and the iteration ends after at most
-`2 * carried + 1` inferences.
+The kinds of carried values are a fixed point: a body is inferred by itself, from the
+kinds that are known of its operands, and its results join the carried values until they
+leave a step as they entered it. `_join` takes the highest element of the chain `free <
+global < partitioned` and keeps an axis once it is there, so each carried value is
+raised at most twice, and the iteration ends after at most `2 * carried + 1` inferences.
 
 In this chain partitioned stands above global, unlike in `infer.py`, because the initial
 value of a global carry may be scattered before the loop, so one partitioned step makes
@@ -17,15 +16,17 @@ all steps partitioned.
 
 Invariants: a body is inferred no further than the phase that the program around it has
 begun, which may still demand a global value of the body. Sharp edges: a scan over the
-group axis is not such a loop unless it is a map (`scan_over_groups.py`); `check`
+group axis is not such a loop unless it is a map (`scan_over_groups.py`); `check_loop`
 refuses it.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
 
 from drjax._jaxprs.walk import split_scan, split_while
+from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning import diagnostics
+from drjax._planner.partitioning.environment import Environment, LoopKinds
 from drjax._planner.partitioning.kind import (
     FREE,
     GLOBAL,
@@ -34,117 +35,112 @@ from drjax._planner.partitioning.kind import (
     shift_axis,
 )
 
+# Infers a body from the kinds of its arguments and of its results, as far as known.
+Body = Callable[[Sequence[Kind], Sequence[Kind]], Environment]
+# The same, for any body.
+InferBody = Callable[[InlinedJaxpr, Sequence[Kind], Sequence[Kind]], Environment]
 
-class ControlFlowInference:
-    """The kinds of the operands and results of a `scan`, `while` or `cond`.
+
+def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
+    """The kinds of a `scan`, `while` or `cond` and of its bodies.
 
     Args:
-      outer: The inference of the program around it, a `PartitioningInference`.
+      env: The kinds of the program that contains it.
       eqn: Its equation.
-
-    Attributes:
-      bodies: The inferences of its jaxprs, in the order of `InlinedJaxpr.bodies`.
-      operand_kinds: The kind that each operand must have.
-      result_kinds: The kind of each result.
+      infer_body: Infers the kinds of a body.
     """
-
-    def __init__(self, outer: Any, eqn):
-        self.outer, self.eqn = outer, eqn
-        operands = [outer.lattice_value(v) for v in eqn.invars]
-        results = [outer.lattice_value(v) for v in eqn.outvars]
-        infer = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        self.operand_kinds, self.result_kinds, self.bodies = infer[eqn.primitive.name](
-            operands, results
-        )
-
-    def _body(self, index: int, arguments: Sequence, results: Sequence) -> Any:
-        body = self.outer.program.bodies(self.eqn)[index]
-        return self.outer.infer_body(body, arguments, results)
-
-    def _scan(self, operands, results):
-        consts, init, stacks = split_scan(self.eqn, operands)
-        n_carry = len(init)
-        # The body sees one step of each stack.
-        xs = [shift_axis(kind, -1) for kind in stacks]
-        ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
-        carry = _join(_scatterable(init), results[:n_carry])
-        while True:
-            body = self._body(0, [*consts, *carry, *xs], [*carry, *ys])
-            ins, outs = _argument_and_result_kinds(body)
-            const_kinds, carry_kinds, x_kinds = split_scan(self.eqn, ins)
-            # Arguments and results of the body are the same carried values.
-            joined = _join(carry, carry_kinds, outs[:n_carry])
-            if joined == carry:
-                break
-            carry = joined
-        xs = [shift_axis(kind, +1) for kind in x_kinds]
-        ys = [shift_axis(kind, +1) for kind in outs[n_carry:]]
-        return [*const_kinds, *carry, *xs], [*carry, *ys], (body,)
-
-    def _while(self, operands, results):
-        cond_consts, body_consts, init = split_while(self.eqn, operands)
-        n_cond, n_body = len(cond_consts), len(body_consts)
-        carry = _join(_scatterable(init), results)
-        while True:
-            # All groups leave the loop together, so the condition is global.
-            cond = self._body(0, [*cond_consts, *carry], [GLOBAL])
-            body = self._body(1, [*body_consts, *carry], carry)
-            cond_ins, _ = _argument_and_result_kinds(cond)
-            ins, outs = _argument_and_result_kinds(body)
-            joined = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
-            if joined == carry:
-                break
-            carry = joined
-        operand_kinds = [*cond_ins[:n_cond], *ins[:n_body], *carry]
-        return operand_kinds, carry, (cond, body)
-
-    def _cond(self, operands, results):
-        outs, ins = list(results), operands[1:]
-        while True:
-            branches = tuple(
-                self._body(i, ins, outs)
-                for i in range(len(self.outer.program.bodies(self.eqn)))
-            )
-            kinds = [_argument_and_result_kinds(branch) for branch in branches]
-            # One partitioned branch makes the result partitioned: the others scatter.
-            joined = _join(outs, *(_scatterable(out) for _, out in kinds))
-            if joined == outs:
-                break
-            outs = joined
-        operand_kinds = _join(ins, *(branch_ins for branch_ins, _ in kinds))
-        # All groups take the same branch, so the index is global.
-        return [GLOBAL, *operand_kinds], outs, branches
-
-    def check(self) -> None:
-        """Refuse loops over the groups, and whatever the bodies refuse."""
-        name = self.eqn.primitive.name
-        kinds = [self.outer[v] for v in self.eqn.invars]
-        # The steps of a scan and the index of a cond must not be the groups.
-        steps = kinds[:1] if name == "cond" else []
-        if name == "scan":
-            _, _, steps = split_scan(self.eqn, kinds)
-        if PARTITIONED in steps:
-            raise self.outer.refusal(self.eqn, kinds, diagnostics.MIXES_GROUPS)
-        # A global operand may be scattered before the loop. The other way takes a
-        # gather, which users must write.
-        for required, kind in zip(self.operand_kinds, kinds, strict=True):
-            if kind.partitioned and required != kind:
-                raise self.outer.refusal(
-                    self.eqn, kinds, diagnostics.ALREADY_PARTITIONED
-                )
-        for result, var in zip(self.result_kinds, self.eqn.outvars, strict=True):
-            if result.partitioned and self.outer[var] != result:
-                raise self.outer.refusal(self.eqn, kinds, diagnostics.MIXES_GROUPS)
-        for body in self.bodies:
-            body.check()
+    operands = [env.cell(v) for v in eqn.invars]
+    results = [env.cell(v) for v in eqn.outvars]
+    bodies = [functools.partial(infer_body, b) for b in env.program.bodies(eqn)]
+    return _RULES[eqn.primitive.name](eqn, operands, results, bodies)
 
 
-def _argument_and_result_kinds(body: Any) -> tuple[list[Kind], list[Kind]]:
+def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    (infer_step,) = bodies
+    consts, init, stacks = split_scan(eqn, operands)
+    n_carry = len(init)
+    # The body sees one step of each stack.
+    xs = [shift_axis(kind, -1) for kind in stacks]
+    ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
+    carry = _join(_scatterable(init), results[:n_carry])
+    while True:
+        body = infer_step([*consts, *carry, *xs], [*carry, *ys])
+        ins, outs = _argument_and_result_kinds(body)
+        const_kinds, carry_kinds, x_kinds = split_scan(eqn, ins)
+        # Arguments and results of the body are the same carried values.
+        joined = _join(carry, carry_kinds, outs[:n_carry])
+        if joined == carry:
+            break
+        carry = joined
+    xs = [shift_axis(kind, +1) for kind in x_kinds]
+    ys = [shift_axis(kind, +1) for kind in outs[n_carry:]]
+    return LoopKinds([*const_kinds, *carry, *xs], [*carry, *ys], (body,))
+
+
+def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    infer_condition, infer_step = bodies
+    cond_consts, body_consts, init = split_while(eqn, operands)
+    n_cond, n_body = len(cond_consts), len(body_consts)
+    carry = _join(_scatterable(init), results)
+    while True:
+        # All groups leave the loop together, so the condition is global.
+        cond = infer_condition([*cond_consts, *carry], [GLOBAL])
+        body = infer_step([*body_consts, *carry], carry)
+        cond_ins, _ = _argument_and_result_kinds(cond)
+        ins, outs = _argument_and_result_kinds(body)
+        joined = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
+        if joined == carry:
+            break
+        carry = joined
+    operand_kinds = [*cond_ins[:n_cond], *ins[:n_body], *carry]
+    return LoopKinds(operand_kinds, carry, (cond, body))
+
+
+def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    ins, outs = operands[1:], results
+    while True:
+        branches = tuple(infer_branch(ins, outs) for infer_branch in bodies)
+        kinds = [_argument_and_result_kinds(branch) for branch in branches]
+        # One partitioned branch makes the result partitioned: the others scatter.
+        joined = _join(outs, *(_scatterable(out) for _, out in kinds))
+        if joined == outs:
+            break
+        outs = joined
+    operand_kinds = _join(ins, *(branch_ins for branch_ins, _ in kinds))
+    # All groups take the same branch, so the index is global.
+    return LoopKinds([GLOBAL, *operand_kinds], outs, branches)
+
+
+_RULES = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+def check_loop(env: Environment, eqn) -> None:
+    """Refuse a loop over the groups, and partitioned values where it needs others.
+
+    Its bodies are checked as programs of their own.
+    """
+    loop = env.loops[eqn]
+    name, kinds = eqn.primitive.name, [env[v] for v in eqn.invars]
+    # The steps of a scan and the index of a cond must not be the groups.
+    steps = kinds[:1] if name == "cond" else []
+    if name == "scan":
+        _, _, steps = split_scan(eqn, kinds)
+    if PARTITIONED in steps:
+        raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
+    # A global operand may be scattered before the loop. The other way takes a gather,
+    # which users must write.
+    for required, kind in zip(loop.operand_kinds, kinds, strict=True):
+        if kind.partitioned and required != kind:
+            raise diagnostics.refusal(env, eqn, diagnostics.ALREADY_PARTITIONED)
+    for result, var in zip(loop.result_kinds, eqn.outvars, strict=True):
+        if result.partitioned and env[var] != result:
+            raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
+
+
+def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind]]:
     program = body.program
-    return (
-        [body.lattice_value(v) for v in program.invars],
-        [body.lattice_value(v) for v in program.outvars],
-    )
+    ins, outs = program.invars, program.outvars
+    return [body.cell(v) for v in ins], [body.cell(v) for v in outs]
 
 
 def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:

@@ -1,21 +1,17 @@
 """Error texts for equations that have no plan.
 
-Input: the equation, the kinds of its operands and a fix. Output: a `PlanError` that
+Input: the equation, the kinds of its program and a fix. Output: a `PlanError` that
 names the equation, its source line and the fix.
 
 Invariants: inference decides before it asks for a text, so source lines (debug data)
 influence texts only.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import backward_slice, definitions
-from drjax._partition import Partition
 from drjax._planner.inline import InlinedJaxpr
-from drjax._planner.partitioning.kind import Kind
+from drjax._planner.partitioning.environment import Environment
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 
 MIXES_GROUPS = (
@@ -41,26 +37,15 @@ _CALLBACK = (
 _NO_RULE = "drjax has no unbatching rule for it. "
 
 
-def refusal(
-    eqn,
-    kinds: Sequence[Kind],
-    partition: Partition | None,
-    fix: str,
-    program: InlinedJaxpr,
-    declared: Sequence[Any],
-) -> PlanError:
+def refusal(env: Environment, eqn, fix: str) -> PlanError:
     """The error for an equation.
 
     Args:
+      env: The kinds of the program that contains it.
       eqn: The equation.
-      kinds: Those of its operands.
-      partition: The partition.
       fix: What to do about it.
-      program: The program that contains it.
-      declared: The arguments that `partitioned=` declares to be partitioned.
     """
-    pairs = zip(eqn.invars, kinds, strict=True)
-    operands = ", ".join(f"{v.aval.str_short()} {kind}" for v, kind in pairs)
+    operands = ", ".join(f"{v.aval.str_short()} {env[v]}" for v in eqn.invars)
     name = eqn.primitive.name
     # Callbacks and missing rules look like mixing to inference, which only asks for a
     # rule; users need another fix for them.
@@ -69,17 +54,24 @@ def refusal(
     elif fix is MIXES_GROUPS and name not in UNBATCHING_RULES:
         fix = _NO_RULE + fix
     # The declaration may be wrong rather than the equation.
-    suspects = _arguments_of(eqn, program).intersection(declared)
+    suspects = _declared_partitioned(env) & _arguments_of(eqn, env.program)
     if suspects:
-        names = ", ".join(program.names[v] for v in program.names if v in suspects)
+        named = env.program.names
+        names = ", ".join(named[v] for v in named if v in suspects)
         fix += (
             f" partitioned= declares that {names} has a slice for each group: without "
             "it, drjax infers the kind."
         )
     return PlanError(
         f"{name} at {source_line(eqn)} takes ({operands}) "
-        f"over partition {partition}. {fix}"
+        f"over partition {env.partition}. {fix}"
     )
+
+
+def _declared_partitioned(env: Environment) -> set:
+    """The arguments that `partitioned=` declares to be partitioned."""
+    pairs = zip(env.program.invars, env.argument_kinds, strict=True)
+    return {var for var, kind in pairs if kind is not None and kind.partitioned}
 
 
 def _arguments_of(eqn, program: InlinedJaxpr) -> set:

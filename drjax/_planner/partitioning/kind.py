@@ -12,6 +12,7 @@ There is no top element: two uses that contradict each other are an error or a
 scatter, never a kind.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,14 @@ def partitioned_along(axis: int) -> Kind:
     return Kind("partitioned", axis)
 
 
-def shift_axis(kind: Kind | None, by: int) -> Kind | None:
+def kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:
+    """The kinds of values with these group axes; None: a global value."""
+    return [GLOBAL if axis is None else partitioned_along(axis) for axis in axes]
+
+
+def shift_axis(kind: Kind, by: int) -> Kind:
     """The kind of one step of a stacked value (by=-1), or of the stack (by=+1)."""
-    if kind is None or kind.axis is None:
+    if kind.axis is None:
         return kind
     axis = kind.axis + by
     # The groups of a stack may be its steps. One step then has no group axis.

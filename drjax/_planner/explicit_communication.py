@@ -1,0 +1,83 @@
+"""Rewrite equations that imply communication as building blocks.
+
+Input: an inlined jaxpr and its kinds. Output: the same program with building blocks in
+place of such equations, or None if there are none.
+
+Invariants: results keep their variables, and equations keep their source lines. Sharp
+edges: the new equations have kinds too, and may imply communication themselves, so that
+partitioning is inferred again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from drjax._jaxprs.walk import live_equations, substitute
+from drjax._partition import Partition
+from drjax._planner.inline import InlinedJaxpr, inline_calls
+from drjax._planner.partitioning.environment import Environment
+
+
+def make_communication_explicit(
+    program: InlinedJaxpr, kinds: Environment
+) -> InlinedJaxpr | None:
+    """The program with building blocks for all equations that imply communication.
+
+    Args:
+      program: The program.
+      kinds: Its kinds.
+
+    Returns:
+      None if no equation implies communication.
+    """
+    if kinds.partition is None:
+        return None
+    eqns, bodies, changed = [], dict(program.known_bodies), False
+    consts = dict(program.consts)
+    for eqn in program.eqns:
+        implicit = kinds.implicit_communication(eqn)
+        fn = None if implicit is None else implicit.fn
+        if kinds.is_redundant_scatter(eqn):
+            fn = _identity
+        if fn is not None:
+            eqns += _equations_of(eqn, fn, kinds.partition, consts)
+            changed = True
+            continue
+        eqns.append(eqn)
+        if kinds.is_loop(eqn):
+            rewritten = [
+                make_communication_explicit(b.program, b)
+                for b in kinds.loops[eqn].bodies
+            ]
+            if any(new is not None for new in rewritten):
+                pairs = zip(program.bodies(eqn), rewritten, strict=True)
+                bodies[eqn] = tuple(old if new is None else new for old, new in pairs)
+                changed = True
+    if not changed:
+        return None
+    # Equations that only the replaced ones needed are dead now.
+    live = live_equations(eqns, program.outvars)
+    return InlinedJaxpr(program.invars, live, program.outvars, consts, bodies)
+
+
+def _identity(partition: Partition, x):
+    return jnp.copy(x)
+
+
+def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
+    """The equations of `fn`, with the operands and results of another equation."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    # Tracing writes jits of jax.numpy, which are inlined like the user's.
+    inner = inline_calls(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))
+    consts.update(inner.consts)
+    names: dict[Any, Any] = dict(zip(inner.invars, eqn.invars, strict=True))
+    names.update(zip(inner.outvars, eqn.outvars, strict=True))
+    eqns = []
+    for new in inner.eqns:
+        ins = substitute(new.invars, names)
+        outs = [names.get(v, v) for v in new.outvars]
+        # Errors and profiles still name the line of the equation that is replaced.
+        eqns.append(new.replace(invars=ins, outvars=outs, source_info=eqn.source_info))
+    return eqns
