@@ -14,7 +14,9 @@ The passes, in the order in which `make_plan` runs them:
   rounds                   the round of each equation, as few as possible
   build_stages             split into stages, as jaxprs of their own, with
     stage_values           the values that stages exchange,
-    naming                 their names, and
+    naming                 their names,
+    local_work             the equations of each local stage,
+    trace_stages           their jaxprs, and
     group_index            the group index as an argument
 
 `check` prints what partitioning inference concludes; `arguments` validates the

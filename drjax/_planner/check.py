@@ -122,7 +122,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
     @functools.wraps(fn)
     def checker(*args, **kwargs) -> Signature:
         traced = trace(fn, partitioned, args, kwargs)
-        program, kinds = inline_and_infer(traced.closed, traced.names, traced.declared)
+        kinds = inline_and_infer(traced.closed, traced.names, traced.declared)
         outs = result_names(traced.out_tree)
 
         def typed(var, name):
@@ -137,8 +137,8 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
         return Signature(
             function_name(getattr(fn, "__name__", "program")),
             partition,
-            tuple(map(typed, program.invars, traced.names)),
-            tuple(map(typed, program.outvars, outs)),
+            tuple(map(typed, kinds.program.invars, traced.names)),
+            tuple(map(typed, kinds.program.outvars, outs)),
             axes,
             devices,
         )

@@ -1,6 +1,6 @@
 """Rewrite equations that imply communication as building blocks.
 
-Input: an inlined jaxpr and its kinds. Output: the same program with building blocks in
+Input: the kinds of an inlined jaxpr. Output: the same jaxpr with building blocks in
 place of such equations, or None if there are none.
 
 Invariants: results keep their variables, and equations keep their source lines. Sharp
@@ -20,20 +20,18 @@ from drjax._planner.inline import InlinedJaxpr, inline_calls
 from drjax._planner.partitioning.environment import Environment
 
 
-def make_communication_explicit(
-    program: InlinedJaxpr, kinds: Environment
-) -> InlinedJaxpr | None:
+def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
     """The program with building blocks for all equations that imply communication.
 
     Args:
-      program: The program.
-      kinds: Its kinds.
+      kinds: The kinds of the program.
 
     Returns:
       None if no equation implies communication.
     """
     if kinds.partition is None:
         return None
+    program = kinds.program
     eqns, bodies, changed = [], dict(program.known_bodies), False
     consts = dict(program.consts)
     for eqn in program.eqns:
@@ -47,10 +45,7 @@ def make_communication_explicit(
             continue
         eqns.append(eqn)
         if kinds.is_loop(eqn):
-            rewritten = [
-                make_communication_explicit(b.program, b)
-                for b in kinds.loops[eqn].bodies
-            ]
+            rewritten = list(map(make_communication_explicit, kinds.loops[eqn].bodies))
             if any(new is not None for new in rewritten):
                 pairs = zip(program.bodies(eqn), rewritten, strict=True)
                 bodies[eqn] = tuple(old if new is None else new for old, new in pairs)

@@ -2,7 +2,7 @@
 
 Input: a function and its arguments. Output: a `drjax.plan.Plan`.
 
-    function -> jaxpr -> InlinedJaxpr -> Environment (kinds) -> StageBuilder -> Plan
+    function -> jaxpr -> InlinedJaxpr -> Environment (kinds) -> LocalWork -> Plan
 
 Invariants: the function is traced without a mesh, once. Sharp edges: a rewrite
 (explicit communication, rematerialization) adds equations, so partitioning is inferred
@@ -21,7 +21,7 @@ from drjax._context import planned
 from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
-from drjax._planner.build_stages import StageBuilder
+from drjax._planner.build_stages import PlanSignature, build_plan
 from drjax._planner.explicit_communication import make_communication_explicit
 from drjax._planner.inline import (
     BLOCKS,
@@ -129,8 +129,8 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
     )
 
 
-def inline_and_infer(closed, names, declared) -> tuple[InlinedJaxpr, Environment]:
-    """A closed jaxpr, inlined, with explicit communication, and its checked kinds."""
+def inline_and_infer(closed, names, declared) -> Environment:
+    """The checked kinds of a closed jaxpr, inlined and with explicit communication."""
     with outside_meshes():
         program = inline_calls(closed)
     program.names = dict(zip(program.invars, names, strict=True))
@@ -155,42 +155,38 @@ def inline_and_infer(closed, names, declared) -> tuple[InlinedJaxpr, Environment
 
 def _infer_and_make_explicit(
     program: InlinedJaxpr, partition: Partition | None, declared
-) -> tuple[InlinedJaxpr, Environment]:
-    """The program with every communication a building block, and its kinds.
+) -> Environment:
+    """The checked kinds of the program with every communication a building block.
 
     Each pass makes the communication explicit that the kinds imply. Partitioning is
     inferred again after it, as the new equations have kinds too and may imply more
     communication.
     """
     kinds = check_partitioning(infer_partitioning(program, partition, declared))
-    while (explicit := _make_explicit(program, kinds)) is not None:
-        program = explicit
-        kinds = check_partitioning(infer_partitioning(program, partition, declared))
-    return program, kinds
+    while (explicit := _make_explicit(kinds)) is not None:
+        kinds = check_partitioning(infer_partitioning(explicit, partition, declared))
+    return kinds
 
 
-def _make_explicit(program: InlinedJaxpr, kinds: Environment) -> InlinedJaxpr | None:
+def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
     # The rewrite traces building blocks, which would bind a mesh in context.
     with outside_meshes():
-        return make_communication_explicit(program, kinds)
+        return make_communication_explicit(kinds)
 
 
 def plan_of_jaxpr(
     closed, name, names, declared, in_tree=None, out_tree=None, rematerialize=True
 ) -> Plan:
-    """The plan of a closed jaxpr; see `make_plan` and `StageBuilder`."""
-    program, kinds = inline_and_infer(closed, names, declared)
-    while (
-        rematerialize
-        and (rewritten := rematerialize_residuals(program, kinds)) is not None
-    ):
+    """The plan of a closed jaxpr; see `make_plan` and `build_plan`."""
+    kinds = inline_and_infer(closed, names, declared)
+    while rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None:
         # New bodies have new variables, so their kinds are inferred again.
-        program, kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
-    results = [kinds[v] for v in program.outvars]
-    named = [] if out_tree is None else result_names(out_tree)
-    builder = StageBuilder(program, kinds, results, names, rematerialize, named)
+        kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
+    result_kinds = [kinds[v] for v in kinds.program.outvars]
+    results = [] if out_tree is None else result_names(out_tree)
+    signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)
     with outside_meshes():
-        return builder.plan(name, in_tree, out_tree)
+        return build_plan(kinds, signature, rematerialize)
 
 
 def _equations(program: InlinedJaxpr) -> Iterator[Any]:

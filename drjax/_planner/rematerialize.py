@@ -1,6 +1,6 @@
 """Rematerialize the residuals of a loop over rounds instead of stacking them.
 
-Input: an inlined jaxpr and its kinds. Output: an equivalent one in which one more scan,
+Input: the kinds of an inlined jaxpr. Output: an equivalent one in which one more scan,
 or pair of scans, is rewritten; None when there is no more.
 
 The derivative of a scan is a scan that runs backward and takes, step by step, the
@@ -57,17 +57,15 @@ from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
-def rematerialize_residuals(
-    program: InlinedJaxpr, kinds: Environment
-) -> InlinedJaxpr | None:
+def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
     """The program with one more scan, or pair of scans, rewritten; or None."""
-    for eqn in program.eqns:
+    for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
             # One rewrite at a time, as kinds are inferred again after each.
-            sunk = _sink(program, kinds, _Scan(program, eqn))
+            sunk = _sink(kinds, _Scan(kinds.program, eqn))
             if sunk is not None:
                 return sunk
-            pair = _ScanPair(program, kinds, eqn)
+            pair = _ScanPair(kinds, eqn)
             if pair.residuals:
                 return pair.rewritten()
     return None
@@ -114,8 +112,8 @@ class _ScanPair:
       residuals: For each such result of the forward scan, its variable in the body.
     """
 
-    def __init__(self, program: InlinedJaxpr, kinds: Environment, eqn):
-        self.program, self.forward = program, _Scan(program, eqn)
+    def __init__(self, kinds: Environment, eqn):
+        self.program, self.forward = kinds.program, _Scan(kinds.program, eqn)
         self.body_kinds = kinds.loops[eqn].bodies[0]
         self.definition = definitions(self.forward.body.eqns)
         self.observable = bitwise_observable(self.forward.body)
@@ -236,10 +234,9 @@ class _ScanPair:
         return eqn, body
 
 
-def _sink(
-    program: InlinedJaxpr, kinds: Environment, scan: _Scan
-) -> InlinedJaxpr | None:
+def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     """Sink the cheap equations that compute a scan's partitioned constants."""
+    program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
     definition = definitions(program.eqns)
     for var in bitwise_observable(program):

@@ -1,6 +1,6 @@
 """The round of each equation, with as few rounds as possible.
 
-Input: an inlined jaxpr and its kinds. Output: `RoundAssignment`: for each equation the
+Input: the kinds of an inlined jaxpr. Output: `RoundAssignment`: for each equation the
 round in which it runs, for each variable the round from which on it is available.
 
 Communication is a reduction, or a loop with a plan of its own. Let
@@ -26,7 +26,6 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import primitives
-from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
 
@@ -49,13 +48,13 @@ class RoundAssignment:
       loops: For each round, the loops that run at its end.
     """
 
-    def __init__(self, program: InlinedJaxpr, kinds: Environment):
+    def __init__(self, kinds: Environment):
         self._available: dict[Any, int] = {}
         self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
         self.reduces: dict[int, list] = {}
         self.loops: dict[int, list] = {}
-        for eqn in program.eqns:
+        for eqn in kinds.program.eqns:
             index = max(map(self.round_of, eqn.invars), default=0)
             available = index
             if is_reduction(eqn, kinds):
@@ -73,7 +72,7 @@ class RoundAssignment:
             self._available.update(dict.fromkeys(eqn.outvars, available))
         # Reductions that are results of the program come first and in its order, so
         # that a printed plan reads like the program.
-        position = {v: i for i, v in reversed(list(enumerate(program.outvars)))}
+        position = {v: i for i, v in reversed(list(enumerate(kinds.program.outvars)))}
         for eqns in self.reduces.values():
             eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
 

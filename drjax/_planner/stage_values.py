@@ -1,8 +1,8 @@
 """The values of stages, and how a local stage obtains each operand.
 
-Input: an inlined jaxpr, its kinds, and names for its arguments. Output: `StageValues`:
-for each variable the `Value` that stages exchange, and for each operand of a local
-equation an `Operand`, which says how one group obtains its slice.
+Input: the kinds of an inlined jaxpr, and names for its arguments. Output:
+`StageValues`: for each variable the `Value` that stages exchange, and for each operand
+of a local equation an `Operand`, which says how one group obtains its slice.
 
 Invariants: a variable has one `Value` in its plan, whichever stage asks. Global values
 are never stored per group: a broadcast or scattered value is an input of each local
@@ -20,7 +20,6 @@ from jax.extend.core import Literal
 
 from drjax import primitives
 from drjax._jaxprs.walk import definitions
-from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.naming import Names
 from drjax._planner.partitioning.environment import Environment
 from drjax.plan import Value
@@ -96,7 +95,6 @@ class StageValues:
     """The values of one inlined jaxpr.
 
     Args:
-      program: The program.
       kinds: The kinds of its variables.
       arguments: A name for each argument.
       results: A name for each result, if it has one.
@@ -104,11 +102,11 @@ class StageValues:
 
     def __init__(
         self,
-        program: InlinedJaxpr,
         kinds: Environment,
         arguments: Sequence[str],
         results: Sequence[str] = (),
     ):
+        program = kinds.program
         self.program, self.kinds = program, kinds
         self.names = Names(program.invars, list(arguments))
         self.definition = definitions(program.eqns)

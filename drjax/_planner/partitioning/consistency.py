@@ -21,16 +21,16 @@ from drjax._planner.partitioning.propagation_rules import rule_of
 
 def contradictions(env: Environment, eqn) -> list[Any]:
     """Partitioned variables of an equation along another axis than it needs."""
+    atoms = [*eqn.invars, *eqn.outvars]
+    actual = [env.cell(atom) for atom in atoms]
+    if not any(kind.partitioned for kind in actual):
+        return []
     kinds = rule_of(env, eqn).kinds(env, eqn)
     if kinds is None:
         return [v for v in eqn.outvars if env.cell(v).partitioned]
-    atoms = [*eqn.invars, *eqn.outvars]
     needed = [*kinds.operand_kinds, *kinds.result_kinds]
-    return [
-        atom
-        for atom, kind in zip(atoms, needed, strict=True)
-        if env.cell(atom).partitioned and env.cell(atom) != kind
-    ]
+    triples = zip(atoms, actual, needed, strict=True)
+    return [atom for atom, kind, need in triples if kind.partitioned and kind != need]
 
 
 def check_partitioning(env: Environment) -> Environment:

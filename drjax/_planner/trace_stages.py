@@ -1,0 +1,162 @@
+"""Trace the equations of a stage as a jaxpr of its inputs.
+
+Input: the equations of a stage, what it takes and what it returns. Output: a `Stage`.
+
+Invariants: a stage is a function of its inputs, and so type-checked; the types of its
+results are compared with those of the program. Sharp edges: bitwise-observable results
+of a local stage are fenced, as XLA could compute them twice by itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from drjax import _compat, primitives
+from drjax._jaxprs.walk import variables
+from drjax._planner import group_index
+from drjax._planner.local_work import LocalStageParts
+from drjax._planner.naming import function_name
+from drjax._planner.partitioning.environment import Environment
+from drjax._planner.stage_values import (
+    BroadcastOperand,
+    ConstantOperand,
+    ExpandedOperand,
+    GroupIndexOperand,
+    Operand,
+    ScatteredOperand,
+    SliceOperand,
+    StageValues,
+)
+from drjax.plan import Stage, Value
+
+
+def trace_server_stage(
+    eqns: Sequence[Any], results: Sequence[Any], values: StageValues
+) -> Stage:
+    """A stage of the server: these equations, which return these variables."""
+    consts = values.program.consts
+    defined = {v for e in eqns for v in e.outvars}
+    operands = dict.fromkeys(v for e in eqns for v in variables(e.invars))
+    inputs = [v for v in operands if v not in defined and v not in consts]
+
+    def run(*args):
+        env = {**consts, **dict(zip(inputs, args, strict=True))}
+        for eqn in eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            outs = _compat.bind_equation(eqn, operands)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [env[v] for v in results]
+
+    ins, outs = map(values.value, inputs), map(values.value, results)
+    return _trace("server", list(ins), list(outs), run, takes_index=False)
+
+
+def trace_local_stage(
+    parts: LocalStageParts, kinds: Environment, values: StageValues, index: int
+) -> Stage:
+    """The local stage of the round with this index, as a function of one group."""
+    inputs = [values.value(x.var) for x in parts.broadcast]
+    inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
+    inputs += [values.value(x.var) for x in parts.slices]
+    outputs = [*map(values.value, parts.saved)]
+    outputs += [values.outgoing(*x) for x in parts.outgoing]
+    outputs += [values.forwarded(v, index) for v in parts.forwarded]
+    names = dict.fromkeys(
+        function_name(e.params["name"])
+        for e in parts.equations
+        if e.primitive is primitives.map_fn_p
+    )
+
+    def run(group, *args):
+        return _run_group(parts, kinds, values, group, args)
+
+    return _trace(" + ".join(names) or "rows", inputs, outputs, run, takes_index=True)
+
+
+def _run_group(
+    parts: LocalStageParts,
+    kinds: Environment,
+    values: StageValues,
+    group: Any,
+    args: Sequence[Any],
+) -> list[Any]:
+    """The outputs of a local stage for the group with this index."""
+    inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
+    env: dict[Operand, Any] = dict(zip(inputs, args, strict=True))
+
+    def read(operand: Operand):
+        match operand:
+            case ConstantOperand():
+                return operand.value
+            case GroupIndexOperand():
+                return group
+            case ExpandedOperand():
+                return operand.expand(read(operand.operand))
+            case BroadcastOperand() | ScatteredOperand() | SliceOperand():
+                return env[operand]
+            case _:
+                assert_never(operand)
+
+    for eqn in parts.equations:
+        operands = list(map(read, values.operands(eqn)))
+        outs = _bind_for_group(eqn, kinds, group, operands)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            # An observable result of a rematerialized equation is an input of this
+            # stage, and must not be replaced by its second value.
+            if var in parts.computed:
+                env[SliceOperand(var)] = _fence(out) if var in parts.fenced else out
+    return [
+        *(env[SliceOperand(v)] for v in parts.saved),
+        *(read(values.slice_of(*x)) for x in parts.outgoing),
+        *(env[SliceOperand(v)] for v in parts.forwarded),
+    ]
+
+
+def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list[Any]:
+    """The results of a local equation for one group."""
+    if eqn.primitive is primitives.map_fn_p:
+        return group_index.evaluate_for_group(
+            eqn.params["jaxpr"], group, kinds.partition, *operands
+        )
+    unbatched = kinds.unbatched(eqn)
+    assert unbatched is not None
+    return unbatched.run(eqn, operands)
+
+
+def _fence(x):
+    """An observable slice, which the compiler must not rematerialize by itself.
+
+    XLA may fuse an equation into each of its users, and round otherwise in each.
+    """
+    if not isinstance(x, jax.Array):  # a constant
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return jax.lax.optimization_barrier(x)
+
+
+def _trace(
+    name: str,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    run: Callable,
+    takes_index: bool,
+) -> Stage:
+    """Trace `run` as a stage, and check the types of its results.
+
+    With `takes_index`, `run` has the group index, int32 `[]`, as first argument.
+    """
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
+    if takes_index:
+        avals = [jax.ShapeDtypeStruct((), np.int32), *avals]
+    # An equation may have been included for one of several results, or as the operand
+    # of an equation whose result is a constant.
+    jaxpr = _compat.without_dead_code(jax.make_jaxpr(run)(*avals))
+    # A wrong unbatching rule often changes a type, and then fails here.
+    avals_out: list[Any] = jaxpr.out_avals
+    for aval, value in zip(avals_out, outputs, strict=True):
+        assert (aval.shape, aval.dtype) == (value.shape, value.dtype), (aval, value)
+    return Stage(name, tuple(inputs), tuple(outputs), jaxpr)
