@@ -44,6 +44,7 @@ from drjax._compat.jaxprs import new_eqn as new_eqn
 from drjax._compat.jaxprs import new_var as new_var
 from drjax._compat.jaxprs import open_jaxpr as open_jaxpr
 from drjax._compat.jaxprs import partial_eval_jaxpr as partial_eval_jaxpr
+from drjax._compat.jaxprs import scan_size_params as scan_size_params
 from drjax._compat.jaxprs import scan_sizes as scan_sizes
 from drjax._compat.jaxprs import select_outputs as select_outputs
 from drjax._compat.jaxprs import stacked_aval as stacked_aval

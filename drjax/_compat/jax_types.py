@@ -10,6 +10,11 @@ import jax
 from jax._src import config, core, util
 from jax._src.interpreters import ad, batching
 
+try:
+    from jax._src import flattree
+except ImportError:  # older JAX, whose scans have num_consts instead
+    flattree: Any = None
+
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)

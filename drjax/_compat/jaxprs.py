@@ -17,6 +17,7 @@ from drjax._compat.jax_types import (
     MERGED,
     Jaxpr,
     ShapedArray,
+    flattree,
     jaxpr_as_fun,
     weakref_lru_cache,
 )
@@ -222,13 +223,19 @@ def closed(jaxpr):
 
 def scan_sizes(eqn) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are carried."""
-    if "sizes" in eqn.params:  # rewritten by rematerialization
-        return eqn.params["sizes"]
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     groups = eqn.params["ft_in"].update([0] * len(eqn.invars)).unpack()
     consts, carry, _ = map(list, groups)
     return len(consts), len(carry)
+
+
+def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, Any]:
+    """The parameters of a scan that `scan_sizes` reads, for so many other operands."""
+    if "num_consts" in eqn.params:
+        return {"num_consts": n_consts, "num_carry": n_carry}
+    sizes = n_consts, n_carry, n_xs
+    return {"ft_in": flattree.pack(tuple(map(flattree.nones, sizes)))}
 
 
 def with_equations(jaxpr, eqns: list):

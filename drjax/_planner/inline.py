@@ -131,6 +131,15 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     )
 
 
+def is_rewritten_scan(eqn) -> bool:
+    """Whether an equation is a scan that rematerialization has rewritten.
+
+    Its parameters have JAX's names, but hold no jaxpr: its body is known to the program
+    that contains it, which rewrites it further.
+    """
+    return eqn.primitive.name == "scan" and "jaxpr" not in eqn.params
+
+
 def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
     """Whether a jaxpr holds a building block (of this partition) at any depth."""
     # The jaxpr of a map_fn is work of one group: its blocks are an inner program's.

@@ -32,7 +32,8 @@ compute them into the steps, so that they are not live during the whole loop.
 
 Invariants: communication is neither added nor repeated. Arithmetic of S is done twice.
 Sharp edges: `_sink` counts every primitive with an unbatching rule as cheap, but a
-`dot_general`. Rewritten scans have no jaxpr in their parameters, but `sizes`.
+`dot_general`. A rewritten scan has no jaxpr in its parameters: its body is in
+`InlinedJaxpr.known_bodies` alone.
 """
 
 from typing import Any
@@ -91,7 +92,7 @@ class _Scan:
             invars=[*consts, *self.carry, *xs],
             outvars=[*self.eqn.outvars[:n_carry], *(y for y, _ in ys)],
             params={
-                "sizes": (len(consts), n_carry),
+                **_compat.scan_size_params(self.eqn, len(consts), n_carry, len(xs)),
                 "length": self.eqn.params["length"],
                 "reverse": self.eqn.params["reverse"],
             },

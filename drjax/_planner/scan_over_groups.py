@@ -25,6 +25,7 @@ from drjax import _compat
 from drjax._api.trace_map import call_mapped
 from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
+from drjax._planner.inline import is_rewritten_scan
 from drjax.primitives import reduce_sum_p
 
 
@@ -44,7 +45,7 @@ def scan_as_map(
     over_groups = 0 in axes[first:] and not any(axes[first:])
     if not over_groups or any(axis is not None for axis in axes[:first]):
         return None
-    if "jaxpr" not in eqn.params:  # rewritten by rematerialization: it communicates
+    if is_rewritten_scan(eqn):  # its steps communicate
         return None
     body = eqn.params["jaxpr"]
     addends = _addends(_compat.open_jaxpr(body), n_consts, n_carry)

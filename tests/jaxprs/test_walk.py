@@ -93,3 +93,15 @@ def test_operands_of_loops():
     a, b, c, xs = jaxpr.invars
     assert walk.split_scan(scan, scan.invars) == ([a, b], [c], [xs])
     assert walk.split_while(loop, loop.invars) == ([a], [b], scan.outvars[:1])
+
+
+def test_scans_of_other_sizes():
+    jaxpr = raw(
+        lambda c, xs: lax.scan(lambda c, x: (c + x, c), c, xs), 1.0, jnp.ones(4)
+    )
+    (scan,) = jaxpr.eqns
+    c, stack = jaxpr.invars
+    params = _compat.scan_size_params(scan, 1, 1, 2)
+    assert params.keys() <= scan.params.keys()
+    wider = scan.replace(invars=[c, c, stack, stack], params=scan.params | params)
+    assert walk.split_scan(wider, wider.invars) == ([c], [c], [stack, stack])

@@ -24,7 +24,12 @@ from drjax._planner.implicit_communication import (
     gather_operands,
     implicit_communication,
 )
-from drjax._planner.inline import CONTROL, InlinedJaxpr, uses_blocks
+from drjax._planner.inline import (
+    CONTROL,
+    InlinedJaxpr,
+    is_rewritten_scan,
+    uses_blocks,
+)
 from drjax._planner.partitioning.kind import (
     FREE,
     GLOBAL,
@@ -134,8 +139,8 @@ class Environment:
             return False
         if any(axis is not None for axis in self.group_axes(eqn.invars)):
             return True
-        # "sizes" marks a scan that rematerialization has rewritten.
-        if "sizes" in eqn.params:
+        # Rematerialization rewrites loops of rounds only.
+        if is_rewritten_scan(eqn):
             return True
         return self.partition is not None and self.program.memoize(
             _holds_blocks, eqn, self.partition
