@@ -8,7 +8,8 @@ The passes, in the order in which `make_plan` runs them:
   explicit_communication   building blocks in place of what implies them:
     implicit_communication reductions over the group axis,
     scan_over_groups       scans that are maps, and
-    index_groups           reads and updates of some groups
+    index_groups           reads and updates of some groups, by
+    bind_blocks            their primitives
   rematerialize            rematerialize residuals of loops, unless
     no_rematerialize       they are bitwise-observable
   rounds                   the round of each equation, as few as possible

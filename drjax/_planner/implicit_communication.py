@@ -25,13 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
-from drjax._api.resolve import map_leaves
 from drjax._partition import Partition
-from drjax._planner.index_groups import (
-    gather_groups,
-    read_some_groups,
-    update_some_groups,
-)
+from drjax._planner.bind_blocks import gather_groups, map_groups, reduce_groups
+from drjax._planner.index_groups import read_some_groups, update_some_groups
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax._primitives import reduce_ops
@@ -94,7 +90,7 @@ def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | 
 
     def on_gathered(partition: Partition, *operands):
         whole = [
-            x if axis is None else gather_groups(partition, x, axis)
+            x if axis is None else gather_groups(x, axis, partition)
             for x, axis in zip(operands, axes, strict=True)
         ]
         return _compat.bind_equation(eqn, whole)
@@ -138,7 +134,7 @@ def _contraction(
 
     def products(partition: Partition, x, y):
         per_group = lax.dot_general_p.bind(x, y, **params)
-        return _reduce_groups(reduce_sum_p, per_group, partition)
+        return reduce_groups(reduce_sum_p, per_group, partition)
 
     return ImplicitCommunication(products, in_axes)
 
@@ -161,12 +157,12 @@ def _convolution(
     def convolve(x, y):
         # One group is one feature, so the slice of each operand keeps that dimension.
         x, y = lax.expand_dims(x, in_axes[:1]), lax.expand_dims(y, in_axes[1:])
-        return lax.conv_general_dilated_p.bind(x, y, **params)
+        return [lax.conv_general_dilated_p.bind(x, y, **params)]
 
     def sums(partition: Partition, x, y):
         x, y = jnp.moveaxis(x, in_axes[0], 0), jnp.moveaxis(y, in_axes[1], 0)
-        per_group = map_leaves(convolve, x, y, partition=partition, mesh=None)
-        return _reduce_groups(reduce_sum_p, per_group, partition)
+        (per_group,) = map_groups(convolve, x, y, partition=partition)
+        return reduce_groups(reduce_sum_p, per_group, partition)
 
     return ImplicitCommunication(sums, in_axes)
 
@@ -195,11 +191,6 @@ def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
         # Each group reduces its other axes first, so that less is communicated.
         per_group = eqn.primitive.bind(x, **params) if others else x
         slices = jnp.moveaxis(per_group, left, 0)
-        return _reduce_groups(op.primitive, slices, partition)
+        return reduce_groups(op.primitive, slices, partition)
 
     return reduction
-
-
-def _reduce_groups(primitive, x, partition: Partition):
-    """A reduction of drjax; unlike a building block, it promotes no dtypes."""
-    return primitive.bind(x, partition=partition, mesh=None)

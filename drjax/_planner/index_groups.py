@@ -25,11 +25,14 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from drjax import _compat
-from drjax._api.reductions import select
-from drjax._api.resolve import map_leaves
 from drjax._partition import Partition
+from drjax._planner.bind_blocks import (
+    gather_groups,
+    map_groups,
+    partition_index,
+    select_group,
+)
 from drjax._planner.unbatching.core import drop
-from drjax.primitives import gather_p, partition_index_p
 
 _SCATTERS = frozenset(
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
@@ -63,12 +66,6 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
     return None
 
 
-def gather_groups(partition: Partition, x, axis: int):
-    """The slices of all groups, along the group axis, as a global value."""
-    slices = gather_p.bind(jnp.moveaxis(x, axis, 0), partition=partition, mesh=None)
-    return jnp.moveaxis(slices, 0, axis)
-
-
 def _select_groups(partition: Partition, x, axis: int, indices):
     """The slices of the groups with these indices, along the group axis.
 
@@ -81,9 +78,9 @@ def _select_groups(partition: Partition, x, axis: int, indices):
     # k slices for each of n groups against n slices: a gather costs less from about
     # k = sqrt(n) on.
     if indices.size**2 > partition.size:
-        return jnp.take(gather_groups(partition, x, axis), indices, axis, mode="clip")
+        return jnp.take(gather_groups(x, axis, partition), indices, axis, mode="clip")
     slices = jnp.moveaxis(x, axis, 0)
-    select_all = jax.vmap(lambda i: select(slices, i, partition=partition))
+    select_all = jax.vmap(lambda i: select_group(slices, i, partition))
     return jnp.moveaxis(select_all(indices), 0, axis)
 
 
@@ -141,7 +138,8 @@ def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
     others = tuple(d - (d > axis) for d in dimensions if d != axis)
 
     def with_blocks(partition: Partition, x):
-        only = select(jnp.moveaxis(x, axis, 0), 0, partition=partition)
+        first = jnp.asarray(0, jnp.int32)
+        only = select_group(jnp.moveaxis(x, axis, 0), first, partition)
         return lax.squeeze(only, others)
 
     return with_blocks
@@ -229,11 +227,10 @@ def _each_group(update: Callable, partition: Partition, x, axis: int):
     """`update(group index, slice)` in each group; slices have a group axis of one."""
 
     def update_slice(group, own):
-        return lax.squeeze(update(group, lax.expand_dims(own, (axis,))), (axis,))
+        return [lax.squeeze(update(group, lax.expand_dims(own, (axis,))), (axis,))]
 
-    group = partition_index_p.bind(partition=partition, mesh=None, per_group=False)
-    slices = jnp.moveaxis(x, axis, 0)
-    updated = map_leaves(update_slice, group, slices, partition=partition, mesh=None)
+    group, slices = partition_index(partition), jnp.moveaxis(x, axis, 0)
+    (updated,) = map_groups(update_slice, group, slices, partition=partition)
     return jnp.moveaxis(updated, 0, axis)
 
 

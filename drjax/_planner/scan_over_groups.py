@@ -17,14 +17,13 @@ last equation on its carried value; a step that scales the carry is refused.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from drjax import _compat
-from drjax._api.trace_map import call_mapped
 from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
+from drjax._planner.bind_blocks import map_groups, reduce_groups
 from drjax._planner.inline import is_rewritten_scan
 from drjax.primitives import reduce_sum_p
 
@@ -67,14 +66,12 @@ def scan_as_map(
                 run(*(x for x, u in zip([*closed_over, *xs], used, strict=True) if u))
             )
 
-        xs = list(operands[first:])
-        tree = jax.tree.structure(tuple(xs))
-        outs = call_mapped(step, xs, tree, partition=partition, mesh=None)
+        outs = map_groups(step, *operands[first:], partition=partition)
         sums = iter(outs[: len(summed)])
         carried = [
             jnp.copy(c)  # a result needs an equation that defines it
             if addend is None
-            else c + reduce_sum_p.bind(next(sums), partition=partition, mesh=None)
+            else c + reduce_groups(reduce_sum_p, next(sums), partition)
             for c, addend in zip(init, addends, strict=True)
         ]
         return [*carried, *outs[len(summed) :]]

@@ -1,6 +1,6 @@
 """Indexing of partitioned values along the group axis, outside of mapped functions.
 
-Covers: drjax._planner.index_groups.
+Covers: drjax._planner.index_groups, drjax._planner.bind_blocks.
 """
 
 import jax
