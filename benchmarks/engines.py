@@ -1,4 +1,4 @@
-"""Measure engines: rounds of tiny groups beside the reference loop, and many groups.
+"""Measure engines: tiny groups, against the reference backend, and many groups.
 
     python -m benchmarks.engines --engine ray               # needs '.[ray]'
     python -m benchmarks.engines --engine beam              # needs '.[beam]'

@@ -61,8 +61,8 @@ def with_shard_map(task: Task, n: int) -> Any:
 def with_local_scan(task: Task, n: int, chunk: int = 1) -> Any:
     """Each device adds up its groups chunk by chunk, then one psum of all results.
 
-    Derivatives are taken in each group. What a loop over rounds needs of the groups
-    to go backward is computed again.
+    Derivatives are taken in each group. A loop over rounds rematerializes the groups'
+    residuals in its backward pass.
     """
 
     def total(params, data):
@@ -72,7 +72,7 @@ def with_local_scan(task: Task, n: int, chunk: int = 1) -> Any:
             lambda y, x: (_add(y, sum_of(x)), None), _zeros(sum_of, _first(rows)), rows
         )[0]
 
-    return _by_hand(task, n, chunk, total)
+    return _hand_written(task, n, chunk, total)
 
 
 def with_local_slices(task: Task, n: int, chunk: int = 1) -> Any:
@@ -90,10 +90,10 @@ def with_local_slices(task: Task, n: int, chunk: int = 1) -> Any:
             numbers,
         )[0]
 
-    return _by_hand(task, n, chunk, total)
+    return _hand_written(task, n, chunk, total)
 
 
-def _by_hand(task: Task, n: int, chunk: int, total: Callable) -> Any:
+def _hand_written(task: Task, n: int, chunk: int, total: Callable) -> Any:
     @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
     def mean(params, data):
         params = lax.pcast(params, AXIS, to="varying")

@@ -1,4 +1,4 @@
-"""Measure plan files: saving and loading beside tracing and lowering; their size.
+"""Measure plan files: saving, loading, tracing and lowering; file sizes.
 
     python -m benchmarks.plan_files            # the examples, about a minute
     python -m benchmarks.plan_files --quick    # the small one of them, once

@@ -1,4 +1,4 @@
-"""Measure plans: `drjax.jit` beside `jax.jit`, hand-written code and Google's drjax.
+"""Measure plans: `drjax.jit`, `jax.jit`, hand-written code and Google's drjax.
 
     python -m benchmarks.plans                 # all cases, with Google's drjax 0.2.1
     python -m benchmarks.plans --quick         # small cases, about a minute
@@ -28,8 +28,8 @@ TIMED = (
     "slices, 1",
     "scan, 8",
     "slices, 8",
-    report.HAND,
-    report.HAND + report.AGAIN,
+    report.BASELINE,
+    report.BASELINE + report.AGAIN,
     "slices, 1" + report.AGAIN,
 )
 _MANY = ("drjax.jit, 1000", "drjax.jit, all", "drjax")

@@ -107,7 +107,7 @@ def leak_makers() -> dict[str, Callable[[], Any]]:
 
         return total
 
-    def by_hand():
+    def hand_written():
         mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
         @jax.shard_map(mesh=mesh, in_specs=P(), out_specs=P())
@@ -124,6 +124,6 @@ def leak_makers() -> dict[str, Callable[[], Any]]:
     return {
         "program": program,
         "program, traced": traced(program),
-        "by hand": by_hand,
-        "by hand, traced": traced(by_hand),
+        "hand-written shard_map": hand_written,
+        "hand-written shard_map, traced": traced(hand_written),
     }

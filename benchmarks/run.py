@@ -30,8 +30,8 @@ from benchmarks import peer, report
 
 LOCAL = (
     report.OURS,
-    report.HAND,
-    report.HAND + report.AGAIN,
+    report.BASELINE,
+    report.BASELINE + report.AGAIN,
     "shard_map, scan",
     "jit(vmap)",
 )
@@ -206,7 +206,7 @@ def measure_leaks(
     found: dict[str, dict[str, Any]] = {}
     made, traced = settings.leaks
     for who in (report.OURS, peer.NAME):
-        names = ("program", "by hand") if who == report.OURS else ("program",)
+        names = ("program", report.HAND_WRITTEN) if who == report.OURS else ("program",)
         for name in names if who in workers else ():
             for full, count in ((name, made), (f"{name}, traced", traced)):
                 counted = workers[who].ask("leaks", name=full, count=count)

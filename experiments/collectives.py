@@ -361,17 +361,17 @@ def row(name: str, module: Module) -> list[str]:
     """A line of the table."""
     kinds = Counter(m.kind for m in module.messages)
     size = sum(m.bytes * m.times for m in module.messages)
-    count, beside = module.overlaps(_PERMUTE)
+    count, overlapped = module.overlaps(_PERMUTE)
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     return [name, f"{module.flops:.4g}", told, f"{size / 1e6:.4g}",
-            f"{beside} of {count}" if count else ""]  # fmt: skip
+            f"{overlapped} of {count}" if count else ""]  # fmt: skip
 
 
 def main(sizes: Sizes) -> None:
     """Writes the table."""
     devices = machine.devices(Machine(platform="tpu", topology=sizes.topology))
     mesh = Mesh(devices.reshape(2, -1, 4), (GROUPS, X, Y))
-    titles = ["layer", "flops", "messages", "MB", "permutes beside products"]
+    titles = ["layer", "flops", "messages", "MB", "permutes overlapped with products"]
     rows = []
     for name, layer in tqdm(LAYERS.items()):
         rows.append(row(name, compiled(layer, sizes, mesh)))

@@ -72,7 +72,7 @@ def _scanned(
     return lax.scan(add, zeros, windows)[0]
 
 
-def by_hand(work: Work, n: int, many: Callable = _mapped) -> Callable:
+def with_shard_map(work: Work, n: int, many: Callable = _mapped) -> Callable:
     """A shard_map: each device runs its groups, then one psum."""
 
     @jax.shard_map(in_specs=(P(), P(GROUPS)), out_specs=P(), axis_names={GROUPS})
@@ -122,8 +122,8 @@ _WAYS: dict[Variant, Callable[[Work, int], Callable]] = {
     "drjax": with_drjax,
     "drjax jit": with_drjax,
     "google drjax": with_drjax,
-    "shard_map": by_hand,
-    "shard_map, scan": functools.partial(by_hand, many=_one_by_one),
+    "shard_map": with_shard_map,
+    "shard_map, scan": functools.partial(with_shard_map, many=_one_by_one),
     "python loop": with_python_loop,
     "rolled loop": with_rolled_loop,
     "no annotations": without_annotations,

@@ -57,7 +57,7 @@ def make_nested(pods: int, clients: int):
     return train
 
 
-def by_hand(pods: int, clients: int, x):
+def in_python_loops(pods: int, clients: int, x):
     total = []
     for p in range(pods):
         scale, losses = 1.0 + p / pods, []
@@ -73,7 +73,7 @@ def by_hand(pods: int, clients: int, x):
 
 
 def expected_for(pods: int, clients: int):
-    return jax.value_and_grad(lambda x: by_hand(pods, clients, x))(X)
+    return jax.value_and_grad(lambda x: in_python_loops(pods, clients, x))(X)
 
 
 @pytest.mark.usefixtures("leaks_unchecked")
@@ -99,7 +99,7 @@ def test_eager(name):
     f = make_nested(4, 4)
     with in_mesh_named(name):
         found = f(X)
-    assert_close(found, by_hand(4, 4, X), 5e-5)
+    assert_close(found, in_python_loops(4, 4, X), 5e-5)
 
 
 @pytest.mark.parametrize("name", some(MESHES, "none", "both", "mixed"))

@@ -90,14 +90,14 @@ def test_two_axes_that_do_not_fit(settings, error):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["drjax", "drjax jit"])
-def test_two_axes_give_the_same_losses(variant, by_hand):
+def test_two_axes_give_the_same_losses(variant, baseline):
     two = dataclasses.replace(
         TINY, model=dataclasses.replace(TINY.model, batch_axis="fsdp"),
         machine=Machine(group=4, fsdp=2),
     )  # fmt: skip
     found = worker.measure(two, variant)
     assert found["mesh"] == {"groups": 2, "fsdp": 2, "model": 2}
-    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
 
 
 def test_flags_are_in_the_name_of_a_run(tmp_path):
@@ -138,7 +138,7 @@ def test_flags_override_files(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def by_hand():
+def baseline():
     with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
         return worker.measure(TINY, "shard_map")
 
@@ -147,32 +147,32 @@ def by_hand():
 @pytest.mark.parametrize(
     "variant", cases.some(WAYS, "drjax", "drjax jit", "rolled loop")
 )
-def test_every_way_gives_the_same_losses(variant, by_hand):
+def test_every_way_gives_the_same_losses(variant, baseline):
     work = 4 if variant in ("python loop", "rolled loop") else 1  # of all groups
     found = worker.measure(TINY, variant)
-    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
     assert found["losses"][1] != found["losses"][0]
-    assert found["flops"] == pytest.approx(work * by_hand["flops"], rel=0.01)
+    assert found["flops"] == pytest.approx(work * baseline["flops"], rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", cases.some(["drjax", "drjax jit"], "drjax jit"))
-def test_a_model_with_a_shard_map_of_its_own(variant, by_hand):
+def test_a_model_with_a_shard_map_of_its_own(variant, baseline):
     own = dataclasses.replace(TINY.model, attention_axis="model")
     found = worker.measure(dataclasses.replace(TINY, model=own), variant)
-    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
-    assert found["flops"] == pytest.approx(by_hand["flops"], rel=0.01)
+    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
+    assert found["flops"] == pytest.approx(baseline["flops"], rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", cases.some(["drjax", "drjax jit"], "drjax jit"))
-def test_models_averaged_by_a_sharded_server(variant, by_hand):
+def test_models_averaged_by_a_sharded_server(variant, baseline):
     less = dataclasses.replace(
         TINY, round=dataclasses.replace(TINY.round, average="models"),
         machine=Machine(server="sharded"), donate=True,
     )  # fmt: skip
     found = worker.measure(less, variant)
-    np.testing.assert_allclose(found["losses"], by_hand["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
     kinds = {c["kind"] for c in found["collectives"] if "groups" in c["axes"]}
     assert "all-gather" in kinds
 
@@ -275,10 +275,10 @@ def test_a_tpu_program():
         model=TINY.model, round=Round(groups=4, steps=2, batch=2, length=8),
         machine=Machine(platform="tpu", topology="v2:2x2"),
     )  # fmt: skip
-    ours, by_hand = (worker.measure(on_tpus, v) for v in ("drjax", "shard_map"))
-    assert ours["flops"] == by_hand["flops"] > 0
-    assert ours["collectives"] == by_hand["collectives"]
-    assert ours["temp bytes"] <= 1.02 * by_hand["temp bytes"]
+    ours, baseline = (worker.measure(on_tpus, v) for v in ("drjax", "shard_map"))
+    assert ours["flops"] == baseline["flops"] > 0
+    assert ours["collectives"] == baseline["collectives"]
+    assert ours["temp bytes"] <= 1.02 * baseline["temp bytes"]
 
 
 @pytest.mark.slow

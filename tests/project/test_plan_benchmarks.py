@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 CROSSING = "gradient through 5 rounds"
 IMPLEMENTATIONS = (
     plan_report.PLAIN, "drjax.jit, 1", plan_report.ALL_AT_ONCE, "scan, 1", "slices, 1",
-    plan_report.HAND, plan_report.HAND + plan_report.AGAIN,
+    plan_report.BASELINE, plan_report.BASELINE + plan_report.AGAIN,
 )  # fmt: skip
 
 
