@@ -118,7 +118,7 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     for r in plan.rounds[number - 1 :]:
         live |= {v.name for loop in r.loops for v in loop.inputs}
     down = [(v.name, v) for v in a_round.broadcast]
-    down += [(f"row i of {whole.name}", part) for whole, part in a_round.scatter]
+    down += [(f"slice i of {whole.name}", part) for whole, part in a_round.scatter]
     up = [(f"{r.op} of {r.source.name}", r.source) for r in a_round.reduces]
     local: Lines = ()
     if not a_round.local.empty:

@@ -11,7 +11,7 @@ from drjax._primitives.reduce_ops import REDUCE_OPS
 
 
 def _phrase(op: str) -> str:
-    return "all groups' rows" if op == "gather" else REDUCE_OPS[op].phrase
+    return "all groups' slices" if op == "gather" else REDUCE_OPS[op].phrase
 
 
 def lines(plan: Any) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _rounds(plan: Any) -> Iterator[str]:
             yield f"  to every group       {value}   {size(value.nbytes)}"
         for whole, scattered in a_round.scatter:
             source = f"{size(scattered.nbytes)}, of {whole.name}"
-            yield f"  row i to group i     {scattered}   {source}"
+            yield f"  slice i to group i   {scattered}   {source}"
         if not a_round.local.empty:
             yield f"  each group computes  {a_round.local.name}"
             yield from (f"    keeps  {value}" for value in _saved(a_round))

@@ -184,8 +184,8 @@ def test_labels_say_what_is_sent_and_where_it_is_computed():
     assert texts(picture, "value").count("data: float32[5,3]") == 3
 
 
-def test_a_scatter_says_which_row():
-    assert "row i of whole" in texts(layout(PLANS["scatter"]), "down")[0]
+def test_a_scatter_says_which_slice():
+    assert "slice i of whole" in texts(layout(PLANS["scatter"]), "down")[0]
 
 
 def test_of_many_values_the_largest_are_shown():
