@@ -36,7 +36,7 @@ def _arrow(axes, start, end):
 
 
 def groups():
-    """An array whose rows belong to groups."""
+    """An array with a slice for each group."""
     figure, axes = _canvas(7, 2.4)
     axes.text(
         1.2, 2.2, "data  [4, 3]", ha="center", color=INK, family="monospace"
@@ -46,12 +46,12 @@ def groups():
         for j in range(3):
             _box(axes, 0.6 + 0.4 * j, y, 0.4, 0.4, GROUPS[i])
         _arrow(axes, (2.0, y + 0.2), (3.6, y + 0.2))
-        _box(axes, 3.8, y, 2.6, 0.4, GROUPS[i], f"group {i}: row {i}")
+        _box(axes, 3.8, y, 2.6, 0.4, GROUPS[i], f"group {i}: slice {i}")
     return figure
 
 
 def kinds():
-    """A global value, once; a partitioned value, a row for each group."""
+    """A global value, once; a partitioned value, a slice for each group."""
     figure, axes = _canvas(7, 2.4)
     axes.text(
         1.4, 2.2, "global  [3]", ha="center", color=INK, family="monospace"
@@ -107,11 +107,11 @@ def blocks():
 def transposes():
     """Each block and its transpose."""
     figure, axes = _canvas(9, 2.2)
-    rows = (
+    lines = (
         (1.5, "forward", "broadcast", "map_fn(f)", "reduce_sum"),
         (0.3, "backward", "reduce_sum", "map_fn(fᵀ)", "broadcast"),
     )
-    for y, name, *steps in rows:
+    for y, name, *steps in lines:
         axes.text(0.1, y + 0.25, name, va="center", color=INK)
         for i, step in enumerate(steps):
             reduces = step == "reduce_sum"
@@ -128,7 +128,7 @@ def transposes():
                 ends = (1.1 + 2.5 * i, y + 0.25), (1.6 + 2.5 * i, y + 0.25)
                 _arrow(axes, *(ends if name == "forward" else ends[::-1]))
     axes.text(
-        5.1, 1.15, "orange: an all-reduce. blue: nothing travels between devices",
+        5.1, 1.15, "orange: an all-reduce. blue: no communication between devices",
         ha="center", va="center", color=INK,
     )  # fmt: skip
     return figure

@@ -1,10 +1,9 @@
 """Count the rounds of communication of a program, and the bytes of each.
 
 A small interpreter, written against the documentation of `drjax.primitives` only. It
-walks the jaxpr of a program once and gives each variable a *level*: the number of
-reductions on the longest path to it. Reductions of one level do not depend on each
-other and can travel together, so the number of levels is the number of rounds
-(Rush et al. 2024, section 5).
+visits the equations of a jaxpr once and assigns each variable a *round*: the number of
+reductions on the longest path to it. Reductions of one round do not depend on each
+other, so they can be communicated together (Rush et al. 2024, section 5).
 
 Run it with `python -m examples.count_rounds`.
 """
@@ -47,10 +46,10 @@ def _bytes(aval) -> int:
 
 def count(fn: Callable, *args) -> Communication:
     """Interpret the jaxpr of `fn(*args)`; inner jits are followed, loops refused."""
-    found = Communication()
+    counts = Communication()
     closed = jax.make_jaxpr(fn)(*args)
-    _count(_live(closed.jaxpr), [0] * len(closed.in_avals), found)
-    return found
+    _count(_live(closed.jaxpr), [0] * len(closed.in_avals), counts)
+    return counts
 
 
 def _live(jaxpr):
@@ -63,30 +62,30 @@ def _live(jaxpr):
     return jaxpr.invars, eqns[::-1], jaxpr.outvars
 
 
-def _count(program, levels_in, found: Communication) -> list[int]:
+def _count(program, rounds_in, counts: Communication) -> list[int]:
     invars, eqns, outvars = program
-    level = dict(zip(invars, levels_in, strict=True))
+    rounds = dict(zip(invars, rounds_in, strict=True))
 
     def read(v) -> int:
-        return 0 if isinstance(v, core.Literal) else level.get(v, 0)
+        return 0 if isinstance(v, core.Literal) else rounds.get(v, 0)
 
     for eqn in eqns:
-        here = max(map(read, eqn.invars), default=0)
-        after = here
+        before = max(map(read, eqn.invars), default=0)
+        after = before
         if eqn.primitive is primitives.broadcast_p:
-            found.down[here + 1] += sum(_bytes(v.aval) for v in eqn.invars)
+            counts.down[before + 1] += sum(_bytes(v.aval) for v in eqn.invars)
         elif eqn.primitive in REDUCTIONS:
-            after = here + 1
+            after = before + 1
             n = eqn.params["partition"].size
-            found.up[after] += sum(_bytes(v.aval) // n for v in eqn.invars)
+            counts.up[after] += sum(_bytes(v.aval) // n for v in eqn.invars)
         elif eqn.primitive.name == "jit":
             inner = _live(eqn.params["jaxpr"].jaxpr)
-            levels = _count(inner, [read(v) for v in eqn.invars], found)
-            level.update(zip(eqn.outvars, levels, strict=True))
+            rounds_out = _count(inner, [read(v) for v in eqn.invars], counts)
+            rounds.update(zip(eqn.outvars, rounds_out, strict=True))
             continue
         elif eqn.primitive.name in ("scan", "while", "cond"):
             raise NotImplementedError(f"rounds in {eqn.primitive.name} are not counted")
-        level.update(dict.fromkeys(eqn.outvars, after))
+        rounds.update(dict.fromkeys(eqn.outvars, after))
     return [read(v) for v in outvars]
 
 
@@ -105,10 +104,10 @@ def variance(model: jax.Array, data: jax.Array) -> jax.Array:
 def main() -> None:
     model, data = jnp.ones(10), jnp.ones((100, 20, 10))
     for name, fn in (("variance", variance), ("its gradient", jax.grad(variance))):
-        found = count(fn, model, data)
-        print(f"{name}: {found.rounds} rounds; bytes for each group:")
-        for i in range(1, found.rounds + 1):
-            print(f"  round {i}: {found.down[i]:4d} down, {found.up[i]:4d} up")
+        counts = count(fn, model, data)
+        print(f"{name}: {counts.rounds} rounds; bytes for each group:")
+        for i in range(1, counts.rounds + 1):
+            print(f"  round {i}: {counts.down[i]:4d} down, {counts.up[i]:4d} up")
 
 
 if __name__ == "__main__":
