@@ -3,8 +3,8 @@
     python -m experiments.collectives        # what the TPU compiler makes of each
 
 The layers are those of "How to Scale Your Model" (Austin et al. 2025), chapter 10, and
-of JAX's tutorial on `shard_map`: products of matrices whose messages go while they are
-computed (collective matmuls: Wang et al. 2023, ASPLOS, "Overlap communication with
+of JAX's tutorial on `shard_map`: matrix products that overlap with their communication
+(collective matmuls: Wang et al. 2023, ASPLOS, "Overlap communication with
 dependent computation via decomposition"), FSDP, tensor and pipeline parallelism, and a
 mixture of experts. Each is the body of a mapped function; the groups share its weights.
 In the comments B, D and F are batch, width and hidden width, and F_Y is divided over Y.
@@ -46,7 +46,7 @@ class Layer:
       weights: How the weights lie on X and Y.
       x: How the input lies there.
       y: How the output does.
-      messages: Kinds of the messages over Y that the parts send, given Y's size.
+      collectives: Counts of the kinds of collectives over Y, given Y's size.
     """
 
     parts: Callable[[Weights, Array], Array]
@@ -55,7 +55,7 @@ class Layer:
     weights: dict[str, P]
     x: P
     y: P
-    messages: Callable[[int], Counter[str]]
+    collectives: Callable[[int], Counter[str]]
 
 
 def shifted(x: Array, by: int) -> Array:
@@ -202,8 +202,8 @@ def experts(weights: Weights, x: Array) -> Array:
     place = jnp.cumsum(chosen, axis=0) * chosen - 1  # -1: not there
     dispatch = jax.nn.one_hot(place.astype(int), len(x))  # [tokens, experts, places]
     sent = jnp.einsum("tep,td->epd", dispatch, x)
-    here = lax.all_to_all(sent, Y, split_axis=0, concat_axis=1, tiled=True)
-    worked = jnp.tanh(jnp.einsum("epd,edf->epf", here, weights["experts"]))
+    received = lax.all_to_all(sent, Y, split_axis=0, concat_axis=1, tiled=True)
+    worked = jnp.tanh(jnp.einsum("epd,edf->epf", received, weights["experts"]))
     back = lax.all_to_all(worked, Y, split_axis=1, concat_axis=0, tiled=True)
     return jnp.einsum("tep,te,epd->td", dispatch, gates * chosen, back)
 
@@ -219,7 +219,7 @@ def whole_experts(weights: Weights, x: Array) -> Array:
 # All of them
 
 
-def _product(parts: Callable, kind: str, columns: bool, messages: Callable) -> Layer:
+def _product(parts: Callable, kind: str, columns: bool, count: Callable) -> Layer:
     """A product of matrices whose weights lie divided by columns or by rows."""
     return Layer(
         lambda weights, x: parts(x, weights["w"]),
@@ -228,7 +228,7 @@ def _product(parts: Callable, kind: str, columns: bool, messages: Callable) -> L
         {"w": P(None, Y) if columns else P(Y, None)},
         P(X, Y),
         P(X, None) if kind == "all-reduce" else P(X, Y),
-        lambda n: Counter({kind: messages(n)}),
+        lambda n: Counter({kind: count(n)}),
     )
 
 
@@ -236,10 +236,10 @@ def _whole_perceptron(weights: Weights, x: Array) -> Array:
     return jax.nn.gelu(x @ weights["in"]) @ weights["out"]
 
 
-def _perceptron(parts: Callable, weights: tuple[P, P], x: P, messages: Any) -> Layer:
+def _perceptron(parts: Callable, weights: tuple[P, P], x: P, count: Any) -> Layer:
     shapes = lambda y, d, f: {"in": (d, f), "out": (f, d)}
-    told: dict[str, P] = {"in": weights[0], "out": weights[1]}
-    return Layer(parts, _whole_perceptron, shapes, told, x, x, messages)
+    specs: dict[str, P] = {"in": weights[0], "out": weights[1]}
+    return Layer(parts, _whole_perceptron, shapes, specs, x, x, count)
 
 
 _PERMUTE = "collective-permute"
@@ -325,7 +325,7 @@ def outputs(layer: Layer, n: int) -> Callable[[Weights, Array], Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Compile each layer for TPUs, and count its messages."""
+    """Compile each layer for TPUs, and count its collectives."""
 
     topology: str = "v5e:4x4"
     """The chips; four of them are Y, two are the groups, and the others X."""
@@ -359,11 +359,11 @@ def compiled(layer: Layer, sizes: Sizes, mesh: Mesh) -> Module:
 
 def row(name: str, module: Module) -> list[str]:
     """A line of the table."""
-    kinds = Counter(m.kind for m in module.messages)
-    size = sum(m.bytes * m.times for m in module.messages)
+    kinds = Counter(m.kind for m in module.collectives)
+    size = sum(m.bytes * m.times for m in module.collectives)
     count, overlapped = module.overlaps(_PERMUTE)
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    return [name, f"{module.flops:.4g}", told, f"{size / 1e6:.4g}",
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return [name, f"{module.flops:.4g}", counts, f"{size / 1e6:.4g}",
             f"{overlapped} of {count}" if count else ""]  # fmt: skip
 
 
@@ -371,7 +371,13 @@ def main(sizes: Sizes) -> None:
     """Writes the table."""
     devices = machine.devices(Machine(platform="tpu", topology=sizes.topology))
     mesh = Mesh(devices.reshape(2, -1, 4), (GROUPS, X, Y))
-    titles = ["layer", "flops", "messages", "MB", "permutes overlapped with products"]
+    titles = [
+        "layer",
+        "flops",
+        "collectives",
+        "MB",
+        "permutes overlapped with products",
+    ]
     rows = []
     for name, layer in tqdm(LAYERS.items()):
         rows.append(row(name, compiled(layer, sizes, mesh)))

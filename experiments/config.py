@@ -115,7 +115,7 @@ _CONFIG = pydantic.TypeAdapter(Config)
 
 
 def read(text: str) -> Config:
-    """Settings as JSON; what is not told is as by default."""
+    """Settings as JSON; settings that are left out have their defaults."""
     return _CONFIG.validate_json(text, strict=True)
 
 
@@ -132,8 +132,8 @@ def load(path: Path) -> Config:
         TOML.
     """
     try:
-        told = tomllib.loads(path.read_text())
-        return read(json.dumps(told))  # JSON's lists are tuples
+        settings = tomllib.loads(path.read_text())
+        return read(json.dumps(settings))  # JSON's lists are tuples
     except ValueError as error:
         error.add_note(f"This is about {path}.")
         raise
@@ -148,31 +148,33 @@ class Command:
     out: Path = Path("runs/experiments")
     """Folder of the records."""
     peer_python: str | None = None
-    """A Python with Google's drjax; without it, one is made where it is needed."""
+    """A Python with Google's drjax; without it, one is created if needed."""
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """What differs in two runs' settings, but for the variants, by dotted names."""
-    found = {}
+    result = {}
     for key, value in new.items():
         if isinstance(value, dict):
             inner = changes(old[key], value)
-            found |= {f"{key}.{name}": x for name, x in inner.items()}
+            result |= {f"{key}.{name}": x for name, x in inner.items()}
         elif value != old[key] and key != "variants":
-            found[key] = value
-    return found
+            result[key] = value
+    return result
 
 
 def from_command_line(
     args: Sequence[str] | None = None,
 ) -> tuple[Command, dict[Path, Config]]:
     """The command, and each file's run with the overrides of flags."""
-    told, rest = tyro.cli(Command, args=args, return_unknown_args=True, add_help=False)
-    if not told.files:
+    command, rest = tyro.cli(
+        Command, args=args, return_unknown_args=True, add_help=False
+    )
+    if not command.files:
         if {"-h", "--help"} & set(rest):
             tyro.cli(Command, args=["--help"])
         raise SystemExit("Give files of configs/ first, then flags.")
     configs = {
-        file: tyro.cli(Config, args=rest, default=load(file)) for file in told.files
+        file: tyro.cli(Config, args=rest, default=load(file)) for file in command.files
     }
-    return told, configs
+    return command, configs

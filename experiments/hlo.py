@@ -1,10 +1,10 @@
-"""What one device does in a compiled program: operations and messages, loops counted.
+"""What one device does in a compiled program: flops and collectives, loops counted.
 
-What goes in is `compiled.as_text()`. JAX has no parser of it, and the compiler's own
+Input: `compiled.as_text()`. JAX has no parser of it, and the compiler's own
 cost analysis counts the body of a loop once, however often it runs; this counts it as
-often as the compiler notes beside the loop, or else as the constant in its condition
-says, which is right for loops that count up from zero by one, as `lax.scan` makes them.
-Both branches of a conditional count.
+often as the loop's metadata says, or else the constant in its condition, which is right
+for loops that count up from zero by one, as those of `lax.scan` do. Both branches of a
+conditional count.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class Collective:
     """A collective, and how often it runs.
 
     Attributes:
@@ -61,22 +61,22 @@ class Module:
 
     Args:
       text: The HLO text.
-      mesh: Sizes of the mesh's axes by name, major first, to name axes of messages.
+      mesh: Sizes of the mesh's axes by name, major first, to name axes of collectives.
     """
 
     def __init__(self, text: str, mesh: dict[str, int]):
         self.mesh = mesh
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
-        here: list[Instruction] = []
+        current: list[Instruction] = []
         for line in text.splitlines():
             line = hlo.COMMENT.sub("", line)
             if header := _HEADER.match(line):
-                here = self.computations.setdefault(header[2], [])
+                current = self.computations.setdefault(header[2], [])
                 self.entry = header[2] if header[1] else self.entry
             elif start := _START.match(line):
-                if found := _instruction(start[1], line[start.end() :]):
-                    here.append(found)
+                if parsed := _instruction(start[1], line[start.end() :]):
+                    current.append(parsed)
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
@@ -89,17 +89,17 @@ class Module:
     @cached_property
     def times(self) -> dict[str, int]:
         """How often each computation runs."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
 
         def visit(name: str, times: int) -> None:
-            found[name] += times
+            counts[name] += times
             for x in self.computations.get(name, ()):
                 again = self.trips(x) if x.opcode == "while" else 1
                 for called in _called(x):
                     visit(called, times * again)
 
         visit(self.entry, 1)
-        return dict(found)
+        return dict(counts)
 
     def trips(self, loop: Instruction) -> int:
         """How often the body of a loop runs.
@@ -154,13 +154,13 @@ class Module:
         return 2 * _products(x.rest, left, right, out)
 
     @cached_property
-    def messages(self) -> list[Message]:
+    def collectives(self) -> list[Collective]:
         """The collectives, in the order in which they stand in the text.
 
         The TPU compiler spreads a collective over several fusions, which it computes
-        meanwhile: each has it as a link of one chain, which is one message.
+        meanwhile: each is a link of one chain, which is one collective.
         """
-        found, chains = [], set()
+        result, chains = [], set()
         for computation, x, times in self._running():
             if (kind := hlo.kind_of(x.opcode, computation)) is None:
                 continue
@@ -171,24 +171,24 @@ class Module:
             group = _first_group(x.rest, math.prod(self.mesh.values()))
             size = hlo.payload(x.opcode, x.shape)
             size *= len(group) if x.opcode.startswith("reduce-scatter") else 1
-            found.append(Message(kind, size, times, self._axes(x.rest, group)))
-        return found
+            result.append(Collective(kind, size, times, self._axes(x.rest, group)))
+        return result
 
     def overlaps(self, kind: str) -> tuple[int, int]:
-        """Asynchronous messages of a kind, and those with products in the meantime.
+        """Asynchronous collectives of a kind, and those that overlap with products.
 
         The text of a compiled program is in the order in which a device starts its
-        instructions: what stands between the start of a message and its end runs
-        while it travels.
+        instructions: those between the start of a collective and its end run at the
+        same time.
         """
-        found = []
+        overlapped = []
         for xs in self.computations.values():
             ends = {x.operands[0]: i for i, x in enumerate(xs) if x.operands}
             for i, x in enumerate(xs):
                 if x.opcode == f"{kind}-start":
                     meanwhile = xs[i + 1 : ends[x.name]]
-                    found.append(any(map(self._multiplies, meanwhile)))
-        return len(found), sum(found)
+                    overlapped.append(any(map(self._multiplies, meanwhile)))
+        return len(overlapped), sum(overlapped)
 
     def _multiplies(self, x: Instruction) -> bool:
         """Whether an instruction is, or calls, a product of matrices."""
@@ -230,15 +230,15 @@ def _balanced(text: str) -> int:
 
 
 def _called(x: Instruction) -> list[str]:
-    found = []
+    called = []
     for names in _CALLED.findall(x.rest):
-        found += re.findall(r"[\w.\-]+", names)
-    return found
+        called += re.findall(r"[\w.\-]+", names)
+    return called
 
 
 def _dims(shape: str) -> list[int]:
-    (found,) = re.findall(r"^\w+\[([\d,]*)\]", shape)
-    return [int(size) for size in found.split(",") if size]
+    (dims,) = re.findall(r"^\w+\[([\d,]*)\]", shape)
+    return [int(size) for size in dims.split(",") if size]
 
 
 def _products(
@@ -251,24 +251,24 @@ def _products(
     count = right[kernel.index("i")]
     count *= out[results.index("b")] * out[results.index("f")]
     window = re.search(r"window=\{([^}]*)\}", text)
-    told = (
+    fields = (
         dict(part.split("=") for part in window[1].split() if "=" in part)
         if window
         else {}
     )
     spatial = sorted(label for label in results if label.isdigit())
     read = lambda name, i, default: (
-        told[name].split("x")[i] if name in told else default
+        fields[name].split("x")[i] if name in fields else default
     )
     for i, label in enumerate(spatial):
         taps = int(read("size", i, "1"))
         low = int(read("pad", i, "0_0").split("_")[0])
         stride, spread = int(read("stride", i, "1")), int(read("rhs_dilate", i, "1"))
         dilated = int(read("lhs_dilate", i, "1"))
-        at = np.arange(out[results.index(label)])[:, None] * stride
-        at = at + np.arange(taps) * spread - low
-        inside = (at >= 0) & (at <= (left[ins.index(label)] - 1) * dilated)
-        count *= int((inside & (at % dilated == 0)).sum())
+        index = np.arange(out[results.index(label)])[:, None] * stride
+        index = index + np.arange(taps) * spread - low
+        inside = (index >= 0) & (index <= (left[ins.index(label)] - 1) * dilated)
+        count *= int((inside & (index % dilated == 0)).sum())
     return count
 
 

@@ -1,4 +1,4 @@
-"""A model of the time that messages take on links: bytes over stated bandwidths.
+"""A model of communication time on links: bytes over published bandwidths.
 
 It is a lower bound, not a measurement: all links of a chip are busy in both
 directions, and there is no latency, no contention and no work at the same time. On the
@@ -33,7 +33,7 @@ CHIPS = {
     "v5e": Chip(1, 1600 * GBIT, 25 * GBIT, "cloud.google.com/tpu/docs/v5e"),
     "v5p": Chip(1, 600e9, 50 * GBIT, "cloud.google.com/tpu/docs/v5p"),
 }
-# Bytes that a device sends for each byte of a message among m members.
+# Bytes that a device sends for each byte of a collective among m members.
 _SENT = {
     "all-reduce": lambda m: 2 * (m - 1) / m,
     "all-gather": lambda m: (m - 1) / m,
@@ -48,11 +48,11 @@ _SENT = {
 def seconds(
     collectives: list[dict[str, Any]], axes: dict[str, int], chip: Chip, network: str
 ) -> float:
-    """Modelled seconds of the messages over some mesh axes.
+    """Modelled seconds of the collectives over some mesh axes.
 
     Args:
       collectives: Of a record: kind, axes and bytes in a round.
-      axes: Sizes of the axes whose messages count.
+      axes: Sizes of the axes whose collectives count.
       chip: The chip. Its devices share its links.
       network: `"ici"` or `"dcn"`.
 

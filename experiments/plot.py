@@ -40,7 +40,10 @@ PANELS = (
     ("flops, 10¹² per device", lambda r: r["flops"] / 1e12),
     ("temporary memory, GB per device", lambda r: r["temp bytes"] / 1e9),
     ("peak memory, GB per device", lambda r: r["peak bytes"] / 1e9),
-    ("messages over groups, GB per device", lambda r: sent(r, variants.GROUPS) / 1e9),
+    (
+        "communication over groups, GB per device",
+        lambda r: sent(r, variants.GROUPS) / 1e9,
+    ),
 )
 
 
@@ -64,40 +67,40 @@ def sent(record: Record, axis: str) -> int:
 def formula(record: Record) -> float:
     """Operations of a device by 6 N T (Kaplan et al. 2020, arXiv 2001.08361, 2.1).
 
-    N parameters and T tokens of a group's round, whose devices share the work. What is
-    computed again backwards and the products of attention come on top, and where a
-    device works for other groups, that too.
+    N parameters and T tokens of a group's round, whose devices share the work. Not
+    included: rematerialization, the products of attention, and what a device computes
+    for other groups.
     """
-    told, mesh = record["settings"]["round"], record["mesh"]
+    settings, mesh = record["settings"]["round"], record["mesh"]
     devices = record["devices"] // mesh["groups"]
-    tokens = told["steps"] * told["batch"] * told["length"]
-    groups = told["groups"] / mesh["groups"]
+    tokens = settings["steps"] * settings["batch"] * settings["length"]
+    groups = settings["groups"] / mesh["groups"]
     return 6 * record["parameters"] * tokens * groups / devices
 
 
 def on_links(record: Record) -> str:
-    """Modelled milliseconds of the messages over the groups' axis, or nothing."""
+    """Modelled milliseconds of the collectives over the group axis, or nothing."""
     machine = record["settings"]["machine"]
     chip = links.CHIPS.get(machine["topology"].split(":")[0])
     if machine["platform"] != "tpu" or chip is None:
         return ""
     axes = {variants.GROUPS: record["mesh"]["groups"]}
-    told = []
+    times = []
     for network in ("ici", "dcn")[: 1 if chip.dcn is None else 2]:
         took = links.seconds(record["collectives"], axes, chip, network)
-        told.append(f"{1e3 * took:.3g} {network.upper()}")
-    return ", ".join(told)
+        times.append(f"{1e3 * took:.3g} {network.upper()}")
+    return ", ".join(times)
 
 
 def load(folder: Path) -> dict[str, list[Record]]:
     """The records by figure, in order of the number of groups."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
-        found[record["figure"]].append(record)
-    for records in found.values():
+        result[record["figure"]].append(record)
+    for records in result.values():
         records.sort(key=_groups)
-    return dict(found)
+    return dict(result)
 
 
 def _groups(record: Record) -> int:
@@ -179,11 +182,11 @@ def table(records: Sequence[Record]) -> str:
     for r in records:
         about = [r["run"], r["variant"], str(r["devices"]), str(_groups(r))]
         if "flops" in r:
-            told = [f"{value(r):.4g}" for _, value in PANELS]
-            told += [f"{formula(r) / r['flops']:.0%}", on_links(r)]
+            cells = [f"{value(r):.4g}" for _, value in PANELS]
+            cells += [f"{formula(r) / r['flops']:.0%}", on_links(r)]
         else:
-            told = [r["out of memory"], *[""] * (len(PANELS) + 1)]
-        rows.append([*about, *told])
+            cells = [r["out of memory"], *[""] * (len(PANELS) + 1)]
+        rows.append([*about, *cells])
     return report.table(titles, rows)
 
 
@@ -213,8 +216,8 @@ def draw_executed(records: Sequence[Record]) -> plt.Figure:
         style = {"color": f"C{i}", "marker": "os^v"[i % 4], "lw": 2 * (len(names) - i)}
         for axis, value in ((axes[1], lambda r: r["flops"]), (axes[2], seconds)):
             relative = [value(r) / value(mine[0]) for r in mine]
-            at = [ticks.index(_lies(r)) for r in mine]
-            axis.plot(at, relative, label=", ".join(name), **style)
+            positions = [ticks.index(_lies(r)) for r in mine]
+            axis.plot(positions, relative, label=", ".join(name), **style)
     axes[0].set(title="loss, all runs", xlabel="round")
     axes[0].get_xaxis().get_major_locator().set_params(integer=True)
     axes[1].set(title="work of a device / that of the first run", ylim=(0, None))
@@ -245,11 +248,11 @@ def table_executed(records: Sequence[Record]) -> str:
 
 def main(options: Options) -> None:
     """Writes a PNG and a table for each figure."""
-    found = load(options.records)
-    if not found:
+    result = load(options.records)
+    if not result:
         raise SystemExit(f"There are no records in {options.records}: run experiments.")
     options.out.mkdir(parents=True, exist_ok=True)
-    for figure, records in found.items():
+    for figure, records in result.items():
         path = options.out / f"{figure}.png"
         if executed := all("losses" in r for r in records):
             records.sort(

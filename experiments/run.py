@@ -85,11 +85,11 @@ def _peer(python: str | None) -> Iterator[dict[str, Any]]:
 
 def _needed() -> list[str]:
     """Packages of `experiments.worker`, those that are here."""
-    found = []
+    result = []
     for name in ("datasets", "flax", "optax", "pydantic", "tyro", "tqdm", "libtpu"):
         with contextlib.suppress(PackageNotFoundError):
-            found += [name] if version(name) else []
-    return found
+            result += [name] if version(name) else []
+    return result
 
 
 def measured(
@@ -126,14 +126,14 @@ def measured(
             process.stdin.write(json.dumps(settings(config)))
             process.stdin.close()
             process.stdin = None
-        told = [process.communicate() for process in started]
+        outputs = [process.communicate() for process in started]
     finally:
         for process in started:
             process.kill()
-    for process, (_, errors) in zip(started, told, strict=True):
+    for process, (_, errors) in zip(started, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"{variant} failed: {errors[-3000:]}")
-    records = [json.loads(out.splitlines()[-1]) for out, _ in told]
+    records = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     return records[0] | {"CPU s": sum(record["CPU s"] for record in records)}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import drjax
 from experiments import machine, model, text, variants
 from experiments.config import Config, Variant, read
-from experiments.hlo import Message, Module
+from experiments.hlo import Collective, Module
 
 Record = dict[str, Any]
 PACKAGES = ("drjax", "jax", "jaxlib", "libtpu", "flax")
@@ -47,7 +47,7 @@ def measure(config: Config, variant: Variant) -> Record:
             variants.make(variant, work, n, k, config.round.average),
             out_shardings=(laid, None), donate_argnums=(0,) if config.donate else (),
         )  # fmt: skip
-        found: Record = {
+        result: Record = {
             "devices": mesh.size,
             "mesh": dict(mesh.shape),
             "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
@@ -57,12 +57,12 @@ def measure(config: Config, variant: Variant) -> Record:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return found | {"out of memory": _first_line(error)}
-        found["compile CPU s"] = time.process_time() - begin
-        found |= _read(compiled, dict(mesh.shape))
+            return result | {"out of memory": _first_line(error)}
+        result["compile CPU s"] = time.process_time() - begin
+        result |= _read(compiled, dict(mesh.shape))
         if config.execute:
-            found["losses"], found["round s"] = _execute(compiled, config, laid, rows)
-    return found
+            result["losses"], result["round s"] = _execute(compiled, config, laid, rows)
+    return result
 
 
 def _read(compiled: Any, mesh: dict[str, int]) -> Record:
@@ -72,14 +72,14 @@ def _read(compiled: Any, mesh: dict[str, int]) -> Record:
         "temp bytes": memory.temp_size_in_bytes,
         "peak bytes": memory.peak_memory_in_bytes,
         "flops": module.flops,
-        "collectives": collectives(module.messages),
+        "collectives": count_collectives(module.collectives),
     }
 
 
-def collectives(messages: list[Message]) -> list[Record]:
-    """Messages by kind and axes: how many in the program, how many in a run, bytes."""
+def count_collectives(collectives: list[Collective]) -> list[Record]:
+    """By kind and axes: how many in the program, how many in a run, bytes."""
     static, dynamic, size = Counter(), Counter(), Counter()
-    for x in messages:
+    for x in collectives:
         key = x.kind, x.axes
         static[key] += 1
         dynamic[key] += x.times
@@ -112,19 +112,19 @@ def _placed(x: Any, sharding: Any) -> Any:
 
 def _first_line(error: Exception) -> str:
     """The compiler's sentence about memory."""
-    found = re.search(r"Ran out of memory.*?\(\S+\) exceeds[^.]*\.\S*", str(error))
-    return found[0] if found else str(error).splitlines()[0]
+    result = re.search(r"Ran out of memory.*?\(\S+\) exceeds[^.]*\.\S*", str(error))
+    return result[0] if result else str(error).splitlines()[0]
 
 
 def versions() -> dict[str, str]:
     """Of the packages that decide what is compiled."""
-    found = {}
+    result = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def main(variant: Any, number: str = "0", processes: str = "1", port: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Layers with explicit collectives: the program on one device, and their messages.
+"""Layers with explicit collectives: the program on one device, and their counts.
 
 Covers: experiments.
 """
@@ -42,12 +42,12 @@ def test_layers_with_explicit_collectives(name, shape):
             in_shardings=(lying, on(P(collectives.GROUPS, *layer.x))),
         )
         with jax.set_mesh(mesh):
-            found = jax.jit(parts)(weights, xs)
+            result = jax.jit(parts)(weights, xs)
             program = lie.lower(weights, xs).compile().as_text() or ""
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
-    jax.tree.map(same, found, expected)
-    sent = Counter(m.kind for m in Module(program, dict(mesh.shape)).messages)
-    told = layer.messages(y)
-    if "all-reduce" in told:  # the compiler puts them together
-        told["all-reduce"] = 1
-    assert sent == told
+    jax.tree.map(same, result, expected)
+    sent = Counter(m.kind for m in Module(program, dict(mesh.shape)).collectives)
+    expected = layer.collectives(y)
+    if "all-reduce" in expected:  # the compiler puts them together
+        expected["all-reduce"] = 1
+    assert sent == expected

@@ -46,8 +46,8 @@ def test_convolutions(size, stride, pad):
     text = jax.jit(convolve).lower(x, w).compile().as_text() or ""
     # With ones, a result is the number of products that it is the sum of.
     assert "convolution(" in text
-    found = Module(text, {"groups": 1}).flops
-    assert found == 2 * np.asarray(convolve(x, w)).sum()
+    result = Module(text, {"groups": 1}).flops
+    assert result == 2 * np.asarray(convolve(x, w)).sum()
 
 
 @pytest.mark.parametrize(
@@ -65,34 +65,40 @@ def test_convolutions(size, stride, pad):
         ("{{0,3},{1,2},{4,7},{5,6}}", ("?",)),
     ],
 )
-def test_axes_of_messages(groups, axes):
+def test_axes_of_collectives(groups, axes):
     line = f"%r = f32[3,5]{{1,0}} all-reduce(%a), replica_groups={groups}"
-    (message,) = module(ARRAYS[0], line).messages
-    assert (message.kind, message.bytes, message.times) == ("all-reduce", 60, 7)
-    assert message.axes == axes
+    (collective,) = module(ARRAYS[0], line).collectives
+    assert (collective.kind, collective.bytes, collective.times) == (
+        "all-reduce",
+        60,
+        7,
+    )
+    assert collective.axes == axes
 
 
 def test_bytes_of_a_reduce_scatter_are_those_of_what_is_reduced():
     line = "%r = f32[3,5]{1,0} reduce-scatter(%a), replica_groups=[4,2]<=[8]"
-    (message,) = module(ARRAYS[0], line).messages
-    assert message.bytes == 2 * 60
+    (collective,) = module(ARRAYS[0], line).collectives
+    assert collective.bytes == 2 * 60
 
 
-def test_links_of_a_chain_are_one_message():
-    told = 'replica_groups={{0,1}}, channel_id=1, frontend_attributes={chain_id="0"}'
-    links = [f"%r{i} = f32[3,5]{{1,0}} all-gather(%a), {told}" for i in range(3)]
+def test_links_of_a_chain_are_one_collective():
+    attributes = (
+        'replica_groups={{0,1}}, channel_id=1, frontend_attributes={chain_id="0"}'
+    )
+    links = [f"%r{i} = f32[3,5]{{1,0}} all-gather(%a), {attributes}" for i in range(3)]
     alone = "%r = f32[3,5]{1,0} all-gather(%a), replica_groups={{0,1}}, channel_id=1"
-    assert len(module(ARRAYS[0], *links, alone).messages) == 2
+    assert len(module(ARRAYS[0], *links, alone).collectives) == 2
 
 
-def test_messages_beside_products():
+def test_overlap_of_collectives_with_products():
     start = "%s = (f32[3,5], f32[3,5]) collective-permute-start(%a)"
     done = "%d = f32[3,5] collective-permute-done(%s)"
     dot = "%c = f32[3,4] dot(%d, %b), lhs_contracting_dims={1}"
-    beside = dot.replace("%d", "%a").replace("%c", "%e")
+    independent = dot.replace("%d", "%a").replace("%c", "%e")
     after = module(*ARRAYS, start, done, dot)
     assert after.overlaps("collective-permute") == (1, 0)
-    during = module(*ARRAYS, start, beside, done, dot)
+    during = module(*ARRAYS, start, independent, done, dot)
     assert during.overlaps("collective-permute") == (1, 1)
 
 
@@ -113,11 +119,11 @@ def test_the_model_of_links():
 def test_groups_that_are_written_in_an_unknown_way(groups):
     line = f"%r = f32[3,5]{{1,0}} all-reduce(%a), replica_groups={groups}"
     with pytest.raises(ValueError, match="This way to write groups is not known"):
-        _ = module(ARRAYS[0], line).messages
+        _ = module(ARRAYS[0], line).collectives
 
 
-@pytest.mark.parametrize("given", ["%seven", "%copied"])
-def test_a_loop_that_is_given_how_often_it_runs(given):
+@pytest.mark.parametrize("count", ["%seven", "%copied"])
+def test_a_loop_that_is_given_how_often_it_runs(count):
     text = "\n".join(
         ["%c (p: (s32[], s32[])) -> pred[] {", "  %p = (s32[], s32[]) parameter(0)",
          "  %i = s32[] get-tuple-element(%p), index=0",
@@ -127,7 +133,7 @@ def test_a_loop_that_is_given_how_often_it_runs(given):
          "  %d = f32[3,4] dot(%a, %b), lhs_contracting_dims={1}", "}",
          "ENTRY %main (x: f32[8]) -> s32[] {", "  %zero = s32[] parameter(0)",
          "  %seven = s32[] constant(7)", "  %copied = s32[] copy(%seven)",
-         f"  %t = (s32[], s32[]) tuple(%zero, {given})",
+         f"  %t = (s32[], s32[]) tuple(%zero, {count})",
          "  ROOT %w = (s32[], s32[]) while(%t), condition=%c, body=%b", "}"]
     )  # fmt: skip
     assert Module(text, {"groups": 8}).flops == 7 * 2 * 3 * 4 * 5

@@ -83,7 +83,7 @@ class TestRounds:
     def test_of_a_slice(self, layers, dtype, jit):
         mesh = tpu_mesh(AXES)
         module = Module(compiled_round(mesh, layers, dtype, jit), dict(mesh.shape))
-        over_groups = [m for m in module.messages if "clients" in m.axes]
+        over_groups = [m for m in module.collectives if "clients" in m.axes]
         sums = [m for m in over_groups if m.kind == "all-reduce"]
         assert sum(m.bytes for m in sums) == update_bytes(mesh, dtype)
         # The compiler may reshard the parameters before the first step, not in a step.
