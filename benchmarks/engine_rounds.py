@@ -85,7 +85,7 @@ def small_rounds() -> dict[str, Any]:
 
         loops = {"drjax": lambda model: on_ray(model, data), HAND_WRITTEN: actor_loop}
         times: dict[str, list[float]] = {name: [] for name in loops}
-        found = {}
+        result = {}
         for turn in range(TURNS + 1):
             for name, loop in loops.items():
                 now = model
@@ -94,9 +94,9 @@ def small_rounds() -> dict[str, Any]:
                     now = jax.block_until_ready(loop(now))
                     if turn:
                         times[name].append(1e3 * (time.perf_counter() - begin))
-                found[name] = now
+                result[name] = now
         blocks = on_ray.report.stages[0].blocks
-    far = np.max(np.abs(found["drjax"]["w"] - found[HAND_WRITTEN]["w"]))
+    far = np.max(np.abs(result["drjax"]["w"] - result[HAND_WRITTEN]["w"]))
     return {"times": times, "difference": float(far), "blocks": blocks}
 
 
@@ -104,13 +104,13 @@ def many_groups(n: int = 1_000_000, runs: int = 6) -> list[dict[str, Any]]:
     """Seconds of a round of tiny groups, by the size of blocks."""
     rows = np.random.default_rng(0).normal(size=(n, 8)).astype(np.float32)
     plan = drjax.make_plan(reduced(n))(np.float32(1), rows)
-    found = []
+    result = []
     for size in (None, 8192, 256):
         with backend.compile(plan, workers=2, block_size=size) as on_ray:
             times = _times(lambda: on_ray(np.float32(1), rows), runs)
             blocks = on_ray.report.stages[0].blocks
-        found.append({"size": size, "seconds": times, "blocks": blocks})
-    return found
+        result.append({"size": size, "seconds": times, "blocks": blocks})
+    return result
 
 
 def large_results(n: int = 100, floats: int = 25_000_000) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def large_results(n: int = 100, floats: int = 25_000_000) -> list[dict[str, Any]
         return drjax.reduce_mean(rows)
 
     args = np.ones(floats, np.float32), np.ones(n, np.float32)
-    plan, found = drjax.make_plan(scaled)(*args), []
+    plan, result = drjax.make_plan(scaled)(*args), []
     for size in (None, 1, 13):
         with backend.compile(plan, workers=2, block_size=size) as on_ray:
             on_ray.engine.open()
@@ -130,19 +130,19 @@ def large_results(n: int = 100, floats: int = 25_000_000) -> list[dict[str, Any]
             with _Own([state.pid for state in engine.states()]) as memory:
                 times = _times(lambda: on_ray(*args), 2)
             blocks = on_ray.report.stages[0].blocks
-        found.append(
+        result.append(
             {"size": size, "seconds": times, "blocks": blocks, "peak": memory.peak}
         )
-    return found
+    return result
 
 
 def _times(fn: Callable[[], Any], runs: int) -> list[float]:
-    found = []
+    result = []
     for _ in range(runs):
         begin = time.perf_counter()
         jax.block_until_ready(fn())
-        found.append(time.perf_counter() - begin)
-    return found
+        result.append(time.perf_counter() - begin)
+    return result
 
 
 class _Own:
@@ -246,8 +246,8 @@ def main() -> None:
     print(tables)
     if options.out:
         name = f"engine-rounds-jax-{jax.__version__}"
-        found = {"small": small, "many": many, "large": large}
-        run.write(options.out, found, name, {name: tables})
+        result = {"small": small, "many": many, "large": large}
+        run.write(options.out, result, name, {name: tables})
 
 
 if __name__ == "__main__":

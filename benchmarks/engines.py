@@ -100,14 +100,14 @@ def measure(engine: str, n: int, runs: int) -> dict[str, Any]:
     model, data = arguments(n)
     plan = drjax.make_plan(trained(n, ROUNDS[engine]))(model, data)
     reference = drjax.backends.reference.compile(plan)
-    there = jax.tree.map(jnp.asarray, (model, data))
+    on_device = jax.tree.map(jnp.asarray, (model, data))
 
     def in_turn(on_engine: Any, data: Any) -> dict[str, Any]:
         times: dict[str, list[float]] = {"engine": [], "reference": []}
         for _ in range(runs):
-            found = _timed(times["engine"], lambda: on_engine(model, data))
-            wanted = _timed(times["reference"], lambda: reference(*there))
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+            result = _timed(times["engine"], lambda: on_engine(model, data))
+            expected = _timed(times["reference"], lambda: reference(*on_device))
+        pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
         far = max(float(np.max(np.abs(a - b))) for a, b in pairs)
         processes = len(on_engine.report.workers)
         return {"times": times, "difference": far, "processes": processes}
@@ -123,9 +123,9 @@ def measure(engine: str, n: int, runs: int) -> dict[str, Any]:
 
 def _timed(times: list[float], fn: Callable) -> Any:
     begin = time.perf_counter()
-    found = jax.block_until_ready(fn())
+    result = jax.block_until_ready(fn())
     times.append(time.perf_counter() - begin)
-    return found
+    return result
 
 
 # ---------------------------------------------------------------------------------
@@ -196,17 +196,17 @@ class _Memory:
                     lines = path.read_text().splitlines()
                 except OSError:  # it has ended
                     continue
-                told = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
                 pid = int(path.parent.name)
-                parents[pid] = int(told["PPid"])
-                resident[pid] = int(told.get("VmRSS", "0 kB").split()[0]) * 1024
+                parents[pid] = int(fields["PPid"])
+                resident[pid] = int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
             for pid, size in resident.items():
                 if pid == os.getpid():
-                    self._note("this process", size)
+                    self._record("this process", size)
                 elif _descends(pid, parents):
-                    self._note("largest other process", size)
+                    self._record("largest other process", size)
 
-    def _note(self, who: str, size: int) -> None:
+    def _record(self, who: str, size: int) -> None:
         self.peak[who] = max(self.peak[who], size)
 
 
@@ -220,7 +220,7 @@ def _descends(pid: int, parents: dict[int, int]) -> bool:
 # Tables
 
 
-def markdown(engine: str, n: int, found: dict[str, Any]) -> str:
+def markdown(engine: str, n: int, result: dict[str, Any]) -> str:
     parts = []
     who = hello()
     simulated = " (its simulation)" if engine == "flower" else ""
@@ -228,8 +228,8 @@ def markdown(engine: str, n: int, found: dict[str, Any]) -> str:
         f"JAX {who['jax']}, Python {who['python']}, {os.cpu_count()} CPU cores, 2 "
         f"workers of {engine}{simulated}."
     )
-    if "times" in found:
-        times, rounds = found["times"], ROUNDS[engine]
+    if "times" in result:
+        times, rounds = result["times"], ROUNDS[engine]
         parts.append(f"## {n:,} tiny groups")
         if (limit := LIMITS.get(engine)) is not None:
             warm = report.ratio(times["engine"][1:], times["reference"][1:])
@@ -250,16 +250,16 @@ def markdown(engine: str, n: int, found: dict[str, Any]) -> str:
             *["warm"] * (len(times["engine"]) - 1),
         ]
         parts.append(report.table(header, rows))
-    if "peak" in found:
-        told = [[who, f"{size / 1e6:,.0f}"] for who, size in found["peak"].items()]
+    if "peak" in result:
+        cells = [[who, f"{size / 1e6:,.0f}"] for who, size in result["peak"].items()]
         parts += [
-            f"## {found['n']:,} groups from Parquet files",
-            f"{found['seconds']:.1f} s, workers' start and compiling included.",
-            report.table(["peak resident memory", "MB"], told),
+            f"## {result['n']:,} groups from Parquet files",
+            f"{result['seconds']:.1f} s, workers' start and compiling included.",
+            report.table(["peak resident memory", "MB"], cells),
         ]
     parts.append(
-        f"Largest difference from the reference: {found['difference']:.1g}; "
-        f"{found['processes']} processes took part in the last run."
+        f"Largest difference from the reference: {result['difference']:.1g}; "
+        f"{result['processes']} processes took part in the last run."
     )
     return "\n\n".join(parts)
 
@@ -275,15 +275,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.parquet:
-        found = measure_files(options.engine, options.parquet)
+        result = measure_files(options.engine, options.parquet)
     else:
-        found = measure(options.engine, options.groups, options.runs)
-    tables = markdown(options.engine, options.groups, found)
+        result = measure(options.engine, options.groups, options.runs)
+    tables = markdown(options.engine, options.groups, result)
     print(tables)
     if options.out:
         many = "-parquet" if options.parquet else ""
         name = f"engines-{options.engine}{many}-jax-{jax.__version__}"
-        run.write(options.out, found, name, {name: tables})
+        run.write(options.out, result, name, {name: tables})
 
 
 if __name__ == "__main__":

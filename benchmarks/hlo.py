@@ -61,7 +61,7 @@ def collectives(text: str) -> list[Collective]:
       >>> collectives("%a = f32[4]{0} all-reduce(%x), to_apply=%add")
       [Collective(kind='all-reduce', bytes=16)]
     """
-    found, computation = [], ""
+    result, computation = [], ""
     for line in text.splitlines():
         line = COMMENT.sub("", line)
         if header := _COMPUTATION.match(line):
@@ -69,8 +69,8 @@ def collectives(text: str) -> list[Collective]:
         elif match := _INSTRUCTION.match(line):
             opcode = match["opcode"]
             if (kind := kind_of(opcode, computation)) is not None:
-                found.append(Collective(kind, payload(opcode, match["shape"])))
-    return found
+                result.append(Collective(kind, payload(opcode, match["shape"])))
+    return result
 
 
 def kind_of(opcode: str, computation: str) -> str | None:
@@ -88,10 +88,10 @@ def payload(opcode: str, shape: str) -> int:
     return shape_bytes(shape)
 
 
-def summary(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+def summary(result: Iterable[Collective]) -> dict[str, tuple[int, int]]:
     """For each kind, how many there are and their bytes together."""
     counts, sizes = Counter(), Counter()
-    for collective in found:
+    for collective in result:
         counts[collective.kind] += 1
         sizes[collective.kind] += collective.bytes
     return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}

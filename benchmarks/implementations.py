@@ -124,9 +124,9 @@ def _first(rows: Any) -> Any:
 
 
 def _zeros(fn: Callable, rows: Any) -> Any:
-    zeros = lambda y: jnp.zeros(y.shape, y.dtype)
-    made = jax.tree.map(zeros, jax.eval_shape(fn, rows))
-    return lax.pcast(made, AXIS, to="varying")
+    shapes = jax.eval_shape(fn, rows)
+    zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
+    return lax.pcast(zeros, AXIS, to="varying")
 
 
 def with_vmap(task: Task, n: int) -> Any:

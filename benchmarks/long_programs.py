@@ -17,7 +17,7 @@ from benchmarks.implementations import AXIS
 _N = 8
 _ROWS = jax.ShapeDtypeStruct((_N,), jnp.float32)
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
-_Made = tuple[Callable[..., Any], tuple]
+Program = tuple[Callable[..., Any], tuple]
 
 
 def _chain(x: jax.Array, equations: int) -> jax.Array:
@@ -26,7 +26,7 @@ def _chain(x: jax.Array, equations: int) -> jax.Array:
     return x
 
 
-def _in_one_map(equations: int) -> _Made:
+def _in_one_map(equations: int) -> Program:
     """One mapped function that holds all equations."""
 
     @drjax.program(placements={AXIS: _N})
@@ -36,7 +36,7 @@ def _in_one_map(equations: int) -> _Made:
     return program, (_ROWS,)
 
 
-def _between_maps(equations: int) -> _Made:
+def _between_maps(equations: int) -> Program:
     """Pointwise equations on partitioned values, as derivatives leave them."""
 
     @drjax.program(placements={AXIS: _N})
@@ -47,7 +47,7 @@ def _between_maps(equations: int) -> _Made:
     return program, (_ROWS,)
 
 
-def _many_maps(equations: int) -> _Made:
+def _many_maps(equations: int) -> Program:
     """Mapped functions of ten equations, one after the other."""
 
     @drjax.program(placements={AXIS: _N})
@@ -59,7 +59,7 @@ def _many_maps(equations: int) -> _Made:
     return program, (_ROWS,)
 
 
-def _on_the_server(equations: int) -> _Made:
+def _on_the_server(equations: int) -> Program:
     """Equations on global values between two rounds."""
 
     @drjax.program(placements={AXIS: _N})
@@ -70,7 +70,7 @@ def _on_the_server(equations: int) -> _Made:
     return program, (_ROWS,)
 
 
-def _in_rounds(equations: int) -> _Made:
+def _in_rounds(equations: int) -> Program:
     """Rounds of ten equations in the groups, written one after the other."""
 
     @drjax.program(placements={AXIS: _N})
@@ -83,7 +83,7 @@ def _in_rounds(equations: int) -> _Made:
     return program, (_SCALAR,)
 
 
-LONG_PROGRAMS: dict[str, Callable[[int], _Made]] = {
+LONG_PROGRAMS: dict[str, Callable[[int], Program]] = {
     "in one map": _in_one_map,
     "in maps of ten": _many_maps,
     "in rounds of ten": _in_rounds,

@@ -72,13 +72,13 @@ QUICK = Settings(tuple(PROGRAMS)[:1], 1)
 
 def measure(settings: Settings, show_progress: bool = True) -> dict[str, Any]:
     """All measurements of one run, as JSON."""
-    made = {name: PROGRAMS[name]() for name in settings.programs}
-    rows: dict[str, Row] = {name: {"program": name} for name in made}
+    programs = {name: PROGRAMS[name]() for name in settings.programs}
+    rows: dict[str, Row] = {name: {"program": name} for name in programs}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.drjax"
-        turns = [name for _ in range(settings.rounds) for name in made]
+        turns = [name for _ in range(settings.rounds) for name in programs]
         for name in tqdm(turns, disable=not show_progress):
-            for key, seconds in _once(*made[name], path).items():
+            for key, seconds in _once(*programs[name], path).items():
                 rows[name].setdefault(key, []).append(seconds)
             rows[name]["bytes"] = path.stat().st_size
     machine = {**hello(), "cores": os.cpu_count()}
@@ -88,14 +88,14 @@ def measure(settings: Settings, show_progress: bool = True) -> dict[str, Any]:
 def _once(program: Callable, args: tuple, path: Path) -> dict[str, float]:
     planned = drjax.make_plan(program)(*args)
     lower = lambda plan: jax.jit(drjax.backends.xla.compile(plan)).lower(*args)
-    found = {
+    result = {
         "plan_s": taken(lambda: drjax.make_plan(program)(*args)),
         "lower_s": taken(lambda: lower(planned)),
         "save_s": taken(lambda: planned.save(path)),
         "load_s": taken(lambda: drjax.load_plan(path)),
     }
     loaded = drjax.load_plan(path)
-    return {**found, "lower_loaded_s": taken(lambda: lower(loaded))}
+    return {**result, "lower_loaded_s": taken(lambda: lower(loaded))}
 
 
 # ---------------------------------------------------------------------------------

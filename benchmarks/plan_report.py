@@ -107,12 +107,12 @@ _MANY_OURS = "drjax.jit, 1000"
 
 def _larger(rows: list[Row]) -> list[tuple[Row, Row]]:
     """Each planned row with the row of few groups that it is compared with."""
-    found = []
+    result = []
     for row in rows:
         base = base_of(rows, row)
         if base is not None and base is not row:
-            found.append((base, row))
-    return found
+            result.append((base, row))
+    return result
 
 
 def base_of(rows: list[Row], row: Row) -> Row | None:
@@ -253,7 +253,7 @@ def _time_cells(row: Row, rows: list[Row]) -> list[str]:
             else ratio(row["run_s"], case[BASELINE]["run_s"])
         )
         to_baseline = f"{against:.2f}"
-    found = ", ".join(
+    result = ", ".join(
         f"{count} {kind} ({size / 1e3:.1f} kB)"
         for kind, (count, size) in row["collectives"].items()
     )
@@ -264,7 +264,7 @@ def _time_cells(row: Row, rows: list[Row]) -> list[str]:
         _milliseconds(row["run_s"]),
         to_baseline,
         f"{ratio(row['run_s'], case[PLAIN]['run_s']):.2f}",
-        found or "none",
+        result or "none",
     ]
 
 

@@ -40,7 +40,7 @@ def cases(rows: list[Row]) -> list[dict[str, Row]]:
 def goals(results: dict[str, Any]) -> list[Goal]:
     """Whether each goal of the project is met."""
     grouped = cases(results["rows"])
-    found = [
+    result = [
         everywhere(
             "collectives and their bytes",
             f"as {HAND_WRITTEN}",
@@ -74,20 +74,20 @@ def goals(results: dict[str, Any]) -> list[Goal]:
         )
         where = "" if devices is None else f" on {devices} devices"
         title = f"{name} / {reference}{where}"
-        found.append((title, f"≤ {limit:g}", f"{value:.2f}", value <= limit))
+        result.append((title, f"≤ {limit:g}", f"{value:.2f}", value <= limit))
     for name, devices in itertools.product(
         ("eager drjax", "eager drjax, closure"), (None, 8)
     ):
         where = "" if devices is None else f" on {devices} devices"
         count = probes[name, devices]["compiled"]
-        found.append(
+        result.append(
             (f"compiled by warm calls, {name}{where}", "0", f"{count}", count == 0)
         )
     leaks = results["leaks"][OURS]
     for how in ("", ", traced"):
         ours, baseline = leaks[f"program{how}"], leaks[f"{HAND_WRITTEN}{how}"]
         same = all(ours[k] <= max(baseline[k], 0) for k in ("objects", "entries"))
-        found.append(
+        result.append(
             (
                 f"leaks of {ours['count']} programs{how}",
                 f"as {HAND_WRITTEN}",
@@ -95,7 +95,7 @@ def goals(results: dict[str, Any]) -> list[Goal]:
                 same,
             )
         )
-    return found
+    return result
 
 
 def noise(results: dict[str, Any]) -> str:
@@ -154,8 +154,8 @@ def worst(title: str, limit: float, grouped: Sequence, value: Callable) -> Goal:
     return title, f"≤ {limit}", text, good == len(values)
 
 
-def _leak(found: dict[str, int]) -> str:
-    return f"{found['objects']} objects, {found['entries']} entries"
+def _leak(result: dict[str, int]) -> str:
+    return f"{result['objects']} objects, {result['entries']} entries"
 
 
 # ---------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def markdown(results: dict[str, Any], everything: bool) -> str:
     )
 
 
-def goal_table(found: list[Goal]) -> str:
-    body = [[*goal[:3], "met" if goal[3] else "missed"] for goal in found]
+def goal_table(result: list[Goal]) -> str:
+    body = [[*goal[:3], "met" if goal[3] else "missed"] for goal in result]
     return table(["goal", "limit", "measured", ""], body)
 
 
@@ -226,7 +226,7 @@ def _cells(row: Row, rows: list[Row]) -> list[str]:
         for r in rows
         if r["implementation"] == BASELINE and all(r[k] == row[k] for k in same)
     ]
-    found = ", ".join(
+    result = ", ".join(
         f"{count} {kind} ({size / 1e3:.1f} kB)"
         for kind, (count, size) in row["collectives"].items()
     )
@@ -244,7 +244,7 @@ def _cells(row: Row, rows: list[Row]) -> list[str]:
         f"{ratio(row['run_s'], baseline['run_s']):.2f}",
         f"{row['temp_bytes'] / 1e3:.1f}",
         f"{row['flops'] / 1e6:.2f}",
-        found or "none",
+        result or "none",
     ]
 
 
@@ -281,6 +281,6 @@ _LEAK_HEADER = ["made, used and forgotten", "count", "objects", "table entries"]
 def _leak_cells(results: dict[str, Any]) -> list[list[str]]:
     return [
         [_named(who, name), *(str(x[k]) for k in ("count", "objects", "entries"))]
-        for who, found in results["leaks"].items()
-        for name, x in found.items()
+        for who, result in results["leaks"].items()
+        for name, x in result.items()
     ]

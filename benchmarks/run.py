@@ -1,4 +1,4 @@
-"""Measure everything side by side and print the tables.
+"""Measure everything and print the tables.
 
     python -m benchmarks.run                 # all cases, with Google's drjax 0.2.1
     python -m benchmarks.run --quick         # small cases, under a minute
@@ -203,15 +203,15 @@ def _is_drjax(name: str) -> bool:
 def measure_leaks(
     workers: dict[str, Worker], settings: Settings
 ) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    made, traced = settings.leaks
+    result: dict[str, dict[str, Any]] = {}
+    untraced, traced = settings.leaks
     for who in (report.OURS, peer.NAME):
         names = ("program", report.HAND_WRITTEN) if who == report.OURS else ("program",)
         for name in names if who in workers else ():
-            for full, count in ((name, made), (f"{name}, traced", traced)):
+            for full, count in ((name, untraced), (f"{name}, traced", traced)):
                 counted = workers[who].ask("leaks", name=full, count=count)
-                found.setdefault(who, {})[full] = {"count": count, **counted}
-    return found
+                result.setdefault(who, {})[full] = {"count": count, **counted}
+    return result
 
 
 def shuffled(names: Iterable, turn: int) -> list:
@@ -229,10 +229,10 @@ def _check_same_result(rows: dict[str, report.Row]) -> None:
     reference, *others = rows
     expected = rows[reference]["checksum"]
     for name in others:
-        found = rows[name]["checksum"]
-        if abs(found - expected) > 1e-3 * abs(expected):
+        result = rows[name]["checksum"]
+        if abs(result - expected) > 1e-3 * abs(expected):
             raise RuntimeError(
-                f"{name} computes something else than {reference}: {found} instead of "
+                f"{name} computes something else than {reference}: {result} instead of "
                 f"{expected}."
             )
 

@@ -98,13 +98,13 @@ def build(
     }
     if compiled is None:
         return answer
-    found = hlo.summary(hlo.collectives(compiled.as_text()))
+    result = hlo.summary(hlo.collectives(compiled.as_text()))
     answer |= {
         "compile_s": after_compile - after_lower,
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "data_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types)),
         "flops": compiled.cost_analysis()["flops"],
-        "collectives": {kind: list(values) for kind, values in found.items()},
+        "collectives": {kind: list(values) for kind, values in result.items()},
     }
     if until == "run":
         args = jax.tree.map(

@@ -108,10 +108,10 @@ def main(config: Config) -> None:
     for name, args in arguments().items():
         path = config.output / f"{name}.drjax"
         plans()[name].save(path)
-        wanted, _ = run(path, "reference", args, 1)
+        expected, _ = run(path, "reference", args, 1)
         for engine in config.engines:
-            found, seconds = run(path, engine, args, config.rounds)
-            pairs = zip(found, wanted, strict=True)
+            result, seconds = run(path, engine, args, config.rounds)
+            pairs = zip(result, expected, strict=True)
             far = max(
                 float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs
             )

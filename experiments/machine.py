@@ -56,16 +56,16 @@ def mesh_of(machine: Machine) -> Mesh:
     Raises:
       ValueError: The devices cannot be divided so.
     """
-    found = devices(machine)
-    if len(found) % machine.group:
+    result = devices(machine)
+    if len(result) % machine.group:
         raise ValueError(
-            f"{len(found)} devices cannot be divided into groups of {machine.group}: "
+            f"{len(result)} devices cannot be divided into groups of {machine.group}: "
             "set machine.group to a divisor."
         )
     if machine.fsdp == 1:
-        return Mesh(found.reshape(-1, machine.group), (GROUPS, MODEL))
+        return Mesh(result.reshape(-1, machine.group), (GROUPS, MODEL))
     shape = -1, machine.fsdp, machine.group // machine.fsdp
-    return Mesh(found.reshape(shape), (GROUPS, FSDP, MODEL))
+    return Mesh(result.reshape(shape), (GROUPS, FSDP, MODEL))
 
 
 def shardings(config: Config, mesh: Mesh, params: Any) -> tuple[Any, NamedSharding]:

@@ -104,19 +104,19 @@ def test_threads_of_different_sizes():
 
     def work(n):
         barrier.wait(timeout=60)
-        found = []
+        values = []
         for _ in range(5):
             program = drjax.program(clients=n)(
                 lambda x: drjax.reduce_sum(drjax.map_fn(jnp.square, shared_jit(x)))
             )
-            found += [float(program(jnp.float32(2))), float(jax.jit(program)(2.0))]
-            found.append(float(jax.grad(program)(2.0)))
-        return found
+            values += [float(program(jnp.float32(2))), float(jax.jit(program)(2.0))]
+            values.append(float(jax.grad(program)(2.0)))
+        return values
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         sizes = range(2, 8)
-        for n, found in zip(sizes, pool.map(work, sizes), strict=True):
-            assert found == [4.0 * n, 4.0 * n, 4.0 * n] * 5
+        for n, values in zip(sizes, pool.map(work, sizes), strict=True):
+            assert values == [4.0 * n, 4.0 * n, 4.0 * n] * 5
 
 
 def test_a_thread_started_by_a_program_is_outside_of_it():
@@ -366,8 +366,8 @@ def test_blocks_inside_loops_and_branches_of_a_program(mesh):
         expected.append(w)
         w += X8.mean() if w > 3 else 0
     with in_mesh_of(mesh):
-        last, found = jax.jit(rounds)(1.0, X8)
+        last, means = jax.jit(rounds)(1.0, X8)
         slope = jax.jit(jax.grad(lambda w: rounds(w, X8)[0]))(1.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(means, expected, rtol=1e-5)
     np.testing.assert_allclose(last, w, rtol=1e-5)
     np.testing.assert_allclose(slope, 1.0, rtol=1e-5)

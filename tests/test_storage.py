@@ -50,7 +50,7 @@ class Remote:
 
 
 @pytest.mark.parametrize(
-    "path, found",
+    "path, result",
     [
         ("run/x", Path("run/x")),
         (Path("run/x"), Path("run/x")),
@@ -63,8 +63,8 @@ class Remote:
         (Remote("gs://bucket/x"), "gs://bucket/x"),
     ],
 )
-def test_paths_and_urls(path, found):
-    assert _storage.locate(path) == found
+def test_paths_and_urls(path, result):
+    assert _storage.locate(path) == result
 
 
 def test_a_folder_may_be_named_as_a_scheme(tmp_path, monkeypatch):

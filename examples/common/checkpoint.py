@@ -1,4 +1,4 @@
-"""Checkpoints of a run: all of its state, and enough to refuse a wrong `--resume`."""
+"""Checkpoints of a run: its state, and its settings to refuse a wrong `--resume`."""
 
 import shutil
 from pathlib import Path
@@ -25,9 +25,9 @@ class Checkpoints:
 
     def save(self, rounds: int, state: Any, history: list[dict[str, Any]]) -> None:
         """Starts to write one checkpoint."""
-        notes = {"settings": self._settings, "history": history}
+        metadata = {"settings": self._settings, "history": history}
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
+            state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(metadata)
         )
         self._manager.save(rounds, args=args)
 
@@ -46,13 +46,13 @@ class Checkpoints:
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        notes = self._manager.restore(
-            rounds, args=ocp.args.Composite(notes=ocp.args.JsonRestore())
-        )["notes"]
+        metadata = self._manager.restore(
+            rounds, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
+        )["metadata"]
         changed = {
-            name: (notes["settings"].get(name), value)
+            name: (metadata["settings"].get(name), value)
             for name, value in self._settings.items()
-            if notes["settings"].get(name) != value
+            if metadata["settings"].get(name) != value
         }
         if changed:
             raise ValueError(
@@ -62,7 +62,7 @@ class Checkpoints:
         state = self._manager.restore(
             rounds, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         )["state"]
-        return state, notes["history"]
+        return state, metadata["history"]
 
     def close(self) -> None:
         """Waits until everything is written."""

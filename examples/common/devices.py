@@ -12,5 +12,5 @@ def make_mesh(devices: int, axis: str) -> Mesh:
     of them as there are.
     """
     jax.config.update("jax_num_cpu_devices", devices)
-    found = min(devices, jax.device_count())
-    return jax.make_mesh((found,), (axis,), axis_types=(AxisType.Auto,))
+    result = min(devices, jax.device_count())
+    return jax.make_mesh((result,), (axis,), axis_types=(AxisType.Auto,))

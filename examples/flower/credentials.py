@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def make(folder: Path, nodes: int, days: int = 30) -> None:
-    """Write them into a folder, which is made if need be.
+    """Write them into a folder, which is created if it does not exist.
 
     Args:
       folder: The folder.
@@ -70,13 +70,13 @@ def _name(text: str) -> x509.Name:
 
 def _certificate(subject, issuer, key, signer, days: int, extensions: list) -> Any:
     now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder(
+    certificate = x509.CertificateBuilder(
         issuer, subject, key.public_key(), x509.random_serial_number(),
         now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days),
     )  # fmt: skip
     for extension, critical in extensions:
-        made = made.add_extension(extension, critical)
-    return made.sign(signer, hashes.SHA256())
+        certificate = certificate.add_extension(extension, critical)
+    return certificate.sign(signer, hashes.SHA256())
 
 
 def _write_key(path: Path, key: Any, form: formats.PrivateFormat) -> None:

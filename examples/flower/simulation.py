@@ -25,7 +25,7 @@ def simulate(plan: Plan, data: Any, main: Callable[[Any], Any]) -> Any:
       data: The clients' data: row i, along axis 0 of all arrays, is that of client i.
       main: Calls `run`, the plan on Flower, with `Clients()` for the data.
     """
-    rows, app, found = jax.tree.map(np.asarray, data), ServerApp(), []
+    rows, app, result = jax.tree.map(np.asarray, data), ServerApp(), []
 
     def load(context: Any) -> Any:
         return jax.tree.map(lambda x: x[context.node_config["partition-id"]], rows)
@@ -33,8 +33,8 @@ def simulate(plan: Plan, data: Any, main: Callable[[Any], Any]) -> Any:
     @app.main()
     def server(grid: Any, _: Any) -> None:
         with flower.compile(plan, grid, start=300.0) as run:  # Ray starts first
-            found.append(main(run))
+            result.append(main(run))
 
     one_core = {"client_resources": {"num_cpus": 1, "num_gpus": 0}}
     run_simulation(app, flower.client(load), plan.size, backend_config=one_core)
-    return found[0]
+    return result[0]

@@ -55,11 +55,11 @@ ON_TREES = {
 def test_trees(tree):
     x = TREES[tree]()
     jitted = [name for name in ON_TREES if name != "shard"]
-    found = jax.jit(four(lambda x: [ON_TREES[name][0](x) for name in jitted]))(x)
-    found = dict(zip(jitted, found, strict=True)) | {"shard": four(drjax.shard)(x)}
+    result = jax.jit(four(lambda x: [ON_TREES[name][0](x) for name in jitted]))(x)
+    result = dict(zip(jitted, result, strict=True)) | {"shard": four(drjax.shard)(x)}
     for name, (_, expected) in ON_TREES.items():
         assert_trees_equal(
-            found[name], jax.tree.map(lambda a, e=expected: e(np.asarray(a)), x)
+            result[name], jax.tree.map(lambda a, e=expected: e(np.asarray(a)), x)
         )
 
 
@@ -69,8 +69,8 @@ def test_trees_eagerly(block, mesh):
     fn, expected = ON_TREES[block]
     x = TREES["dict"]()
     with in_mesh_of(mesh):
-        found = four(fn)(x)
-    assert_trees_equal(found, jax.tree.map(lambda a: expected(np.asarray(a)), x))
+        result = four(fn)(x)
+    assert_trees_equal(result, jax.tree.map(lambda a: expected(np.asarray(a)), x))
 
 
 def test_programs_on_explicit_meshes_take_any_tree():
@@ -79,9 +79,9 @@ def test_programs_on_explicit_meshes_take_any_tree():
             x = TREES[name]()
             for block in ("reduce_sum", "broadcast", "select", "map_fn"):
                 fn, expected = ON_TREES[block]
-                found = four(fn)(x)
+                result = four(fn)(x)
                 assert_trees_equal(
-                    found, jax.tree.map(lambda a, e=expected: e(np.asarray(a)), x)
+                    result, jax.tree.map(lambda a, e=expected: e(np.asarray(a)), x)
                 )
 
 
@@ -137,8 +137,10 @@ def test_reductions_have_the_dtypes_of_jax_numpy(dtype):
         return all_groups, [jnp.sum(x, **chosen), jnp.mean(x, **chosen)]
 
     expected = jax.jit(reference)(x)
-    for found in (program(x), jax.jit(program)(x), jax.eval_shape(program, x)):
-        for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for result in (program(x), jax.jit(program)(x), jax.eval_shape(program, x)):
+        for y, e in zip(
+            jax.tree.leaves(result), jax.tree.leaves(expected), strict=True
+        ):
             assert (y.dtype, y.shape) == (e.dtype, e.shape)
             if isinstance(y, jax.Array):
                 rtol = 1e-2 if y.dtype == jnp.bfloat16 else 1e-3

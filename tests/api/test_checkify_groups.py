@@ -65,7 +65,7 @@ RUNS = {
     ),
 }
 PROGRAMS = {"value": mean, "gradient": jax.grad(mean)}
-WANTED = "in group 2 of clients:6: 2 has -3.0 (`check` failed)"
+EXPECTED = "in group 2 of clients:6: 2 has -3.0 (`check` failed)"
 
 
 @functools.cache
@@ -78,14 +78,14 @@ def expected(name):
 @pytest.mark.parametrize("run", RUNS)
 def test_the_group_of_a_failed_check_is_named(run, mesh):
     for name, f in PROGRAMS.items():
-        wanted = expected(name)
+        value = expected(name)
         with in_mesh(MESHES[mesh]()):
             checked = RUNS[run](f)
-            error, found = checked(jnp.float32(2), X)
+            error, result = checked(jnp.float32(2), X)
             assert error.get() is None
-            np.testing.assert_allclose(found, wanted)
-            error, found = checked(jnp.float32(2), BAD)
-            assert error.get() == WANTED and np.isnan(found)
+            np.testing.assert_allclose(result, value)
+            error, result = checked(jnp.float32(2), BAD)
+            assert error.get() == EXPECTED and np.isnan(result)
 
 
 @pytest.mark.parametrize("run", ["eager", "of jit", "of drjax.jit, 1", "in drjax.jit"])
@@ -93,7 +93,7 @@ def test_the_group_of_a_failed_check_is_named(run, mesh):
 def test_checks_in_loops_and_branches(f, run):
     checked = RUNS[run](f)
     assert checked(jnp.float32(2), X)[0].get() is None
-    assert checked(jnp.float32(2), BAD)[0].get() == WANTED
+    assert checked(jnp.float32(2), BAD)[0].get() == EXPECTED
     if f is in_a_branch:
         assert checked(jnp.float32(-1), BAD)[0].get() is None
 
@@ -138,14 +138,14 @@ def test_checks_outside_of_the_groups(run):
 
     checked = RUNS[run](f)
     assert checked(X)[0].get() is None
-    assert checked(BAD)[0].get() == WANTED
+    assert checked(BAD)[0].get() == EXPECTED
     assert checked(0 * X)[0].get() == "small: 0.0 (`check` failed)"
 
 
 def test_checks_of_batches_and_nested_programs():
     checked = jax.jit(jax.vmap(checkify.checkify(mean), (None, 0)))
     error, _ = checked(jnp.float32(2), np.stack([X, BAD, X]))
-    assert error.get() == f"at mapped index 1: {WANTED}"
+    assert error.get() == f"at mapped index 1: {EXPECTED}"
     error, _ = checkify.checkify(jax.vmap(mean, (None, 0)))(2.0, np.stack([X, BAD]))
     assert str(error.get()).startswith("in group 2 of clients:6: ")
 
@@ -153,7 +153,7 @@ def test_checks_of_batches_and_nested_programs():
         lambda x: drjax.reduce_sum(drjax.map_fn(functools.partial(mean, 1.0), x))
     )
     error, _ = checkify.checkify(pods)(np.stack([X, BAD]))
-    assert error.get() == f"in group 1 of pods:2: {WANTED}"
+    assert error.get() == f"in group 1 of pods:2: {EXPECTED}"
 
 
 def test_the_error_is_raised_again():
@@ -163,7 +163,7 @@ def test_the_error_is_raised_again():
         return y
 
     error, _ = checkify.checkify(f)(BAD)
-    assert error.get() == WANTED
+    assert error.get() == EXPECTED
     with pytest.raises(checkify.JaxRuntimeError, match="in group 2 of clients:6"):
         error.throw()
     kind = type(error.get_exception())
@@ -175,7 +175,7 @@ def test_a_plan_of_a_checked_program_has_no_more_rounds():
     plan = drjax.make_plan(checkify.checkify(mean))(*args)
     assert len(plan.rounds) == 1
     error, _ = drjax.backends.reference.compile(plan)(*args)
-    assert error.get() == WANTED
+    assert error.get() == EXPECTED
 
 
 def test_checks_for_debugging_do_nothing_without_checkify():

@@ -50,8 +50,8 @@ RUNS = {
 }
 
 
-def assert_expected(found):
-    for a, b in zip(found, EXPECTED, strict=True):
+def assert_expected(result):
+    for a, b in zip(result, EXPECTED, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
@@ -119,8 +119,8 @@ def test_keys_and_arrays_in_a_mapped_function(mesh):
     with jax.set_mesh(MESHES[mesh]()):
         key, w = jax.jit(lambda *x: x)(key, w)
         for run in RUNS.values():
-            found = run(lambda x: noise(x, key, w))(x)
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            result = run(lambda x: noise(x, key, w))(x)
+            np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
 def test_check_of_a_closure():

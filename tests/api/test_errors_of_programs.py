@@ -78,17 +78,17 @@ def test_misspelt_keywords(keywords, meant):
 )
 def test_not_exactly_one_partition(keywords, got):
     text = "drjax.program needs exactly one partition, given as one keyword: "
-    found = raises(drjax.DrjaxTypeError, text, lambda: drjax.program(**keywords))
-    assert got in found
+    result = raises(drjax.DrjaxTypeError, text, lambda: drjax.program(**keywords))
+    assert got in result
 
 
 @pytest.mark.parametrize("placements", [{}, {"a": 1, "b": 2}])
 def test_placements_of_another_number(placements):
     text = f"A program has exactly one partition, got {len(placements)}: "
-    found = raises(
+    result = raises(
         drjax.DrjaxValueError, text, lambda: drjax.program(placements=placements)
     )
-    assert "inside the function given to drjax.map_fn" in found
+    assert "inside the function given to drjax.map_fn" in result
 
 
 def test_placements_that_are_no_mapping():
@@ -173,9 +173,9 @@ def test_functions_that_run_later(fn, text):
     ],
 )
 def test_decorating_what_is_no_function(thing, text):
-    found = raises(drjax.DrjaxTypeError, "@drjax.program decorates a function, got",
+    result = raises(drjax.DrjaxTypeError, "@drjax.program decorates a function, got",
                    lambda: three(thing))  # fmt: skip
-    assert text in found
+    assert text in result
 
 
 # ---------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ POSITIONED = ("partition_index", "partition_size")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_outside_a_program(block):
     text = f"drjax.{block} was called outside a program, so there is no partition. "
-    found = raises(drjax.ScopeError, text, BLOCKS[block])
-    assert "or pass partition={'clients': 100}" in found
+    result = raises(drjax.ScopeError, text, BLOCKS[block])
+    assert "or pass partition={'clients': 100}" in result
     assert BLOCKS[block](partition={"clients": 3}) is not None  # the advice works
 
 
@@ -214,8 +214,8 @@ def test_blocks_inside_a_mapped_function(block):
         return three(lambda x: drjax.map_fn(lambda _: BLOCKS[block](**keywords), x))
 
     text = f"drjax.{block} was called inside the function given to drjax.map_fn over "
-    found = raises(drjax.ScopeError, text + "partition clients:3", call(), X3)
-    assert "call the block outside map_fn and pass the result in" in found.lower()
+    result = raises(drjax.ScopeError, text + "partition clients:3", call(), X3)
+    assert "call the block outside map_fn and pass the result in" in result.lower()
     text = f"drjax.{block}(partition=clients:3) was called inside the function given"
     raises(drjax.ScopeError, text, call(partition={"clients": 3}), X3)
 
@@ -267,5 +267,5 @@ def test_nested_programs_on_the_same_name_or_axes(inner):
         return drjax.map_fn(lambda a: inner(drjax.broadcast)(a), x)
 
     text = "was called inside the function given to drjax.map_fn over partition "
-    found = raises(drjax.ScopeError, text + "clients:3", outer, X3)
-    assert "A nested partition needs another name and other mesh axes" in found
+    result = raises(drjax.ScopeError, text + "clients:3", outer, X3)
+    assert "A nested partition needs another name and other mesh axes" in result

@@ -84,8 +84,8 @@ def test_none_in_arguments(mesh):
         return drjax.reduce_sum(out)
 
     with in_mesh_of(mesh):
-        found = jax.jit(f)(1.0, None)
-    assert found == {"w": K, "extra": None, "a": X.sum()}
+        result = jax.jit(f)(1.0, None)
+    assert result == {"w": K, "extra": None, "a": X.sum()}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -108,11 +108,11 @@ def test_arithmetic_and_indexing_outside_map_fn(mesh):
     for args in ((X + 1, 0.5),):
         args = tuple(map(jnp.asarray, args))
         with in_mesh_of(mesh):
-            found = (
+            result = (
                 [f(*args), jax.jit(f)(*args)] if mesh is None else [jax.jit(f)(*args)]
             )
             grads = jax.jit(jax.grad(lambda *a: sum(f(*a)), (0, 1)))(*args)
-        for y in found:
+        for y in result:
             np.testing.assert_allclose(y, reference(*args), rtol=1e-6)
         expected = jax.grad(lambda *a: sum(reference(*a)), (0, 1))(*args)
         for a, b in zip(grads, expected, strict=True):
@@ -247,9 +247,9 @@ def test_diloco_over_nnx_state():
         return drjax.reduce_mean(drjax.map_fn(local, (drjax.broadcast(params), batch)))
 
     x = np.random.RandomState(1).randn(K, 5, 3).astype(np.float32)
-    found = round_(params, (x, x.sum(-1, keepdims=True)))
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    nnx.update(model, found)
+    result = round_(params, (x, x.sum(-1, keepdims=True)))
+    assert jax.tree.structure(result) == jax.tree.structure(params)
+    nnx.update(model, result)
 
 
 # ---------------------------------------------------------------------------------
@@ -308,9 +308,9 @@ def test_snippet_4_shows_broadcast_broadcast_map_reduce():
     ]  # fmt: skip
     for mesh in (None, {"partition_size": 3}):
         with in_mesh_of(mesh):
-            found = jax.jit(parallel_maml_loss)(MODEL, LR, TASKS)
+            result = jax.jit(parallel_maml_loss)(MODEL, LR, TASKS)
         np.testing.assert_allclose(
-            found, sequential_maml_loss(MODEL, LR, TASKS), rtol=1e-5
+            result, sequential_maml_loss(MODEL, LR, TASKS), rtol=1e-5
         )
 
 
@@ -319,9 +319,9 @@ def test_the_gradient_of_snippet_4_communicates_by_broadcast_and_reduce_only():
     gradient = jax.grad(parallel_maml_loss, argnums)
     jaxpr = jax.make_jaxpr(gradient)(MODEL, LR, TASKS)
     assert not mixing_equations(jaxpr, [False, False, True, True])
-    found = set(blocks(gradient, MODEL, LR, TASKS))
-    assert found & COMMUNICATION == {"broadcast", "reduce_sum"}
-    assert found - COMMUNICATION == {"map_fn"}
+    result = set(blocks(gradient, MODEL, LR, TASKS))
+    assert result & COMMUNICATION == {"broadcast", "reduce_sum"}
+    assert result - COMMUNICATION == {"map_fn"}
     expected = jax.jit(jax.grad(sequential_maml_loss, argnums))(MODEL, LR, TASKS)
     for mesh in (None, {"partition_size": 3}):
         with in_mesh_of(mesh):

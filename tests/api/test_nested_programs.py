@@ -82,24 +82,24 @@ def expected_for(pods: int, clients: int):
 def test_value_and_gradient(name, sizes):
     f = make_nested(*sizes)
     with in_mesh_named(name):
-        found = jax.jit(jax.value_and_grad(f))(X)
-    assert_close(found, expected_for(*sizes), 5e-5)
+        result = jax.jit(jax.value_and_grad(f))(X)
+    assert_close(result, expected_for(*sizes), 5e-5)
 
 
 @pytest.mark.parametrize("sizes", some([(2, 6), (4, 3), (3, 4), (3, 5)], (4, 3)))
 def test_sizes_that_do_not_divide(sizes):
     f = make_nested(*sizes)
     with in_mesh(make_mesh({"pods": 2, "clients": 4})):
-        found = jax.jit(jax.value_and_grad(f))(X)
-    assert_close(found, expected_for(*sizes), 5e-5)
+        result = jax.jit(jax.value_and_grad(f))(X)
+    assert_close(result, expected_for(*sizes), 5e-5)
 
 
 @pytest.mark.parametrize("name", some(MESHES, "both"))
 def test_eager(name):
     f = make_nested(4, 4)
     with in_mesh_named(name):
-        found = f(X)
-    assert_close(found, in_python_loops(4, 4, X), 5e-5)
+        result = f(X)
+    assert_close(result, in_python_loops(4, 4, X), 5e-5)
 
 
 @pytest.mark.parametrize("name", some(MESHES, "none", "both", "mixed"))

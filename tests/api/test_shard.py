@@ -23,33 +23,33 @@ def tree_for(n: int):
     }
 
 
-def assert_same(found, tree):
-    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(jnp.asarray, tree))
+def assert_same(result, tree):
+    jax.tree.map(np.testing.assert_array_equal, result, jax.tree.map(jnp.asarray, tree))
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 @pytest.mark.parametrize("n", [8, 16])
 def test_rows_are_divided(n, kind):
     mesh = make_mesh({"clients": 8}, kind)
-    found = drjax.shard(tree_for(n), mesh, partition={"clients": n})
-    assert_same(found, tree_for(n))
-    for leaf in jax.tree.leaves(found):
+    result = drjax.shard(tree_for(n), mesh, partition={"clients": n})
+    assert_same(result, tree_for(n))
+    for leaf in jax.tree.leaves(result):
         assert leaf.sharding.shard_shape(leaf.shape)[0] == n // 8
 
 
 @pytest.mark.parametrize("n", [10, 3])
 def test_sizes_that_do_not_divide_are_replicated(n):
     mesh = make_mesh({"clients": 8})
-    found = drjax.shard(tree_for(n), mesh, partition={"clients": n})
-    assert_same(found, tree_for(n))
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found))
+    result = drjax.shard(tree_for(n), mesh, partition={"clients": n})
+    assert_same(result, tree_for(n))
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(result))
 
     @drjax.program(clients=n)
     def f(tree):
         return drjax.reduce_sum(drjax.map_fn(lambda t: t["x"], tree))
 
     with in_mesh(mesh):
-        y = jax.jit(f)(found)
+        y = jax.jit(f)(result)
     np.testing.assert_allclose(y, tree_for(n)["x"].sum(0), rtol=1e-5, atol=1e-6)
 
 
@@ -57,8 +57,8 @@ def test_mesh_in_context_and_without():
     assert_same(drjax.shard(tree_for(8), partition={"clients": 8}), tree_for(8))
     mesh = make_mesh({"clients": 4, "model": 2})
     with in_mesh(mesh):
-        found = drjax.shard(np.ones((8, 3)), partition={"clients": 8})
-    assert found.sharding == jax.NamedSharding(mesh, P("clients"))
+        result = drjax.shard(np.ones((8, 3)), partition={"clients": 8})
+    assert result.sharding == jax.NamedSharding(mesh, P("clients"))
     with in_mesh(make_mesh({"data": 8})):
         assert_same(drjax.shard(tree_for(8), partition={"clients": 8}), tree_for(8))
 
@@ -66,9 +66,9 @@ def test_mesh_in_context_and_without():
 def test_several_axes():
     mesh = make_mesh({"dcn": 4, "ici": 2})
     partition = drjax.Partition("clients", 16, mesh_axes=("ici", "dcn"))
-    found = drjax.shard(np.arange(16), mesh, partition=partition)
-    assert found.tolist() == list(range(16))
-    assert found.sharding == jax.NamedSharding(mesh, P(("ici", "dcn")))
+    result = drjax.shard(np.arange(16), mesh, partition=partition)
+    assert result.tolist() == list(range(16))
+    assert result.sharding == jax.NamedSharding(mesh, P(("ici", "dcn")))
 
 
 def test_partition_of_a_program_and_its_mesh():
@@ -80,8 +80,8 @@ def test_partition_of_a_program_and_its_mesh():
 
     assert f(np.arange(8)) == jax.jit(f)(jnp.arange(8)) == 28
     with in_mesh(mesh):
-        found = drjax.shard(np.arange(8), partition=f)
-    assert found.sharding.spec == P("clients")
+        result = drjax.shard(np.arange(8), partition=f)
+    assert result.sharding.spec == P("clients")
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
@@ -102,8 +102,8 @@ def test_inside_a_jitted_program(kind):
 def test_typed_keys(n):
     mesh = make_mesh({"clients": 8})
     keys = jax.random.split(jax.random.key(0), n)
-    found = drjax.shard(keys, mesh, partition={"clients": n})
-    assert (jax.random.key_data(found) == jax.random.key_data(keys)).all()
+    result = drjax.shard(keys, mesh, partition={"clients": n})
+    assert (jax.random.key_data(result) == jax.random.key_data(keys)).all()
 
     @drjax.program(clients=n)
     def f(keys):
@@ -112,7 +112,7 @@ def test_typed_keys(n):
 
     expected = f(keys)
     with in_mesh(mesh):
-        total, key, slices = jax.jit(f)(found)
+        total, key, slices = jax.jit(f)(result)
     np.testing.assert_allclose(total, expected[0], rtol=1e-5)
     assert (jax.random.key_data(key) == jax.random.key_data(expected[1])).all()
     assert (jax.random.key_data(slices) == jax.random.key_data(keys)).all()

@@ -30,12 +30,12 @@ TAKES_SLICES = {
 def test_another_leading_axis(block):
     x = {"ok": X3, "bad": [np.ones((4, 2)), 1.0]}
     text = f"drjax.{block.split('(')[0]} needs partitioned values over clients:3, with "
-    found = raises(drjax.DrjaxValueError, text, three(TAKES_SLICES[block]), x)
+    result = raises(drjax.DrjaxValueError, text, three(TAKES_SLICES[block]), x)
     name = "args[0]" if block == "map_fn" else "x"
-    assert f"{name}['bad'][0]: shape (4, 2)\n" in found
-    assert f"{name}['bad'][1]: a scalar, shape ()\n" in found
-    assert "ok" not in found
-    assert "Use drjax.broadcast to give each group a copy" in found
+    assert f"{name}['bad'][0]: shape (4, 2)\n" in result
+    assert f"{name}['bad'][1]: a scalar, shape ()\n" in result
+    assert "ok" not in result
+    assert "Use drjax.broadcast to give each group a copy" in result
     raises(drjax.DrjaxValueError, text, jax.jit(three(TAKES_SLICES[block])), x)
 
 
@@ -44,10 +44,10 @@ def test_slices_that_do_not_fit_the_groups(block):
     text = (
         f"drjax.{block} needs arrays [3, ...], one slice for each group of clients:3, "
     )
-    found = raises(
+    result = raises(
         drjax.DrjaxValueError, text, three(getattr(drjax, block)), {"a": np.ones(4)}
     )
-    assert "['a']: shape (4,)\nGive each group exactly one slice" in found
+    assert "['a']: shape (4,)\nGive each group exactly one slice" in result
 
 
 def test_slices_inside_a_manual_shard_map():
@@ -77,8 +77,8 @@ def test_leaves_that_are_not_arrays(leaf, text):
         (drjax.reduce_sum, "reduce_sum"), (drjax.gather, "gather"),
     ):  # fmt: skip
         needs = f"drjax.{name} needs arrays as leaves, but x['a'][1] {text}"
-        found = raises(drjax.DrjaxTypeError, needs, three(block), {"a": [X3, leaf]})
-        assert "Close over values that are not arrays instead of passing them" in found
+        result = raises(drjax.DrjaxTypeError, needs, three(block), {"a": [X3, leaf]})
+        assert "Close over values that are not arrays instead of passing them" in result
     raises(drjax.DrjaxTypeError, f"but args[1]['b'] {text}",
            three(lambda x: drjax.map_fn(max, (x, {"b": leaf}))), X3)  # fmt: skip
     raises(drjax.DrjaxTypeError, f"but the result of <lambda>['r'] {text}",
@@ -88,10 +88,10 @@ def test_leaves_that_are_not_arrays(leaf, text):
 
 
 def test_a_long_leaf_is_cut():
-    found = raises(
+    result = raises(
         drjax.DrjaxTypeError, "is str: 'aaa", three(drjax.broadcast), "a" * 99
     )
-    assert "aaa..." in found and "a" * 60 not in found
+    assert "aaa..." in result and "a" * 60 not in result
 
 
 @pytest.mark.parametrize("block", [b for b in TAKES_SLICES if "reduce" in b])
@@ -170,10 +170,10 @@ def test_map_fn_with_another_number_of_arguments():
         return a
 
     text = "drjax.map_fn calls f with 2 positional argument(s), but its signature is "
-    found = raises(
+    result = raises(
         drjax.DrjaxTypeError, text, three(lambda x: drjax.map_fn(f, (x, x))), X3
     )
-    assert "f(a): too many positional arguments. A plain tuple is unpacked" in found
+    assert "f(a): too many positional arguments. A plain tuple is unpacked" in result
 
 
 def test_errors_of_the_users_function_pass_through():

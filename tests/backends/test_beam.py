@@ -128,8 +128,8 @@ def test_groups_in_files_that_do_not_fit(tmp_path):
     total = drjax.program(clients=5)(drjax.reduce_sum)
     plan = drjax.make_plan(total)(np.zeros((5, 3), np.float32))
     with beam.compile(plan, workers=1, on_error="drop") as run:
-        found = run(Parquet(tmp_path / "groups.parquet"))
-    np.testing.assert_array_equal(found, [2, 3, 4])
+        result = run(Parquet(tmp_path / "groups.parquet"))
+    np.testing.assert_array_equal(result, [2, 3, 4])
     assert sorted(run.report.dropped) == [0, 1, 3]
     assert "float32[2]" in run.report.dropped[0]
 
@@ -141,16 +141,16 @@ def test_64_bits_in_files(tmp_path):
     with jax.enable_x64(True):
         plan = drjax.make_plan(drjax.program(clients=6)(drjax.reduce_sum))(x)
     with beam.compile(plan, workers=1) as run:
-        found = run(Parquet(tmp_path / "groups.parquet"))
-    assert found.dtype == np.float64 and abs(float(found) - x.sum()) < 1e-14
+        result = run(Parquet(tmp_path / "groups.parquet"))
+    assert result.dtype == np.float64 and abs(float(result) - x.sum()) < 1e-14
 
 
 @pytest.fixture
 def portable():
     """Flags of a job service with a pool of workers, which are ended after a while."""
     job, pool = free_ports(2)
-    here = str(Path(sys.executable).parent)  # the pool starts the `python` of PATH
-    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}"}
+    bin = str(Path(sys.executable).parent)  # the pool starts the `python` of PATH
+    environment = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}
     modules = (
         ("portability.local_job_service_main", f"--port={job}"),
         ("worker.worker_pool_main", f"--service_port={pool}"),

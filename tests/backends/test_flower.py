@@ -76,8 +76,8 @@ def run_with(load, n=5, silent=(), **options):
     return run, lambda: run(np.float32(2), flower.Clients())
 
 
-def same(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
+def same(result, by_reference):
+    for a, b in zip(result, by_reference, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
@@ -236,14 +236,18 @@ def killed_in_the_second_round(run, nodes, tmp_path):
     os.killpg(nodes[1].pid, signal.SIGKILL)
     wait_for(output.exists)
     with np.load(output) as file:
-        told, model = json.loads(str(file["told"])), file["model"]
-    assert len(told) == 3 and told[0]["dropped"] == {} and len(told[0]["pids"]) == 3
-    assert [*told[1]["dropped"]] == ["1"]
-    assert len({pid for t in told for pid in t["pids"]}) >= 5
-    np.testing.assert_allclose(model, expected_model(told), rtol=1e-5)
+        history, model = json.loads(str(file["history"])), file["model"]
+    assert (
+        len(history) == 3
+        and history[0]["dropped"] == {}
+        and len(history[0]["pids"]) == 3
+    )
+    assert [*history[1]["dropped"]] == ["1"]
+    assert len({pid for t in history for pid in t["pids"]}) >= 5
+    np.testing.assert_allclose(model, expected_model(history), rtol=1e-5)
 
 
-def expected_model(told):
+def expected_model(history):
     """The same rounds by the reference backend, over the clients that were there."""
     from examples.flower.drjax_app.client import load
     from examples.flower.plan import step

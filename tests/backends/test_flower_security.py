@@ -58,11 +58,11 @@ class Lying(Grid):
         return reply
 
     def pull_messages(self, numbers):
-        found = super().pull_messages(numbers)
-        for reply in found:
+        result = super().pull_messages(numbers)
+        for reply in result:
             if isinstance(reply, Exception):
                 raise reply
-        return found
+        return result
 
 
 def load(context):
@@ -117,8 +117,8 @@ def done(change):
         block, honest = wire_format.result_from_bytes(
             bytes(reply.content["drjax"]["done"])
         )
-        made = wire_format.result_to_bytes(block, change(honest))
-        return config(done=made)(message, reply)
+        changed = wire_format.result_to_bytes(block, change(honest))
+        return config(done=changed)(message, reply)
 
     return lie
 
@@ -150,10 +150,10 @@ def called(grid, **options):
     return run, run(np.zeros(3, np.float32), flower.Clients())
 
 
-def check(found, good):
+def check(result, good):
     """The results of these groups."""
-    np.testing.assert_allclose(found[0], np.full(3, np.mean(good)), rtol=1e-6)
-    assert found[1] == 3 * max(good)
+    np.testing.assert_allclose(result[0], np.full(3, np.mean(good)), rtol=1e-6)
+    assert result[1] == 3 * max(good)
 
 
 LIES = {
@@ -209,8 +209,8 @@ def _for(group, reply):
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_is_the_failure_of_its_client_alone(name):
     lie, text = LIES[name]
-    run, found = called(Lying(lie), on_error="drop")
-    check(found, [0, 1, 2, 4])
+    run, result = called(Lying(lie), on_error="drop")
+    check(result, [0, 1, 2, 4])
     assert [*run.report.dropped] == [EVIL] and text in run.report.dropped[EVIL]
     with pytest.raises(drjax.EngineError) as e:
         called(Lying(lie))
@@ -230,8 +230,8 @@ def test_replies_are_told_apart_by_what_was_asked():
         return reply
 
     victim, grid = ["m6"], Lying(lie)  # after queries m1 to m5
-    run, found = called(grid, on_error="drop", timeout=1.0, retries=0)
-    check(found, [0, 1, 2, 4])
+    run, result = called(grid, on_error="drop", timeout=1.0, retries=0)
+    check(result, [0, 1, 2, 4])
     assert [*run.report.dropped] == [EVIL] and grid.sent == 2 * N
 
 
@@ -254,8 +254,8 @@ def test_messages_that_answer_nothing_are_passed_over():
             return [*self.more, *super().pull_messages(numbers)]
 
     grid = Adding(load, N)
-    run, found = called(grid)
-    check(found, range(N))
+    run, result = called(grid)
+    check(result, range(N))
     assert len(grid.more) == 2 * N and run.report.dropped == {}
 
 
@@ -291,8 +291,8 @@ def test_a_message_that_the_link_does_not_take():
                 taken = [] if refused and not query else [message]
                 yield next(super().push_messages(taken), None)
 
-    run, found = called(Refusing(load, N), on_error="drop")
-    check(found, [0, 1, 2, 4])
+    run, result = called(Refusing(load, N), on_error="drop")
+    check(result, [0, 1, 2, 4])
     text = "the SuperLink takes no message for node 103"
     assert text in run.report.dropped[EVIL]
 
@@ -316,8 +316,8 @@ CLAIMS = {
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_false_claim_is_the_failure_of_its_client_alone(name):
     claim, text, also = CLAIMS[name]
-    run, found = called(Lying(claim=claim), on_error="drop")
-    check(found, [0, 1, 2, 4])
+    run, result = called(Lying(claim=claim), on_error="drop")
+    check(result, [0, 1, 2, 4])
     (why,) = run.report.dropped.values()
     assert [*run.report.dropped] == [EVIL]
     assert f"no client has the group within 0.5 s; client 103 {text.rstrip('.')}" in why
@@ -366,9 +366,9 @@ def test_a_client_that_announces_what_it_does_not_send():
                 assert end.wait(60)
             return super().pull_messages(numbers)
 
-    run, found = called(Stuck(load, N), on_error="drop", timeout=3.0, retries=0)
+    run, result = called(Stuck(load, N), on_error="drop", timeout=3.0, retries=0)
     end.set()
-    check(found, [0, 1, 2, 4])
+    check(result, [0, 1, 2, 4])
     assert "a block took longer than 3.0 s" in run.report.dropped[EVIL]
 
 
@@ -377,14 +377,14 @@ def test_groups_of_given_nodes():
     nodes = [100 + i for i in (4, 3, 2, 1, 0)]
     grid = Lying(claim=config(group=0))
     grid.nodes = [*grid.nodes, 177]
-    _, found = called(grid, nodes=nodes)
-    check(found, range(N))
+    _, result = called(grid, nodes=nodes)
+    check(result, range(N))
     assert grid.sent == N
     grid.silent = [0]  # whose node is that of group 4
-    run, found = called(
+    run, result = called(
         grid, nodes=nodes, on_error="drop", timeout=1.0, retries=0
     )  # fmt: skip
-    check(found, [1, 2, 3, 4])
+    check(result, [1, 2, 3, 4])
     assert [*run.report.dropped] == [4]
     text = "The ids of 5 different clients are needed, one integer for each group"
     for wrong in (nodes[:4], [*nodes[:4], nodes[0]], []):

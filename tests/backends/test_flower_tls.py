@@ -38,27 +38,27 @@ def test_tls_and_authenticated_supernodes(tmp_path):
     connection = f'root-certificates = "{folder / "ca.pem"}"'
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     with federation(tmp_path, connection) as processes:
-        here, ids, others = tmp_path, [], []
+        cwd, ids, others = tmp_path, [], []
         for program, *words in documented():
             if program == "cd":
-                here = here / words[0]
+                cwd = cwd / words[0]
             elif program == "flower-superlink":
                 assert words.pop() == "&"
-                processes.link(*words, cwd=here)
-                others = strangers(processes, here)
+                processes.link(*words, cwd=cwd)
+                others = strangers(processes, cwd)
             elif program == "flower-supernode":
                 assert words.pop() == "&"
                 words[words.index("--superlink") + 1] = processes.address
                 words[words.index("--port") + 1] = str(*free_ports(1))
-                processes.start(program, *words, cwd=here)
+                processes.start(program, *words, cwd=cwd)
             elif words[0] == "run":
-                config = words[-1].replace("$PWD", str(here))
+                config = words[-1].replace("$PWD", str(cwd))
                 config = config.replace("ID0", ids[0]).replace("ID1", ids[1])
                 config += f" output='{output}' rounds=2 timeout=120"
-                processes.run(program, "run", here / words[1], *words[2:-1], config)
+                processes.run(program, "run", cwd / words[1], *words[2:-1], config)
             else:
-                told = processes.run(program, *words, cwd=here)
-                ids += re.findall(r"SuperNode (\d+) registered", told)
+                printed = processes.run(program, *words, cwd=cwd)
+                ids += re.findall(r"SuperNode (\d+) registered", printed)
         wait_for(output.exists)
         assert len(ids) == 2 and len(others) == 2
         for process in others:
@@ -88,11 +88,11 @@ def check(output):
         told, model = json.loads(str(file["told"])), file["model"]
     slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(2)]
     data = tuple(np.stack(column) for column in zip(*slices, strict=True))
-    wanted = np.zeros(3, np.float32)
+    expected = np.zeros(3, np.float32)
     assert len(told) == 2
     for a_round in told:
         assert a_round["dropped"] == {} and len(a_round["pids"]) == 2
-        plan = drjax.make_plan(step(2))(wanted, data)
-        wanted, loss = reference.compile(plan)(wanted, data)
+        plan = drjax.make_plan(step(2))(expected, data)
+        expected, loss = reference.compile(plan)(expected, data)
         np.testing.assert_allclose(loss, a_round["loss"], rtol=1e-5)
-    np.testing.assert_allclose(model, wanted, rtol=1e-5)
+    np.testing.assert_allclose(model, expected, rtol=1e-5)

@@ -54,8 +54,8 @@ def of_a_program(a):
 
 def line_of(fn) -> str:
     lines, first = inspect.getsourcelines(fn)
-    at = next(i for i, line in enumerate(lines) if line.endswith("# here\n"))
-    return f"{__file__}:{first + at}"
+    position = next(i for i, line in enumerate(lines) if line.endswith("# here\n"))
+    return f"{__file__}:{first + position}"
 
 
 def fails(fn, x, **options) -> GroupError:

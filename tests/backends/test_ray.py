@@ -49,9 +49,9 @@ def actors():
     """
     engine = importlib.import_module("ray")
     engine.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    found = ray.Actors(2)
-    yield found
-    found.close()
+    result = ray.Actors(2)
+    yield result
+    result.close()
     engine.shutdown()
 
 
@@ -158,10 +158,10 @@ class TestRay(Conformance):
         n, (x, w) = 20, slices_for(20)
         wide = np.arange(6, dtype=np.float32).reshape(2, 3) * x[:, None, None]
         for part in range(4):
-            at = slice(5 * part, 5 * part + 5)
-            inner = pa.FixedSizeListArray.from_arrays(wide[at].ravel(), 3)
+            part_slice = slice(5 * part, 5 * part + 5)
+            inner = pa.FixedSizeListArray.from_arrays(wide[part_slice].ravel(), 3)
             rows = pa.FixedSizeListArray.from_arrays(inner, 2)
-            table = pa.table({"x": rows, "w": w[at]})
+            table = pa.table({"x": rows, "w": w[part_slice]})
             pq.write_table(table, tmp_path / f"groups-{part}.parquet")
 
         @drjax.program(clients=n)
@@ -170,9 +170,9 @@ class TestRay(Conformance):
 
         plan = drjax.make_plan(total)({"x": wide, "w": w})
         with self.compile(plan, block_size=3) as run:
-            mean, found = run(Parquet(tmp_path / "groups-*.parquet"))
+            mean, result = run(Parquet(tmp_path / "groups-*.parquet"))
         np.testing.assert_allclose(mean, np.average(wide, 0, w), rtol=1e-6)
-        np.testing.assert_array_equal(found, w)
+        np.testing.assert_array_equal(result, w)
 
     def test_files_that_are_not_there(self, tmp_path):
         text = "There is no file "

@@ -56,8 +56,8 @@ def test_jit(case, name, mesh, step, monkeypatch):
     if step == 1:
         monkeypatch.setattr(reuse_accumulators, "LARGE", 0)
     with on_mesh(case, mesh) as args:
-        found = drjax.jit(TRANSFORMS[name](case), groups_per_step=step)(*args)
-    assert_same(found, expected(case, name))
+        result = drjax.jit(TRANSFORMS[name](case), groups_per_step=step)(*args)
+    assert_same(result, expected(case, name))
 
 
 @pytest.mark.parametrize("name", slowly(TRANSFORMS, "value", "grad", "grad of rounds"))
@@ -65,8 +65,8 @@ def test_jit(case, name, mesh, step, monkeypatch):
 def test_one_group_at_a_time(case, name):
     with on_mesh(case, "none") as args:
         plan = drjax.make_plan(TRANSFORMS[name](case))(*args)
-        found = reference.compile(plan)(*args)
-    assert_same(found, expected(case, name))
+        result = reference.compile(plan)(*args)
+    assert_same(result, expected(case, name))
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_derivatives_of_the_jitted_function(name):
     case = next(case for case in CASES if case.name == name)
     with on_mesh(case, "auto-4") as args:
         scalar = drjax.jit(total(case.fn), groups_per_step=1)
-        found = jax.value_and_grad(scalar, argnums(case))(*args)
+        result = jax.value_and_grad(scalar, argnums(case))(*args)
         tangent = jax.jvp(scalar, args, args)[1]
         twice = jax.vmap(scalar, 0)(*(jnp.stack([a, 2 * a]) for a in args))
     value, grads = expected(case, "value_and_grad")
-    assert_same(found, (value, grads))
+    assert_same(result, (value, grads))
     slopes = [np.vdot(g, a) for g, a in zip(grads, case.args, strict=True)]
     assert_same(tangent, sum(slopes))
     assert_same(twice[0], value)
@@ -103,11 +103,11 @@ def test_constant_results_of_a_mapped_function(mesh, step):
 
     case = next(case for case in CASES if case.name == "scattered_squares")
     with on_mesh(case, mesh) as (x,):
-        found = drjax.jit(constants, groups_per_step=step)(x)
-        wanted = jax.jit(constants)(x)
-    assert_same(found, wanted)
-    assert jax.tree.map(lambda a: a.dtype, found) == jax.tree.map(
-        lambda a: a.dtype, wanted
+        result = drjax.jit(constants, groups_per_step=step)(x)
+        compiled = jax.jit(constants)(x)
+    assert_same(result, compiled)
+    assert jax.tree.map(lambda a: a.dtype, result) == jax.tree.map(
+        lambda a: a.dtype, compiled
     )
 
 
@@ -116,7 +116,7 @@ def test_the_reference_uses_neither_vmap_nor_a_lowering_of_ours(monkeypatch):
         raise AssertionError("forbidden")
 
     case = next(case for case in CASES if case.name == "maml")
-    wanted = expected(case, "value_and_grad")
+    value_and_grad = expected(case, "value_and_grad")
     with on_mesh(case, "none") as args:
         plan = drjax.make_plan(TRANSFORMS["value_and_grad"](case))(*args)
         for name in ("execute_map", "execute_reduce_sum", "shard_map_over_devices"):
@@ -124,8 +124,8 @@ def test_the_reference_uses_neither_vmap_nor_a_lowering_of_ours(monkeypatch):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, forbidden)
         monkeypatch.setattr(jax, "vmap", forbidden)
-        found = reference.compile(plan)(*args)
-    assert_same(found, wanted)
+        result = reference.compile(plan)(*args)
+    assert_same(result, value_and_grad)
 
 
 def _modules():

@@ -74,15 +74,15 @@ def test_proto_round_trip():
 def test_it_means_what_the_plan_means(tmp_path):
     plan = planned()
     model, (x, w) = arguments()
-    wanted = reference.compile(plan)(model, (x, w))
+    expected = reference.compile(plan)(model, (x, w))
     plan.save(tmp_path / "plan.drjax")
     for one in (plan, drjax.load_plan(tmp_path / "plan.drjax")):
         block = drjax.export_federated_language(one)
-        given = [model, [*x], [*w], [*np.arange(N, dtype=np.int32)]]
+        inputs = [model, [*x], [*w], [*np.arange(N, dtype=np.int32)]]
         run: Any = evaluate(block, {})
-        found = run(given)
-        for name, value in zip(("far", "mean", "near"), found, strict=True):
-            np.testing.assert_allclose(value, wanted[name], rtol=1e-5)
+        result = run(inputs)
+        for name, value in zip(("far", "mean", "near"), result, strict=True):
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5)
 
 
 def test_what_it_cannot_say():
@@ -146,8 +146,8 @@ def stage(xla, args=()):
     with ir.Context() as context:
         stablehlo.register_dialect(context)
         module = stablehlo.deserialize_portable_artifact(context, code.value)
-        given = [ir.DenseElementsAttr.get(np.asarray(x)) for x in args]
-        return [np.array(x) for x in stablehlo.eval_module(module, given)]
+        inputs = [ir.DenseElementsAttr.get(np.asarray(x)) for x in args]
+        return [np.array(x) for x in stablehlo.eval_module(module, inputs)]
 
 
 def over_clients(reduce):
@@ -158,9 +158,9 @@ INTRINSICS = {
     "federated_broadcast": lambda x: [x] * N,
     "federated_zip_at_clients": lambda x: [[*row] for row in zip(*x, strict=True)],
     "federated_zip_at_server": lambda x: x,
-    "federated_map": lambda given: [given[0](row) for row in given[1]],
-    "federated_map_all_equal": lambda given: [given[0](row) for row in given[1]],
-    "federated_apply": lambda given: given[0](given[1]),
+    "federated_map": lambda inputs: [inputs[0](row) for row in inputs[1]],
+    "federated_map_all_equal": lambda inputs: [inputs[0](row) for row in inputs[1]],
+    "federated_apply": lambda inputs: inputs[0](inputs[1]),
     "federated_sum": over_clients(np.sum),
     "federated_mean": over_clients(np.mean),
     "federated_max": over_clients(np.max),

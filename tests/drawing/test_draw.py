@@ -114,10 +114,12 @@ def test_one_arrow_a_message(plan):
             "up": len(a_round.reduces),
         }
         for kind, messages in sides.items():
-            here = lambda x, k=kind, i=number: (x.kind, x.location) == (k, f"round {i}")
+            matches = lambda x, k=kind, i=number: (
+                (x.kind, x.location) == (k, f"round {i}")
+            )
             shown = messages if messages <= SHOWN + 1 else SHOWN + 1
-            assert sum(map(here, picture.arrows)) == shown
-            assert sum(map(here, picture.boxes)) == shown
+            assert sum(map(matches, picture.arrows)) == shown
+            assert sum(map(matches, picture.boxes)) == shown
 
 
 @every_plan
@@ -152,8 +154,8 @@ def test_texts_fit_into_their_boxes_and_the_picture(plan):
         figure = draw.figure_of(picture)
         figure.set_dpi(72)
         figure.draw_without_rendering()
-        found = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text()]
-    boxes = iter(found)
+        result = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text()]
+    boxes = iter(result)
     for box in picture.boxes:
         assert 0 <= box.x and box.x + box.width <= picture.width
         assert 0 <= box.y and box.y + box.height <= picture.height

@@ -313,11 +313,11 @@ def difference(fn: Callable, args, step: float = 1e-4):
     """Central difference of `fn` along `directions(args)`, fourth order."""
     d = directions(args)
 
-    def at(t):
+    def along(t):
         return np.asarray(fn(*(a + t * s for a, s in zip(args, d, strict=True))))
 
-    near = (at(step) - at(-step)) / (2 * step)
-    far = (at(2 * step) - at(-2 * step)) / (4 * step)
+    near = (along(step) - along(-step)) / (2 * step)
+    far = (along(2 * step) - along(-2 * step)) / (4 * step)
     return (4 * near - far) / 3
 
 
@@ -325,10 +325,10 @@ def second_difference(fn: Callable, args, step: float = 1e-3):
     """Second central difference of `fn` along `directions(args)`, fourth order."""
     d = directions(args)
 
-    def at(t):
+    def along(t):
         return np.asarray(fn(*(a + t * s for a, s in zip(args, d, strict=True))))
 
     def second(h):
-        return (at(h) - 2 * at(0.0) + at(-h)) / h**2
+        return (along(h) - 2 * along(0.0) + along(-h)) / h**2
 
     return (4 * second(step) - second(2 * step)) / 3

@@ -115,24 +115,24 @@ def check_resume(engine: str, folder: Path) -> None:
     assert died.returncode == -signal.SIGKILL, died.stderr
     plan, args = dying_driver.plan_of_rounds()
     with dying_driver.compiled(engine, str(folder)) as run:
-        found = run(*args)
+        result = run(*args)
         rounds = [stage.round for stage in run.report.stages]
         assert run.report.resumed and rounds == ["1.scan.0.1"] * 2
         assert len(run.report.workers) >= 2
-    assert_same(found, reference.compile(plan)(*args))
+    assert_same(result, reference.compile(plan)(*args))
 
 
 def check_poisoned_file(engine: Any, folder: Path, **settings: Any) -> None:
     """Groups of a part of a file that cannot be read fail, and no others."""
     n, (x, w) = 40, slices_for(40)
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
-    for part, at in enumerate((slice(0, 20), slice(20, 40))):
+    for part, part_slice in enumerate((slice(0, 20), slice(20, 40))):
         path = folder / f"groups-{part}.parquet"
-        table = arrow.table({"x": x[at], "w": w[at]})
+        table = arrow.table({"x": x[part_slice], "w": w[part_slice]})
         parquet.write_table(table, path, row_group_size=8, compression="none")
-    told = parquet.read_metadata(path).row_group(1).column(0)  # of groups 28 to 35
+    columns = parquet.read_metadata(path).row_group(1).column(0)  # of groups 28 to 35
     with path.open("r+b") as file:
-        file.seek(told.dictionary_page_offset or told.data_page_offset)
+        file.seek(columns.dictionary_page_offset or columns.data_page_offset)
         file.write(b"\xff" * 16)
     groups = Parquet(folder / "groups-*.parquet", lambda row: (row["x"], row["w"]))
     text = "it cannot be read from .*groups-1.parquet, row group 1: "
@@ -149,21 +149,21 @@ def check_poisoned_file(engine: Any, folder: Path, **settings: Any) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    found = [socket.socket() for _ in range(count)]
-    for one in found:
+    result = [socket.socket() for _ in range(count)]
+    for one in result:
         one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in found]
-    for one in found:
+    ports = [one.getsockname()[1] for one in result]
+    for one in result:
         one.close()
     return ports
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.2)
-    return found
+    return result
 
 
 def slow_work(model, x):
@@ -194,18 +194,18 @@ class Conformance:
             with on_mesh(case, "none") as args:
                 plan = drjax.make_plan(TRANSFORMS[name](case))(*args)
                 with self.compile(plan, workers=2, block_size=3) as run:
-                    found = run(*args)
-            assert_same(found, expected(case, name))
+                    result = run(*args)
+            assert_same(result, expected(case, name))
 
     def test_block_size_and_workers_do_not_matter(self):
         plan, args = weighted_plan(17), (np.float32(2), slices_for(17))
-        wanted = reference.compile(plan)(*args)
+        expected = reference.compile(plan)(*args)
         for workers, block_size in ((1, 1), (2, 4), (3, 7), (2, 17), (2, None)):
             with self.compile(plan, workers=workers, block_size=block_size) as run:
-                found = run(*args)
+                result = run(*args)
                 report = run.report
-            survivors(found, np.ones(17, bool))
-            for a, b in zip(found, wanted, strict=True):
+            survivors(result, np.ones(17, bool))
+            for a, b in zip(result, by_reference, strict=True):
                 assert a.dtype == b.dtype and a.shape == b.shape
                 np.testing.assert_allclose(a, b, rtol=1e-6)
             if block_size is not None:
@@ -226,14 +226,14 @@ class Conformance:
 
         key = jax.random.key(5)
         plan = drjax.make_plan(draw)(key)
-        wanted = reference.compile(plan)(key)
+        by_reference = reference.compile(plan)(key)
         for block_size in (1, 3, N):
             with self.compile(plan, block_size=block_size) as run:
                 keys, x, gathered = run(key)
-            assert keys.dtype == wanted[0].dtype
+            assert keys.dtype == by_reference[0].dtype
             data = jax.random.key_data
-            np.testing.assert_array_equal(data(keys), data(wanted[0]))
-            np.testing.assert_allclose(x, wanted[1], rtol=1e-6)
+            np.testing.assert_array_equal(data(keys), data(by_reference[0]))
+            np.testing.assert_allclose(x, by_reference[1], rtol=1e-6)
             np.testing.assert_array_equal(gathered, x)
 
     def test_sums_are_near_those_in_float64(self):

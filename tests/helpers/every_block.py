@@ -48,8 +48,8 @@ def make_program(n: int, block=None, **keywords):
     return everything
 
 
-def assert_close(found, expected, tol=2e-5):
+def assert_close(result, expected, tol=2e-5):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol),
-        found, expected,
+        result, expected,
     )  # fmt: skip

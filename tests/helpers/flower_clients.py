@@ -149,8 +149,8 @@ class Federation:
 @contextlib.contextmanager
 def federation(folder: Path, connection: str) -> Iterator[Federation]:
     """A `Federation` that ends with the block."""
-    found = Federation(folder, connection)
+    result = Federation(folder, connection)
     try:
-        yield found
+        yield result
     finally:
-        found.close()
+        result.close()

@@ -43,7 +43,7 @@ def interpreted(fn, **options):
             return compiled(*args)
         with module.context:
             flat = [np.asarray(x) for x in map(_raw, jax.tree.leaves(args))]
-            found = stablehlo.eval_module(
+            result = stablehlo.eval_module(
                 module,
                 [
                     ir.DenseElementsAttr.get(
@@ -56,7 +56,7 @@ def interpreted(fn, **options):
             )
             infos, tree = jax.tree.flatten(out)
             return tree.unflatten(
-                _like(info, np.array(x)) for x, info in zip(found, infos, strict=True)
+                _like(info, np.array(x)) for x, info in zip(result, infos, strict=True)
             )
 
     return run
@@ -71,9 +71,9 @@ def _module(fn, args):
     def with_bytes(*flat):
         nonlocal out
         flat = [_typed(x, kind) for x, kind in zip(flat, kinds, strict=True)]
-        found = jax.tree.map(jnp.asarray, fn(*tree.unflatten(flat)))
-        out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
-        return _as_bytes(list(map(_raw, jax.tree.leaves(found))))
+        result = jax.tree.map(jnp.asarray, fn(*tree.unflatten(flat)))
+        out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
+        return _as_bytes(list(map(_raw, jax.tree.leaves(result))))
 
     flat = _as_bytes([np.asarray(x) for x in map(_raw, leaves)])
     lowered = jax.jit(with_bytes, keep_unused=True).lower(*flat)

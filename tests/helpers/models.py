@@ -63,8 +63,8 @@ def pipeline(x, w, mesh):
         waiting = lax.pcast(waiting, "tensor", to="varying")
 
         def step(state, t):
-            here = jnp.where(i == 0, waiting[jnp.minimum(t, MICROBATCHES - 1)], state)
-            y = jnp.tanh(here @ w[0])
+            state = jnp.where(i == 0, waiting[jnp.minimum(t, MICROBATCHES - 1)], state)
+            y = jnp.tanh(state @ w[0])
             ring = [(j, (j + 1) % n) for j in range(n)]
             return lax.ppermute(y, "tensor", ring), y
 

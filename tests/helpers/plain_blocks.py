@@ -47,8 +47,8 @@ def partition_size():
 
 
 def partition_index(partition=None):
-    [wanted] = [_scopes[-1][0]] if partition is None else partition
-    _, size, index = [scope for scope in _scopes if scope[0] == wanted][-1]
+    [expected] = [_scopes[-1][0]] if partition is None else partition
+    _, size, index = [scope for scope in _scopes if scope[0] == expected][-1]
     return jnp.arange(size, dtype=jnp.int32) if index is None else index
 
 

@@ -61,6 +61,6 @@ def expected(case, name):
     return expected_of([c.name for c in CASES].index(case.name), name)
 
 
-def assert_same(found, wanted):
+def assert_same(result, reference):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
-    jax.tree.map(close, found, wanted)
+    jax.tree.map(close, result, reference)

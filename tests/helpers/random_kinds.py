@@ -291,13 +291,13 @@ def trees(x, y, i, g, j):
         return {"c": a * b, "d": [tree["i"], None, a + g], "none": none}
 
     tree = {"a": x, "b": (y, None), "i": i}
-    found = blocks.map_fn(work, tree)
-    totals = blocks.reduce_mean({"c": found["c"], "d": (found["d"][2], ())})
+    result = blocks.map_fn(work, tree)
+    totals = blocks.reduce_mean({"c": result["c"], "d": (result["d"][2], ())})
     works = (
-        lambda: found["c"] + totals["c"],
-        lambda: blocks.broadcast({"e": [totals["c"]]})["e"][0] * found["d"][2],
-        lambda: blocks.map_fn(lambda a, t: a * t["c"], (x, found)),
-        lambda: blocks.scatter(blocks.gather(found))["c"] * found["d"][0][:, None],
+        lambda: result["c"] + totals["c"],
+        lambda: blocks.broadcast({"e": [totals["c"]]})["e"][0] * result["d"][2],
+        lambda: blocks.map_fn(lambda a, t: a * t["c"], (x, result)),
+        lambda: blocks.scatter(blocks.gather(result))["c"] * result["d"][0][:, None],
     )
     return bounded(_choose(works, j))
 

@@ -154,7 +154,11 @@ def _control(name: str, i: int, j: int, body, env: Env) -> None:
 def _custom_vjp(act, x, y, s, outside):
     """The derivative that it has anyhow, taken by functions of one's own."""
     n = len(outside["pi"][0])
-    values = {kind: found for kind, found in outside.items() if kind in FLOATS}
+    values = {
+        kind: values_of_kind
+        for kind, values_of_kind in outside.items()
+        if kind in FLOATS
+    }
     half = outside["gh"][0].dtype
 
     def full(x, y, s, values):
@@ -396,51 +400,51 @@ def used(program: Program, fn: Callable, args) -> tuple[Callable, tuple]:
     """The function that a program's mode asks for, and its arguments."""
     known = {k: jnp.asarray(args[k]) for k in program.closed if k < len(args)}
     free = [k for k in range(len(args)) if k not in known]
-    given = tuple(args[k] for k in free)
+    inputs = tuple(args[k] for k in free)
 
-    def closed(*given):
+    def closed(*inputs):
         full = [known.get(k) for k in range(len(args))]
-        for k, x in zip(free, given, strict=True):
+        for k, x in zip(free, inputs, strict=True):
             full[k] = x
         return fn(*full)
 
     floats = tuple(i for i, k in enumerate(free) if k < DIFFERENTIATED)
     mode = program.mode if floats else "value"
     if mode == "value":
-        return closed, given
+        return closed, inputs
     if mode == "grad":
-        return jax.value_and_grad(closed, floats, has_aux=True), given
+        return jax.value_and_grad(closed, floats, has_aux=True), inputs
     if mode == "vmap":
-        axes: list[Any] = [None] * len(given)
+        axes: list[Any] = [None] * len(inputs)
         for count, i in enumerate(floats):
             axis = (0, None, -1, 1, 0)[(count + program.seed) % 5]
-            axes[i] = axis if axis != 1 or given[i].ndim else 0
+            axes[i] = axis if axis != 1 or inputs[i].ndim else 0
         if all(a is None for a in axes):
             axes[floats[0]] = 0
         batched = [
             x if a is None else np.stack([x, x * 0.7], a)
-            for x, a in zip(given, axes, strict=True)
+            for x, a in zip(inputs, axes, strict=True)
         ]
         return jax.vmap(closed, tuple(axes)), tuple(batched)
 
-    def of_floats(given):
+    def of_floats(inputs):
         def fn(*xs):
-            full = list(given)
+            full = list(inputs)
             for i, x in zip(floats, xs, strict=True):
                 full[i] = x
             return closed(*full)[0]
 
         return fn
 
-    def directional(*given):
-        point = tuple(given[i] for i in floats)
+    def directional(*inputs):
+        point = tuple(inputs[i] for i in floats)
         tangent = tuple(jnp.cos(3 * x) for x in point)
-        fn = of_floats(given)
+        fn = of_floats(inputs)
         if mode == "hvp":
             fn = jax.grad(fn, tuple(range(len(floats))))
         return jax.jvp(fn, point, tangent)
 
-    return directional, given
+    return directional, inputs
 
 
 # -------------------------------------------------------------------------------------

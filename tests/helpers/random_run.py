@@ -75,26 +75,26 @@ def check(program: Program) -> None:
         mock.patch.object(reuse_accumulators, "LARGE", large),
     ):
         with plainly():
-            fn, given = used(program, make(program), arguments(program))
-            want = interpreted(fn, compiler_options=options)(*given)
+            fn, inputs = used(program, make(program), arguments(program))
+            want = interpreted(fn, compiler_options=options)(*inputs)
         with in_mesh(mesh):
             args, fn = _placed(program, mesh), make(program)
             if program.runner == "inner":
                 fn = plan(fn)
-            fn, given = used(program, fn, args)
+            fn, inputs = used(program, fn, args)
             known = _reference_too(program)
             if known:
-                fn = _traced_once(fn, given)
+                fn = _traced_once(fn, inputs)
             run = plan(fn) if program.runner == "drjax" else fn
             runner = interpreted if mesh is None else jax.jit
-            found = runner(run, compiler_options=options)(*given)
-            compare(program, found, want)
+            result = runner(run, compiler_options=options)(*inputs)
+            compare(program, result, want)
             _check_effects(program)
         if known:
             reference = drjax.backends.reference
             with mock.patch.object(reference, "_run", stage_runner()):
-                found = reference.compile(drjax.make_plan(fn)(*given))(*given)
-            compare(program, found, want)
+                result = reference.compile(drjax.make_plan(fn)(*inputs))(*inputs)
+            compare(program, result, want)
             _check_effects(program)
 
 
@@ -106,10 +106,10 @@ def counting():
     def counted(name, rule):
         @functools.wraps(rule)
         def run(eqn, axes):
-            found = rule(eqn, axes)
-            if found is not None:
+            result = rule(eqn, axes)
+            if result is not None:
                 rules[name] += 1
-            return found
+            return result
 
         return run
 
@@ -215,13 +215,13 @@ def _placed(program: Program, mesh):
     return tuple(shard(x) if k in partitioned else x for k, x in enumerate(args))
 
 
-def compare(program: Program, found, want) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(want)
+def compare(program: Program, result, want) -> None:
+    assert jax.tree.structure(result) == jax.tree.structure(want)
     double = program.dtype == "float64"
     rtol, atol = (1e-8, 1e-10) if double else (2e-3, 2e-4)
     names = [jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(want)]
     for name, x, y in zip(
-        names, jax.tree.leaves(found), jax.tree.leaves(want), strict=True
+        names, jax.tree.leaves(result), jax.tree.leaves(want), strict=True
     ):
         assert x.dtype == y.dtype, (name, x.dtype, y.dtype)
         assert x.shape == y.shape, (name, x.shape, y.shape)

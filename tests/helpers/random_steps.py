@@ -24,7 +24,9 @@ class Env:
     """The values that a program has so far, by kind."""
 
     def __init__(self, values: dict[str, list]):
-        self.values = {kind: list(found) for kind, found in values.items()}
+        self.values = {
+            kind: list(values_of_kind) for kind, values_of_kind in values.items()
+        }
 
     def pick(self, kind: str, i: int):
         return self.values[kind][i % len(self.values[kind])]

@@ -81,9 +81,9 @@ def test_models_sharded_inside_a_group(name, step):
         want = jax.jit(gradient)(*args)
         planned = drjax.jit(gradient, groups_per_step=step)
         outside = jax.value_and_grad(drjax.jit(fn, groups_per_step=step))
-        for found in planned(*args), outside(*args):
+        for result in planned(*args), outside(*args):
             jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), found, want
+                lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), result, want
             )
         ours, plain = (count(hlo_text(f, *args)) for f in (planned, gradient))
         assert set(ours) == set(plain) == {"all-reduce"}
@@ -115,8 +115,8 @@ def test_explicit_axes(kinds, step):
         w = jax.device_put(w.astype(np.float32), NamedSharding(mesh, P("model")))
         scalar = lambda *args: jnp.sum(fn(*args))
         for f in fn, jax.grad(scalar, (0, 1)):
-            found = drjax.jit(f, groups_per_step=step)(x, w)
-            jax.tree.map(np.testing.assert_allclose, found, jax.jit(f)(x, w))
+            result = drjax.jit(f, groups_per_step=step)(x, w)
+            jax.tree.map(np.testing.assert_allclose, result, jax.jit(f)(x, w))
 
 
 @pytest.mark.parametrize("step", [None, 1])
@@ -129,9 +129,9 @@ def test_gradients_of_rows_on_explicit_axes(kinds, step):
     mesh = make_mesh({"clients": 4, "model": 2}, kinds)
     with jax.set_mesh(mesh):
         args = placed(mesh) if kinds[0] == EXPLICIT else (placed(mesh)[0], X)
-        found = drjax.jit(both, groups_per_step=step)(*args)
+        result = drjax.jit(both, groups_per_step=step)(*args)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-    jax.tree.map(close, found, want)
+    jax.tree.map(close, result, want)
 
 
 def test_nested_programs_use_their_own_axis():
@@ -151,9 +151,9 @@ def test_nested_programs_use_their_own_axis():
     want = jax.value_and_grad(fn)(*args)
     with in_mesh_of({"pods": 2, "clients": 4}):
         planned = drjax.jit(jax.value_and_grad(fn), groups_per_step=1)
-        found = planned(*args)
+        result = planned(*args)
         assert count(hlo_text(planned, *args))["all-reduce"] > 1  # one over the clients
-    for a, b in zip(found, want, strict=True):
+    for a, b in zip(result, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
@@ -166,9 +166,9 @@ def test_shardings_of_arguments_and_results():
             jax.grad(fn), in_shardings=(whole, rows), out_shardings=halves,
             groups_per_step=1,
         )  # fmt: skip
-        found = step(W, X)
-    assert found.sharding == halves
-    np.testing.assert_allclose(found, jax.grad(fn)(W, X), rtol=1e-5, atol=1e-7)
+        result = step(W, X)
+    assert result.sharding == halves
+    np.testing.assert_allclose(result, jax.grad(fn)(W, X), rtol=1e-5, atol=1e-7)
 
 
 def test_make_plan_points_to_drjax_jit():
@@ -210,7 +210,7 @@ def test_what_a_loop_carries_begins_without_a_sharding():
     m, x = np.ones(3, np.float32), np.ones((4, 3), np.float32)
     expected = jax.jit(f)(m, x)
     with jax.set_mesh(make_mesh({"clients": 2}, (EXPLICIT,))):
-        for found, want in zip(
+        for result, want in zip(
             drjax.jit(f)(jnp.asarray(m), jnp.asarray(x)), expected, strict=True
         ):
-            np.testing.assert_allclose(found, want, rtol=1e-6)
+            np.testing.assert_allclose(result, want, rtol=1e-6)

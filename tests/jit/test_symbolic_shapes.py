@@ -51,9 +51,9 @@ def args(b):
     return jnp.arange(5.0) / 5, jnp.cos(jnp.arange(N * b * 5.0)).reshape(N, b, 5)
 
 
-def assert_close(found, wanted):
+def assert_close(result, expected):
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
-    jax.tree.map(same, found, wanted)
+    jax.tree.map(same, result, expected)
 
 
 @pytest.mark.parametrize("step", [1, 3, None])
@@ -73,10 +73,10 @@ def test_exported_for_a_mesh():
         everywhere = jax.sharding.NamedSharding(
             jax.sharding.get_mesh(), jax.sharding.PartitionSpec()
         )
-        found = jax.jit(exported.call)(*jax.device_put(args(3), everywhere))
+        result = jax.jit(exported.call)(*jax.device_put(args(3), everywhere))
         with pytest.raises(drjax.PlanError, match="Export it without groups_per_step"):
             export.export(drjax.jit(loss, groups_per_step=1))(*types())
-    assert_close(found, loss(*args(3)))
+    assert_close(result, loss(*args(3)))
 
 
 def test_plans_with_symbolic_dimensions(tmp_path):

@@ -59,22 +59,22 @@ def test_pytrees_come_back_without_their_classes(tmp_path):
     @program
     def f(point, box, *, scale):
         total = drjax.reduce_sum(drjax.map_fn(jnp.multiply, (point.x, point.y)))
-        made = Point(total * scale["by"][0], [box.low, None, ()])
-        return made, {"box": Box(box.high, box.low), "more": {3: (total,)}}
+        built = Point(total * scale["by"][0], [box.low, None, ()])
+        return built, {"box": Box(box.high, box.low), "more": {3: (total,)}}
 
     args = Point(jnp.arange(float(N)), jnp.ones(N)), Box(jnp.ones(2), jnp.zeros(2))
     scale = {"by": [jnp.float32(2.0)]}
     loaded = saved(drjax.make_plan(f)(*args, scale=scale), tmp_path / "plan.drjax")
-    wanted, others = f(*args, scale=scale)
+    expected, others = f(*args, scale=scale)
     for run in (reference.compile(loaded), jax.jit(xla.compile(loaded))):
         point, more = run(*args, scale=scale)
         assert type(point).__name__ == "Point" and point._fields == ("x", "y")
-        assert point.x == wanted.x and point.y[1:] == [None, ()]
+        assert point.x == expected.x and point.y[1:] == [None, ()]
         assert sorted(map(str, more)) == ["box", "more"]
         np.testing.assert_array_equal(more["box"].low, others["box"].low)
         assert type(more["box"]).__name__ == "Box"
     again = run(type(point)(*args[0]), args[1], scale=scale)[0]  # or what came back
-    assert again.x == wanted.x
+    assert again.x == expected.x
     manifest = read_manifest(tmp_path / "plan.drjax")
     assert manifest["plan"]["out_tree"]["paths"] == [
         "[0].x", "[0].y[0]", "[1]['box'].low", "[1]['box'].high", "[1]['more'][3][0]",
@@ -196,5 +196,5 @@ def test_64_bit_values_need_64_bits(tmp_path):
     assert read_manifest(path)["x64"] is True
     raises(drjax.PlanFileError, "with jax.enable_x64(True)", drjax.load_plan, path)
     with jax.enable_x64(True):
-        found = reference.compile(drjax.load_plan(path))(jnp.ones(N))
-    assert float(found) == N and found.dtype == np.float64
+        result = reference.compile(drjax.load_plan(path))(jnp.ones(N))
+    assert float(result) == N and result.dtype == np.float64

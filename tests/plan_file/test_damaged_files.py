@@ -92,8 +92,8 @@ def bomb(path):
 def larger_inside_than_outside(path):
     data = bytearray(path.read_bytes())
     entry = data.index(b"PK\x01\x02")  # of the directory: sizes stand at 20 and 24
-    for at in (entry + 20, entry + 24):
-        data[at : at + 4] = (1 << 30).to_bytes(4, "little")
+    for position in (entry + 20, entry + 24):
+        data[position : position + 4] = (1 << 30).to_bytes(4, "little")
     path.write_bytes(data)
 
 
@@ -268,18 +268,18 @@ def test_code_of_another_version_of_stablehlo(member, path):
 
 def test_any_byte_may_be_wrong(good, tmp_path):
     """A file with a wrong byte is refused, or says the same as before."""
-    data, wanted = good.read_bytes(), inspect(good)[1]
+    data, expected = good.read_bytes(), inspect(good)[1]
     path = tmp_path / "plan.drjax"
-    for at in range(0, len(data), max(1, len(data) // 300)):
+    for position in range(0, len(data), max(1, len(data) // 300)):
         for bit in (1, 64, 128):
             wrong = bytearray(data)
-            wrong[at] ^= bit
+            wrong[position] ^= bit
             path.write_bytes(wrong)
             try:
-                found = inspect(path)[1]
+                result = inspect(path)[1]
             except drjax.PlanFileError:
                 continue
-            assert found == wanted, at
+            assert result == expected, position
 
 
 def test_any_end_may_be_missing(good, tmp_path):

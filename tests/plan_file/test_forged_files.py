@@ -129,20 +129,20 @@ def test_an_array_of_more_than_its_bytes(tmp_path):
 
 def test_a_directory_that_declares_more_than_there_is(good, tmp_path):
     path, data = tmp_path / "plan.drjax", good.read_bytes()
-    wanted, refusals = inspect(good)[1], 0
+    expected, refusals = inspect(good)[1], 0
     start, count = data.index(b"PK\x01\x02"), data.count(b"PK\x01\x02")
     for offset, width in ((20, 4), (24, 4), (42, 4), (28, 2), (30, 2)):
         for value in (b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\0"):
-            at = start
+            position = start
             for _ in range(count):
                 wrong = bytearray(data)
-                wrong[at + offset : at + offset + width] = value[:width]
+                wrong[position + offset : position + offset + width] = value[:width]
                 path.write_bytes(wrong)
                 try:
-                    assert inspect(path)[1] == wanted
+                    assert inspect(path)[1] == expected
                 except drjax.PlanFileError:
                     refusals += 1
-                at = max(data.find(b"PK\x01\x02", at + 1), start)
+                position = max(data.find(b"PK\x01\x02", position + 1), start)
     assert refusals > 60
 
 
@@ -177,11 +177,11 @@ def mutate(rng, x):
     ]  # fmt: skip
     if isinstance(x, dict | list) and x and rng.random() < 0.9:
         x = x.copy()
-        at = rng.choice([*x]) if isinstance(x, dict) else rng.randrange(len(x))
+        position = rng.choice([*x]) if isinstance(x, dict) else rng.randrange(len(x))
         if rng.random() < 0.1:
-            del x[at]
+            del x[position]
         else:
-            x[at] = mutate(rng, x[at])
+            x[position] = mutate(rng, x[position])
         return x
     return rng.choice(odd)
 
@@ -193,8 +193,8 @@ def test_any_part_of_a_manifest_may_be_wrong(good, members, tmp_path):
         rewrite(path, {**members, "manifest.json": json.dumps(mutate(rng, manifest))})
         for read in (drjax.load_plan, lambda path: inspect(path)[0]):
             try:
-                found = read(path)
+                result = read(path)
             except drjax.PlanFileError as error:
                 assert len(str(error)) < 3000
             else:  # a version, or a name
-                assert len(str(found)) < 2 * len(plan)
+                assert len(str(result)) < 2 * len(plan)

@@ -48,24 +48,26 @@ def test_programs(case, name, mesh, step, tmp_path):
     with on_mesh(case, "none") as args:
         plan = drjax.make_plan(TRANSFORMS[name](case))(*args)
         loaded = saved(plan, tmp_path / "plan.drjax")
-        found = reference.compile(loaded)(*args)
-    assert_same(found, expected(case, name))
+        result = reference.compile(loaded)(*args)
+    assert_same(result, expected(case, name))
     with on_mesh(case, mesh) as args:
-        found = jax.jit(xla.compile(loaded, groups_per_step=step))(*args)
-    assert_same(found, expected(case, name))
+        result = jax.jit(xla.compile(loaded, groups_per_step=step))(*args)
+    assert_same(result, expected(case, name))
 
 
 def both_ways(fn, *args, tmp_path, exact=True):
     """The results of a saved plan, which are those of the program."""
     loaded = saved(drjax.make_plan(fn)(*args), tmp_path / "plan.drjax")
-    wanted = jax.jit(fn)(*args)
+    original = jax.jit(fn)(*args)
     close = np.testing.assert_array_equal
     if not exact:
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     for run in (reference.compile(loaded), jax.jit(xla.compile(loaded))):
-        found = run(*args)
-        assert jax.tree.structure(found) == jax.tree.structure(wanted)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        result = run(*args)
+        assert jax.tree.structure(result) == jax.tree.structure(original)
+        for a, b in zip(
+            jax.tree.leaves(result), jax.tree.leaves(original), strict=True
+        ):
             assert a.dtype == b.dtype
             if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
@@ -149,9 +151,9 @@ def test_loops_of_every_sort_on_meshes(mesh, step, tmp_path):
     args = jnp.ones(2), jnp.linspace(-1, 0.1, 2 * N).reshape(N, 2)
     loaded = both_ways(f, *args, tmp_path=tmp_path, exact=False)
     with in_mesh_of(mesh):
-        found = jax.jit(xla.compile(loaded, groups_per_step=step))(*args)
+        result = jax.jit(xla.compile(loaded, groups_per_step=step))(*args)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    jax.tree.map(close, found, jax.jit(f)(*args))
+    jax.tree.map(close, result, jax.jit(f)(*args))
 
 
 def test_a_group_that_pads_the_last_device_never_counts(tmp_path):
@@ -163,8 +165,8 @@ def test_a_group_that_pads_the_last_device_never_counts(tmp_path):
     x = jnp.arange(1.0, 6.0)
     loaded = saved(drjax.make_plan(f)(x), tmp_path / "plan.drjax")
     with in_mesh_of({"clients": 4}):
-        found = jax.jit(xla.compile(loaded))(x)
-    np.testing.assert_allclose(found, jax.jit(f)(x), rtol=1e-6)
+        result = jax.jit(xla.compile(loaded))(x)
+    np.testing.assert_allclose(result, jax.jit(f)(x), rtol=1e-6)
 
 
 @pytest.mark.parametrize("backend", [reference, xla])
@@ -217,27 +219,27 @@ def test_groups_of_a_batch_that_jax_cannot_batch_go_in_turn(work, impl, tmp_path
     loaded = saved(plan, tmp_path / "plan.drjax")
     assert loaded.rounds[0].local.forms.sequential
     assert "groups of a batch in turn" in inspect(tmp_path / "plan.drjax")[1]
-    wanted = reference.compile(plan)(x, key)
+    by_reference = reference.compile(plan)(x, key)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     for step in (1, 3, None):
         run = jax.jit(xla.compile(loaded, groups_per_step=step))
-        jax.tree.map(close, run(x, key), wanted)
+        jax.tree.map(close, run(x, key), by_reference)
 
 
 def test_32_bit_values_stay_so_with_64_bits(tmp_path):
     plan, args = sgd_plan(), (jnp.ones(3), jnp.ones((N, 5, 3)))
-    wanted = reference.compile(plan)(*args)
+    by_reference = reference.compile(plan)(*args)
     with jax.enable_x64(True):
         loaded = saved(plan, tmp_path / "plan.drjax")
         for run in (reference.compile(loaded), jax.jit(xla.compile(loaded))):
-            found = run(*args)
-            assert found.dtype == np.float32
-            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+            result = run(*args)
+            assert result.dtype == np.float32
+            np.testing.assert_allclose(result, by_reference, rtol=1e-6)
 
 
 def test_a_mesh_in_context_does_not_bind_the_file(tmp_path):
     with in_mesh_of({"clients": 8}):
         loaded = saved(sgd_plan(), tmp_path / "plan.drjax")
     args = jnp.ones(3), jnp.ones((N, 5, 3))
-    found = jax.jit(xla.compile(loaded))(*args)
-    np.testing.assert_allclose(found, reference.compile(loaded)(*args), rtol=1e-6)
+    result = jax.jit(xla.compile(loaded))(*args)
+    np.testing.assert_allclose(result, reference.compile(loaded)(*args), rtol=1e-6)

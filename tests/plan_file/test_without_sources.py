@@ -29,7 +29,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("examples", "flax", "optax", "tests"):
-            raise ImportError(f"{name} is not here")
+            raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
 import drjax, jax, numpy as np
@@ -41,21 +41,21 @@ for name in ("examples", "flax", "optax"):
         continue
     raise AssertionError(name)
 
-source, given, made = sys.argv[1:]
+source, input_path, output_path = sys.argv[1:]
 drjax.make_plan = jax.make_jaxpr  # never called below
 plan = drjax.load_plan(source)
-arrays = np.load(given)
+arrays = np.load(input_path)
 arrays = [arrays[f"arr_{i}"] for i in range(len(plan.inputs))]
 args, kwargs = plan.in_tree.unflatten(arrays)
 run = {
     "reference": drjax.backends.reference.compile(plan),
     "xla": jax.jit(drjax.backends.xla.compile(plan, groups_per_step=2)),
 }
-found = {}
+outputs = {}
 for name, fn in run.items():
     for i, leaf in enumerate(jax.tree.leaves(fn(*args, **kwargs))):
-        found[f"{name}.{i}"] = np.asarray(leaf)
-np.savez(made, **found)
+        outputs[f"{name}.{i}"] = np.asarray(leaf)
+np.savez(output_path, **outputs)
 """
 
 
@@ -87,21 +87,21 @@ def test_a_process_without_the_source(make, tmp_path):
         plan = drjax.make_plan(program)(*args)
         plan.save(tmp_path / "plan.drjax")
     flat_inputs(drjax.load_plan(tmp_path / "plan.drjax"), args, {})  # users' classes
-    np.savez(tmp_path / "given.npz", *jax.tree.leaves(args))
-    wanted = [np.asarray(x) for x in jax.tree.leaves(reference.compile(plan)(*args))]
+    np.savez(tmp_path / "inputs.npz", *jax.tree.leaves(args))
+    expected = [np.asarray(x) for x in jax.tree.leaves(reference.compile(plan)(*args))]
     empty = tmp_path / "empty"
     empty.mkdir()
-    names = [str(tmp_path / n) for n in ("plan.drjax", "given.npz", "made.npz")]
+    names = [str(tmp_path / n) for n in ("plan.drjax", "inputs.npz", "outputs.npz")]
     run_alone(WITHOUT_SOURCE, names, empty)
     assert not [*empty.iterdir()]
-    with np.load(tmp_path / "made.npz") as file:
-        made = dict(file)
-    assert len(made) == 2 * len(wanted)
-    for i, want in enumerate(wanted):
+    with np.load(tmp_path / "outputs.npz") as file:
+        output = dict(file)
+    assert len(output) == 2 * len(expected)
+    for i, want in enumerate(expected):
         for name in ("reference", "xla"):
-            found = made[f"{name}.{i}"]
-            assert found.dtype == want.dtype
-            np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-6)
+            result = output[f"{name}.{i}"]
+            assert result.dtype == want.dtype
+            np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-6)
 
 
 def run_alone(code, arguments, folder):
@@ -119,13 +119,14 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-source, given, made = sys.argv[1:]
+source, input_path, output_path = sys.argv[1:]
 with zipfile.ZipFile(source) as archive:
     manifest = json.loads(archive.read("manifest.json"))
     (only,) = manifest["plan"]["rounds"]
     groups = only["groups"]
     code = archive.read(groups["member"] + ".mlirbc")
-inputs = dict(zip(manifest["plan"]["inputs"], np.load(given).values(), strict=True))
+arrays = np.load(input_path).values()
+inputs = dict(zip(manifest["plan"]["inputs"], arrays, strict=True))
 tables = manifest["plan"]["values"]
 n = manifest["plan"]["partition"]["size"]
 sums = 0.0
@@ -136,13 +137,13 @@ with ir.Context() as context:
     for group in range(n):
         args = [np.int32(manifest["platforms"].index("cpu")), np.int32(group)]
         for name in groups["inputs"]:
-            row = inputs[name]
-            args.append(row if tables[name]["group_axis"] is None else row[group])
+            x = inputs[name]
+            args.append(x if tables[name]["group_axis"] is None else x[group])
         (out,) = stablehlo.eval_module(module, [whole(x) for x in args])
         sums += np.asarray(out).astype(np.float64)
 assert "jax" not in sys.modules
 [reduction] = only["reduces"]
-np.save(made, sums / n if reduction["op"] == "mean" else sums)
+np.save(output_path, sums / n if reduction["op"] == "mean" else sums)
 """
 
 
@@ -163,8 +164,8 @@ def test_a_process_without_jax(tmp_path):
     args = jnp.ones(3), jnp.sin(jnp.arange(60.0)).reshape(5, 4, 3)
     plan = drjax.make_plan(step)(*args)
     plan.save(tmp_path / "plan.drjax")
-    np.savez(tmp_path / "given.npz", *args)
-    names = [str(tmp_path / n) for n in ("plan.drjax", "given.npz", "made.npy")]
+    np.savez(tmp_path / "inputs.npz", *args)
+    names = [str(tmp_path / n) for n in ("plan.drjax", "inputs.npz", "made.npy")]
     run_alone(WITHOUT_JAX, names, tmp_path)
     want = np.asarray(reference.compile(plan)(*args))
     np.testing.assert_allclose(np.load(tmp_path / "made.npy"), want, rtol=1e-6)

@@ -126,11 +126,11 @@ TRANSFORMS = {
 def test_they_are_reductions(fn, name):
     fn = TRANSFORMS[name](fn)
     args = jnp.arange(3.0), X
-    wanted = jax.jit(fn)(*args)
+    expected = jax.jit(fn)(*args)
     plan = drjax.make_plan(fn)(*args)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
-    jax.tree.map(close, reference.compile(plan)(*args), wanted)
-    jax.tree.map(close, drjax.jit(fn, groups_per_step=1)(*args), wanted)
+    jax.tree.map(close, reference.compile(plan)(*args), expected)
+    jax.tree.map(close, drjax.jit(fn, groups_per_step=1)(*args), expected)
 
 
 def test_a_product_is_added_up_by_one_reduction():
@@ -211,11 +211,11 @@ def test_written_and_named_reductions_give_the_same_plan():
 
 
 def test_sums_of_arguments():
-    """Global, as by default a sum needs all of it, or partitioned if so told."""
+    """Global, as by default a sum needs all of it, or partitioned by argument."""
     fn = program(lambda x: jnp.sum(x, axis=0) * drjax.reduce_mean(x[:, :1]))
-    for said, ops in ((None, ["mean"]), (True, ["sum", "mean"])):
-        plan = drjax.make_plan(fn, partitioned=said)(X)
-        assert plan.inputs[0].partitioned == bool(said)
+    for partitioned, ops in ((None, ["mean"]), (True, ["sum", "mean"])):
+        plan = drjax.make_plan(fn, partitioned=partitioned)(X)
+        assert plan.inputs[0].partitioned == bool(partitioned)
         assert [r.op for r in plan.rounds[0].reduces] == ops
         got = reference.compile(plan)(X)
         np.testing.assert_allclose(got, jax.jit(fn)(X), rtol=1e-6)
@@ -250,7 +250,7 @@ def stripped(closed, known=None):
     return known[id(closed)]
 
 
-def _said_of(closed) -> str:
+def _plan_or_refusal(closed) -> str:
     """The plan of a jaxpr, its stages included, or its refusal without the line."""
     names = [f"x{i}" for i in range(len(closed.in_avals))]
     try:
@@ -282,12 +282,12 @@ OTHERS = [
 def test_plans_do_not_depend_on_debug_data(fn, args, transform):
     scalar = lambda *xs: jnp.sum(jnp.sin(fn(*xs)))
     argnums = tuple(range(len(args)))
-    wanted = fn if transform == "value" else jax.grad(scalar, argnums)
+    transformed = fn if transform == "value" else jax.grad(scalar, argnums)
     if transform == "vmapped_grad":
-        wanted = jax.vmap(wanted, (0, *[None] * (len(args) - 1)))
+        transformed = jax.vmap(transformed, (0, *[None] * (len(args) - 1)))
         args = (jnp.stack([args[0], args[0]]), *args[1:])
     with planning(False):
-        closed = jax.make_jaxpr(wanted)(*map(jnp.asarray, args))
-    said = _said_of(stripped(closed))
-    assert said == _said_of(closed)
-    assert ("may mix the slices" in said) == (fn is OTHERS[1][1])
+        closed = jax.make_jaxpr(transformed)(*map(jnp.asarray, args))
+    text = _plan_or_refusal(stripped(closed))
+    assert text == _plan_or_refusal(closed)
+    assert ("may mix the slices" in text) == (fn is OTHERS[1][1])

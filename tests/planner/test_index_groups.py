@@ -33,8 +33,8 @@ def agree(fn, *args) -> Plan:
         assert got.dtype == want.dtype
         close(got, want)
     if jnp.issubdtype(args[0].dtype, jnp.floating):
-        wanted = jax.jit(both)(*args)
-        jax.tree.map(close, drjax.jit(both, groups_per_step=1)(*args), wanted)
+        expected = jax.jit(both)(*args)
+        jax.tree.map(close, drjax.jit(both, groups_per_step=1)(*args), expected)
     return plan
 
 

@@ -130,9 +130,9 @@ def test_convolutions(padding):
 
     @program
     def fn(kernel, x):
-        made = lax.conv(rows(x), kernel, (1, 2), padding)
+        convolved = lax.conv(rows(x), kernel, (1, 2), padding)
         pooled = lax.reduce_window(
-            made, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "VALID"
+            convolved, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "VALID"
         )
         return jnp.sum(drjax.reduce_mean(jnp.sin(pooled)))
 
@@ -149,8 +149,10 @@ def test_convolutions(padding):
 def test_fourier_transforms():
     @program
     def fn(w, x):
-        there = jnp.fft.rfft(rows(x) @ w)
-        return drjax.reduce_mean(jnp.fft.irfft(there * 2, n=3) + jnp.abs(there[:, :1]))
+        spectrum = jnp.fft.rfft(rows(x) @ w)
+        return drjax.reduce_mean(
+            jnp.fft.irfft(spectrum * 2, n=3) + jnp.abs(spectrum[:, :1])
+        )
 
     agree(fn)
     mixes = program(lambda x: jnp.abs(jnp.fft.fft(rows(x), axis=0)))

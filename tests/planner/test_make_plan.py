@@ -62,8 +62,8 @@ def test_the_ledger_counts_what_the_compiler_sends():
     from benchmarks.hlo import collectives
 
     with in_mesh(make_mesh({"clients": 8})):
-        found = collectives(hlo_text(drjax.jit(fn), *args))
-    assert sum(c.bytes for c in found) == ledger.reduced_per_device()
+        result = collectives(hlo_text(drjax.jit(fn), *args))
+    assert sum(c.bytes for c in result) == ledger.reduced_per_device()
     assert "total: 516 bytes down and 512 up for each group" in str(ledger)
 
 
@@ -192,7 +192,7 @@ def test_one_all_reduce_for_each_round():
 
 def test_jit_options():
     fn, args = make_parallel_maml_loss(N), maml_args(N)
-    wanted = jax.jit(fn)(*args)
+    expected = jax.jit(fn)(*args)
 
     def scaled(scale, *args, factor):
         return scale * factor * fn(*args)
@@ -200,23 +200,23 @@ def test_jit_options():
     step = drjax.jit(
         scaled, groups_per_step=3, static_argnums=0, static_argnames="factor"
     )
-    np.testing.assert_allclose(step(2, *args, factor=3), 6 * wanted, rtol=1e-6)
+    np.testing.assert_allclose(step(2, *args, factor=3), 6 * expected, rtol=1e-6)
     model = jax.tree.map(jnp.copy, args[0])
     grads = drjax.jit(jax.grad(fn), donate_argnums=0)(model, *args[1:])
     assert all(x.is_deleted() for x in jax.tree.leaves(model))
     assert not any(x.is_deleted() for x in jax.tree.leaves(grads))
     lowered = drjax.jit(fn).lower(*args).compile()
-    np.testing.assert_allclose(lowered(*args), wanted, rtol=1e-6)
+    np.testing.assert_allclose(lowered(*args), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("n", [10, 3])
 def test_sizes_that_do_not_divide(n):
     fn, args = jax.value_and_grad(make_parallel_maml_loss(n)), maml_args(n)
-    wanted = jax.jit(fn)(*args)
+    expected = jax.jit(fn)(*args)
     with in_mesh_of({"clients": 8}):
-        found = drjax.jit(fn, groups_per_step=1)(*args)
+        result = drjax.jit(fn, groups_per_step=1)(*args)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, found, wanted)
+    jax.tree.map(close, result, expected)
 
 
 @pytest.mark.parametrize(

@@ -101,17 +101,17 @@ PROGRAMS = [
 @pytest.mark.parametrize("step", [1, 64])
 @pytest.mark.parametrize("fn", PROGRAMS)
 def test_they_are_found(fn, step):
-    wanted = jax.jit(fn)(*ARGS)
-    assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(wanted))
+    expected = jax.jit(fn)(*ARGS)
+    assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(expected))
     run = xla.compile(drjax.make_plan(fn)(*ARGS), groups_per_step=step)
-    for found in (drjax.jit(fn, groups_per_step=step)(*ARGS), jax.jit(run)(*ARGS)):
+    for result in (drjax.jit(fn, groups_per_step=step)(*ARGS), jax.jit(run)(*ARGS)):
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-        jax.tree.map(close, found, wanted)
+        jax.tree.map(close, result, expected)
 
 
 def test_ranks_are_a_permutation():
-    found = drjax.jit(ranks, groups_per_step=64)(*ARGS)
-    np.testing.assert_array_equal(jnp.sort(found), jnp.arange(N))
+    result = drjax.jit(ranks, groups_per_step=64)(*ARGS)
+    np.testing.assert_array_equal(jnp.sort(result), jnp.arange(N))
 
 
 def test_only_they_are_kept():

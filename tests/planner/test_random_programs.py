@@ -1,13 +1,13 @@
 """Random programs: value and derivatives agree in every way to run a program.
 
 Each program meets one size, dtype, derivative, mesh and chunk size, drawn with it:
-half of them run on meshes. What it should give is found by its plain meaning, which
-shares no code with drjax, and by StableHLO's interpreter, which is not of XLA. A long
-run is `DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow -s
-tests/planner/test_random_programs.py`; it goes in batches, each in a fresh process, one
-per core, and prints its count, its seed, and which rules it has reached. It takes
-hours; stopped, the same command goes on with the batches that are left. `python -m
-tests.helpers.random_run SEED NUMBER` makes a program that it names smaller.
+half of them run on meshes. Its expected values come from its plain meaning, which
+shares no code with drjax, run by StableHLO's interpreter, which shares none with XLA.
+A long run is `DRJAX_RANDOM_PROGRAMS=20000 DRJAX_RANDOM_SEED=7 python -m pytest -m slow
+-s tests/planner/test_random_programs.py`; it runs in batches, each in a fresh process,
+one per core, and prints its count, its seed, and which rules it has reached. It takes
+hours; after an interruption the same command runs the remaining batches. `python -m
+tests.helpers.random_run SEED NUMBER` minimizes a program that failed.
 
 Covers: drjax._planner.inline, drjax._planner.group_index, drjax._planner.rematerialize,
 drjax._planner.partitioning.infer, drjax._planner.partitioning.environment,
@@ -47,13 +47,13 @@ SEED = int(os.environ.get("DRJAX_RANDOM_SEED", "0"))
 
 @pytest.fixture
 def reached():
-    with counting() as found:
-        yield found
+    with counting() as counts:
+        yield counts
 
 
 def report(reached) -> None:
     rules, kinds = reached
-    print("row rules:", dict(rules.most_common()))
+    print("unbatching rules:", dict(rules.most_common()))
     print("not reached:", sorted(set(UNBATCHING_RULES) - set(rules)))
     print("kinds:", dict(kinds.most_common()))
 
@@ -61,14 +61,14 @@ def report(reached) -> None:
 def assert_all_rules(reached) -> None:
     """Every rule has been reached: pointwise work has one."""
     rules, kinds = reached
-    found = {name.split("(")[0] for name in kinds}
+    names = {name.split("(")[0] for name in kinds}
     combining = """conv_general_dilated dot_general dynamic_slice dynamic_update_slice
         gather reduce_and reduce_max reduce_min reduce_or reduce_sum scan scatter
         scatter-add slice""".split()
     meanings = {f"means {name}" for name in combining}
     public = vars(drjax.primitives).values()
     primitives = {p.name for p in public if isinstance(p, Primitive)}
-    assert found >= primitives | set(CONTROL) | meanings
+    assert names >= primitives | set(CONTROL) | meanings
     others = set(UNBATCHING_RULES) - ELEMENTWISE
     assert len(set(rules) - others) > 20
     assert not others - set(rules) - INTERNAL
@@ -118,8 +118,8 @@ def test_ways_agree_in_programs_that_reach_every_rule(reached):
     assert_all_rules(reached)
 
 
-# What long runs have found, made small: (recipe, features, (step, mesh)).
-FOUND = [
+# Failures of long runs, minimized: (recipe, features, (step, mesh)).
+MINIMIZED = [
     ((("scan", 7, 4, (("global_rows_add", 11, 19, ()),)),), 3, (1, None)),
     ((("switch", 19, 14, (("along_features", 26, 23, ()),)),), 2, (None, None)),
     (
@@ -144,7 +144,7 @@ FOUND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe, f, way", FOUND)
+@pytest.mark.parametrize("recipe, f, way", MINIMIZED)
 def test_what_was_found(recipe, f, way):
     step, mesh = way
     check(Program(recipe, f=f, step=step, mesh=mesh))
@@ -169,29 +169,29 @@ def batch(seed: int, start: int, count: int) -> tuple[list, list[str]]:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         errors += re.split("^FAILED", done.stdout, flags=re.M)[1:]
-        if found := re.search('^{"reached": .*', done.stdout, re.M):
-            reached.append(json.loads(found[0])["reached"])
+        if line := re.search('^{"reached": .*', done.stdout, re.M):
+            reached.append(json.loads(line[0])["reached"])
         if done.returncode == 0:
             break
         numbers = re.findall(f"^at {seed} (\\d+)", done.stdout, re.M)
-        at = int(numbers[-1]) if numbers else end
-        errors.append(f"{seed} {at} died, {done.returncode}: {done.stdout[-5000:]}")
-        start = at + 1
+        last = int(numbers[-1]) if numbers else end
+        errors.append(f"{seed} {last} died, {done.returncode}: {done.stdout[-5000:]}")
+        start = last + 1
     return reached, errors
 
 
 def batches(count: int, seed: int, size: int, cache: pytest.Cache) -> None:
     """Batches of programs.
 
-    Those that agreed are kept in pytest's cache until code changes: a run that was
-    stopped goes on.
+    Those that agreed are kept in pytest's cache until code changes, so that a stopped
+    run resumes.
     """
     parts = {
         f"{seed} {start} {min(size, count - start)}": None
         for start in range(0, count, size)
     }
     key = f"random_programs/{code()}"
-    kept = {name: found for name, found in cache.get(key, {}).items() if name in parts}
+    kept = {name: part for name, part in cache.get(key, {}).items() if name in parts}
     print(f"\n{len(kept)} of {len(parts)} batches agreed before", flush=True)
     errors = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -201,18 +201,18 @@ def batches(count: int, seed: int, size: int, cache: pytest.Cache) -> None:
             if name not in kept
         }
         for done in concurrent.futures.as_completed(running):
-            found, wrong = done.result()
+            counts, wrong = done.result()
             errors += map(AssertionError, wrong)
             for error in wrong:
                 print(f"\nFAILED {error}", flush=True)
             if not wrong:
-                kept[running[done]] = found
+                kept[running[done]] = counts
                 cache.set(key, cache.get(key, {}) | kept)
     print(f"\n{count} random programs, seed {seed}")
     reached = (collections.Counter(), collections.Counter())
     for part in kept.values():
-        for found in part:
-            for total, more in zip(reached, found, strict=True):
+        for counts in part:
+            for total, more in zip(reached, counts, strict=True):
                 total.update(more)
     report(reached)
     if errors:
@@ -235,7 +235,7 @@ def test_ways_agree_in_many_programs(cache):
 
 
 @pytest.mark.slow
-def test_a_long_run_goes_on_where_it_was_stopped(cache, capsys, monkeypatch):
+def test_a_stopped_run_resumes(cache, capsys, monkeypatch):
     monkeypatch.setattr(f"{__name__}.code", lambda: "test_a_long_run")
     cache.set("random_programs/test_a_long_run", {})
     batches(1, 3, 1, cache)

@@ -103,8 +103,8 @@ def test_rule(name):
             if rows is None:
                 refused += 1
                 continue
-            for given, used in zip(axes, rows.in_axes, strict=True):
-                assert given is None or given == used
+            for inputs, used in zip(axes, rows.in_axes, strict=True):
+                assert inputs is None or inputs == used
             check_rows(eqn, operands, outs, rows)
             accepted += 1
     assert seen or name in INTERNAL, f"no case reaches {name}"

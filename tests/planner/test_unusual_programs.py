@@ -163,14 +163,14 @@ def test_corner(name):
     fn, args = PROGRAMS[name]
     want = jax.jit(fn)(*args)
     plan = drjax.make_plan(fn)(*args)
-    found = {
+    result = {
         "all at once": drjax.jit(fn)(*args),
         "one by one": drjax.jit(fn, groups_per_step=1)(*args),
         "reference": drjax.backends.reference.compile(plan)(*args),
     }
     with in_mesh_of({"clients": plan.size // 2 or 1}):
-        found["on devices"] = drjax.jit(fn)(*args)
-    for way, got in found.items():
+        result["on devices"] = drjax.jit(fn)(*args)
+    for way, got in result.items():
         assert jax.tree.structure(got) == jax.tree.structure(want), way
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6, err_msg=way)
@@ -180,8 +180,8 @@ def test_corner(name):
 def test_checkpoints_of_a_planned_function():
     fn = lambda v, w: drjax.jit(weighted)(v, w) ** 2
     want = jax.grad(lambda v, w: weighted(v, w) ** 2, (0, 1))(V, 0.5)
-    found = jax.grad(jax.checkpoint(fn), (0, 1))(V, 0.5)
-    for x, y in zip(found, want, strict=True):
+    result = jax.grad(jax.checkpoint(fn), (0, 1))(V, 0.5)
+    for x, y in zip(result, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
@@ -189,8 +189,8 @@ def test_checkpoints_of_a_planned_function():
 def test_a_with_mesh_block():
     want = jax.value_and_grad(weighted)(V, 0.5)
     with make_mesh({"clients": 4}):
-        found = drjax.jit(jax.value_and_grad(weighted), groups_per_step=1)(V, 0.5)
-    for x, y in zip(found, want, strict=True):
+        result = drjax.jit(jax.value_and_grad(weighted), groups_per_step=1)(V, 0.5)
+    for x, y in zip(result, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
@@ -226,8 +226,8 @@ def test_the_xla_backend_checks_its_options():
 def test_extrema_of_small_types(dtype):
     x = jnp.arange(4).astype(dtype)
     for reduce in (drjax.reduce_max, drjax.reduce_min):
-        found = drjax.jit(four(reduce), groups_per_step=1)(x)
-        assert found == jax.jit(four(reduce))(x)
+        result = drjax.jit(four(reduce), groups_per_step=1)(x)
+        assert result == jax.jit(four(reduce))(x)
 
 
 def test_sums_are_made_within_the_map():
@@ -246,11 +246,11 @@ def test_sums_are_made_within_the_map():
 
 def agree(fn, *args):
     """One group at a time and in chunks, as by `jax.jit`."""
-    wanted = jax.jit(fn)(*args)
+    expected = jax.jit(fn)(*args)
     run = drjax.backends.reference.compile(drjax.make_plan(fn)(*args))
-    for found in (drjax.jit(fn, groups_per_step=1)(*args), run(*args)):
+    for result in (drjax.jit(fn, groups_per_step=1)(*args), run(*args)):
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
-        jax.tree.map(close, found, wanted)
+        jax.tree.map(close, result, expected)
 
 
 def test_loops_of_which_each_ends_in_its_own_time():
@@ -276,10 +276,10 @@ def test_loops_of_which_each_ends_in_its_own_time():
         each = jax.vmap(fn, (0, None))
         agree(each, times, V)
         agree(jax.vmap(each, (0, None)), jnp.stack([times, 2 * times]), V)
-        found = jax.vmap(drjax.jit(fn), (0, None))(times, V)
+        result = jax.vmap(drjax.jit(fn), (0, None))(times, V)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
-            found, jax.jit(each)(times, V),
+            result, jax.jit(each)(times, V),
         )  # fmt: skip
 
 
@@ -298,8 +298,8 @@ def test_loops_in_groups_that_ask_for_their_number_end_in_their_own_time():
     each, times = jax.vmap(fn, (0, None)), jnp.array([1, 3])
     agree(each, times, V)
     agree(jax.vmap(each, (0, None)), jnp.stack([times, 2 * times]), V)
-    found = jax.vmap(drjax.jit(fn), (0, None))(times, V)
-    np.testing.assert_allclose(found, jax.jit(each)(times, V), rtol=1e-5)
+    result = jax.vmap(drjax.jit(fn), (0, None))(times, V)
+    np.testing.assert_allclose(result, jax.jit(each)(times, V), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])

@@ -29,12 +29,12 @@ def collectives(f, *args, mesh=None, n=N):
 def in_loops(text: str) -> list[dict[str, int]]:
     """The collectives of each loop body that has any, in no order."""
     bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-    found = []
+    result = []
     for block in text.split("\n\n"):
         name = re.match(r"\s*(?:ENTRY )?%([\w.\-]+)", block)
         if name and name[1] in bodies and count(block):
-            found.append(count(block))
-    return found
+            result.append(count(block))
+    return result
 
 
 def make_loss(n=N):

@@ -42,10 +42,10 @@ def _check(fn, run, derivative, times):
         jax.debug.callback(lambda i, t: calls.append((int(i), int(t))), i, t)
 
     expected = DERIVATIVES[derivative](groups(fn(lambda i, t: None)))(x)
-    found = DERIVATIVES[derivative](RUNS[run](groups(fn(note))))(x)
+    result = DERIVATIVES[derivative](RUNS[run](groups(fn(note))))(x)
     jax.effects_barrier()
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, result, expected)
     assert sorted(calls) == [(i, t) for i in range(N) for t in range(times)]
 
 

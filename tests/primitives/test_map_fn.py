@@ -115,9 +115,9 @@ def test_features_inside_a_mapped_function(feature, mesh):
         return y, slopes
 
     with in_mesh_of(mesh):
-        found = jax.jit(value_and_slopes)(FEATURE_X)
+        result = jax.jit(value_and_slopes)(FEATURE_X)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
-    jax.tree.map(close, found, expected_of_feature(feature))
+    jax.tree.map(close, result, expected_of_feature(feature))
 
 
 OFTEN = {"scan", "cond", "checkpoint", *(name for name in FEATURES if "custom" in name)}
@@ -141,9 +141,9 @@ def test_features_of_a_jitted_program(feature, mesh):
     want = jax.jit(functools.partial(derivatives, program))(FEATURE_X)
     with in_mesh_of(mesh):
         planned = drjax.jit(program, groups_per_step=1)
-        found = jax.jit(functools.partial(derivatives, planned))(FEATURE_X)
+        result = jax.jit(functools.partial(derivatives, planned))(FEATURE_X)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    jax.tree.map(close, found, want)
+    jax.tree.map(close, result, want)
 
 
 def test_closures_over_tracers_are_broadcast():

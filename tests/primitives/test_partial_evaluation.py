@@ -32,38 +32,38 @@ def loss(m, xs):
 
 def count(fn, *args) -> dict[str, int]:
     """How often each primitive stands in the program, mapped functions included."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
 
     def visit(jaxpr):
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             name = BY_OBJECT.get(eqn.primitive) or eqn.primitive.name
-            found[name] = found.get(name, 0) + 1
+            result[name] = result.get(name, 0) + 1
             for value in eqn.params.values():
                 if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
                     visit(value)
 
     visit(jax.make_jaxpr(fn)(*args))
-    return found
+    return result
 
 
 def test_forward_pass_is_never_recomputed():
-    found = count(jax.grad(loss), M, XS)
-    assert found["tanh"] == 1
-    assert found["dot_general"] == 2  # one forward, one for the gradient
-    assert found["map_fn"] == 2
+    result = count(jax.grad(loss), M, XS)
+    assert result["tanh"] == 1
+    assert result["dot_general"] == 2  # one forward, one for the gradient
+    assert result["map_fn"] == 2
 
 
 def test_checkpoint_recomputes_once():
-    found = count(jax.grad(jax.checkpoint(loss)), M, XS)
-    assert found["tanh"] == 2
-    assert found["dot_general"] == 3
+    result = count(jax.grad(jax.checkpoint(loss)), M, XS)
+    assert result["tanh"] == 2
+    assert result["dot_general"] == 3
 
 
 def test_policies_see_inside_the_mapped_function(capsys):
     policy = jax.checkpoint_policies.dots_saveable
-    found = count(jax.grad(jax.checkpoint(loss, policy=policy)), M, XS)
-    assert found["tanh"] == 2
-    assert found["dot_general"] == 2
+    result = count(jax.grad(jax.checkpoint(loss, policy=policy)), M, XS)
+    assert result["tanh"] == 2
+    assert result["dot_general"] == 2
     jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(loss, policy=policy), M, XS)
     saved = [line for line in capsys.readouterr().out.splitlines() if "drjax" in line]
     assert len(saved) == 1 and saved[0].startswith(f"f32[{N},5]"), saved
@@ -94,16 +94,16 @@ def test_policies_act_as_on_plain_vmap(policy):
 
     counts = []
     for loss in (ours, plain):
-        found = count(jax.grad(jax.checkpoint(loss, policy=policy)), M, XS)
-        counts.append([found[name] for name in ("exp", "sin", "cos", "dot_general")])
+        result = count(jax.grad(jax.checkpoint(loss, policy=policy)), M, XS)
+        counts.append([result[name] for name in ("exp", "sin", "cos", "dot_general")])
     assert counts[0] == counts[1]
 
 
 def test_linearized_program_holds_only_linear_work():
     _, linear = jax.linearize(lambda m: loss(m, XS), M)
-    found = count(linear, M)
-    assert "tanh" not in found
-    assert found["map_fn"] == 1 and found["reduce_mean"] == 1
+    result = count(linear, M)
+    assert "tanh" not in result
+    assert result["map_fn"] == 1 and result["reduce_mean"] == 1
 
 
 def test_only_what_is_differentiated_is_linearized():
@@ -238,8 +238,8 @@ AROUND = {
 def test_custom_vjp_around_blocks(rule, transform):
     xs = XS[:, 0]
     custom, plain = mean_of_sines(rule, program)
-    found, wanted = (AROUND[transform](f)(M, xs) for f in (custom, plain))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    result, expected = (AROUND[transform](f)(M, xs) for f in (custom, plain))
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("leaks_unchecked")

@@ -137,10 +137,10 @@ def _chain(k):
 
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_dependent_reductions_are_rounds(k):
-    found = count_rounds.count(jax.jit(_chain(k)), jnp.ones(3), jnp.ones((100, 3)))
-    assert found.rounds == k
+    result = count_rounds.count(jax.jit(_chain(k)), jnp.ones(3), jnp.ones((100, 3)))
+    assert result.rounds == k
     for i in range(1, k + 1):
-        assert found.down[i] == 12 and found.up[i] == 4
+        assert result.down[i] == 12 and result.up[i] == 4
 
 
 def test_independent_reductions_share_a_round_and_dead_ones_do_not_count():
@@ -149,9 +149,9 @@ def test_independent_reductions_share_a_round_and_dead_ones_do_not_count():
         drjax.reduce_max(drjax.broadcast(drjax.reduce_sum(xs)))
         return drjax.reduce_sum(xs), drjax.reduce_mean(xs), drjax.gather(xs)
 
-    found = count_rounds.count(f, jnp.ones((100, 3), jnp.bfloat16))
-    assert found.rounds == 1
-    assert found.up[1] == 3 * 6 and not found.down
+    result = count_rounds.count(f, jnp.ones((100, 3), jnp.bfloat16))
+    assert result.rounds == 1
+    assert result.up[1] == 3 * 6 and not result.down
 
 
 def test_gradient_of_a_mean_loss_needs_no_round_more():

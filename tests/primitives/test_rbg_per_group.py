@@ -77,18 +77,18 @@ def alone(draw, impl):
 @pytest.mark.parametrize("draw", DRAWS)
 def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
     f, key = program_of(draw), jax.random.key(5, impl=impl)
-    wanted = alone(draw, impl)
-    np.testing.assert_allclose(jax.jit(f)(key), wanted, rtol=1e-6)
-    found = drjax.jit(f, groups_per_step=4)(key)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    expected = alone(draw, impl)
+    np.testing.assert_allclose(jax.jit(f)(key), expected, rtol=1e-6)
+    result = drjax.jit(f, groups_per_step=4)(key)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("mesh", [None, *MESHES])
 def test_bits_do_not_depend_on_devices(mesh, impl):
     f, key = program_of(numbers), jax.random.key(5, impl=impl)
-    wanted = alone(numbers, impl)
-    same = lambda found: np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    expected = alone(numbers, impl)
+    same = lambda result: np.testing.assert_allclose(result, expected, rtol=1e-6)
     with in_mesh(mesh and MESHES[mesh]()):
         same(jax.jit(f)(key))
         same(drjax.jit(f, groups_per_step=1)(key))

@@ -29,12 +29,12 @@ def test_a_mean_of_a_million_groups_has_all_digits(mesh, step):
     slices = np.random.default_rng(0).random(MANY, np.float32)
     for x in (slices, np.full(MANY, 0.1, np.float32)):
         with in_mesh_of(mesh):
-            found = drjax.jit(mean_over(MANY), groups_per_step=step)(x)
-            wanted = jax.jit(mean_over(MANY))(x)
+            result = drjax.jit(mean_over(MANY), groups_per_step=step)(x)
+            expected = jax.jit(mean_over(MANY))(x)
         exact = np.mean(x, dtype=np.float64)
         # The compiler adds up the 999 of a chunk, in one loop.
-        np.testing.assert_allclose(found, exact, rtol=1.2e-7 if step < 10 else 4e-7)
-        np.testing.assert_allclose(wanted, exact, rtol=1.2e-7)
+        np.testing.assert_allclose(result, exact, rtol=1.2e-7 if step < 10 else 4e-7)
+        np.testing.assert_allclose(expected, exact, rtol=1.2e-7)
 
 
 def test_large_sums_have_all_digits_from_many_steps_on():
@@ -46,8 +46,8 @@ def test_large_sums_have_all_digits_from_many_steps_on():
             lambda w: drjax.reduce_mean(drjax.map_fn(jnp.sin, drjax.broadcast(w)))
         )
         w = np.full(wide, 0.1, np.float32)
-        found = drjax.jit(f, groups_per_step=1)(w)
-        errors.append(np.max(np.abs(found / np.float64(np.sin(w)) - 1)))
+        result = drjax.jit(f, groups_per_step=1)(w)
+        errors.append(np.max(np.abs(result / np.float64(np.sin(w)) - 1)))
     assert errors[1] < 1.2e-7 < errors[0] < 1e-4  # as the docs say
 
 
@@ -70,8 +70,8 @@ def test_infinite_sums_are_those_of_jax(dtype):
     slices[0, 2] = np.nan
     slices[2, 3] = slices[3, 3] = largest
     slices[5, 4] = -np.inf
-    found = drjax.jit(total, groups_per_step=1)(slices)
-    np.testing.assert_array_equal(found, jax.jit(total)(slices))
+    result = drjax.jit(total, groups_per_step=1)(slices)
+    np.testing.assert_array_equal(result, jax.jit(total)(slices))
 
 
 def indexed(w, x):

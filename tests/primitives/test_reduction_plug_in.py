@@ -117,9 +117,9 @@ def f(scale, x):
 EXPECTED = np.sin(1.5 * X).prod(0), np.sin(1.5 * X).sum(0)
 
 
-def close(found):
+def close(result):
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, EXPECTED
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), result, EXPECTED
     )
 
 

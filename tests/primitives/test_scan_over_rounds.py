@@ -34,6 +34,6 @@ def test_scan_over_rounds(case, mesh_name):
             gradient = jax.grad(lambda x: jnp.sum(run(x)[0]))
             return jax.jit(lambda x: (*run(x), gradient(x)))
 
-        found, wanted = with_gradient(scanned)(first), with_gradient(unrolled)(first)
-        for got, want in zip(found, wanted, strict=True):
+        result, expected = with_gradient(scanned)(first), with_gradient(unrolled)(first)
+        for got, want in zip(result, expected, strict=True):
             assert_close(got, want)

@@ -160,8 +160,8 @@ def test_derivatives_mix_groups_by_our_primitives_only(case, derivative):
     jaxpr = jax.make_jaxpr(DERIVATIVES[derivative](case.fn))(*args)
     names = inspect.signature(case.fn).parameters
     partitioned = [name in ("xs", "weights") for name in names]
-    found = mixing_equations(jaxpr, partitioned)
-    assert not found, "\n".join(map(str, found))
+    result = mixing_equations(jaxpr, partitioned)
+    assert not result, "\n".join(map(str, result))
 
 
 def test_paper_maml_gradient_has_no_other_communication():

@@ -91,8 +91,8 @@ def test_a_reduce_scatter_of_tpus_is_one():
         "  %all-reduce.2 = f32[8]{0} all-reduce(%p), to_apply=%add\n"
         "}\n"
     )
-    found = summary(collectives(text))
-    assert found == {"all-reduce": (1, 32), "reduce-scatter": (1, 32)}
+    result = summary(collectives(text))
+    assert result == {"all-reduce": (1, 32), "reduce-scatter": (1, 32)}
 
 
 def test_bytes_of_shapes():
@@ -158,8 +158,8 @@ def test_warm_calls_compile_nothing(results):
 @pytest.mark.slow
 def test_programs_leave_nothing_behind(results):
     for name in ("program", "program, traced"):
-        found = results["leaks"][report.OURS][name]
-        assert (found["objects"], found["entries"]) == (0, 0), name
+        result = results["leaks"][report.OURS][name]
+        assert (result["objects"], result["entries"]) == (0, 0), name
 
 
 @pytest.mark.slow

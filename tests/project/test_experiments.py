@@ -40,9 +40,9 @@ def _as_users_do():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_are_runs(path):
-    found = config.load(path)
+    result = config.load(path)
     lines = [line for line in path.read_text().splitlines() if line.strip()]
-    assert lines[0].startswith("# ") and found != Config()
+    assert lines[0].startswith("# ") and result != Config()
 
 
 @pytest.mark.parametrize(
@@ -95,17 +95,17 @@ def test_two_axes_give_the_same_losses(variant, baseline):
         TINY, model=dataclasses.replace(TINY.model, batch_axis="fsdp"),
         machine=Machine(group=4, fsdp=2),
     )  # fmt: skip
-    found = worker.measure(two, variant)
-    assert found["mesh"] == {"groups": 2, "fsdp": 2, "model": 2}
-    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
+    result = worker.measure(two, variant)
+    assert result["mesh"] == {"groups": 2, "fsdp": 2, "model": 2}
+    np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
 
 
 def test_flags_are_in_the_name_of_a_run(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[round]\ngroups = 3\n")
     flags = ["--round.groups", "5", "--variants", "drjax"]
-    _, found = config.from_command_line([str(path), *flags])
-    assert run._name(path, found[path]) == "run,round.groups=5"
+    _, result = config.from_command_line([str(path), *flags])
+    assert run._name(path, result[path]) == "run,round.groups=5"
 
 
 def test_other_runs_go_on_where_one_fails(tmp_path, monkeypatch):
@@ -128,9 +128,9 @@ def test_flags_override_files(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\nlayers = 3\nscan = true\n")
     flags = [str(path), "--out", str(tmp_path), "--model.layers", "5"]
-    command, found = config.from_command_line(flags)
-    assert command.out == tmp_path and [*found] == [path]
-    assert found[path].model == TransformerConfig(layers=5, scan=True)
+    command, result = config.from_command_line(flags)
+    assert command.out == tmp_path and [*result] == [path]
+    assert result[path].model == TransformerConfig(layers=5, scan=True)
 
 
 # ---------------------------------------------------------------------------------
@@ -149,19 +149,19 @@ def baseline():
 )
 def test_every_way_gives_the_same_losses(variant, baseline):
     work = 4 if variant in ("python loop", "rolled loop") else 1  # of all groups
-    found = worker.measure(TINY, variant)
-    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
-    assert found["losses"][1] != found["losses"][0]
-    assert found["flops"] == pytest.approx(work * baseline["flops"], rel=0.01)
+    result = worker.measure(TINY, variant)
+    np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
+    assert result["losses"][1] != result["losses"][0]
+    assert result["flops"] == pytest.approx(work * baseline["flops"], rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", cases.some(["drjax", "drjax jit"], "drjax jit"))
 def test_a_model_with_a_shard_map_of_its_own(variant, baseline):
     own = dataclasses.replace(TINY.model, attention_axis="model")
-    found = worker.measure(dataclasses.replace(TINY, model=own), variant)
-    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
-    assert found["flops"] == pytest.approx(baseline["flops"], rel=0.01)
+    result = worker.measure(dataclasses.replace(TINY, model=own), variant)
+    np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
+    assert result["flops"] == pytest.approx(baseline["flops"], rel=0.01)
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ def test_models_averaged_by_a_sharded_server(variant, baseline):
         TINY, round=dataclasses.replace(TINY.round, average="models"),
         machine=Machine(server="sharded"), donate=True,
     )  # fmt: skip
-    found = worker.measure(less, variant)
-    np.testing.assert_allclose(found["losses"], baseline["losses"], rtol=1e-5)
-    kinds = {c["kind"] for c in found["collectives"] if "groups" in c["axes"]}
+    result = worker.measure(less, variant)
+    np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
+    kinds = {c["kind"] for c in result["collectives"] if "groups" in c["axes"]}
     assert "all-gather" in kinds
 
 
@@ -206,8 +206,8 @@ def test_articles_by_domain(kind, tmp_path, monkeypatch):
     rows = dict(zip(("domain", "text", "date"), map(list, columns), strict=True))
     news = datasets.Dataset.from_dict({"title": list("tttt"), **rows})
     {"jsonl": news.to_json, "csv": news.to_csv, "parquet": news.to_parquet}[kind](path)
-    found = {m.name: m.text.tobytes() for part in load_articles(path) for m in part}
-    assert found == {
+    result = {m.name: m.text.tobytes() for part in load_articles(path) for m in part}
+    assert result == {
         "a.example": b"Of another domain.",
         "b.example": b"A first article.\nThe second of its domain.",
     }
@@ -241,12 +241,12 @@ def test_a_record_says_everything(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_agree(tmp_path):
-    found = []
+    result = []
     for processes in (1, 2):
         machine = Machine(devices=4, processes=processes, group=1)
-        found.append(run.measured(dataclasses.replace(TINY, machine=machine), "drjax"))
-    np.testing.assert_allclose(found[0]["losses"], found[1]["losses"], rtol=1e-6)
-    assert found[0]["flops"] == found[1]["flops"]
+        result.append(run.measured(dataclasses.replace(TINY, machine=machine), "drjax"))
+    np.testing.assert_allclose(result[0]["losses"], result[1]["losses"], rtol=1e-6)
+    assert result[0]["flops"] == result[1]["flops"]
 
 
 def test_devices_that_cannot_be_divided():

@@ -60,8 +60,8 @@ def test_memory_grows_without_a_plan(results):
 def test_each_round_is_one_all_reduce(results):
     for row in results["rows"]:
         rounds = 2 if row["task"] == CROSSING else 1
-        found = {kind: count for kind, (count, _) in row["collectives"].items()}
-        assert found == {"all-reduce": rounds}, row["implementation"]
+        result = {kind: count for kind, (count, _) in row["collectives"].items()}
+        assert result == {"all-reduce": rounds}, row["implementation"]
 
 
 def test_the_report_names_each_goal_and_its_measure(results, goals):

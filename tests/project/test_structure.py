@@ -42,18 +42,18 @@ BACKENDS = {
     for path in (PACKAGE / "backends").rglob("*.py")
     if "\ndef compile(" in path.read_text()
 }
-LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
+LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 
 
 def _imports(path: Path) -> set[str]:
     """Every module that a file imports, dotted."""
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imports
 
 
 def _modules() -> dict[str, set[str]]:
@@ -63,23 +63,23 @@ def _modules() -> dict[str, set[str]]:
         for path in PACKAGE.rglob("*.py")
         if path.name != "__init__.py"
     }
-    found = {}
+    imports = {}
     for name, path in paths.items():
         targets = {t.removeprefix("drjax.") for t in _imports(path)}
-        found[name] = {
+        imports[name] = {
             m for m in paths for t in targets if t == m or t.startswith(f"{m}.")
         }
-    return found
+    return imports
 
 
 def test_imports_go_down_only():
     modules = _modules()
-    assert {name.split(".")[0] for name in modules} == set(LEVEL), "no layer"
+    assert {name.split(".")[0] for name in modules} == set(LAYER_OF), "no layer"
     for name, targets in modules.items():
         for target in targets:
-            here, there = LEVEL[name.split(".")[0]], LEVEL[target.split(".")[0]]
+            above, below = (LAYER_OF[x.split(".")[0]] for x in (name, target))
             if name != "plan" or target not in ASKED_FOR:
-                assert there <= here, f"{name} imports {target}"
+                assert below <= above, f"{name} imports {target}"
             if name.startswith("backends."):
                 assert target not in BACKENDS, f"{name} imports {target}"
             # It binds primitives, as its operands are checked arrays.
@@ -89,16 +89,16 @@ def test_imports_go_down_only():
 
 def test_contributing_has_the_table_of_layers():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| (\d) \| (.*?) \|", text, re.M)
-    found = {int(i): set(re.findall(r"`(\w+)/?`", names)) for i, names in rows}
-    assert found == dict(enumerate(LAYERS))
+    table = re.findall(r"^\| (\d) \| (.*?) \|", text, re.M)
+    layers = {int(i): set(re.findall(r"`(\w+)/?`", names)) for i, names in table}
+    assert layers == dict(enumerate(LAYERS))
 
 
 def test_the_root_is_small():
     assert len([*PACKAGE.glob("*.py")]) <= 8
 
 
-def test_there_is_no_import_cycle():
+def test_no_import_cycles():
     edges = _modules()
 
     def visit(name, path):
@@ -153,22 +153,22 @@ CODELESS = (ast.Expr, ast.Import, ast.ImportFrom)
 
 def _in_package() -> set[str]:
     """Every module of the package, dotted; packages where their `__init__` has code."""
-    found = set()
+    modules = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts[-1] != "__init__":
-            found.add(".".join(parts))
+            modules.add(".".join(parts))
         elif not all(isinstance(x, CODELESS) for x in ast.parse(path.read_text()).body):
-            found.add(".".join(parts[:-1]))
-    return found - {"drjax"}
+            modules.add(".".join(parts[:-1]))
+    return modules - {"drjax"}
 
 
 def _covered(path: Path) -> list[str]:
     """What a test file says that it covers, in the last paragraph of its docstring."""
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-    found = re.search(r"^Covers: ([^:]+)\.\Z", doc, re.M)
-    assert found, f"{path}: the docstring does not end with `Covers: drjax.module.`"
-    return re.split(r",\s+", found[1])
+    covers = re.search(r"^Covers: ([^:]+)\.\Z", doc, re.M)
+    assert covers, f"{path}: the docstring does not end with `Covers: drjax.module.`"
+    return re.split(r",\s+", covers[1])
 
 
 def _public_words(name: str) -> list[str]:
@@ -219,10 +219,8 @@ def test_init_is_a_table_of_contents():
 
 
 def _literal_version() -> str:
-    found = re.findall(
-        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M
-    )
-    (version,) = found
+    text = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.+)"$', text, re.M)
     return version
 
 

@@ -55,13 +55,13 @@ def _lines(path: Path):
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_of_the_field_is_used(word):
     pattern = re.compile(rf"(?<![\w`])({word})", re.IGNORECASE)
-    found = [
+    result = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in TEXTS
         for number, line in _lines(path)
         if pattern.search(line)
     ]
-    assert not found, f"say {WORDS[word]}:\n" + "\n".join(found)
+    assert not result, f"say {WORDS[word]}:\n" + "\n".join(result)
 
 
 @pytest.mark.parametrize("word", SEARCHED)

@@ -44,18 +44,18 @@ def train(processes: int, devices: int, folder: pathlib.Path) -> list[dict]:
         for worker in workers:
             worker.kill()
             worker.communicate()
-    found = []
+    result = []
     for output in outputs:
         with np.load(output) as file:
-            found.append(dict(file))
-    return found
+            result.append(dict(file))
+    return result
 
 
 def test_two_processes_train_as_one(tmp_path):
     [one] = train(1, 8, tmp_path)
     assert one["losses"][-1] < one["losses"][0]
     assert one["total"] == 45.0
-    for found in train(2, 4, tmp_path):
-        assert found.keys() == one.keys()
+    for result in train(2, 4, tmp_path):
+        assert result.keys() == one.keys()
         for name in one:
-            np.testing.assert_allclose(found[name], one[name], rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(result[name], one[name], rtol=1e-6, atol=1e-6)

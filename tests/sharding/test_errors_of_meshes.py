@@ -38,8 +38,8 @@ def test_collectives_over_the_partitions_own_axis(collective, mesh):
     fn = COLLECTIVES[collective]
     with in_mesh(mesh and make_mesh(*mesh)):
         for f in (eight(lambda x: drjax.map_fn(fn, x)),) * 2:
-            found = raises(drjax.MeshError, OWN_AXIS, f, X8)
-    assert "with drjax.reduce_sum, drjax.reduce_max or drjax.gather" in found
+            result = raises(drjax.MeshError, OWN_AXIS, f, X8)
+    assert "with drjax.reduce_sum, drjax.reduce_max or drjax.gather" in result
 
 
 def test_collectives_over_the_own_axis_where_it_is_bound():
@@ -86,8 +86,8 @@ def test_closures_on_explicit_meshes_are_broadcast(kind, what):
 
         expected = X8 * np.asarray(use(w))
         for program in (f, through_broadcast):
-            found = jax.jit(program)(w, X8)
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
+            result = jax.jit(program)(w, X8)
+            np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_a_closure_that_is_sharded_over_the_partitions_axes():
@@ -133,8 +133,8 @@ def test_uneven_groups_on_explicit_axes():
     ten = drjax.program(clients=10)(drjax.broadcast)
     with jax.set_mesh(make_mesh({"clients": 4}, EXPLICIT)):
         text = "Partition clients:10 does not divide evenly over the 4 devices of mesh "
-        found = raises(drjax.MeshError, text, ten, 1.0)
-    assert "make the axes Auto" in found and "or use 12 groups" in found
+        result = raises(drjax.MeshError, text, ten, 1.0)
+    assert "make the axes Auto" in result and "or use 12 groups" in result
 
 
 def test_uneven_groups_inside_a_manual_shard_map():

@@ -77,8 +77,8 @@ HOW = {
 def test_meshes_given_inside_a_group(form, how, other):
     mesh = make_mesh({"clients": 2, **other})
     layer: Any = (FORMS | LAYOUTS)[form](mesh)
-    context, given = HOW[how]
-    mesh_argument: Any = {"mesh": mesh} if given else {}
+    context, mesh_arg = HOW[how]
+    mesh_argument: Any = {"mesh": mesh} if mesh_arg else {}
 
     @eight
     def f(x):
@@ -86,9 +86,9 @@ def test_meshes_given_inside_a_group(form, how, other):
 
     expected = X + X.sum(1, keepdims=True) if form in FORMS else X
     with context(mesh):
-        found = jax.jit(f)(X)
+        result = jax.jit(f)(X)
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(X)
-    np.testing.assert_allclose(found, np.sin(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, np.sin(expected), rtol=1e-5, atol=1e-6)
     ct = 2 * np.sin(expected) * np.cos(expected)
     if form in FORMS:
         ct = ct + ct.sum(1, keepdims=True)
@@ -104,8 +104,8 @@ def test_a_constraint_without_axes(shape, spec):
         f = eight(lambda x: drjax.map_fn(layer, x))
         for run in (jax.jit, drjax.jit):
             np.testing.assert_allclose(run(f)(X), np.sin(X), rtol=1e-5)
-            found = run(jax.grad(lambda x: jnp.sum(f(x))))(X)
-            np.testing.assert_allclose(found, np.cos(X), rtol=1e-4, atol=1e-6)
+            result = run(jax.grad(lambda x: jnp.sum(f(x))))(X)
+            np.testing.assert_allclose(result, np.cos(X), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -118,8 +118,8 @@ def test_gradients_within_a_group_stay_in_it(form):
     expected = X - 0.2 * (y + y.sum(1, keepdims=True))
     with jax.set_mesh(mesh):
         for run in (jax.jit, lambda f: drjax.jit(f, groups_per_step=1)):
-            found = run(eight(lambda x: drjax.map_fn(steps, x)))(X)
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            result = run(eight(lambda x: drjax.map_fn(steps, x)))(X)
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -148,10 +148,10 @@ def test_a_vmap_in_a_shard_map_of_the_model(other, run, check_vma):
         each = [alone(TABLE[0], t) for t in TOKENS]
         expected = jax.tree.map(lambda *ys: np.mean(ys, 0), *each)
         placed = jax.device_put(TABLE[0], P("tensor", shape.get("fsdp") and "fsdp"))
-        found = run(step)(placed, TOKENS)
+        result = run(step)(placed, TOKENS)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-        found, expected,
+        result, expected,
     )  # fmt: skip
 
 
@@ -165,8 +165,8 @@ def test_a_whole_mesh_with_explicit_axes(kinds):
         return _with_its_sum(x, mesh=mesh)
 
     with jax.set_mesh(mesh):
-        found = jax.jit(eight(lambda x: drjax.map_fn(layer, x)))(X)
-    np.testing.assert_allclose(found, X + X.sum(1, keepdims=True), rtol=1e-5)
+        result = jax.jit(eight(lambda x: drjax.map_fn(layer, x)))(X)
+    np.testing.assert_allclose(result, X + X.sum(1, keepdims=True), rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_look_ups_in_sharded_tables(look_up, tokens, placement):
 
     @drjax.program(clients=4)
     def f(table, tokens):
-        found = drjax.map_fn(LOOK_UPS[look_up], (table, tokens))
-        return drjax.reduce_mean(drjax.map_fn(lambda y: jnp.sum(y**2), found))
+        result = drjax.map_fn(LOOK_UPS[look_up], (table, tokens))
+        return drjax.reduce_mean(drjax.map_fn(lambda y: jnp.sum(y**2), result))
 
     both = jax.value_and_grad(f)
     expected = both(TABLE, TOKENS)
@@ -207,8 +207,8 @@ def test_look_ups_in_sharded_tables(look_up, tokens, placement):
         if placement == PLACEMENTS[0]:
             runs.append(drjax.jit(both, groups_per_step=1, in_shardings=shardings))
         for run in runs:
-            found = run(TABLE, TOKENS)
-            for a, b in zip(found, expected, strict=True):
+            result = run(TABLE, TOKENS)
+            for a, b in zip(result, expected, strict=True):
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
@@ -257,8 +257,8 @@ def test_the_rounding_of_narrow_sums_has_a_bound(dtype, unit):
     exact = np.asarray(x, np.float64)
     of_devices = exact.reshape(4, 2, 1000).sum(1)
     with jax.set_mesh(make_mesh({"clients": 4})):
-        found = jax.jit(eight(drjax.reduce_sum))(x)
-    error = np.abs(np.asarray(found, np.float64) - exact.sum(0))
+        result = jax.jit(eight(drjax.reduce_sum))(x)
+    error = np.abs(np.asarray(result, np.float64) - exact.sum(0))
     summed = np.abs(of_devices).sum(0)
     bound = 4 * summed if dtype == "float16" else summed + np.abs(exact.sum(0))
     assert (error <= 1.01 * unit * bound).all()  # second-order terms
@@ -288,8 +288,8 @@ CONSTANTS = {
 @pytest.mark.parametrize("shape", ["no other", "two others"])
 def test_mapped_results_without_operands(fn, shape, how):
     mesh = make_mesh(MESHES[shape])
-    context, given = HOW[how]
-    mesh_argument: Any = {"mesh": mesh} if given else {}
+    context, mesh_arg = HOW[how]
+    mesh_argument: Any = {"mesh": mesh} if mesh_arg else {}
 
     @eight
     def f(x):
@@ -299,8 +299,8 @@ def test_mapped_results_without_operands(fn, shape, how):
     y = np.stack([CONSTANTS[fn](x) if fn != "index" else i for i, x in enumerate(X)])
     expected = y, y.sum(0)
     with context(mesh):
-        found = jax.jit(f)(X)
-    for a, b in zip(found, expected, strict=True):
+        result = jax.jit(f)(X)
+    for a, b in zip(result, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
@@ -334,12 +334,12 @@ def test_a_round_of_a_model_with_two_axes(how, dtype):
         place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
         placed = jax.tree.map(place, params, models.SPECS)
         run = jax.jit if how == "jax.jit" else lambda f: drjax.jit(f, 1)
-        found = run(models.diloco_round(mesh, 4))(placed, place(tokens, P("clients")))
+        result = run(models.diloco_round(mesh, 4))(placed, place(tokens, P("clients")))
     tolerance = 2e-5 if dtype == "float32" else 0.02
     close = lambda a, b: np.testing.assert_allclose(
         wide(a), b, rtol=tolerance, atol=tolerance
     )
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, result, expected)
 
 
 def test_groups_stay_apart_where_the_compiler_partitions_them():
@@ -366,7 +366,7 @@ def test_fewer_groups_than_devices(n, step):
 
     t, k = TABLE[0], TOKENS[:n, 0]
     with jax.set_mesh(make_mesh({"data": 2, "clients": 2, "model": 2})):
-        found = drjax.jit(f, groups_per_step=step)(t, k)
-        for x, y in zip(found, jax.jit(f)(t, k), strict=True):
+        result = drjax.jit(f, groups_per_step=step)(t, k)
+        for x, y in zip(result, jax.jit(f)(t, k), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5)
-    np.testing.assert_allclose(found[0], t[k].sum((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(result[0], t[k].sum((0, 1)), rtol=1e-5)

@@ -44,9 +44,9 @@ def test_value_and_gradient_through_a_shard_map_over_the_partition(shape):
     expected = jax.value_and_grad(EVERYTHING, (0, 1))(X, data)
     mesh = make_mesh(shape)
     with in_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(inside(mesh, True), (0, 1)))(X, data)
+        result = jax.jit(jax.value_and_grad(inside(mesh, True), (0, 1)))(X, data)
         unchecked = jax.jit(inside(mesh, False))(X, data)
-    assert_close(found, expected)
+    assert_close(result, expected)
     assert_close(unchecked, expected[0])
 
 
@@ -54,8 +54,8 @@ def test_gradient_inside_a_shard_map_over_the_partition():
     mesh = make_mesh({"clients": 4})
     data = data_for(N)
     with in_mesh(mesh):
-        found = jax.jit(inside(mesh, True, jax.grad))(X, data)
-    assert_close(found, jax.grad(EVERYTHING)(X, data))
+        result = jax.jit(inside(mesh, True, jax.grad))(X, data)
+    assert_close(result, jax.grad(EVERYTHING)(X, data))
 
 
 def test_gradients_without_varying_types_over_the_partition_are_an_error():
@@ -117,8 +117,8 @@ def test_inside_a_shard_map_over_another_axis(kind, check_vma):
                 lambda xs, d: body(xs, vary(d)), axis_names={"data"},
                 in_specs=(P("data"), P()), out_specs=P("data"),
             )  # fmt: skip
-        found = jax.jit(mapped)(xs, data)
-    assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+        result = jax.jit(mapped)(xs, data)
+    assert_close(result, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -134,9 +134,9 @@ def test_gradient_through_a_shard_map_over_another_axis(check_vma):
             lambda xs, d: EVERYTHING(xs[0], d)[None], axis_names={"data"},
             in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma,
         )  # fmt: skip
-        found = jax.jit(jax.grad(total(mapped), (0, 1)))(xs, data)
+        result = jax.jit(jax.grad(total(mapped), (0, 1)))(xs, data)
     vmapped = jax.vmap(EVERYTHING, (0, None))
-    assert_close(found, jax.grad(total(vmapped), (0, 1))(xs, data))
+    assert_close(result, jax.grad(total(vmapped), (0, 1))(xs, data))
 
 
 def test_scans_inside_a_mapped_function_under_inherited_check_vma():
@@ -155,8 +155,8 @@ def test_scans_inside_a_mapped_function_under_inherited_check_vma():
         mapped = jax.shard_map(
             f, axis_names={"data"}, in_specs=P("data"), out_specs=P("data")
         )
-        found = jax.jit(mapped)(jnp.concatenate([X, 2 * X]))
-    assert_close(found, jnp.concatenate([f(X), f(2 * X)]))
+        result = jax.jit(mapped)(jnp.concatenate([X, 2 * X]))
+    assert_close(result, jnp.concatenate([f(X), f(2 * X)]))
 
 
 def test_uneven_partition_inside_a_shard_map_is_an_error():
@@ -180,5 +180,5 @@ def test_two_manual_axes_carry_the_partition():
     f = make_program(16, mesh_axes=axes)
     with in_mesh(mesh):
         mapped = jax.shard_map(f, in_specs=(P(), P(axes)), out_specs=P())
-        found = jax.jit(jax.value_and_grad(mapped, (0, 1)))(X, data_for(16))
-    assert_close(found, jax.value_and_grad(make_program(16), (0, 1))(X, data_for(16)))
+        result = jax.jit(jax.value_and_grad(mapped, (0, 1)))(X, data_for(16))
+    assert_close(result, jax.value_and_grad(make_program(16), (0, 1))(X, data_for(16)))

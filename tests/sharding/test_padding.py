@@ -49,13 +49,13 @@ def _endless_for_zero(x):
 def test_loops_end(run, n, devices):
     @drjax.program(clients=n)
     def steps(x):
-        found = drjax.map_fn(_endless_for_zero, x)
-        return drjax.reduce_sum(found), drjax.reduce_max(found), drjax.gather(found)
+        result = drjax.map_fn(_endless_for_zero, x)
+        return drjax.reduce_sum(result), drjax.reduce_max(result), drjax.gather(result)
 
     expected = steps(slices(n))
     with jax.set_mesh(meshes(devices)):
-        found = RUNS[run](steps)(slices(n))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+        result = RUNS[run](steps)(slices(n))
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 @pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
@@ -101,8 +101,8 @@ def test_loops_over_the_index_end(run, n, devices):
         return drjax.reduce_sum(drjax.map_fn(work, x))
 
     with jax.set_mesh(meshes(devices)):
-        found = RUNS[run](f)(slices(n))
-    assert found == sum(i * (i + 1) for i in range(n))
+        result = RUNS[run](f)(slices(n))
+    assert result == sum(i * (i + 1) for i in range(n))
 
 
 @every_run
@@ -143,9 +143,9 @@ def test_checks_that_hold_for_every_group_hold(run, n, devices):
         return drjax.reduce_mean(drjax.map_fn(work, x))
 
     with jax.set_mesh(meshes(devices)):
-        found = RUNS[run](f)(slices(n))
+        result = RUNS[run](f)(slices(n))
         jax.effects_barrier()
-    np.testing.assert_allclose(found, np.mean(1 / np.arange(1, n + 1)), rtol=1e-6)
+    np.testing.assert_allclose(result, np.mean(1 / np.arange(1, n + 1)), rtol=1e-6)
 
 
 @every_size
@@ -159,9 +159,9 @@ def test_gradients(n, devices):
     expected = both(2.0, slices(n))
     with jax.set_mesh(meshes(devices)):
         for run in RUNS.values():
-            found = run(both)(2.0, slices(n))
+            result = run(both)(2.0, slices(n))
             close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
-            jax.tree.map(close, found, expected)
+            jax.tree.map(close, result, expected)
 
 
 def sizes_with_and_without_effects():
@@ -183,9 +183,9 @@ def test_keys(n, devices, effects):
     expected_keys, expected = f(keys)
     with jax.set_mesh(meshes(devices)):
         for run in RUNS.values():
-            new_keys, found = run(f)(keys)
+            new_keys, result = run(f)(keys)
             assert (new_keys == expected_keys).all()
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("n", [6, 10])

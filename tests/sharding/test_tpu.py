@@ -35,9 +35,9 @@ AXES = {"clients": 2, "fsdp": 2, "tensor": 2}
 def tpu_mesh(shape: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
     """Eight or fewer devices of TPU v5e; the first axis goes from slice to slice."""
     rows = {1: "v5e:2x4", 2: "v5e:2x2"}[slices]
-    found = machine.devices(Machine(platform="tpu", topology=rows), slices)
+    result = machine.devices(Machine(platform="tpu", topology=rows), slices)
     sizes = tuple(shape.values())
-    return jax.sharding.Mesh(found[: np.prod(sizes)].reshape(sizes), tuple(shape))
+    return jax.sharding.Mesh(result[: np.prod(sizes)].reshape(sizes), tuple(shape))
 
 
 def typed(mesh, tree, specs):
@@ -136,8 +136,8 @@ def grid_program(look_up: str, reductions: list[str], gradient: bool):
 
     @drjax.program(clients=4)
     def reduced(table, tokens):
-        found = drjax.map_fn(LOOK_UPS[look_up], (table, tokens))
-        return [REDUCTIONS[name](found) for name in reductions]
+        result = drjax.map_fn(LOOK_UPS[look_up], (table, tokens))
+        return [REDUCTIONS[name](result) for name in reductions]
 
     def loss(table, tokens):
         return sum(jnp.sum(jnp.float32(y) ** 2) for y in reduced(table, tokens))
@@ -175,13 +175,13 @@ def _assert_equal(shape, dtype, look_up, reductions, gradient):
     f = grid_program(look_up, reductions, gradient)
     lie = tuple(jax.NamedSharding(mesh, spec) for spec in grid_specs(mesh))
     with jax.set_mesh(mesh):
-        found = jax.jit(f, in_shardings=lie)(table, TOKENS)
+        result = jax.jit(f, in_shardings=lie)(table, TOKENS)
     tolerance = 1e-5 if dtype == "float32" else 0.04
     wide = lambda x: np.asarray(x, np.float64)
     same = lambda a, b: np.testing.assert_allclose(
         wide(a), wide(b), rtol=tolerance, atol=tolerance * (1 + np.abs(wide(b)).max())
     )
-    jax.tree.map(same, found, f(table, TOKENS))
+    jax.tree.map(same, result, f(table, TOKENS))
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["value", "gradient"])

@@ -59,8 +59,8 @@ def check(n, context=None, jit=True, block=None, **keywords):
     """Compare the program, on a mesh given in some way, with the one without mesh."""
     run = derivatives(make_program(n, block, **keywords))
     with context or contextlib.nullcontext():
-        found = (jax.jit(run) if jit else run)(*map(jnp.asarray, (X, DX, data_for(n))))
-    assert_close(found, expected_for(n))
+        result = (jax.jit(run) if jit else run)(*map(jnp.asarray, (X, DX, data_for(n))))
+    assert_close(result, expected_for(n))
 
 
 # ---------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def eager_results(**keywords):
 @pytest.mark.parametrize("name", some(MESHES, "auto model", "explicit"))
 def test_eager(name):
     with in_mesh(make_mesh(*MESHES[name])):
-        found = eager_results()
-    assert_close(found, eager_results())
+        result = eager_results()
+    assert_close(result, eager_results())
     if name == "auto model":
-        assert found[0][1].sharding.spec == P("clients")
+        assert result[0][1].sharding.spec == P("clients")
 
 
 @pytest.mark.parametrize("name", ["auto", "auto model"])
@@ -315,12 +315,12 @@ def test_vmap_over_a_mesh_axis(kind):
     with in_mesh(mesh):
         xs = jax.device_put(xs, jax.NamedSharding(mesh, P("data")))
         mapped = jax.vmap(f, (0, None), spmd_axis_name=name)
-        found = jax.jit(mapped)(xs, data_for(8))
+        result = jax.jit(mapped)(xs, data_for(8))
         grads = jax.jit(
             jax.grad(lambda xs, d: mapped(xs, d)[0].sum())
         )(xs, data_for(8))  # fmt: skip
-    assert_close(found, expected)
+    assert_close(result, expected)
     assert_close(grads, jax.vmap(jax.grad(lambda x, d: f(x, d)[0].sum()), (0, None))(
         jnp.stack([X, DX]), data_for(8)
     ))  # fmt: skip
-    assert found[1].sharding.shard_shape(found[1].shape) == (1, 2, 3)
+    assert result[1].sharding.shard_shape(result[1].shape) == (1, 2, 3)

@@ -27,15 +27,15 @@ def main(grid, context):
         "retries": 0,
         "nodes": [int(node) for node in config["nodes"].split()] or None,
     }
-    model, told = np.zeros(plan.inputs[0].shape, np.float32), []
+    model, history = np.zeros(plan.inputs[0].shape, np.float32), []
     with flower.compile(plan, grid, **options) as run:
         for number in range(config["rounds"]):
             begin = time.perf_counter()
             model, loss = run(model, flower.Clients())
             seconds = time.perf_counter() - begin
             pids, dropped = [*run.report.workers], dict(run.report.dropped)
-            told.append({"loss": float(loss), "pids": pids, "dropped": dropped})
+            history.append({"loss": float(loss), "pids": pids, "dropped": dropped})
             with open(f"{config['output']}.log", "a") as log:
                 log.write(f"round {number + 1}: loss {loss:.4f}, {seconds:.2f} s\n")
-    np.savez(f"{config['output']}.part.npz", model=model, told=json.dumps(told))
+    np.savez(f"{config['output']}.part.npz", model=model, history=json.dumps(history))
     os.replace(f"{config['output']}.part.npz", config["output"])

@@ -112,8 +112,8 @@ def opened(folder):
 
 
 def flipped(data):
-    at = len(data) // 2  # within an array: a number, and only it, is another
-    return data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
+    position = len(data) // 2  # within an array: a number, and only it, is another
+    return data[:position] + bytes([data[position] ^ 16]) + data[position + 1 :]
 
 
 DAMAGES = {
@@ -134,12 +134,12 @@ def test_the_last_whole_step_is_used(damage, plan, folder):
     data = opened(folder).read(steps[1])
     opened(folder).write(steps[1], [DAMAGES[damage](data)])
     run = run_on(InProcess(), plan, folder)
-    with pytest.warns(RuntimeWarning) as told:
-        found = run(*ARGS)
-    text = str(told[0].message)
-    assert opened(folder).location(steps[1]) in text and len(told) == 1
+    with pytest.warns(RuntimeWarning) as warnings:
+        result = run(*ARGS)
+    text = str(warnings[0].message)
+    assert opened(folder).location(steps[1]) in text and len(warnings) == 1
     assert f"goes on from the step before, {opened(folder).location(steps[0])}" in text
-    np.testing.assert_array_equal(found, result_of(plan))
+    np.testing.assert_array_equal(result, result_of(plan))
     assert stages(run) == 2 and run.report.resumed
     assert opened(folder).names() == []
 
@@ -185,9 +185,9 @@ def test_arrays_of_every_shape_and_dtype_come_back(tmp_path):
     with pytest.raises(Crash):
         run_on(crash_in(1), plan, tmp_path)(x)
     run = run_on(InProcess(), plan, tmp_path)
-    found = run(x)
+    result = run(x)
     assert stages(run) == 1
-    for a, b in zip(found, in_process.compile(plan, block_size=N)(x), strict=True):
+    for a, b in zip(result, in_process.compile(plan, block_size=N)(x), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
 
@@ -290,9 +290,9 @@ def test_a_full_disk(plan, tmp_path):
     assert f"The checkpoint file {tmp_path}/step-" in text
     assert "What was saved before is kept. Free space there" in text
     assert [x.name for x in tmp_path.iterdir()] == ["step-000000001"]
-    found = run(*ARGS)
+    result = run(*ARGS)
     assert run.report.resumed and stages(run) == STEPS - 1
-    np.testing.assert_array_equal(found, result_of(plan))
+    np.testing.assert_array_equal(result, result_of(plan))
 
 
 def test_a_full_disk_hides_no_other_error(plan, tmp_path):
@@ -310,16 +310,16 @@ def test_a_result_is_not_lost_with_its_checkpoint(plan, tmp_path, monkeypatch):
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     with files_of_at_most(10**9):
-        found = run_on(Interrupted(last), plan, tmp_path)(*ARGS)
-    np.testing.assert_array_equal(found, result_of(plan))
+        result = run_on(Interrupted(last), plan, tmp_path)(*ARGS)
+    np.testing.assert_array_equal(result, result_of(plan))
 
     def remove(self, name):
         raise PermissionError(f"{name} is write-protected")
 
     monkeypatch.setattr(_storage.LocalFolder, "remove", remove)
     with pytest.warns(RuntimeWarning, match="cannot be removed: step-0"):
-        found = run_on(InProcess(), plan, tmp_path / "more")(*ARGS)
-    np.testing.assert_array_equal(found, result_of(plan))
+        result = run_on(InProcess(), plan, tmp_path / "more")(*ARGS)
+    np.testing.assert_array_equal(result, result_of(plan))
 
 
 # ---------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ def test_a_folder_has_one_driver(plan, folder):
             assert "give another folder as checkpoint=" in text
 
     pool = Interrupted(function)
-    found = run_on(pool, plan, folder)(*ARGS)
-    np.testing.assert_array_equal(found, result_of(plan))
+    result = run_on(pool, plan, folder)(*ARGS)
+    np.testing.assert_array_equal(result, result_of(plan))
     run_on(InProcess(), plan, folder)(*ARGS)
     assert pool.sent == STEPS and opened(folder).names() == []
 

@@ -56,8 +56,8 @@ def test_slices_of_dropped_groups_are_empty():
         out = run(args)
         good = np.arange(n) != 2
         np.testing.assert_allclose(out[0], np.where(good, np.sin(x), np.nan), rtol=1e-6)
-        for found, given in zip(out[2], (x, w), strict=True):
-            np.testing.assert_array_equal(found, np.where(good, given, np.nan))
+        for result, value in zip(out[2], (x, w), strict=True):
+            np.testing.assert_array_equal(result, np.where(good, value, np.nan))
     items: list = [*zip(x, np.abs(w), strict=True)]
     items[4] = np.zeros(2, np.float32)
     out = run(Groups(items))
@@ -144,12 +144,12 @@ def rounds_plan(n=6, steps=3):
     return drjax.make_plan(rounds)(jnp.float32(1), data), (np.float32(1), data)
 
 
-def same(found, wanted):
+def same(result, expected):
     def check(a, b):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
-    jax.tree.map(check, found, wanted)
+    jax.tree.map(check, result, expected)
 
 
 def test_loops_of_every_sort():
@@ -185,9 +185,9 @@ def test_a_call_goes_on_where_it_ended(after, tmp_path):
     with pytest.raises(Crash):
         Runner(plan, Crashing(after), options)(*args)
     whole = in_process.compile(plan, block_size=6)
-    same(wanted := whole(*args), reference.compile(plan)(*args))
+    same(expected := whole(*args), reference.compile(plan)(*args))
     again = Runner(plan, InProcess(), options)
-    jax.tree.map(np.testing.assert_array_equal, again(*args), wanted)
+    jax.tree.map(np.testing.assert_array_equal, again(*args), expected)
     blocks = lambda run: sum(s.blocks for s in run.report.stages)
     assert blocks(again) == blocks(whole) - after
     assert again.report.resumed

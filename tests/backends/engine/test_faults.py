@@ -44,7 +44,7 @@ class Unreliable(InProcess):
     def __init__(self, fatal=(), losses=10**6, slow=()):
         super().__init__(2)
         self.fatal, self.losses, self.slow = set(fatal), losses, set(slow)
-        self.sent, self.abandoned, self._late, self._at = [], 0, set(), []
+        self.sent, self.abandoned, self._late, self._states = [], 0, set(), []
 
     def submit(self, task, file, shared):
         groups = [int(g) for g in task.block.groups[task.block.valid]]
@@ -52,7 +52,9 @@ class Unreliable(InProcess):
         handle = super().submit(task, file, shared)
         slow = [g for g in groups if g in self.slow]
         if task.search and slow:
-            self._at.append(WorkerState(0, (slow[0], slow[0]), 0.0, task.number, 99.0))
+            self._states.append(
+                WorkerState(0, (slow[0], slow[0]), 0.0, task.number, 99.0)
+            )
         if self.fatal & set(groups) and self.losses:
             self.losses -= 1
             handle.error = Lost("a worker died: of this group")
@@ -70,7 +72,7 @@ class Unreliable(InProcess):
         self.abandoned += 1
 
     def states(self):
-        return self._at
+        return self._states
 
 
 def run_on(pool, n=9, **options):
@@ -152,7 +154,7 @@ def test_a_block_is_not_blamed_for_another_one():
 
         def result(self, handle):
             try:
-                found = super().result(handle)
+                result = super().result(handle)
             except Lost:
                 self.gone = [f for f in self.queue if f is not handle]
                 raise
@@ -160,7 +162,7 @@ def test_a_block_is_not_blamed_for_another_one():
                 self.queue.remove(handle)
             if handle in self.gone:
                 raise Lost("a worker died: of another block")
-            return found
+            return result
 
     n = 2
     pool = OneWorker(fatal=[0])
@@ -263,8 +265,8 @@ def test_lists_of_other_lengths_in_a_file_keep_their_dtype(tmp_path):
     total = drjax.program(clients=5)(drjax.reduce_sum)
     plan = drjax.make_plan(total)(np.zeros((5, 3), np.float32))
     run = in_process.compile(plan, on_error="drop")
-    found = run(Parquet(tmp_path / "groups.parquet"))
-    np.testing.assert_array_equal(found, [4, 5, 6])
+    result = run(Parquet(tmp_path / "groups.parquet"))
+    np.testing.assert_array_equal(result, [4, 5, 6])
     assert sorted(run.report.dropped) == [0, 2, 3]
     assert "float32[2]" in run.report.dropped[0]
     assert "object[3]" in run.report.dropped[3]

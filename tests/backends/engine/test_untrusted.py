@@ -82,9 +82,9 @@ NAN, BF16 = np.float32(np.nan), ml_dtypes.bfloat16
 
 def test_an_honest_reply():
     done = checked(reply())
-    for found, value in zip(done.partials, VALUES, strict=True):
-        assert found is not None and found.dtype == value.dtype
-        np.testing.assert_array_equal(found, value)
+    for result, value in zip(done.partials, VALUES, strict=True):
+        assert result is not None and result.dtype == value.dtype
+        np.testing.assert_array_equal(result, value)
     assert (done.slices, done.failed, done.pid, done.seconds) == ([], {}, 7, 0.5)
 
 
@@ -176,8 +176,10 @@ def test_what_does_not_fit_is_refused(data, text):
 
 def test_bytes_that_are_no_booleans():
     data = reply()
-    at = len(data) - 2  # the flags are the last that have bytes
-    raises_bad(data[:at] + b"\2\0", "flags has bytes that are neither true nor false")
+    position = len(data) - 2  # the flags are the last that have bytes
+    raises_bad(
+        data[:position] + b"\2\0", "flags has bytes that are neither true nor false"
+    )
 
 
 def raises_bad(data, text):
@@ -214,19 +216,19 @@ def test_what_is_checked_is_what_stages_give():
 
     class Checking(in_process.InProcess):
         def results(self, call):
-            wanted = untrusted.partials_of(call.job.file)[call.job.stage]
+            expected = untrusted.partials_of(call.job.file)[call.job.stage]
             for block, done in super().results(call):
                 data = wire_format.result_to_bytes(block, done)
                 group = int(block.groups[0])
-                again = untrusted.validate_reply(data, group, wanted, True)
-                seen.append({str(partial) for partial in wanted})
+                again = untrusted.validate_reply(data, group, expected, True)
+                seen.append({str(partial) for partial in expected})
                 yield block, again
 
     plan = drjax.make_plan(step)(*args)
     run = in_process.compile(plan, block_size=1)
     run.engine = Checking()
-    found = run(*args)
-    for a, b in zip(found, drjax.backends.reference.compile(plan)(*args), strict=True):
+    result = run(*args)
+    for a, b in zip(result, drjax.backends.reference.compile(plan)(*args), strict=True):
         np.testing.assert_array_equal(a, b)
     assert {"float32[2]", "int8[]"} in seen and {"int32[]"} in seen and len(seen) == 16
     with jax.enable_x64(True):
@@ -251,18 +253,26 @@ def test_random_changes_of_a_reply():
             for _ in range(rng.randint(1, 6)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
         elif kind == 1:  # cut, or more of it
-            at, more = rng.randrange(len(data)), rng.randbytes(rng.randrange(9))
-            data = data[:at] + more if rng.random() < 0.5 else data + more + data[at:]
+            position, more = rng.randrange(len(data)), rng.randbytes(rng.randrange(9))
+            data = (
+                data[:position] + more
+                if rng.random() < 0.5
+                else data + more + data[position:]
+            )
         else:  # a value in the header
             new = json.loads(json.dumps(head))
-            at = new
-            while rng.random() < 0.8 and isinstance(at, dict | list) and at:
-                keys = [*at] if isinstance(at, dict) else [*range(len(at))]
+            position = new
+            while rng.random() < 0.8 and isinstance(position, dict | list) and position:
+                keys = (
+                    [*position]
+                    if isinstance(position, dict)
+                    else [*range(len(position))]
+                )
                 key = rng.choice(keys)
-                if not isinstance(at[key], dict | list) or rng.random() < 0.4:
-                    at[key] = rng.choice(junk)
+                if not isinstance(position[key], dict | list) or rng.random() < 0.4:
+                    position[key] = rng.choice(junk)
                     break
-                at = at[key]
+                position = position[key]
             else:
                 new[rng.choice(["about", "arrays", "x"])] = rng.choice(junk)
             data = with_header(new, body)
@@ -273,11 +283,11 @@ def test_random_changes_of_a_reply():
             refused += 1
             continue
         assert set(done.failed) <= {GROUP} and done.slices == []
-        for found, wanted in zip(done.partials, PARTIALS, strict=not done.failed):
+        for result, expected in zip(done.partials, PARTIALS, strict=not done.failed):
             assert (
-                found is not None
-                and found.dtype == wanted.dtype
-                and found.shape == wanted.shape
+                result is not None
+                and result.dtype == expected.dtype
+                and result.shape == expected.shape
             )
     assert refused > 2000
 

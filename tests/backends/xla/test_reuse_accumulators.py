@@ -80,11 +80,11 @@ def endings(fn, *args) -> list[int]:
     plan = drjax.make_plan(fn)(*args)
     assert plan.partition is not None
     layout = make_layout(plan.partition, find_mesh(plan.partition))
-    found = (
+    result = (
         reuse_accumulators.find_reuse(plan, i, layout)
         for i, _ in enumerate(plan.rounds)
     )
-    return [end.reused_bytes for end in found if end is not None]
+    return [end.reused_bytes for end in result if end is not None]
 
 
 X, ROWS = np.linspace(0, 1, 12, dtype=np.float32), np.linspace(0, 2, N)
@@ -94,7 +94,7 @@ ONE = 4 * 12 + 4  # bytes of both means
 
 @pytest.mark.parametrize("mesh", [None, {"clients": 4}, {"clients": 3}])
 @pytest.mark.parametrize(
-    "fn, found",
+    "fn, result",
     [
         (momentum, [ONE]),
         (clipped, [ONE]),
@@ -104,12 +104,12 @@ ONE = 4 * 12 + 4  # bytes of both means
         (with_effects, []),
     ],
 )
-def test_the_same_numbers(fn, found, mesh):
+def test_the_same_numbers(fn, result, mesh):
     args = [jnp.asarray(x) for x in ARGS]
     want = jax.jit(fn)(*args)
     with in_mesh_of(mesh):
         got = drjax.jit(fn, groups_per_step=1)(*args)
-        assert endings(fn, *args) == found
+        assert endings(fn, *args) == result
 
     def same(a, b):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):

@@ -32,9 +32,9 @@ def test_the_largest_number_that_fits(temp, budget):
         asked.append(step)
         return temp(step)
 
-    found = step_size.largest(64, counted, budget)
-    assert temp(found) <= budget
-    assert found == 64 or temp(found + 1) > budget
+    result = step_size.largest(64, counted, budget)
+    assert temp(result) <= budget
+    assert result == 64 or temp(result + 1) > budget
     assert len(asked) == len(set(asked)) <= 8
 
 
@@ -56,10 +56,10 @@ def test_drjax_jit_stays_within_the_budget(mesh, caplog):
         budget = (few + all_) // 2
         step = drjax.jit(fn, groups_per_step="auto", memory_budget=budget)
         assert few <= temp_bytes(step, *args) <= budget
-        found = step(*args)
+        result = step(*args)
         plenty = drjax.jit(fn, groups_per_step="auto")
         assert temp_bytes(plenty, *args) == all_
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), result, want)
     logged = [re.match(r"groups_per_step=(\d+) of (\d+)", m) for m in caplog.messages]
     numbers = {tuple(map(int, m.groups())) for m in logged if m}
     assert len(numbers) == 2 and max(numbers)[0] == max(numbers)[1]
