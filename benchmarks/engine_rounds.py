@@ -102,12 +102,12 @@ def small_rounds() -> dict[str, Any]:
 
 def many_groups(n: int = 1_000_000, runs: int = 6) -> list[dict[str, Any]]:
     """Seconds of a round of tiny groups, by the size of blocks."""
-    rows = np.random.default_rng(0).normal(size=(n, 8)).astype(np.float32)
-    plan = drjax.make_plan(reduced(n))(np.float32(1), rows)
+    data = np.random.default_rng(0).normal(size=(n, 8)).astype(np.float32)
+    plan = drjax.make_plan(reduced(n))(np.float32(1), data)
     result = []
     for size in (None, 8192, 256):
         with backend.compile(plan, workers=2, block_size=size) as on_ray:
-            times = _times(lambda: on_ray(np.float32(1), rows), runs)
+            times = _times(lambda: on_ray(np.float32(1), data), runs)
             blocks = on_ray.report.stages[0].blocks
         result.append({"size": size, "seconds": times, "blocks": blocks})
     return result
@@ -118,8 +118,8 @@ def large_results(n: int = 100, floats: int = 25_000_000) -> list[dict[str, Any]
 
     @drjax.program(clients=n)
     def scaled(model, x):
-        rows = drjax.map_fn(lambda m, x: m * x, (drjax.broadcast(model), x))
-        return drjax.reduce_mean(rows)
+        data = drjax.map_fn(lambda m, x: m * x, (drjax.broadcast(model), x))
+        return drjax.reduce_mean(data)
 
     args = np.ones(floats, np.float32), np.ones(n, np.float32)
     plan, result = drjax.make_plan(scaled)(*args), []

@@ -142,7 +142,7 @@ def reduced(n: int) -> Callable:
 
 
 def write_groups(folder: Path, n: int, files: int = 16) -> np.ndarray:
-    """Rows of eight numbers for n groups; their sum of tanh in float64."""
+    """Eight numbers for each of n groups; their sum of tanh in float64."""
     arrow, tables = (needed(m, "beam", "This") for m in ("pyarrow", "pyarrow.parquet"))
     draw, total = np.random.default_rng(0), np.zeros(8)
     for part, count in enumerate(np.diff(np.linspace(0, n, files + 1).astype(int))):
@@ -158,8 +158,8 @@ def measure_files(engine: str, n: int) -> dict[str, Any]:
     """One run over files, with the most memory of each process."""
     with tempfile.TemporaryDirectory() as folder:
         total = write_groups(Path(folder), n)
-        rows = jax.ShapeDtypeStruct((n, 8), jnp.float32)
-        plan = drjax.make_plan(reduced(n))(np.float32(1), rows)
+        data = jax.ShapeDtypeStruct((n, 8), jnp.float32)
+        plan = drjax.make_plan(reduced(n))(np.float32(1), data)
         groups, times = Parquet(Path(folder) / "groups-*.parquet"), []
         with start(engine, plan, block_size=4096) as on_engine, _Memory() as memory:
             mean, _ = _timed(times, lambda: on_engine(np.float32(1), groups))

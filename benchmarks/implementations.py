@@ -27,8 +27,8 @@ def drjax_program(task: Task, n: int) -> Program:
 
     @drjax.program(placements={AXIS: n})
     def mean(params, data):
-        rows = drjax.map_fn(task.fn, (drjax.broadcast(params), data))
-        return drjax.reduce_mean(rows)
+        slices = drjax.map_fn(task.fn, (drjax.broadcast(params), data))
+        return drjax.reduce_mean(slices)
 
     return task.whole(task.derivative(mean))
 
@@ -51,8 +51,8 @@ def with_shard_map(task: Task, n: int) -> Any:
     @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
     def mean(params, data):
         params = lax.pcast(params, AXIS, to="varying")
-        rows = jax.vmap(task.fn, (None, 0))(params, data)
-        total = lax.psum(jax.tree.map(lambda y: y.sum(0), rows), AXIS)
+        slices = jax.vmap(task.fn, (None, 0))(params, data)
+        total = lax.psum(jax.tree.map(lambda y: y.sum(0), slices), AXIS)
         return jax.tree.map(lambda y: y / n, total)
 
     return jax.jit(task.whole(task.derivative(mean)))
@@ -67,9 +67,11 @@ def with_local_scan(task: Task, n: int, chunk: int = 1) -> Any:
 
     def total(params, data):
         sum_of = _sum_of_chunk(task, params)
-        rows = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), data)
+        slices = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), data)
         return lax.scan(
-            lambda y, x: (_add(y, sum_of(x)), None), _zeros(sum_of, _first(rows)), rows
+            lambda y, x: (_add(y, sum_of(x)), None),
+            _zeros(sum_of, _first(slices)),
+            slices,
         )[0]
 
     return _hand_written(task, n, chunk, total)
@@ -106,25 +108,25 @@ def _sum_of_chunk(task: Task, params: Any) -> Callable:
     fn = task.derivative(task.fn)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def checkpointed(params, rows):
-        if len(jax.tree.leaves(rows)[0]) == 1:
-            return fn(params, _first(rows))
-        results = jax.vmap(fn, (None, 0))(params, rows)
+    def checkpointed(params, slices):
+        if len(jax.tree.leaves(slices)[0]) == 1:
+            return fn(params, _first(slices))
+        results = jax.vmap(fn, (None, 0))(params, slices)
         return jax.tree.map(lambda y: y.sum(0), results)
 
-    return lambda rows: checkpointed(params, rows)
+    return lambda slices: checkpointed(params, slices)
 
 
 def _add(x: Any, y: Any) -> Any:
     return jax.tree.map(jnp.add, x, y)
 
 
-def _first(rows: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], rows)
+def _first(slices: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], slices)
 
 
-def _zeros(fn: Callable, rows: Any) -> Any:
-    shapes = jax.eval_shape(fn, rows)
+def _zeros(fn: Callable, slices: Any) -> Any:
+    shapes = jax.eval_shape(fn, slices)
     zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
     return lax.pcast(zeros, AXIS, to="varying")
 
@@ -133,8 +135,8 @@ def with_vmap(task: Task, n: int) -> Any:
     """No word about devices: the compiler decides, from how the data arrives."""
 
     def mean(params, data):
-        rows = jax.vmap(task.fn, (None, 0))(params, data)
-        return jax.tree.map(lambda y: y.sum(0) / n, rows)
+        slices = jax.vmap(task.fn, (None, 0))(params, data)
+        return jax.tree.map(lambda y: y.sum(0) / n, slices)
 
     return jax.jit(task.whole(task.derivative(mean)))
 

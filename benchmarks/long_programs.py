@@ -15,7 +15,7 @@ import drjax
 from benchmarks.implementations import AXIS
 
 _N = 8
-_ROWS = jax.ShapeDtypeStruct((_N,), jnp.float32)
+_VECTOR = jax.ShapeDtypeStruct((_N,), jnp.float32)
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 Program = tuple[Callable[..., Any], tuple]
 
@@ -31,9 +31,9 @@ def _in_one_map(equations: int) -> Program:
 
     @drjax.program(placements={AXIS: _N})
     def program(x):
-        return drjax.reduce_sum(drjax.map_fn(lambda row: _chain(row, equations), x))
+        return drjax.reduce_sum(drjax.map_fn(lambda y: _chain(y, equations), x))
 
-    return program, (_ROWS,)
+    return program, (_VECTOR,)
 
 
 def _between_maps(equations: int) -> Program:
@@ -44,7 +44,7 @@ def _between_maps(equations: int) -> Program:
         y = _chain(drjax.map_fn(lax.cos, x), equations)
         return drjax.reduce_sum(drjax.map_fn(lax.cos, y))
 
-    return program, (_ROWS,)
+    return program, (_VECTOR,)
 
 
 def _many_maps(equations: int) -> Program:
@@ -53,10 +53,10 @@ def _many_maps(equations: int) -> Program:
     @drjax.program(placements={AXIS: _N})
     def program(x):
         for _ in range(equations // 10):
-            x = drjax.map_fn(lambda row: _chain(row, 10), x)
+            x = drjax.map_fn(lambda y: _chain(y, 10), x)
         return drjax.reduce_sum(x)
 
-    return program, (_ROWS,)
+    return program, (_VECTOR,)
 
 
 def _on_the_server(equations: int) -> Program:
@@ -67,7 +67,7 @@ def _on_the_server(equations: int) -> Program:
         y = _chain(drjax.reduce_sum(drjax.map_fn(lax.cos, x)), equations)
         return drjax.reduce_sum(drjax.map_fn(lax.cos, drjax.broadcast(y)))
 
-    return program, (_ROWS,)
+    return program, (_VECTOR,)
 
 
 def _in_rounds(equations: int) -> Program:
@@ -76,8 +76,8 @@ def _in_rounds(equations: int) -> Program:
     @drjax.program(placements={AXIS: _N})
     def program(x):
         for _ in range(equations // 10):
-            rows = drjax.map_fn(lambda row: _chain(row, 10), drjax.broadcast(x))
-            x = drjax.reduce_mean(rows)
+            slices = drjax.map_fn(lambda y: _chain(y, 10), drjax.broadcast(x))
+            x = drjax.reduce_mean(slices)
         return x
 
     return program, (_SCALAR,)

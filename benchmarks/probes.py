@@ -1,7 +1,7 @@
 """Small programs for what a call costs besides its arithmetic.
 
 A probe is made from a scalar and an array `[8]` and is a function without arguments.
-The program is `sum_i (x * row_i + 1)`; its mapped function is defined anew at each
+The program is `sum_i (x * data_i + 1)`; its mapped function is defined again in each
 call, as it is in the body of a user's program.
 """
 
@@ -25,32 +25,32 @@ def entered(mesh: jax.sharding.Mesh | None) -> Any:
 
 
 @drjax.program(placements={AXIS: 8})
-def _program(x, rows):
-    y = drjax.map_fn(lambda a, row: a * row + 1, (drjax.broadcast(x), rows))
+def _program(x, data):
+    y = drjax.map_fn(lambda a, b: a * b + 1, (drjax.broadcast(x), data))
     return drjax.reduce_sum(y)
 
 
 @drjax.program(placements={AXIS: 8})
-def _closing_program(x, rows):
-    return drjax.reduce_sum(drjax.map_fn(lambda row: x * row + 1, rows))
+def _closing_program(x, data):
+    return drjax.reduce_sum(drjax.map_fn(lambda b: x * b + 1, data))
 
 
-def _vmap(x, rows):
-    return jax.vmap(lambda a, row: a * row + 1, (None, 0))(x, rows).sum(0)
+def _vmap(x, data):
+    return jax.vmap(lambda a, b: a * b + 1, (None, 0))(x, data).sum(0)
 
 
-def _closing_vmap(x, rows):
-    return jax.vmap(lambda row: x * row + 1)(rows).sum(0)
+def _closing_vmap(x, data):
+    return jax.vmap(lambda b: x * b + 1)(data).sum(0)
 
 
-def _shard_map(x, rows):
+def _shard_map(x, data):
     @jax.shard_map(in_specs=(P(), P(AXIS)), out_specs=P())
-    def total(x, rows):
+    def total(x, data):
         x = lax.pcast(x, AXIS, to="varying")
-        y = jax.vmap(lambda a, row: a * row + 1, (None, 0))(x, rows)
+        y = jax.vmap(lambda a, b: a * b + 1, (None, 0))(x, data)
         return lax.psum(y.sum(0), AXIS)
 
-    return total(x, rows)
+    return total(x, data)
 
 
 @drjax.program(placements={AXIS: 8})
@@ -67,19 +67,19 @@ def _bare_context(x):
 
 
 def _eager(fn: Callable) -> _Make:
-    return lambda x, rows: lambda: fn(x, rows).block_until_ready()
+    return lambda x, data: lambda: fn(x, data).block_until_ready()
 
 
 def _jitted(fn: Callable) -> _Make:
-    def make(x, rows):
+    def make(x, data):
         compiled = jax.jit(fn)
-        return lambda: compiled(x, rows).block_until_ready()
+        return lambda: compiled(x, data).block_until_ready()
 
     return make
 
 
 def _entering(fn: Callable) -> _Make:
-    return lambda x, rows: lambda: fn(x)
+    return lambda x, data: lambda: fn(x)
 
 
 PROBES: dict[str, _Make] = {

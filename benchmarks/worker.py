@@ -119,7 +119,7 @@ def build(
 def _types(task: Task, n: int, mesh: Any, arrival: str, small: bool) -> tuple:
     """What a task's program takes, without making data for n groups."""
     params, data = task.make(1, small)
-    row_spec = P(AXIS) if arrival == "sharded" else P()
+    data_spec = P(AXIS) if arrival == "sharded" else P()
 
     def typed(x, leading: tuple[int, ...], spec):
         shape = leading + x.shape[len(leading) :]
@@ -128,7 +128,7 @@ def _types(task: Task, n: int, mesh: Any, arrival: str, small: bool) -> tuple:
 
     return (
         jax.tree.map(lambda x: typed(x, (), P()), params),
-        jax.tree.map(lambda x: typed(x, (n,), row_spec), data),
+        jax.tree.map(lambda x: typed(x, (n,), data_spec), data),
     )
 
 
@@ -238,11 +238,11 @@ def _probe(name: str, devices: int | None) -> Callable[[], Any]:
     """The function to call; made, and called three times, once."""
     if (name, devices) not in _probes:
         mesh = None if devices is None else mesh_of(devices)
-        rows = jnp.arange(8.0)
+        data = jnp.arange(8.0)
         if mesh is not None:
-            rows = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
+            data = jax.device_put(data, NamedSharding(mesh, P(AXIS)))
         scalar = jnp.float32(2.0)
-        call = PROBES[name](scalar, rows)
+        call = PROBES[name](scalar, data)
         for _ in range(3):
             call()
         _probes[name, devices] = call

@@ -5,7 +5,7 @@
 Each plan is saved, then every engine loads the file, runs it a few times on the same
 arguments, and is compared with the reference backend. Engines are started on this
 machine: Ray and Beam with two workers, Flower as a simulation whose clients have the
-groups' rows. `pip install '.[ray,beam,flower]' 'flwr[simulation]'` installs them all.
+groups' slices. `pip install '.[ray,beam,flower]' 'flwr[simulation]'` installs them all.
 """
 
 import dataclasses

@@ -81,7 +81,7 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a round reports. The last two are partitioned: one row per group."""
+    """What a round reports. The last two are partitioned: one slice per group."""
 
     loss: Array
     group_loss: Array

@@ -305,8 +305,8 @@ def program(layer: Layer, n: int, by_devices: bool) -> Callable[[Weights, Array]
 
     @drjax.program(placements={GROUPS: n})
     def mean(weights: Weights, xs: Array) -> Array:
-        rows = drjax.map_fn(work, (drjax.broadcast(weights), xs))
-        return drjax.reduce_mean(rows)
+        outputs = drjax.map_fn(work, (drjax.broadcast(weights), xs))
+        return drjax.reduce_mean(outputs)
 
     return mean
 

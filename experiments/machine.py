@@ -76,9 +76,9 @@ def shardings(config: Config, mesh: Mesh, params: Any) -> tuple[Any, NamedShardi
         share = lambda x, spec: _divided(x.shape, spec, mesh.shape[GROUPS])
         laid = jax.tree.map(share, params, laid)
     by_batch = () if fsdp is None else (None, fsdp)  # [groups, steps, batch, ...]
-    rows = P() if config.replicated_data else P(GROUPS, *by_batch)
+    data = P() if config.replicated_data else P(GROUPS, *by_batch)
     on = lambda spec: NamedSharding(mesh, spec)
-    return jax.tree.map(on, laid, is_leaf=lambda x: isinstance(x, P)), on(rows)
+    return jax.tree.map(on, laid, is_leaf=lambda x: isinstance(x, P)), on(data)
 
 
 def _divided(shape: tuple[int, ...], spec: P, count: int) -> P:

@@ -68,7 +68,7 @@ def specs(params: Params, layout: str, axis: str, fsdp: str | None = None) -> Pa
         if "kernel" not in names:
             return P()
         layers = (None,) * (leaf.ndim - 2)
-        rows = by_rows or "out" in names or "down" in names
-        return P(*layers, axis, fsdp) if rows else P(*layers, fsdp, axis)
+        of_rows = by_rows or "out" in names or "down" in names
+        return P(*layers, axis, fsdp) if of_rows else P(*layers, fsdp, axis)
 
     return jax.tree_util.tree_map_with_path(spec, params)

@@ -48,27 +48,27 @@ def with_drjax(work: Work, n: int) -> Callable:
 
     @drjax.program(placements={GROUPS: n})
     def means(params, windows):
-        rows = drjax.map_fn(work, (drjax.broadcast(params), windows))
-        return drjax.reduce_mean(rows)
+        slices = drjax.map_fn(work, (drjax.broadcast(params), windows))
+        return drjax.reduce_mean(slices)
 
     return means
 
 
 def _mapped(work: Work, params: Any, windows: Any) -> Any:
     """The sum of a device's groups, all at once."""
-    rows = jax.vmap(work, (None, 0))(params, windows)
-    return jax.tree.map(lambda y: y.sum(0), rows)
+    slices = jax.vmap(work, (None, 0))(params, windows)
+    return jax.tree.map(lambda y: y.sum(0), slices)
 
 
 def _scanned(
     work: Work, params: Any, windows: Any, varying: tuple[str, ...] = ()
 ) -> Any:
     """The sum of groups, one after another; over these axes it varies."""
-    row = _row(windows, 0)
-    shapes = jax.eval_shape(work, params, row)
+    slice_ = _slice(windows, 0)
+    shapes = jax.eval_shape(work, params, slice_)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     zeros = lax.pcast(zeros, varying, to="varying") if varying else zeros
-    add = lambda total, row: (_add(total, work(params, row)), None)
+    add = lambda total, slice_: (_add(total, work(params, slice_)), None)
     return lax.scan(add, zeros, windows)[0]
 
 
@@ -79,7 +79,7 @@ def with_shard_map(work: Work, n: int, many: Callable = _mapped) -> Callable:
     def means(params, windows):
         params = lax.pcast(params, GROUPS, to="varying")
         if windows[0].shape[0] == 1:
-            total = work(params, _row(windows, 0))
+            total = work(params, _slice(windows, 0))
         else:
             total = many(work, params, windows)
         return jax.tree.map(lambda y: y / n, lax.psum(total, GROUPS))
@@ -91,8 +91,8 @@ def with_python_loop(work: Work, n: int) -> Callable:
     """Group after group in Python: every device runs all of them."""
 
     def means(params, windows):
-        rows = [work(params, _row(windows, i)) for i in range(n)]
-        return jax.tree.map(lambda *ys: sum(ys) / n, *rows)
+        slices = [work(params, _slice(windows, i)) for i in range(n)]
+        return jax.tree.map(lambda *ys: sum(ys) / n, *slices)
 
     return means
 
@@ -111,8 +111,8 @@ def without_annotations(work: Work, n: int) -> Callable:
 
     def means(params, windows):
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape)), params)
-        rows = jax.vmap(work)(copies, windows)
-        return jax.tree.map(lambda y: y.mean(0), rows)
+        slices = jax.vmap(work)(copies, windows)
+        return jax.tree.map(lambda y: y.mean(0), slices)
 
     return means
 
@@ -134,5 +134,5 @@ def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _row(windows: Any, i: int) -> Any:
+def _slice(windows: Any, i: int) -> Any:
     return jax.tree.map(lambda x: x[i], windows)

@@ -35,10 +35,10 @@ def measure(config: Config, variant: Variant) -> Record:
         raise ValueError("Nothing runs on TPUs here: leave execute at 0.")
     mesh = machine.mesh_of(config.machine)
     graphdef, shapes = model.shapes(config.model)
-    laid, rows = machine.shardings(config, mesh, shapes)
+    laid, data_sharding = machine.shardings(config, mesh, shapes)
     typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     params = jax.tree.map(typed, shapes, laid)
-    windows = jax.tree.map(lambda x: typed(x, rows), text.shapes(config.round))
+    windows = jax.tree.map(lambda x: typed(x, data_sharding), text.shapes(config.round))
     work = model.local_sgd(graphdef, config.round)
     n, k = config.round.groups, config.groups_per_step
     begin = time.process_time()
@@ -61,7 +61,9 @@ def measure(config: Config, variant: Variant) -> Record:
         result["compile CPU s"] = time.process_time() - begin
         result |= _read(compiled, dict(mesh.shape))
         if config.execute:
-            result["losses"], result["round s"] = _execute(compiled, config, laid, rows)
+            result["losses"], result["round s"] = _execute(
+                compiled, config, laid, data_sharding
+            )
     return result
 
 
@@ -91,12 +93,14 @@ def count_collectives(collectives: list[Collective]) -> list[Record]:
     ]  # fmt: skip
 
 
-def _execute(compiled: Any, config: Config, laid: Any, rows: Any) -> tuple[list, list]:
+def _execute(
+    compiled: Any, config: Config, laid: Any, data_sharding: Any
+) -> tuple[list, list]:
     """The loss of each round, and its seconds."""
     params = jax.tree.map(_placed, model.initial(config.model, 0), laid)
     losses, seconds = [], []
     for windows in text.rounds(config):
-        windows = jax.tree.map(lambda x: _placed(x, rows), windows)
+        windows = jax.tree.map(lambda x: _placed(x, data_sharding), windows)
         begin = time.perf_counter()
         params, loss = jax.block_until_ready(compiled(params, windows))
         seconds.append(time.perf_counter() - begin)

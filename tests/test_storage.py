@@ -174,9 +174,9 @@ def test_groups_from_parquet_files_at_urls(url):
     plan = drjax.make_plan(program)(jax.ShapeDtypeStruct((n,), np.float32))
     for source in (groups, pickle.loads(pickle.dumps(groups))):
         run = in_process.compile(plan, block_size=8, checkpoint=f"{url}/run")
-        total, rows = run(source)
+        total, slices = run(source)
         assert total == x.sum()
-        np.testing.assert_array_equal(rows, x)
+        np.testing.assert_array_equal(slices, x)
     identity = groups.identity()
     assert "/below/groups-1.parquet', " in identity
     raises(drjax.DrjaxValueError, "There is no file", Parquet, f"{url}/none-*.parquet")

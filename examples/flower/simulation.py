@@ -22,13 +22,13 @@ def simulate(plan: Plan, data: Any, main: Callable[[Any], Any]) -> Any:
 
     Args:
       plan: The plan.
-      data: The clients' data: row i, along axis 0 of all arrays, is that of client i.
+      data: The clients' data: slice i, along axis 0 of all arrays, is that of client i.
       main: Calls `run`, the plan on Flower, with `Clients()` for the data.
     """
-    rows, app, result = jax.tree.map(np.asarray, data), ServerApp(), []
+    slices, app, result = jax.tree.map(np.asarray, data), ServerApp(), []
 
     def load(context: Any) -> Any:
-        return jax.tree.map(lambda x: x[context.node_config["partition-id"]], rows)
+        return jax.tree.map(lambda x: x[context.node_config["partition-id"]], slices)
 
     @app.main()
     def server(grid: Any, _: Any) -> None:

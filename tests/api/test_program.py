@@ -203,9 +203,9 @@ def test_export(mesh):
     devices = mesh and make_mesh(mesh)
     with in_mesh(devices):
         # The derivative needs shardings on a mesh, as for hand-written jax.shard_map.
-        rows_on = devices and jax.NamedSharding(devices, P("clients"))
+        slices_on = devices and jax.NamedSharding(devices, P("clients"))
         args = (
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_on),
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=slices_on),
             jax.ShapeDtypeStruct((), x.dtype),
         )
         data = jax.export.export(jax.jit(program))(*args).serialize(vjp_order=1)

@@ -29,7 +29,7 @@ def assert_same(result, tree):
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 @pytest.mark.parametrize("n", [8, 16])
-def test_rows_are_divided(n, kind):
+def test_slices_are_divided(n, kind):
     mesh = make_mesh({"clients": 8}, kind)
     result = drjax.shard(tree_for(n), mesh, partition={"clients": n})
     assert_same(result, tree_for(n))

@@ -109,8 +109,8 @@ def test_a_pipeline_that_fails_names_round_and_stage(tmp_path):
 def test_workers_read_parquet_files(tmp_path):
     pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     n, (x, w) = 50, slices_for(50)
-    for part, at in enumerate((slice(0, 20), slice(20, 50))):
-        table = pa.table({"x": x[at], "w": w[at]})
+    for part, part_slice in enumerate((slice(0, 20), slice(20, 50))):
+        table = pa.table({"x": x[part_slice], "w": w[part_slice]})
         pq.write_table(table, tmp_path / f"groups-{part}.parquet", row_group_size=8)
     groups = Parquet(tmp_path / "groups-*.parquet", lambda row: (row["x"], row["w"]))
     with beam.compile(weighted_plan(n), workers=1, block_size=4) as run:

@@ -138,12 +138,12 @@ def test_a_group_without_a_client():
     assert "no client has the group" in run.report.dropped[4]
 
 
-def test_rows_stay_with_the_clients():
+def test_slices_stay_with_the_clients():
     text = "What clients compute stays with them"
     raises(drjax.DrjaxValueError, text, flower.compile, weighted_plan(3), None)
 
 
-def test_rows_stay_with_the_clients_in_loops_too():
+def test_slices_stay_with_the_clients_in_loops_too():
     @drjax.program(clients=3)
     def rounds(model, x):
         def step(m, _):
@@ -253,11 +253,13 @@ def expected_model(history):
     from examples.flower.plan import step
 
     model = np.zeros(3, np.float32)
-    for a_round in told:
-        there = [i for i in range(3) if str(i) not in a_round["dropped"]]
-        slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in there]
+    for a_round in history:
+        remaining = [i for i in range(3) if str(i) not in a_round["dropped"]]
+        slices = [
+            load(SimpleNamespace(node_config={"partition-id": i})) for i in remaining
+        ]
         data = tuple(np.stack(column) for column in zip(*slices, strict=True))
-        plan = drjax.make_plan(step(len(there)))(model, data)
+        plan = drjax.make_plan(step(len(remaining)))(model, data)
         model, loss = reference.compile(plan)(model, data)
         np.testing.assert_allclose(loss, a_round["loss"], rtol=1e-5)
     return model

@@ -85,7 +85,7 @@ def check(output):
     from examples.flower.plan import step
 
     with np.load(output) as file:
-        told, model = json.loads(str(file["told"])), file["model"]
+        history, model = json.loads(str(file["history"])), file["model"]
     slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(2)]
     data = tuple(np.stack(column) for column in zip(*slices, strict=True))
     expected = np.zeros(3, np.float32)

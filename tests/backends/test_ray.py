@@ -160,8 +160,8 @@ class TestRay(Conformance):
         for part in range(4):
             part_slice = slice(5 * part, 5 * part + 5)
             inner = pa.FixedSizeListArray.from_arrays(wide[part_slice].ravel(), 3)
-            rows = pa.FixedSizeListArray.from_arrays(inner, 2)
-            table = pa.table({"x": rows, "w": w[part_slice]})
+            column = pa.FixedSizeListArray.from_arrays(inner, 2)
+            table = pa.table({"x": column, "w": w[part_slice]})
             pq.write_table(table, tmp_path / f"groups-{part}.parquet")
 
         @drjax.program(clients=n)

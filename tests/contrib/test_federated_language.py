@@ -96,8 +96,8 @@ def test_what_it_cannot_say():
 
     loop = drjax.make_plan(four(rounds))(x[0])
     raises(drjax.DrjaxValueError, "a loop, scan: export the plan of one", export, loop)
-    rows = drjax.make_plan(four(lambda x: drjax.gather(drjax.map_fn(jnp.sin, x))))(x)
-    raises(drjax.DrjaxValueError, "rows of all groups in one place", export, rows)
+    plan = drjax.make_plan(four(lambda x: drjax.gather(drjax.map_fn(jnp.sin, x))))(x)
+    raises(drjax.DrjaxValueError, "rows of all groups in one place", export, plan)
 
 
 def test_docstring_example_runs():
@@ -151,15 +151,15 @@ def stage(xla, args=()):
 
 
 def over_clients(reduce):
-    return lambda rows: reduce(np.stack(rows), axis=0)
+    return lambda slices: reduce(np.stack(slices), axis=0)
 
 
 INTRINSICS = {
     "federated_broadcast": lambda x: [x] * N,
-    "federated_zip_at_clients": lambda x: [[*row] for row in zip(*x, strict=True)],
+    "federated_zip_at_clients": lambda x: [[*args] for args in zip(*x, strict=True)],
     "federated_zip_at_server": lambda x: x,
-    "federated_map": lambda inputs: [inputs[0](row) for row in inputs[1]],
-    "federated_map_all_equal": lambda inputs: [inputs[0](row) for row in inputs[1]],
+    "federated_map": lambda inputs: [inputs[0](x) for x in inputs[1]],
+    "federated_map_all_equal": lambda inputs: [inputs[0](x) for x in inputs[1]],
     "federated_apply": lambda inputs: inputs[0](inputs[1]),
     "federated_sum": over_clients(np.sum),
     "federated_mean": over_clients(np.mean),

@@ -41,8 +41,8 @@ def two_rounds(model, data):
         return x @ model - mean @ model
 
     sent = drjax.broadcast((mean, model))
-    rows = drjax.map_fn(centred, (*sent, data))
-    return drjax.reduce_sum(rows), drjax.reduce_max(rows)
+    slices = drjax.map_fn(centred, (*sent, data))
+    return drjax.reduce_sum(slices), drjax.reduce_max(slices)
 
 
 @drjax.program(clients=N)

@@ -115,7 +115,7 @@ def scattered_squares(x):
 
 
 @program
-def selected_group(m, xs):
+def selected_slice(m, xs):
     slices = drjax.map_fn(lambda m, x: jnp.exp(m) * x, (drjax.broadcast(m), xs))
     return drjax.select(slices, -3) * drjax.select(slices, jnp.int32(2))
 
@@ -234,7 +234,7 @@ CASES = (
         gathered_prefix_sums, lambda m, xs: (m * xs**2).cumsum(0)[::2], (M, XS)
     ),
     Case(scattered_squares, lambda x: ((2 * x) ** 3).sum(0), (XS,)),
-    Case(selected_group, lambda m, xs: np.exp(2 * m) * xs[-3] * xs[2], (M, XS)),
+    Case(selected_slice, lambda m, xs: np.exp(2 * m) * xs[-3] * xs[2], (M, XS)),
     Case(two_rounds, np_two_rounds, (M, XS)),
     Case(closed_over, lambda m, xs: np.tanh(xs @ np.exp(m)).sum(), (M, XS), False),
     Case(numbered, np_numbered, (M,)),

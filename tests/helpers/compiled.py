@@ -41,12 +41,12 @@ def compilations():
     """
     names = []
 
-    class Note(logging.Handler):
+    class Recorder(logging.Handler):
         def emit(self, record):
             if record.getMessage().startswith("Compiling "):
                 names.append(record.getMessage().split()[1])
 
-    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Note()
+    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Recorder()
     logger.addHandler(handler)
     muted = logging.getLogger("jax")
     others, muted.handlers[:] = muted.handlers[:], [logging.NullHandler()]

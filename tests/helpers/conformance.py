@@ -100,10 +100,10 @@ def check_example(engine: str, folder: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = re.findall(
+    table = re.findall(
         rf"(local_sgd|maml_gradients) +│ +{engine} .* ([\d.e+-]+) +│", done.stdout
     )
-    assert len(rows) == 2 and all(float(far) < 1e-5 for _, far in rows)
+    assert len(table) == 2 and all(float(far) < 1e-5 for _, far in table)
 
 
 def check_resume(engine: str, folder: Path) -> None:
@@ -199,7 +199,7 @@ class Conformance:
 
     def test_block_size_and_workers_do_not_matter(self):
         plan, args = weighted_plan(17), (np.float32(2), slices_for(17))
-        expected = reference.compile(plan)(*args)
+        by_reference = reference.compile(plan)(*args)
         for workers, block_size in ((1, 1), (2, 4), (3, 7), (2, 17), (2, None)):
             with self.compile(plan, workers=workers, block_size=block_size) as run:
                 result = run(*args)

@@ -54,7 +54,7 @@ def main(process: int, processes: int, port: int, devices: int, output: str):
         (jax.device_count(),), ("clients",), axis_types=(jax.sharding.AxisType.Auto,)
     )
     with jax.set_mesh(mesh):
-        # Every process passes the whole array, and keeps its own rows.
+        # Every process passes the whole array, and keeps its own slices.
         inputs, targets = drjax.shard((inputs, targets), partition=local_sgd_round)
         assert inputs.addressable_shards[0].data.shape[0] == GROUPS // mesh.size
         keys = jax.random.split(jax.random.key(0), GROUPS)

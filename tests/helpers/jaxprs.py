@@ -54,7 +54,7 @@ def live(jaxpr) -> list:
 
 
 def mixing_equations(jaxpr, partitioned_in) -> list:
-    """Equations of others that touch a partitioned value and may mix its slices."""
+    """Equations that are not ours, use a partitioned value, and may mix its slices."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     partitioned = {v for v, p in zip(jaxpr.invars, partitioned_in, strict=True) if p}
     mixing = []

@@ -129,8 +129,8 @@ def diloco_round(mesh, n: int, layers=tuple(LAYERS)) -> Callable:
 
     @drjax.program(clients=n)
     def train(params, tokens):
-        rows = (drjax.broadcast(params), tokens)
-        change = drjax.map_fn(local_sgd(mesh, layers), rows)
+        slices = (drjax.broadcast(params), tokens)
+        change = drjax.map_fn(local_sgd(mesh, layers), slices)
         return jax.tree.map(jnp.add, params, drjax.reduce_mean(change))
 
     return train

@@ -1,6 +1,6 @@
 """Steps of random programs on other kinds of values: see `random_programs.py`.
 
-Rows of matrices ("p2" `[n, f, f]`), integers ("pi" `[n]`, "gi"), bools ("pb" `[n]`),
+Slices of matrices ("p2" `[n, f, f]`), integers ("pi" `[n]`, "gi"), bools ("pb" `[n]`),
 keys ("pk" `[n]`, "gk") and 16-bit floats ("ph" `[n, f]`, "gh" `[f]`). Those hold
 multiples of 1/8 below 32, as do their cotangents, so that every order of additions
 gives the same.
@@ -390,14 +390,14 @@ def nested(x, y, g, j):
             own = blocks.partition_index()
             return jnp.sin(a * (1 + own)) * bounded(g) + 0.1 * outer + i * b
 
-        rows = blocks.map_fn(one, (blocks.broadcast(a), blocks.partition_index()))
+        slices = blocks.map_fn(one, (blocks.broadcast(a), blocks.partition_index()))
         works = (
-            lambda: blocks.reduce_mean(rows),
-            lambda: blocks.reduce_sum(rows, where=blocks.partition_index() > 0),
-            lambda: blocks.reduce_max(_apart(rows)),
-            lambda: blocks.select(rows, 1) + blocks.gather(rows)[0],
+            lambda: blocks.reduce_mean(slices),
+            lambda: blocks.reduce_sum(slices, where=blocks.partition_index() > 0),
+            lambda: blocks.reduce_max(_apart(slices)),
+            lambda: blocks.select(slices, 1) + blocks.gather(slices)[0],
             lambda: lax.scan(
-                lambda c, t: (blocks.reduce_mean(rows * t) + 0.5 * c, None),
+                lambda c, t: (blocks.reduce_mean(slices * t) + 0.5 * c, None),
                 a, jnp.linspace(0.5, 1.0, 3)
             )[0],
         )  # fmt: skip
@@ -412,9 +412,9 @@ def custom(x, g, j):
     clients = blocks.program(clients=len(x))
 
     def value(x, g):
-        rows = blocks.map_fn(lambda a, b: jnp.sin(a * b), (x, blocks.broadcast(g)))
-        return blocks.reduce_mean(rows) + (
-            0 if j % 3 else blocks.reduce_max(_apart(rows))
+        slices = blocks.map_fn(lambda a, b: jnp.sin(a * b), (x, blocks.broadcast(g)))
+        return blocks.reduce_mean(slices) + (
+            0 if j % 3 else blocks.reduce_max(_apart(slices))
         )
 
     def forward(x, g):

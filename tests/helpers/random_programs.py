@@ -23,14 +23,14 @@ from jax.sharding import AxisType
 from tests.helpers import random_kinds
 from tests.helpers.meshes import make_mesh
 from tests.helpers.plain_blocks import blocks
-from tests.helpers.random_steps import GLOBAL, ROWS, STEPS, Env, bounded
+from tests.helpers.random_steps import GLOBAL, SLICES, STEPS, Env, bounded
 
 # -------------------------------------------------------------------------------------
 # Control flow around steps: `body` is a recipe
 
 CONTROL = (
     "scan",
-    "scan_rows",
+    "scan_slices",
     "cond",
     "switch",
     "while",
@@ -111,7 +111,7 @@ def _control(name: str, i: int, j: int, body, env: Env) -> None:
             lambda c, t: (act(*c, t), t * 2), (x, y), xs, reverse=bool(i % 2)
         )
         env.add("g0", ss.sum())
-    elif name == "scan_rows":  # each step has rows of its own, and leaves rows
+    elif name == "scan_slices":  # each step has slices of its own, and leaves slices
         xs = jnp.stack([y, jnp.sin(y)])
         x, ys = lax.scan(lambda c, t: act(c, t), x, xs)
         y = ys[0] + ys[1]
@@ -337,14 +337,14 @@ def covering() -> list[tuple]:
     body = (
         ("mapped", 1, 3, ()),
         ("reduce_p1_mean", 2, 1, ()),
-        ("by_row_mul", 1, 1, ()),
+        ("by_slice_mul", 1, 1, ()),
     )
     programs = [tuple(works[i : i + 6]) for i in range(0, len(works), 6)]
     return programs + [((name, 1, j, body),) for j, name in enumerate(CONTROL)]
 
 
 def make(program: Program) -> Callable:
-    """`(scalar that depends on everything, rows)` of `arguments`."""
+    """`(scalar that depends on everything, slices)` of `arguments`."""
     recipe = program.recipe
 
     def random_program(*args):
@@ -367,7 +367,7 @@ def make(program: Program) -> Callable:
         values["ph"] = [blocks.map_fn(eighths, stopped(values["p1"][0]))]
         env = run(recipe, Env(values))
         total = sum(bounded(x).sum() for kind in GLOBAL for x in env.values[kind])
-        for kind in (*ROWS, "p2"):
+        for kind in (*SLICES, "p2"):
             for x in env.values[kind]:
                 total += jnp.sum(blocks.reduce_mean(bounded(x)))
         last = {kind: env.values[kind][-1] for kind in random_kinds.OTHER}

@@ -100,7 +100,7 @@ def check(program: Program) -> None:
 
 @contextlib.contextmanager
 def counting():
-    """How often each row rule gave a form, and each kind of equation was checked."""
+    """Counts the uses of each unbatching rule, and the equations of each kind."""
     rules, kinds = collections.Counter(), collections.Counter()
 
     def counted(name, rule):

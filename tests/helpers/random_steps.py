@@ -17,7 +17,7 @@ from jax import lax
 
 from tests.helpers.plain_blocks import blocks
 
-GLOBAL, ROWS = ("g0", "g1", "gn"), ("p0", "p1")
+GLOBAL, SLICES = ("g0", "g1", "gn"), ("p0", "p1")
 
 
 class Env:
@@ -130,7 +130,7 @@ BINARY = {
     "where": lambda a, b: jnp.where(jnp.sin(a) > 0.0321, a, jnp.tanh(b)),
     "maximum": lambda a, b: jnp.maximum(jnp.sin(a) + 0.3217, jnp.sin(2 * b)),
 }
-for kind in (*ROWS, "g0", "g1", "gn"):
+for kind in (*SLICES, "g0", "g1", "gn"):
     _add_table(f"unary_{kind}", kind, kind, UNARY)
     _add_table(f"binary_{kind}", f"{kind} {kind}", kind, BINARY)
 
@@ -141,17 +141,17 @@ def _with_global(spread: Callable) -> dict[str, Callable]:
     return {name: lambda a, b, f=f: f(a, spread(b)) for name, f in BINARY.items()}
 
 
-_add_table("rows_scalar", "p1 g0", "p1", BINARY)
-_add_table("row_scalar", "p0 g0", "p0", BINARY)
+_add_table("scalar1", "p1 g0", "p1", BINARY)
+_add_table("scalar0", "p0 g0", "p0", BINARY)
 _add_table("by_global", "p1 g1", "p1", _with_global(lambda b: b[None]))
-_add_table("global_rows", "gn p1", "p1", BINARY)  # an implicit scatter
-_add_table("by_row", "p1 p0", "p1", {k: lambda a, b, f=f: f(a, b[:, None])
+_add_table("global_slices", "gn p1", "p1", BINARY)  # an implicit scatter
+_add_table("by_slice", "p1 p0", "p1", {k: lambda a, b, f=f: f(a, b[:, None])
                                     for k, f in BINARY.items()})  # fmt: skip
 _add_table("globals", "g1 g0", "g1", BINARY)
 
 
 def _squares(x):
-    """A positive definite matrix for each row."""
+    """A positive definite matrix for each slice."""
     return jnp.einsum("ni,nj->nij", x, x) + 2 * jnp.eye(x.shape[1])[None]
 
 
@@ -223,7 +223,7 @@ def times_matrix(x, g, j):
 
 
 def _keys(x):
-    """A random key for each row, from its sign."""
+    """A random key for each slice, from its sign."""
     data = jnp.uint32(x[:, :1] > 0) * jnp.ones(2, jnp.uint32)
     wrapped = jax.random.wrap_key_data(data)
     return jax.random.wrap_key_data(jax.random.key_data(wrapped))
@@ -276,15 +276,15 @@ def windows(x, g, j):
         lambda: lax.conv(x[:, :, None], jnp.outer(g, g)[..., None], (1,), "SAME")[
             ..., 0
         ],
-        lambda: lax.map(lambda row: jnp.sin(row * g), x),
+        lambda: lax.map(lambda slice_: jnp.sin(slice_ * g), x),
     )
     return bounded(works[j % len(works)]())
 
 
 def _apart_features(x):
-    """Bounded rows, partitioned, without ties between neighbors."""
+    """Bounded slices, partitioned, without ties between neighbors."""
     apart = jnp.sqrt(2.0 + jnp.arange(x.shape[1]))
-    return blocks.map_fn(lambda row: bounded(row) + 0.37 * apart, x)
+    return blocks.map_fn(lambda slice_: bounded(slice_) + 0.37 * apart, x)
 
 
 @step("p1 g1", "g1", variants=11)
@@ -303,7 +303,7 @@ def written(x, g, j):
         lambda: jax.nn.logsumexp(x, axis=0),
         lambda: jnp.take(x, some, 0, mode="fill", fill_value=0.5).sum(0),
         lambda: x[: max(n // 2, 1)].sum(0) * g,
-        lambda: lax.scan(lambda c, row: (c + row * g, None), g, x)[0],
+        lambda: lax.scan(lambda c, slice_: (c + slice_ * g, None), g, x)[0],
     )
     return bounded(works[j % len(works)]())
 
@@ -321,7 +321,7 @@ def changed(x, g, h, j):
 
 
 @step("p1 g0", "g1", variants=3)
-def one_row(x, g, j):
+def one_slice(x, g, j):
     n, x = (
         len(x),
         blocks.map_fn(jnp.cos, x),
@@ -423,12 +423,12 @@ def index(x, j):
 
 
 def _apart(x):
-    """Bounded rows without ties between groups."""
+    """Bounded slices without ties between groups."""
     number = jnp.sqrt(2.0 + blocks.partition_index())
     return bounded(x) + 0.37 * number.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _reductions(rows: str, result: str) -> None:
+def _reductions(slices: str, result: str) -> None:
     def where(x):
         return blocks.reduce_mean(x, where=blocks.partition_index() != 1)
 
@@ -441,7 +441,7 @@ def _reductions(rows: str, result: str) -> None:
         "select": lambda x, w: blocks.select(x, 2 % len(x)),
         "where": lambda x, w: where(x),
     }
-    _add_table(f"reduce_{rows}", f"{rows} p0", result, works)
+    _add_table(f"reduce_{slices}", f"{slices} p0", result, works)
 
 
 _reductions("p0", "g0")
@@ -449,7 +449,7 @@ _reductions("p1", "g1")
 
 
 @step("gn g1", "g1", variants=7)
-def over_rows(x, g, j):
+def over_slices(x, g, j):
     works = (
         lambda: x.mean(0),
         lambda: jnp.sort(x[:, 0]).sum() * g,
@@ -468,5 +468,5 @@ def inner(a, b, j):
 
 
 @step("g1", "gn")
-def to_rows(g, j):
+def to_slices(g, j):
     return jnp.outer(jnp.arange(1.0, blocks.partition_size() + 1) * 0.3, g)

@@ -18,7 +18,7 @@ ONES = np.ones(A.shape, np.float32)
 BOOLS = I % 2 == 0
 COMPLEX = (A + 1j * B).astype(np.complex64)
 KEYS = lambda: jax.random.split(jax.random.key(0), A.shape)
-INDEX = np.array([[1], [0], [1]], np.int32)  # [rows of indices, 1]
+INDEX = np.array([[1], [0], [1]], np.int32)  # [indices, 1]
 SQUARES = np.einsum("nij,nkj->nik", B, B) + np.eye(2, dtype=np.float32)
 # An index into the first dimension, which each window covers, and one into the second.
 WINDOWS = lax.GatherDimensionNumbers((1, 2), (1,), (0, 1))

@@ -121,7 +121,7 @@ def test_explicit_axes(kinds, step):
 
 @pytest.mark.parametrize("step", [None, 1])
 @pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
-def test_gradients_of_rows_on_explicit_axes(kinds, step):
+def test_gradients_of_slices_on_explicit_axes(kinds, step):
     """They contract the axis over which the model is sharded."""
     loss = mean_loss(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
     both = jax.value_and_grad(loss, (0, 1))
@@ -159,11 +159,11 @@ def test_nested_programs_use_their_own_axis():
 
 def test_shardings_of_arguments_and_results():
     fn, mesh = mean_loss(lambda w, x: jnp.mean((x @ w) ** 2)), make_mesh({"clients": 8})
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
+    whole, slices = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
     halves = NamedSharding(mesh, P(None, "clients"))
     with jax.set_mesh(mesh):
         step = drjax.jit(
-            jax.grad(fn), in_shardings=(whole, rows), out_shardings=halves,
+            jax.grad(fn), in_shardings=(whole, slices), out_shardings=halves,
             groups_per_step=1,
         )  # fmt: skip
         result = step(W, X)

@@ -27,10 +27,10 @@ def loss(w, x):
 @drjax.program(clients=N)
 def spread(w, x):
     """Two rounds; sums and results with the symbolic dimension."""
-    rows = drjax.map_fn(lambda w, x: jnp.sin(x @ w), (drjax.broadcast(w), x))
-    mean = drjax.reduce_mean(rows)
-    far = drjax.map_fn(lambda m, r: (r - m) ** 2, (drjax.broadcast(mean), rows))
-    return drjax.reduce_sum(far), drjax.reduce_max(rows)
+    slices = drjax.map_fn(lambda w, x: jnp.sin(x @ w), (drjax.broadcast(w), x))
+    mean = drjax.reduce_mean(slices)
+    far = drjax.map_fn(lambda m, r: (r - m) ** 2, (drjax.broadcast(mean), slices))
+    return drjax.reduce_sum(far), drjax.reduce_max(slices)
 
 
 FUNCTIONS = {

@@ -154,8 +154,10 @@ def test_a_process_without_jax(tmp_path):
             key = jax.random.fold_in(jax.random.key(0), drjax.partition_index())
             drawn = jax.random.normal(key, model.shape)
 
-            def descend(model, row):
-                return model - 0.1 * jnp.tanh(row @ model + drawn @ model) * row, None
+            def descend(model, slice_):
+                return model - 0.1 * jnp.tanh(
+                    slice_ @ model + drawn @ model
+                ) * slice_, None
 
             return jax.lax.scan(descend, model, x)[0]
 

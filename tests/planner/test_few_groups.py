@@ -1,6 +1,6 @@
 """Plans of programs over one group and over a few: whether there is one, and which.
 
-Indexing by rows means the same however JAX writes it, and a single group, whose axis
+Indexing by slices means the same however JAX writes it, and a single group, whose axis
 looks like any other axis of size one, needs no other code than many groups.
 
 Covers: drjax._planner.partitioning.infer, drjax._planner.unbatching.indexing.
@@ -17,12 +17,12 @@ from drjax.backends import reference
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 
-def rows(x):
+def slices(x):
     return drjax.map_fn(jnp.sin, x)
 
 
 def number(i):
-    """The index of each row, as a partitioned value."""
+    """The index of each slice, as a partitioned value."""
     return drjax.map_fn(lambda i: i + 0, i)
 
 
@@ -30,34 +30,36 @@ def counted(i):
     return jnp.arange(i.shape[0])
 
 
-BY_ROWS = {
-    "take_along_axis": lambda x, i: jnp.take_along_axis(rows(x), number(i)[:, None], 1),
-    "several of each": lambda x, i: jnp.take_along_axis(
-        rows(x), jnp.stack([number(i), i], 1), 1
+BY_SLICES = {
+    "take_along_axis": lambda x, i: jnp.take_along_axis(
+        slices(x), number(i)[:, None], 1
     ),
-    "counted rows": lambda x, i: rows(x)[counted(i), i],
-    "counted rows, then chosen": lambda x, i: rows(x)[counted(i), number(i)],
-    "counted from the end": lambda x, i: rows(x)[counted(i) - i.shape[0], i],
-    "counted and two more": lambda x, i: jnp.stack([rows(x), x], 1)[
+    "several of each": lambda x, i: jnp.take_along_axis(
+        slices(x), jnp.stack([number(i), i], 1), 1
+    ),
+    "counted slices": lambda x, i: slices(x)[counted(i), i],
+    "counted slices, then chosen": lambda x, i: slices(x)[counted(i), number(i)],
+    "counted from the end": lambda x, i: slices(x)[counted(i) - i.shape[0], i],
+    "counted and two more": lambda x, i: jnp.stack([slices(x), x], 1)[
         counted(i), (i + 1) % 2, i
     ],
-    "rows last": lambda x, i: rows(x).T[i, counted(i)],
-    "set": lambda x, i: rows(x).at[counted(i), i].set(2.0),
-    "add": lambda x, i: rows(x).at[counted(i), number(i)].add(rows(x)[:, 0]),
-    "one hot": lambda x, i: rows(x) * jax.nn.one_hot(number(i), 3),
-    "squeezed": lambda x, i: rows(x)[:, :1].squeeze(1) * x[:, 0],
-    "transposed twice": lambda x, i: (rows(x).T * i[None]).T,
+    "group axis last": lambda x, i: slices(x).T[i, counted(i)],
+    "set": lambda x, i: slices(x).at[counted(i), i].set(2.0),
+    "add": lambda x, i: slices(x).at[counted(i), number(i)].add(slices(x)[:, 0]),
+    "one hot": lambda x, i: slices(x) * jax.nn.one_hot(number(i), 3),
+    "squeezed": lambda x, i: slices(x)[:, :1].squeeze(1) * x[:, 0],
+    "transposed twice": lambda x, i: (slices(x).T * i[None]).T,
 }
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_work_by_rows(name, n):
+@pytest.mark.parametrize("name", BY_SLICES)
+def test_work_by_slices(name, n):
     """One round, with what is reduced, and one more for the derivative at most."""
 
     @drjax.program(clients=n)
     def fn(x, i):
-        return jnp.sum(drjax.reduce_mean(BY_ROWS[name](x, i)) ** 2)
+        return jnp.sum(drjax.reduce_mean(BY_SLICES[name](x, i)) ** 2)
 
     x, i = jnp.arange(3.0 * n).reshape(n, 3) / 5, (jnp.arange(n) + 1) % 3
     both = jax.value_and_grad(fn)
@@ -85,8 +87,8 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_all_work_of_a_single_group_is_by_rows(name):
-    fn = drjax.program(clients=1)(lambda x: jnp.sum(ALONE[name](rows(x)) ** 2))
+def test_all_work_of_a_single_group_is_by_slices(name):
+    fn = drjax.program(clients=1)(lambda x: jnp.sum(ALONE[name](slices(x)) ** 2))
     x = jnp.array([[0.3, 0.1, 0.7]])
     both = jax.value_and_grad(fn)
     want = jax.jit(both)(x)
@@ -97,10 +99,10 @@ def test_all_work_of_a_single_group_is_by_rows(name):
         )
 
 
-def test_callbacks_see_rows_of_a_map_only():
+def test_callbacks_see_slices_of_a_map_only():
     @drjax.program(clients=1)
     def fn(x):
-        jax.debug.print("{x}", x=rows(x))
+        jax.debug.print("{x}", x=slices(x))
         return drjax.reduce_mean(x)
 
     with pytest.raises(drjax.PlanError, match="slices of all groups to Python at once"):

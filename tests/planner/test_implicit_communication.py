@@ -1,4 +1,4 @@
-"""What equations outside mapped functions mean for groups: sums and single rows.
+"""What equations outside mapped functions mean for groups: sums and single slices.
 
 Covers: drjax._planner.implicit_communication, drjax._planner.explicit_communication.
 """
@@ -35,8 +35,8 @@ def vector(g, x):
 
 @program
 def spread(g, x):
-    rows = jnp.broadcast_to(g, (N, 3)) ** 2
-    return drjax.reduce_mean(drjax.map_fn(jnp.sin, x) + rows * x).sum()
+    slices = jnp.broadcast_to(g, (N, 3)) ** 2
+    return drjax.reduce_mean(drjax.map_fn(jnp.sin, x) + slices * x).sum()
 
 
 def rounds(g, x):
@@ -51,7 +51,7 @@ def first_and_last(g, x):
 
 
 @program
-def row_of_a_number(g, x):
+def slice_of_a_number(g, x):
     y = drjax.map_fn(jnp.sin, x)
     return (y[jnp.argmax(g)] * g).sum()
 
@@ -105,7 +105,7 @@ FUNCTIONS = [
     spread,
     pytest.param(rounds, marks=pytest.mark.slow),
     first_and_last,
-    row_of_a_number,
+    slice_of_a_number,
 ]
 TRANSFORMS = {
     "grad": lambda f: jax.grad(f, (0, 1)),
@@ -149,7 +149,7 @@ def test_only_the_sum_over_the_other_axes_travels():
     assert [r.source.shape for r in only.reduces] == [()]
 
 
-# Reductions over the group axis, as users write them, of rows [n, 3].
+# Reductions over the group axis, as users write them, of partitioned values [n, 3].
 WRITTEN = {
     "sum": lambda y: jnp.sum(y, 0),
     "sum of everything": jnp.sum,
@@ -194,7 +194,7 @@ OF_NUMBERS = {
 def test_reductions_of_integers_and_bools(name):
     """They keep the dtype that the user's equation gives."""
     written, op = OF_NUMBERS[name]
-    fn = program(lambda x: written(drjax.map_fn(lambda row: row * 2 - 3, x)))
+    fn = program(lambda x: written(drjax.map_fn(lambda y: y * 2 - 3, x)))
     x = jnp.arange(12).reshape(N, 3) % 5
     plan = drjax.make_plan(fn)(x)
     want = jax.jit(fn)(x)

@@ -38,8 +38,8 @@ def agree(fn, *args) -> Plan:
     return plan
 
 
-def rows(x):
-    return drjax.map_fn(lambda row: row * 2, x)
+def slices(x):
+    return drjax.map_fn(lambda slice_: slice_ * 2, x)
 
 
 TAKEN = {
@@ -67,7 +67,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_slices_of_some_groups(name):
-    plan = agree(program(lambda x, i: TAKEN[name](rows(x), i)), X, I)
+    plan = agree(program(lambda x, i: TAKEN[name](slices(x), i)), X, I)
     (only,) = (r for r in plan.rounds if r.reduces)
     gathers = name in ("half", "indices of most")
     assert [r.op for r in only.reduces] == ["gather" if gathers else "sum"]
@@ -113,7 +113,7 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 def test_changes_of_some_groups(name):
     change = CHANGED[name]
-    plan = agree(program(lambda x, i: change(rows(x), i)), X, I)
+    plan = agree(program(lambda x, i: change(slices(x), i)), X, I)
     assert plan.outputs[0].partitioned
     communicates = name == "by another"
     assert any(r.reduces for r in plan.rounds) == communicates
@@ -121,9 +121,9 @@ def test_changes_of_some_groups(name):
 
 def test_batches():
     """The group axis need not come first."""
-    fn = program(lambda x, i: rows(x)[i[0]])
+    fn = program(lambda x, i: slices(x)[i[0]])
     agree(jax.vmap(fn, (2, None), 1), X, I)
-    agree(jax.vmap(program(lambda x, i: rows(x).at[i].add(1.0)), (2, None), 1), X, I)
+    agree(jax.vmap(program(lambda x, i: slices(x).at[i].add(1.0)), (2, None), 1), X, I)
 
 
 @pytest.mark.parametrize("shape", [{"clients": 4}, {"clients": 2, "model": 2}])
@@ -132,7 +132,7 @@ def test_on_meshes(shape):
 
     @program
     def fn(x, i):
-        y = rows(x).at[i].add(1.0)
+        y = slices(x).at[i].add(1.0)
         y = lax.dynamic_update_slice(y, jnp.ones((2, 3, 1)), (i[1], 0, 0))
         chosen = y[:2] + jnp.take(y, i + 1, axis=0).at[0].set(0.0) + y[1:5:2]
         return drjax.reduce_mean(lax.map(jnp.tanh, y)) * chosen.sum(0) + y[3:].max(0)
@@ -154,7 +154,7 @@ def test_work_does_not_grow_with_the_square_of_the_groups():
         (11, "gather", (3,)),
         (50, "gather", (3,)),
     ):
-        plan = drjax.make_plan(many(lambda x, count=count: rows(x)[:count]))(
+        plan = drjax.make_plan(many(lambda x, count=count: slices(x)[:count]))(
             jnp.ones((100, 3))
         )
         (reduce,) = plan.rounds[0].reduces

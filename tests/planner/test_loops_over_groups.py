@@ -21,17 +21,19 @@ X = np.cos(np.arange(N * 3.0, dtype=np.float32)).reshape(N, 3)
 W = np.linspace(0.1, 0.9, 9, dtype=np.float32).reshape(3, 3)
 
 
-def rows(x):
+def slices(x):
     return drjax.map_fn(jnp.sin, x)
 
 
 def sum_of_scan(w, x):
-    def step(carry, row):
+    def step(carry, slice_):
         total, squares, unchanged = carry
-        return (total + w @ row, row**2 + squares, unchanged), jnp.cos(row) * unchanged
+        return (total + w @ slice_, slice_**2 + squares, unchanged), jnp.cos(
+            slice_
+        ) * unchanged
 
     carry = jnp.ones(3), jnp.zeros(3), jnp.float32(2)
-    (total, squares, _), ys = lax.scan(step, carry, rows(x))
+    (total, squares, _), ys = lax.scan(step, carry, slices(x))
     return total * squares + drjax.reduce_mean(ys)
 
 
@@ -43,19 +45,21 @@ def rounds(w, x):
 
 
 MAPS = {
-    "map": lambda w, x: drjax.reduce_mean(lax.map(lambda r: jnp.tanh(w @ r), rows(x))),
+    "map": lambda w, x: drjax.reduce_mean(
+        lax.map(lambda r: jnp.tanh(w @ r), slices(x))
+    ),
     "map of several": lambda w, x: drjax.reduce_mean(
-        lax.map(lambda rs: rs[0] * rs[1] * rs[2], (rows(x), x, jnp.arange(4.0)))
+        lax.map(lambda rs: rs[0] * rs[1] * rs[2], (slices(x), x, jnp.arange(4.0)))
     ),
     "loop in a map": lambda w, x: drjax.reduce_sum(
-        lax.map(lambda r: lax.fori_loop(0, 2, lambda _, r: w @ r, r), rows(x))
+        lax.map(lambda r: lax.fori_loop(0, 2, lambda _, r: w @ r, r), slices(x))
     ),
-    "rows of the result": lambda w, x: lax.map(lambda r: w @ r, rows(x)),
+    "slices of the result": lambda w, x: lax.map(lambda r: w @ r, slices(x)),
     "sums of a scan": sum_of_scan,
     "backwards": lambda w, x: lax.scan(
-        lambda c, r: (c + r, r), jnp.zeros(3), rows(x), reverse=True
+        lambda c, r: (c + r, r), jnp.zeros(3), slices(x), reverse=True
     )[0],
-    "in rounds": lambda w, x: rounds(w, rows(x)),
+    "in rounds": lambda w, x: rounds(w, slices(x)),
 }
 
 
@@ -90,14 +94,14 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_other_loops_over_the_groups_are_refused(name):
-    fn = program(lambda x: lax.scan(MIXED[name], jnp.ones(3), rows(x))[0])
+    fn = program(lambda x: lax.scan(MIXED[name], jnp.ones(3), slices(x))[0])
     with pytest.raises(drjax.PlanError, match=r"scan at .*inside the function given"):
         drjax.make_plan(fn)(X)
 
 
 def test_loops_that_read_other_groups_are_refused():
     def fn(x):
-        y = rows(x)
+        y = slices(x)
         return lax.map(lambda r: y @ r, y)
 
     with pytest.raises(drjax.PlanError, match=r"scan at .*inside the function given"):
@@ -109,10 +113,10 @@ def test_loops_that_end_in_each_group_in_its_own_time():
 
     @program
     def fn(x):
-        grow = lambda row: lax.while_loop(
-            lambda r: jnp.sum(r) < 9.0, lambda r: 1.5 * r + 0.1, row
+        grow = lambda slice_: lax.while_loop(
+            lambda r: jnp.sum(r) < 9.0, lambda r: 1.5 * r + 0.1, slice_
         )
-        return drjax.reduce_mean(jax.vmap(grow)(jnp.abs(rows(x))))
+        return drjax.reduce_mean(jax.vmap(grow)(jnp.abs(slices(x))))
 
     plan = drjax.make_plan(fn)(X)
     want = jax.jit(fn)(X)
@@ -130,7 +134,7 @@ def test_convolutions(padding):
 
     @program
     def fn(kernel, x):
-        convolved = lax.conv(rows(x), kernel, (1, 2), padding)
+        convolved = lax.conv(slices(x), kernel, (1, 2), padding)
         pooled = lax.reduce_window(
             convolved, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "VALID"
         )
@@ -149,12 +153,12 @@ def test_convolutions(padding):
 def test_fourier_transforms():
     @program
     def fn(w, x):
-        spectrum = jnp.fft.rfft(rows(x) @ w)
+        spectrum = jnp.fft.rfft(slices(x) @ w)
         return drjax.reduce_mean(
             jnp.fft.irfft(spectrum * 2, n=3) + jnp.abs(spectrum[:, :1])
         )
 
     agree(fn)
-    mixes = program(lambda x: jnp.abs(jnp.fft.fft(rows(x), axis=0)))
+    mixes = program(lambda x: jnp.abs(jnp.fft.fft(slices(x), axis=0)))
     with pytest.raises(drjax.PlanError, match="may mix the slices"):
         drjax.make_plan(mixes)(X)

@@ -1,4 +1,4 @@
-"""Rows that a later round finds again among what was reduced: to the last bit.
+"""Slices that a later round compares with a reduction's result: bitwise equal.
 
 Covers: drjax._planner.no_rematerialize, drjax._planner.rematerialize.
 """
@@ -35,57 +35,57 @@ def gradients(w, x):
     return drjax.map_fn(jax.grad(loss), (drjax.broadcast(w), x))
 
 
-def chosen(compare, rows, value):
-    """1 for groups whose row compares so with a global value."""
-    one = lambda row, value: jnp.float32(compare(row, value))
-    return drjax.map_fn(one, (rows, drjax.broadcast(value)))
+def chosen(compare, slices, value):
+    """1 for groups for which the comparison of slice and global value is true."""
+    one = lambda slice_, value: jnp.float32(compare(slice_, value))
+    return drjax.map_fn(one, (slices, drjax.broadcast(value)))
 
 
 @program
 def of_least_loss(w, x):
-    rows = losses(w, x)
-    mine = chosen(jnp.equal, rows, drjax.reduce_min(rows))
+    slices = losses(w, x)
+    mine = chosen(jnp.equal, slices, drjax.reduce_min(slices))
     return drjax.reduce_weighted_mean(gradients(w, x), mine)
 
 
 @program
 def of_least_loss_with_gradient(w, x):
     """The loss and what is computed again come from one mapped function."""
-    rows, grads = drjax.map_fn(jax.value_and_grad(loss), (drjax.broadcast(w), x))
-    mine = chosen(jnp.equal, rows, drjax.reduce_min(rows))
+    slices, grads = drjax.map_fn(jax.value_and_grad(loss), (drjax.broadcast(w), x))
+    mine = chosen(jnp.equal, slices, drjax.reduce_min(slices))
     return drjax.reduce_weighted_mean(grads, mine)
 
 
 @program
 def of_least_loss_that_may(w, x):
-    """The extremum is that of rows some of which were replaced."""
-    rows, number = losses(w, x), drjax.partition_index()
-    may = lambda row, i: jnp.where(i >= 10, row, jnp.inf)
-    least = drjax.reduce_min(drjax.map_fn(may, (rows, number)))
+    """The extremum is that of slices some of which were replaced."""
+    slices, number = losses(w, x), drjax.partition_index()
+    may = lambda slice_, i: jnp.where(i >= 10, slice_, jnp.inf)
+    least = drjax.reduce_min(drjax.map_fn(may, (slices, number)))
     grads = gradients(w, x)
-    return drjax.reduce_weighted_mean(grads, chosen(jnp.equal, rows, least))
+    return drjax.reduce_weighted_mean(grads, chosen(jnp.equal, slices, least))
 
 
 @program
 def of_a_hundred(w, x):
-    rows = losses(w, x)
-    threshold = jnp.sort(drjax.gather(rows))[-100]
-    mine = chosen(jnp.greater_equal, rows, threshold)
+    slices = losses(w, x)
+    threshold = jnp.sort(drjax.gather(slices))[-100]
+    mine = chosen(jnp.greater_equal, slices, threshold)
     return drjax.reduce_sum(mine), drjax.reduce_weighted_mean(gradients(w, x), mine)
 
 
 @program
 def of_the_loss_of_one(w, x):
-    rows = losses(w, x)
-    mine = chosen(jnp.equal, rows, drjax.select(rows, 37))
+    slices = losses(w, x)
+    mine = chosen(jnp.equal, slices, drjax.select(slices, 37))
     return drjax.reduce_weighted_mean(gradients(w, x), mine)
 
 
 @program
 def ranks(w, x):
-    rows = losses(w, x)
-    rank = lambda row, every: jnp.sum(every > row)
-    return drjax.map_fn(rank, (rows, drjax.broadcast(drjax.gather(rows))))
+    slices = losses(w, x)
+    rank = lambda slice_, every: jnp.sum(every > slice_)
+    return drjax.map_fn(rank, (slices, drjax.broadcast(drjax.gather(slices))))
 
 
 PROGRAMS = [

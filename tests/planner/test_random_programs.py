@@ -120,21 +120,22 @@ def test_ways_agree_in_programs_that_reach_every_rule(reached):
 
 # Failures of long runs, minimized: (recipe, features, (step, mesh)).
 MINIMIZED = [
-    ((("scan", 7, 4, (("global_rows_add", 11, 19, ()),)),), 3, (1, None)),
+    ((("scan", 7, 4, (("global_slices_add", 11, 19, ()),)),), 3, (1, None)),
     ((("switch", 19, 14, (("along_features", 26, 23, ()),)),), 2, (None, None)),
     (
-        (("scan", 27, 23, (("scan_rows", 27, 26, (("by_global_div", 26, 30, ()),)),)),),
+        (("scan", 27, 23,
+          (("scan_slices", 27, 26, (("by_global_div", 26, 30, ()),)),)),),
         3,
         (None, None),
     ),
     (
-        (("while", 0, 0, (("square", 0, 0, ()),)), ("global_rows_atan2", 0, 0, ()),
+        (("while", 0, 0, (("square", 0, 0, ()),)), ("global_slices_atan2", 0, 0, ()),
          ("times_matrix", 0, 5, ())),
         3,
         (3, None),
     ),
-    ((("vmap", 0, 0, (("one_row", 0, 2, ()),)),), 3, (None, None)),
-    ((("gather", 0, 2, ()), ("global_rows_where", 1, 2, ())), 2, (None, None)),
+    ((("vmap", 0, 0, (("one_slice", 0, 2, ()),)),), 3, (None, None)),
+    ((("gather", 0, 2, ()), ("global_slices_where", 1, 2, ())), 2, (None, None)),
     (
         (("gather", 4, 11, ()), ("gather", 6, 10, ()),
          ("switch", 5, 4, (("broadcast1", 4, 11, ()), ("gather", 6, 10, ())))),

@@ -26,7 +26,7 @@ GATHER = "drjax.gather"
 
 
 def squares(x):
-    """Rows that are certainly partitioned."""
+    """Slices that are certainly partitioned."""
     return drjax.map_fn(jnp.square, x)
 
 
@@ -62,33 +62,33 @@ def merge_groups_behind(x):
     return squares(x).T.reshape(-1)
 
 
-def broadcast_rows(x):
+def broadcast_slices(x):
     return drjax.broadcast(squares(x))
 
 
 def scan_over_groups(x):
-    return lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), squares(x))
+    return lax.scan(lambda c, slice_: (c + slice_, c), jnp.zeros(3), squares(x))
 
 
 def gram_matrix(x):
-    rows = squares(x)
-    return rows @ rows.T
+    slices = squares(x)
+    return slices @ slices.T
 
 
-def traced_rows(x, i=1):
+def traced_slices(x, i=1):
     first = jnp.int32(i) + 0 * x[0, 0].astype(jnp.int32)
     return jax.lax.dynamic_slice_in_dim(squares(x), first, 3)
 
 
-def most_rows(x):
+def most_slices(x):
     return squares(x)[:3]
 
 
-def shuffled_rows(x):
+def shuffled(x):
     return squares(x)[np.array([3, 1, 2, 0])]
 
 
-def set_all_rows(x):
+def set_all_slices(x):
     return squares(x).at[np.array([3, 1, 2, 0])].set(x)
 
 
@@ -105,20 +105,20 @@ def padded_groups(x):
 
 
 def while_of_a_group(x):
-    rows = squares(x)
+    slices = squares(x)
     return lax.while_loop(
-        lambda r: jnp.sort(r, 0)[0, 0] < 100.0, lambda r: r * 2.0 + 1.0, rows
+        lambda r: jnp.sort(r, 0)[0, 0] < 100.0, lambda r: r * 2.0 + 1.0, slices
     )
 
 
 def cond_of_a_group(x):
-    rows = squares(x)
-    return lax.cond(jnp.sort(rows, 0)[0, 0] > 0.0, jnp.sin, jnp.cos, rows)
+    slices = squares(x)
+    return lax.cond(jnp.sort(slices, 0)[0, 0] > 0.0, jnp.sin, jnp.cos, slices)
 
 
 def mixed_in_a_scan(x):
-    def a_round(rows, _):
-        return rows - jnp.sort(rows, axis=0)[2:3], None
+    def a_round(slices, _):
+        return slices - jnp.sort(slices, axis=0)[2:3], None
 
     return lax.scan(a_round, squares(x), length=2)[0]
 
@@ -140,7 +140,7 @@ REFUSED = {
     merge_groups_behind: (
         "reshape", "(float32[3,4] partitioned along axis 1)", IN_MAP,
     ),
-    broadcast_rows: (
+    broadcast_slices: (
         "drjax_broadcast", "(float32[4,3] partitioned)", "leave out the broadcast",
     ),
     scan_over_groups: ("scan", "float32[4,3] partitioned)", IN_MAP),
@@ -149,10 +149,10 @@ REFUSED = {
         "(float32[4,3] partitioned, float32[3,4] partitioned along axis 1)",
         GATHER,
     ),
-    traced_rows: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
-    most_rows: (None, "(float32[4,3] partitioned", "select"),
-    shuffled_rows: ("gather", "(float32[4,3] partitioned, int32[4,1] global)", GATHER),
-    set_all_rows: ("scatter", "(float32[4,3] partitioned, int32[4,1] global", IN_MAP),
+    traced_slices: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
+    most_slices: (None, "(float32[4,3] partitioned", "select"),
+    shuffled: ("gather", "(float32[4,3] partitioned, int32[4,1] global)", GATHER),
+    set_all_slices: ("scatter", "(float32[4,3] partitioned, int32[4,1] global", IN_MAP),
     concatenate_groups: (
         "concatenate", "(float32[4,3] partitioned, float32[4,3] partitioned)", GATHER,
     ),
@@ -168,7 +168,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_mixing_rows_is_refused(fn):
+def test_mixing_slices_is_refused(fn):
     primitive, operands, fix = REFUSED[fn]
     with pytest.raises(drjax.PlanError) as caught:
         drjax.make_plan(four(fn))(X)
@@ -235,7 +235,7 @@ def test_one_partition_on_two_axes():
     assert "mesh_axes=('clients',) and clients:4 with mesh_axes=('data',)" in text
 
 
-def test_prints_of_all_rows():
+def test_prints_of_all_slices():
     @four
     def prints(x):
         jax.debug.print("{x}", x=squares(x))
@@ -332,7 +332,7 @@ def test_partitioned_is_no_prefix(tree):
 def test_global_argument_is_scattered():
     plan = drjax.make_plan(scaled, partitioned=(False, False))(M, X)
     assert [value.partitioned for value in plan.inputs] == [False, False]
-    ((whole, rows),) = plan.rounds[0].scatter
-    assert whole == plan.inputs[1] and rows.shape == (3,)
+    ((whole, slices),) = plan.rounds[0].scatter
+    assert whole == plan.inputs[1] and slices.shape == (3,)
     got = drjax.backends.reference.compile(plan)(M, X)
     np.testing.assert_allclose(got, jax.jit(scaled)(M, X), rtol=1e-6)

@@ -1,8 +1,8 @@
-"""Every row rule, in every position of the group axis, against the equation itself.
+"""Unbatching rules, for every position of the group axis, against the equation itself.
 
-For each assignment of group axes to operands that a rule accepts, the form for one
-row, run for each row, must give what the equation gives for all. What it must refuse
-is in the table too.
+For each assignment of group axes to operands that a rule accepts, the per-group
+equation, run for each group, must give the slices of the equation's results.
+Assignments that a rule must refuse are in the table too.
 
 Covers: drjax._planner.unbatching.rules, drjax._planner.unbatching.core,
 drjax._planner.unbatching.indexing, drjax._planner.unbatching.own_index,
@@ -35,7 +35,7 @@ ANY_AXIS = ELEMENTWISE | {"transpose", "random_unwrap", "stack", "broadcast_in_d
                           "squeeze"}  # fmt: skip
 
 
-def found_equations(name):
+def equations(name):
     """All equations of this primitive in its cases, with the values of operands."""
     for fn, args in CASES.get(name, ()):
         args = [jnp.asarray(x() if callable(x) else x) for x in args]
@@ -51,21 +51,21 @@ def found_equations(name):
                 yield eqn, operands, outs
 
 
-def check_rows(eqn, operands, outs, rows) -> None:
-    """The rows of the results are the results of the rows."""
-    partitioned = [(x, a) for x, a in zip(operands, rows.in_axes, strict=True)
+def check_slices(eqn, operands, outs, per_group) -> None:
+    """The slices of the results are the results of the per-group equation."""
+    partitioned = [(x, a) for x, a in zip(operands, per_group.in_axes, strict=True)
                    if a is not None]  # fmt: skip
     sizes = {x.shape[a] for x, a in partitioned}
     (n,) = sizes
     columns = []
     for i in range(n):
-        taken = [
-            x if a is None else row(x, i, a)
-            for x, a in zip(operands, rows.in_axes, strict=True)
+        args = [
+            x if a is None else slice_of(x, i, a)
+            for x, a in zip(operands, per_group.in_axes, strict=True)
         ]
-        columns.append(rows.run(eqn, taken))
+        columns.append(per_group.run(eqn, args))
     for got, want, axis in zip(
-        zip(*columns, strict=True), outs, rows.out_axes, strict=True
+        zip(*columns, strict=True), outs, per_group.out_axes, strict=True
     ):
         assert all(x.dtype == want.dtype for x in got)
         if is_key(want.dtype):
@@ -75,8 +75,8 @@ def check_rows(eqn, operands, outs, rows) -> None:
         np.testing.assert_allclose(stacked, want, rtol=1e-6)
 
 
-def row(x, i, axis):
-    """A row by numpy, which compiles nothing, but has no keys."""
+def slice_of(x, i, axis):
+    """A slice by numpy, which compiles nothing, but has no keys."""
     if is_key(x.dtype):
         return lax.index_in_dim(x, i, axis, keepdims=False)
     return jnp.asarray(np.take(np.asarray(x), i, axis))
@@ -93,19 +93,19 @@ RULES = [
 @pytest.mark.parametrize("name", RULES)
 def test_rule(name):
     accepted, refused, seen = 0, 0, False
-    for eqn, operands, outs in found_equations(name):
+    for eqn, operands, outs in equations(name):
         seen = True
         choices = [[None, *range(np.ndim(x))] for x in operands]
         for axes in itertools.product(*choices):
             if all(axis is None for axis in axes):
                 continue
-            rows = unbatch(eqn, axes)
-            if rows is None:
+            per_group = unbatch(eqn, axes)
+            if per_group is None:
                 refused += 1
                 continue
-            for inputs, used in zip(axes, rows.in_axes, strict=True):
-                assert inputs is None or inputs == used
-            check_rows(eqn, operands, outs, rows)
+            for axis, used in zip(axes, per_group.in_axes, strict=True):
+                assert axis is None or axis == used
+            check_slices(eqn, operands, outs, per_group)
             accepted += 1
     assert seen or name in INTERNAL, f"no case reaches {name}"
     if seen:
@@ -114,9 +114,9 @@ def test_rule(name):
 
 
 @pytest.mark.slow
-def test_without_partitioned_operands_nothing_is_by_rows():
+def test_without_partitioned_operands_nothing_is_unbatched():
     for name in UNBATCHING_RULES:
-        for eqn, operands, _ in found_equations(name):
+        for eqn, operands, _ in equations(name):
             assert unbatch(eqn, [None] * len(operands)) is None
 
 

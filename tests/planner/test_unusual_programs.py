@@ -75,21 +75,21 @@ def _(size, batched, x):
 
 @four
 def gathered(x):
-    """Its gradient scatters what is made of rows."""
+    """Its gradient scatters what is made of slices."""
     y = drjax.gather(squares(x))
     return drjax.reduce_sum(drjax.map_fn(jnp.sin, x) * y).sum() + (y * y).sum()
 
 
 @four
 def chosen(x, i):
-    """Rows of several groups, on either axis."""
+    """Slices of several groups, on either axis."""
     y = squares(x)
     return jnp.take(y, i, axis=0, mode="clip"), jnp.take(y.T, i, axis=1, mode="clip")
 
 
 @four
 def chosen_of_each(x, ts):
-    """A row of each of several arrays: what vmap makes of rows that depend on it."""
+    """A slice of each of several arrays: the vmap of a slice by index."""
 
     def one(t, axis):
         y = drjax.map_fn(lambda x, t: jnp.cos(x * t), (x, drjax.broadcast(t)))
@@ -102,19 +102,19 @@ def chosen_of_each(x, ts):
 
 
 PROGRAMS = {
-    "rows of each": (chosen_of_each, (X, np.array([0.05, 0.2, 0.35]))),
-    "gradient of rows of each": (
+    "slices of each": (chosen_of_each, (X, np.array([0.05, 0.2, 0.35]))),
+    "gradient of slices of each": (
         jax.grad(lambda *a: sum((y**3).sum() for y in chosen_of_each(*a)), (0, 1)),
         (X, np.array([0.05, 0.2, 0.35])),
     ),
-    "several rows": (chosen, (X, np.array([[3, 9, -2]]))),
+    "several slices": (chosen, (X, np.array([[3, 9, -2]]))),
     "one of them": (chosen, (X, np.int32(2))),
-    "gradient of several rows": (
+    "gradient of several slices": (
         jax.grad(lambda x, i: sum((y**3).sum() for y in chosen(x, i))),
         (X, np.array([1, 3, 1])),
     ),
-    "scattered rows": (four(lambda x: drjax.scatter(squares(x))), (X,)),
-    "gathered and used by rows": (jax.grad(gathered), (X,)),
+    "scattered slices": (four(lambda x: drjax.scatter(squares(x))), (X,)),
+    "gathered and used by slices": (jax.grad(gathered), (X,)),
     # One argument that no one axis fits is taken whole.
     "along two axes": (four(lambda x: drjax.reduce_sum(x * x.T)), (X,)),
     "mapped along the other axis": (
@@ -263,16 +263,18 @@ def test_loops_of_which_each_ends_in_its_own_time():
         )
 
     @four
-    def rows_too(t, x):
+    def slices_too(t, x):
         def step(carry):
-            rows, i, s = carry
-            rows = drjax.map_fn(lambda r, s: 0.7 * r + s, (rows, drjax.broadcast(s)))
-            return rows, i + 1, 0.1 * drjax.reduce_mean(rows)
+            slices, i, s = carry
+            slices = drjax.map_fn(
+                lambda r, s: 0.7 * r + s, (slices, drjax.broadcast(s))
+            )
+            return slices, i + 1, 0.1 * drjax.reduce_mean(slices)
 
         return lax.while_loop(lambda c: c[1] < t, step, (squares(x), 0, 0.1 * t))
 
     times = jnp.arange(3.0) + 1
-    for fn in (halve, rows_too):
+    for fn in (halve, slices_too):
         each = jax.vmap(fn, (0, None))
         agree(each, times, V)
         agree(jax.vmap(each, (0, None)), jnp.stack([times, 2 * times]), V)
@@ -303,9 +305,9 @@ def test_loops_in_groups_that_ask_for_their_number_end_in_their_own_time():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
-def test_the_number_of_a_row_in_a_small_type(dtype):
-    row = drjax.program(clients=300)(lambda x, i: squares(x)[i])
-    agree(row, jnp.arange(300.0), jnp.array(100, dtype))
+def test_the_number_of_a_slice_in_a_small_type(dtype):
+    slice_ = drjax.program(clients=300)(lambda x, i: squares(x)[i])
+    agree(slice_, jnp.arange(300.0), jnp.array(100, dtype))
 
 
 def test_reductions_of_constants():

@@ -158,8 +158,8 @@ def test_types_inside_a_shard_map(check_vma):
     def body(x):
         params = {"partition": partition, "mesh": find_mesh(partition)}
         for primitive, execute, partitioned in CASES.values():
-            slices = {True: 2, None: 8, False: None}[partitioned]
-            operand = x if slices is None else jnp.zeros((slices, 3)) + x[None]
+            length = {True: 2, None: 8, False: None}[partitioned]
+            operand = x if length is None else jnp.zeros((length, 3)) + x[None]
             if partitioned:
                 operand = jax.lax.pcast(operand, ("clients",), to="varying")
             assert_same_type(

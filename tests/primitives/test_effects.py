@@ -35,14 +35,14 @@ every_derivative = pytest.mark.parametrize("derivative", DERIVATIVES)
 
 
 def _check(fn, run, derivative, times):
-    """`fn(note)` is a program that calls `note(i, t)` in group i at time t."""
+    """`fn(call)` is a program that calls `call(i, t)` in group i at time t."""
     x, calls = jnp.arange(1.0, N + 1), []
 
-    def note(i, t):
+    def call(i, t):
         jax.debug.callback(lambda i, t: calls.append((int(i), int(t))), i, t)
 
     expected = DERIVATIVES[derivative](groups(fn(lambda i, t: None)))(x)
-    result = DERIVATIVES[derivative](RUNS[run](groups(fn(note))))(x)
+    result = DERIVATIVES[derivative](RUNS[run](groups(fn(call))))(x)
     jax.effects_barrier()
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5)
     jax.tree.map(close, result, expected)
@@ -54,9 +54,9 @@ def _check(fn, run, derivative, times):
 def test_in_rounds_of_a_scan(run, derivative):
     """Also of what is known before a derivative, and is not computed again."""
 
-    def rounds(note):
+    def rounds(call):
         def work(x, t):
-            note(drjax.partition_index(), t)
+            call(drjax.partition_index(), t)
             return jnp.sin(x)
 
         def f(x):
@@ -74,9 +74,9 @@ def test_in_rounds_of_a_scan(run, derivative):
 @every_run
 @every_derivative
 def test_of_work_without_results(run, derivative):
-    def program(note):
+    def program(call):
         def work(x):
-            note(drjax.partition_index(), 0 * x)
+            call(drjax.partition_index(), 0 * x)
 
         def f(x):
             drjax.map_fn(work, drjax.map_fn(jnp.cos, x))

@@ -203,7 +203,7 @@ def test_maps_without_operands_still_run_once_a_group(arg, mesh):
 def test_effects_inside_a_mapped_function(mesh, capfd):
     seen = []
 
-    def note(a):
+    def record(a):
         seen.append(float(a))
         return np.float32(a) + 1
 
@@ -211,7 +211,7 @@ def test_effects_inside_a_mapped_function(mesh, capfd):
     def program(x):
         def local(a):
             jax.debug.print("group value {a}", a=a)
-            return io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), a)
+            return io_callback(record, jax.ShapeDtypeStruct((), jnp.float32), a)
 
         return drjax.map_fn(local, x)
 

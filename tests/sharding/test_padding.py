@@ -113,8 +113,8 @@ def test_effects_happen_for_groups_only(run, n, devices):
     @drjax.program(clients=n)
     def f(x):
         def work(x):
-            note = lambda i, x: calls.append((int(i), float(x)))
-            io_callback(note, None, drjax.partition_index(), x)
+            record = lambda i, x: calls.append((int(i), float(x)))
+            io_callback(record, None, drjax.partition_index(), x)
             return 2 * x
 
         return drjax.reduce_sum(drjax.map_fn(work, x))

@@ -34,8 +34,8 @@ AXES = {"clients": 2, "fsdp": 2, "tensor": 2}
 
 def tpu_mesh(shape: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
     """Eight or fewer devices of TPU v5e; the first axis goes from slice to slice."""
-    rows = {1: "v5e:2x4", 2: "v5e:2x2"}[slices]
-    result = machine.devices(Machine(platform="tpu", topology=rows), slices)
+    topology = {1: "v5e:2x4", 2: "v5e:2x2"}[slices]
+    result = machine.devices(Machine(platform="tpu", topology=topology), slices)
     sizes = tuple(shape.values())
     return jax.sharding.Mesh(result[: np.prod(sizes)].reshape(sizes), tuple(shape))
 

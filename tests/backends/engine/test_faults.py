@@ -190,7 +190,7 @@ N, BAD = 8, 3
 
 
 class Data:
-    """Rows read by index, one of which is another, or raises."""
+    """Slices read by index, one of which is another, or raises."""
 
     def __init__(self, bad):
         self.bad, (self.x, self.w) = bad, slices_for(N)

@@ -1,4 +1,4 @@
-"""Rows that stay where workers can read them.
+"""Slices that stay where workers can read them.
 
 Covers: drjax.backends.engine.resident_slices.
 """
@@ -28,7 +28,7 @@ class Store:
     ["float32", "float64", "complex64", "complex128", "int8", "uint32", "bool",
      ml_dtypes.bfloat16],
 )  # fmt: skip
-def test_rows_are_stored_again_only_if_they_changed(dtype):
+def test_slices_are_stored_again_only_if_they_changed(dtype):
     store, x = Store(), np.arange(12).reshape(4, 3).astype(dtype)
     y = np.asfortranarray(x)
     assert [store.resident.reference("a", [x, y]) for _ in range(3)] == [0, 0, 0]

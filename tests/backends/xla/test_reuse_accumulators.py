@@ -26,8 +26,8 @@ def even_small_ones(monkeypatch):
 
 @drjax.program(clients=N)
 def updates(x, slices):
-    def one(x, y):
-        return x * jnp.sin(y), jnp.max(x * y)
+    def one(x, slice_):
+        return x * jnp.sin(slice_), jnp.max(x * slice_)
 
     means = drjax.map_fn(one, (drjax.broadcast(x), slices))
     return drjax.reduce_mean(means[0]), drjax.reduce_max(means[1])
@@ -87,8 +87,8 @@ def endings(fn, *args) -> list[int]:
     return [end.reused_bytes for end in result if end is not None]
 
 
-X, ROWS = np.linspace(0, 1, 12, dtype=np.float32), np.linspace(0, 2, N)
-ARGS = X.reshape(3, 4), np.ones((3, 4), np.float32), np.float32(ROWS)
+X, SLICES = np.linspace(0, 1, 12, dtype=np.float32), np.linspace(0, 2, N)
+ARGS = X.reshape(3, 4), np.ones((3, 4), np.float32), np.float32(SLICES)
 ONE = 4 * 12 + 4  # bytes of both means
 
 
