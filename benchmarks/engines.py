@@ -9,8 +9,8 @@ A group trains a small perceptron for some steps, with noise from a key of its o
 first run of each starts the workers and compiles; a run is one round on Ray, whose
 workers stay, one on Flower, whose clients are simulated, and three on Beam, which
 starts a pipeline for each. With `--parquet` that many groups of eight numbers are
-written to Parquet files first, and reduced from there; the most memory that any process
-held at once is told. With `--out` the tables go to `engines-ENGINE-jax-VERSION.md`.
+written to Parquet files first, and reduced from there; the report has the peak memory
+of the processes. With `--out` the tables go to `engines-ENGINE-jax-VERSION.md`.
 """
 
 import argparse

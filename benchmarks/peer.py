@@ -27,7 +27,7 @@ def make(directory: Path, *packages: str) -> str:
 
 
 def copy_sources(directory: Path, *packages: str) -> None:
-    """Copies packages of the repository, beside which our library would be found."""
+    """Copies packages of the repository into a folder without our library."""
     for name in packages:
         ignore = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(ROOT / name, directory / name, ignore=ignore)

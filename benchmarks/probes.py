@@ -20,7 +20,7 @@ _Make = Callable[[jax.Array, jax.Array], Callable[[], Any]]
 
 
 def entered(mesh: jax.sharding.Mesh | None) -> Any:
-    """The context of a mesh, or of none."""
+    """The context of a mesh, or without one."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

@@ -72,16 +72,21 @@ def goals(results: dict[str, Any]) -> list[Goal]:
         value = ratio(
             probes[name, devices]["call_s"], probes[reference, devices]["call_s"]
         )
-        where = "" if devices is None else f" on {devices} devices"
-        title = f"{name} / {reference}{where}"
+        devices_text = "" if devices is None else f" on {devices} devices"
+        title = f"{name} / {reference}{devices_text}"
         result.append((title, f"≤ {limit:g}", f"{value:.2f}", value <= limit))
     for name, devices in itertools.product(
         ("eager drjax", "eager drjax, closure"), (None, 8)
     ):
-        where = "" if devices is None else f" on {devices} devices"
+        devices_text = "" if devices is None else f" on {devices} devices"
         count = probes[name, devices]["compiled"]
         result.append(
-            (f"compiled by warm calls, {name}{where}", "0", f"{count}", count == 0)
+            (
+                f"compiled by warm calls, {name}{devices_text}",
+                "0",
+                f"{count}",
+                count == 0,
+            )
         )
     leaks = results["leaks"][OURS]
     for how in ("", ", traced"):

@@ -61,9 +61,9 @@ def on_page_markdown(markdown, page, config, files):
         text, target, anchor = match[1], match[2], match[3] or ""
         if (inside := _inside(target)) is not None:
             return f"{text}({up}{inside}{anchor})"
-        if (found := _resolve(target, path)) is None:
+        if (resolved := _resolve(target, path)) is None:
             return match[0]
-        return f"{text}({up}{_page_of(found)})"
+        return f"{text}({up}{_page_of(resolved)})"
 
     markdown = LINK.sub(to_page, markdown)
 
@@ -83,25 +83,25 @@ def on_post_build(config) -> None:
     import drjax
 
     pages = "".join(p.read_text() for p in (DOCS / "api").glob("*.md"))
-    told = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
+    documented = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
     names = [
         n for n, x in vars(drjax).items() if n[0] != "_" and callable(x)
     ]
-    if missing := [n for n in names if f"drjax.{n}" not in told]:
+    if missing := [n for n in names if f"drjax.{n}" not in documented]:
         raise PluginError(
             f"Public names without an entry in docs/api: {missing}"
         )
 
 
 def _included(text: str) -> str:
-    def found(match: re.Match) -> str:
+    def resolved(match: re.Match) -> str:
         path, name = match.groups()
         text = (ROOT / path).read_text()
         if name is not None:
             return _definition(text, path, name)
         return text if path.endswith(".md") else _fenced(text, path)
 
-    return re.sub(r"\{\{ ([\w./]+)(?::(\w+))? \}\}", found, text)
+    return re.sub(r"\{\{ ([\w./]+)(?::(\w+))? \}\}", resolved, text)
 
 
 def _definition(text: str, path: str, name: str) -> str:
@@ -134,15 +134,15 @@ def _resolve(target: str, page: Path) -> Path | None:
     if "{{" in target or _inside(target) is not None:
         return None
     for base in (page.parent, ROOT):  # ROOT: in text of the README
-        found = (base / target).resolve()
-        if found.exists() and found.is_relative_to(ROOT):
-            return None if found.is_relative_to(DOCS) else found
+        resolved = (base / target).resolve()
+        if resolved.exists() and resolved.is_relative_to(ROOT):
+            return None if resolved.is_relative_to(DOCS) else resolved
     return None
 
 
 def _outside(text: str, page: Path) -> list[Path]:
-    found = [_resolve(m[2], page) for m in LINK.finditer(text)]
-    return [path for path in found if path is not None]
+    resolved = [_resolve(m[2], page) for m in LINK.finditer(text)]
+    return [path for path in resolved if path is not None]
 
 
 def _page_of(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Layers with explicit collectives inside a group, on a mesh (groups, X, Y).
 
-    python -m experiments.collectives        # what the TPU compiler makes of each
+    python -m experiments.collectives        # compile each for TPUs
 
 The layers are those of "How to Scale Your Model" (Austin et al. 2025), chapter 10, and
 of JAX's tutorial on `shard_map`: matrix products that overlap with their communication

@@ -1,4 +1,4 @@
-"""A model of communication time on links: bytes over published bandwidths.
+"""A model of communication time on links: bytes over documented bandwidths.
 
 It is a lower bound, not a measurement: all links of a chip are busy in both
 directions, and there is no latency, no contention and no work at the same time. On the

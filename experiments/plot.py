@@ -1,10 +1,10 @@
 """Draw the records of `experiments.run`: the counterparts of the paper's figures.
 
-    python -m experiments.plot                 # runs/experiments, PNGs beside them
+    python -m experiments.plot                 # records to PNGs, in runs/experiments
 
-What is drawn is what the compiler says of one device; no time on a chip is measured.
-Beside each figure stands, in words, what Rush et al. 2024 (arXiv 2403.07128, section 4)
-report for theirs.
+The figures show the compiler's results for one device; no time on a chip is measured.
+The title of each figure has the result of Rush et al. 2024 (arXiv 2403.07128,
+section 4).
 """
 
 import dataclasses

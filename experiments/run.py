@@ -45,10 +45,10 @@ def main() -> None:
         for file, config, variant in progress:
             figure, name = file.resolve().parent.name, _name(file, config)
             progress.set_description(f"{name}, {variant}")
-            where = with_peer if variant == peer.NAME else {}
+            options = with_peer if variant == peer.NAME else {}
             begin = time.perf_counter()
             try:
-                measures = measured(config, variant, **where)
+                measures = measured(config, variant, **options)
             except RuntimeError as error:
                 failed.append(f"{name}, {variant}")
                 progress.write(f"{failed[-1]}: {error}")

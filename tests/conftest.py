@@ -14,7 +14,7 @@ gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Where leaks are sought everything is traced anew: that is for the newest JAX.
+# With leak checks everything is traced again: only with the newest JAX.
 jax.config.update("jax_check_tracer_leaks", jax.__version_info__ >= (0, 12))
 
 

@@ -36,8 +36,8 @@ def loss_by_round(
         color="tab:orange",
         label="held-out modules",
     )
-    for (name, level), style in zip(levels.items(), ("--", ":", "-."), strict=False):
-        axes.axhline(level, color="0.35", linestyle=style, label=f"{name}, {level:.2f}")
+    for (name, value), style in zip(levels.items(), ("--", ":", "-."), strict=False):
+        axes.axhline(value, color="0.35", linestyle=style, label=f"{name}, {value:.2f}")
     axes.set(xlabel="round", ylabel="loss (nats per byte)", title="Loss by round")
     axes.grid(alpha=0.3)
     axes.legend()

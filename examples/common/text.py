@@ -92,8 +92,8 @@ def load_articles(source: str, split: str = "train") -> Corpus:
 
     Args:
         source: a data set of the Hugging Face hub with the columns `domain` and
-            `text`, as `"vblagoje/cc_news"` has them, or a file of such rows, its kind
-            told by its name: `.jsonl`, `.json`, `.csv` or `.parquet`.
+            `text`, as `"vblagoje/cc_news"` has them, or a file with these columns, with
+            a suffix for its kind: `.jsonl`, `.json`, `.csv` or `.parquet`.
         split: which part of a data set of the hub.
 
     Returns:

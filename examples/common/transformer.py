@@ -33,7 +33,7 @@ class TransformerConfig:
     vocab: int = 256
     """Number of token values."""
     scan: bool = False
-    """Compile one block for all layers, and compute it again in the backward pass."""
+    """Compile one block for all layers, and rematerialize it in the backward pass."""
     attention_axis: str | None = None
     """A mesh axis over which attention is a `jax.shard_map` of its own, by heads."""
     batch_axis: str | None = None

@@ -79,9 +79,9 @@ def _certificate(subject, issuer, key, signer, days: int, extensions: list) -> A
     return certificate.sign(signer, hashes.SHA256())
 
 
-def _write_key(path: Path, key: Any, form: formats.PrivateFormat) -> None:
+def _write_key(path: Path, key: Any, encoding: formats.PrivateFormat) -> None:
     """Write a private key for its owner alone."""
-    data = key.private_bytes(formats.Encoding.PEM, form, formats.NoEncryption())
+    data = key.private_bytes(formats.Encoding.PEM, encoding, formats.NoEncryption())
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with open(os.open(path, flags, 0o600), "wb") as file:

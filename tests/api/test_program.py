@@ -155,12 +155,12 @@ def test_recursion():
 
     def tree(n):
         @drjax.program(clients=n)
-        def level(x):
+        def nested(x):
             below = x if n == 1 else tree(n - 1)(x)
             sizes.append(drjax.partition_size())
             return drjax.reduce_sum(drjax.broadcast(below))
 
-        return level
+        return nested
 
     assert tree(4)(1.0) == 24.0 and sizes == [1, 2, 3, 4]
 

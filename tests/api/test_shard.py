@@ -1,4 +1,4 @@
-"""`drjax.shard`: host data over the mesh axes that carry a partition.
+"""`drjax.shard`: host data over the mesh axes of a partition.
 
 Covers: drjax._api.blocks.
 """

@@ -89,8 +89,8 @@ def check(output):
     slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(2)]
     data = tuple(np.stack(column) for column in zip(*slices, strict=True))
     expected = np.zeros(3, np.float32)
-    assert len(told) == 2
-    for a_round in told:
+    assert len(history) == 2
+    for a_round in history:
         assert a_round["dropped"] == {} and len(a_round["pids"]) == 2
         plan = drjax.make_plan(step(2))(expected, data)
         expected, loss = reference.compile(plan)(expected, data)

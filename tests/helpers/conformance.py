@@ -4,7 +4,7 @@
         compile = staticmethod(drjax.backends.mine.compile)
 
 `compile(plan, workers=..., **options)` gives a `Runner`. Engines whose workers are
-processes set `processes = True` and are tested by ending some.
+processes set `processes = True` and are tested by killing some.
 """
 
 import doctest

@@ -22,10 +22,10 @@ def make_mesh(shape: dict[str, int], kind: Any = AUTO) -> jax.sharding.Mesh:
 
 
 def in_mesh(mesh: jax.sharding.Mesh | None):
-    """The context of a mesh, or of none."""
+    """The context of a mesh, or without one."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def in_mesh_of(shape: dict[str, int] | None):
-    """The context of an Auto mesh of this shape, or of none."""
+    """The context of an Auto mesh of this shape, or without one."""
     return in_mesh(None if shape is None else make_mesh(shape))

@@ -153,7 +153,7 @@ def test_what_is_in_the_file(tmp_path):
     with zipfile.ZipFile(path) as archive:
         assert "dot_general" in archive.read("stages/1.groups.jaxpr.txt").decode()
         blob = archive.read("stages/1.groups.jexp")
-    assert b".py" not in path.read_bytes()  # of nobody's file system
+    assert b".py" not in path.read_bytes()  # no path of a file system
     exported = jax.export.deserialize(bytearray(blob))
     assert exported.platforms == ("cpu", "cuda", "tpu")
 

@@ -80,7 +80,7 @@ def extra(path):
     rewrite(path, {**read_members(path), "stages/more.jexp": b"more"})
 
 
-def packed(path):
+def compressed(path):
     rewrite(path, read_members(path), zipfile.ZIP_DEFLATED)
 
 
@@ -209,7 +209,7 @@ FAULTS = {
     changed: "was changed: stages/1.groups.jexp is not what the manifest says",
     missing: "lacks stages/1.groups.jexp",
     extra: "has members too many",
-    packed: "has compressed members",
+    compressed: "has compressed members",
     bomb: "has compressed members",
     larger_inside_than_outside: "says that it holds 1,073,",
     escaping: "has a member named '../../evil.sh', which may lie outside",

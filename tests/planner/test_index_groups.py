@@ -77,7 +77,7 @@ def test_unpacking():
     """Where JAX has an `unstack` primitive, a loop over an array is one."""
 
     def fn(x):
-        first, second, *others = rows(x)
+        first, second, *others = slices(x)
         return first + jnp.sin(second) * sum(others)
 
     agree(program(fn), X)

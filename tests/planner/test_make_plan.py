@@ -169,7 +169,7 @@ def test_memory_does_not_grow_with_the_groups(name, mesh):
             temp_bytes(drjax.jit(fn, groups_per_step=1), *rest, placed(data))
             for fn, (*rest, data) in map(PROGRAMS[name], (8 * devices, 64 * devices))
         )
-        # Four bytes for the number of each group of the device.
+        # Four bytes for the index of each group of the device.
         assert many <= 1.01 * few + 4 * 64
 
 

@@ -50,7 +50,7 @@ def of_least_loss(w, x):
 
 @program
 def of_least_loss_with_gradient(w, x):
-    """The loss and what is computed again come from one mapped function."""
+    """The loss and the rematerialized gradients come from one mapped function."""
     slices, grads = drjax.map_fn(jax.value_and_grad(loss), (drjax.broadcast(w), x))
     mine = chosen(jnp.equal, slices, drjax.reduce_min(slices))
     return drjax.reduce_weighted_mean(grads, mine)
@@ -115,7 +115,7 @@ def test_ranks_are_a_permutation():
 
 
 def test_only_they_are_kept():
-    """The gradients are computed again, the losses are not."""
+    """The gradients are rematerialized, the losses are not."""
     plan = drjax.make_plan(of_least_loss_with_gradient)(*ARGS)
     taken = [v.shape for v in plan.rounds[1].local.inputs if v.partitioned]
     assert sorted(taken) == [(), ARGS[1].shape[1:]]

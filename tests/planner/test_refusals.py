@@ -175,9 +175,9 @@ def test_mixing_slices_is_refused(fn):
     text = str(caught.value)
     assert primitive is None or text.startswith(f"{primitive} at ")
     lines, first = inspect.getsourcelines(fn)
-    where = re.search(r"test_refusals\.py:(\d+)", text)
-    assert where, text
-    assert first <= int(where.group(1)) < first + len(lines)
+    location = re.search(r"test_refusals\.py:(\d+)", text)
+    assert location, text
+    assert first <= int(location.group(1)) < first + len(lines)
     assert f"takes ({operands.lstrip('(')}"[:7] in text and operands in text
     assert "over partition clients:4" in text
     assert fix in text

@@ -220,7 +220,7 @@ def test_one_all_reduce_in_each_body_of_a_scan_over_rounds(n, checkpoint):
     with in_mesh(make_mesh({"clients": 8})):
         value, grad = hlo_text(total, X), hlo_text(jax.grad(total), X)
     assert count(value) == ONE and in_loops(value) == [ONE]
-    # With checkpoint, the value that is computed again shares one all-reduce with
+    # With checkpoint, the rematerialized value shares one all-reduce with
     # the gradient.
     assert count(grad) == {"all-reduce": 2}
     assert in_loops(grad) == [ONE, ONE]

@@ -52,7 +52,7 @@ def _check(fn, run, derivative, times):
 @every_run
 @every_derivative
 def test_in_rounds_of_a_scan(run, derivative):
-    """Also of what is known before a derivative, and is not computed again."""
+    """Also of values known before a derivative, which are not rematerialized."""
 
     def rounds(call):
         def work(x, t):

@@ -286,7 +286,7 @@ def test_sharding_over_another_axis_inside_a_group(through):
 
 
 # ---------------------------------------------------------------------------------
-# Group numbers and randomness
+# Group indices and randomness
 
 
 @jax.custom_vjp
@@ -300,7 +300,7 @@ scaled_backward.defvjp(
 )
 
 I = lambda: drjax.partition_index().astype(jnp.float32)
-NUMBERED = {
+INDEXED = {
     "plain": lambda a: a * I(),
     "scan": lambda a: lax.scan(lambda c, _: (c + a * I() / 2, None), 0 * a, length=2)[
         0
@@ -323,11 +323,11 @@ NUMBERED = {
 @pytest.mark.parametrize(
     "mesh", [{"clients": 3}, pytest.param(None, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("where", NUMBERED)
-def test_the_groups_number_anywhere_in_a_mapped_function(where, mesh):
+@pytest.mark.parametrize("inside", INDEXED)
+def test_the_group_index_inside_of_transformations(inside, mesh):
     x = np.array([-1.5, 0.5, 2.0, 3.5], np.float32)
     batch = np.stack([x, 2 * x], 1)
-    program = lambda x: four(lambda x: drjax.map_fn(NUMBERED[where], x))(x)
+    program = lambda x: four(lambda x: drjax.map_fn(INDEXED[inside], x))(x)
 
     @jax.jit
     def each_way(x, batch):

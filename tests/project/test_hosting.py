@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 GATE = (ROOT / ".ci/run").read_text()
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
 
 
 def _yaml(path: str | Path) -> dict:
@@ -129,13 +129,13 @@ def test_hooks_are_documented_commands():
         assert hook["entry"] in [part.strip() for part in parts]
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.name)
 def test_issue_forms_are_whole(path):
-    form = _yaml(path)
-    assert form["name"] and form["description"]
-    ids = [field["id"] for field in form["body"]]
+    template = _yaml(path)
+    assert template["name"] and template["description"]
+    ids = [field["id"] for field in template["body"]]
     assert len(ids) == len(set(ids))
-    for field in form["body"]:
+    for field in template["body"]:
         assert field["attributes"]["label"]
         assert (field["type"] == "dropdown") == ("options" in field["attributes"])
 

@@ -31,13 +31,13 @@ eight = drjax.program(clients=8)
 # A shard_map of the model's own
 
 
-def _with_its_sum(x, **where):
+def _with_its_sum(x, **kwargs):
     """x plus its sum, which is computed by a collective over the model's axis."""
     fn = lambda x: x + lax.psum(x.sum(), "data")
-    return jax.shard_map(fn, in_specs=P("data"), out_specs=P("data"), **where)(x)
+    return jax.shard_map(fn, in_specs=P("data"), out_specs=P("data"), **kwargs)(x)
 
 
-FORMS = {
+SHARDED = {
     "whole mesh": lambda mesh: lambda x: _with_its_sum(x, mesh=mesh),
     "whole mesh, an axis": lambda mesh: (
         lambda x: _with_its_sum(x, mesh=mesh, axis_names={"data"})
@@ -72,11 +72,11 @@ HOW = {
 
 @pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("form", [*FORMS, *LAYOUTS])
+@pytest.mark.parametrize("layer_name", [*SHARDED, *LAYOUTS])
 @pytest.mark.parametrize("other", [{"data": 2}, {"data": 2, "one": 1}], ids=str)
-def test_meshes_given_inside_a_group(form, how, other):
+def test_meshes_given_inside_a_group(layer_name, how, other):
     mesh = make_mesh({"clients": 2, **other})
-    layer: Any = (FORMS | LAYOUTS)[form](mesh)
+    layer: Any = (SHARDED | LAYOUTS)[layer_name](mesh)
     context, mesh_arg = HOW[how]
     mesh_argument: Any = {"mesh": mesh} if mesh_arg else {}
 
@@ -84,13 +84,13 @@ def test_meshes_given_inside_a_group(form, how, other):
     def f(x):
         return drjax.map_fn(lambda x: jnp.sin(layer(x)), x, **mesh_argument)
 
-    expected = X + X.sum(1, keepdims=True) if form in FORMS else X
+    expected = X + X.sum(1, keepdims=True) if layer_name in SHARDED else X
     with context(mesh):
         result = jax.jit(f)(X)
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(X)
     np.testing.assert_allclose(result, np.sin(expected), rtol=1e-5, atol=1e-6)
     ct = 2 * np.sin(expected) * np.cos(expected)
-    if form in FORMS:
+    if layer_name in SHARDED:
         ct = ct + ct.sum(1, keepdims=True)
     np.testing.assert_allclose(gradient, ct, rtol=2e-4, atol=2e-5)
 
@@ -108,11 +108,11 @@ def test_a_constraint_without_axes(shape, spec):
             np.testing.assert_allclose(result, np.cos(X), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_within_a_group_stay_in_it(form):
+@pytest.mark.parametrize("layer_name", SHARDED)
+def test_gradients_within_a_group_stay_in_it(layer_name):
     """The derivative of a shard_map over all axes adds up over the model's alone."""
     mesh = make_mesh({"clients": 4, "data": 2})
-    layer = FORMS[form](mesh)
+    layer = SHARDED[layer_name](mesh)
     steps = lambda x: x - 0.1 * jax.grad(lambda x: jnp.sum(layer(x) ** 2))(x)
     y = X + X.sum(1, keepdims=True)
     expected = X - 0.2 * (y + y.sum(1, keepdims=True))

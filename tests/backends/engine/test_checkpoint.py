@@ -361,8 +361,8 @@ def test_a_driver_whose_lease_was_taken_stops(plan, monkeypatch):
     folder, locks = f"memory://{uuid.uuid4().hex}/run", []
     acquire = folder_lock.acquire
 
-    def watched(where):
-        locks.append(acquire(where))
+    def watched(folder):
+        locks.append(acquire(folder))
         return locks[-1]
 
     def function(sent):

@@ -191,7 +191,7 @@ def test_a_call_goes_on_where_it_ended(after, tmp_path):
     blocks = lambda run: sum(s.blocks for s in run.report.stages)
     assert blocks(again) == blocks(whole) - after
     assert again.report.resumed
-    again(*args)  # anew: what was done is forgotten
+    again(*args)  # from the start: the first run is forgotten
     assert blocks(again) == blocks(whole) and not again.report.resumed
 
 

@@ -35,17 +35,17 @@ def test_locks_of_processes(kind, tmp_path, monkeypatch):
     if kind == "lease":  # as on a disk that knows no locks
         monkeypatch.setattr(folder_lock, "_locked_file", lambda path: None)
     command = [sys.executable, "-c", HOLD, str(tmp_path), kind]
-    where = _storage.LocalFolder(tmp_path)
+    location = _storage.LocalFolder(tmp_path)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         with pytest.raises(folder_lock.LockedError, match=f"process {process.pid} on"):
-            folder_lock.acquire(where)
+            folder_lock.acquire(location)
         process.send_signal(signal.SIGKILL)
     assert (tmp_path / folder_lock.NAME).exists()
     start = time.monotonic()
-    lock = folder_lock.acquire(where)
+    lock = folder_lock.acquire(location)
     assert time.monotonic() - start < folder_lock.EXPIRY / 4
     lock.release()
     assert not [*tmp_path.iterdir()]
@@ -65,15 +65,15 @@ sys.stdin.read()
 
 def test_a_forked_process_does_not_keep_the_lock_of_a_dead_one(tmp_path):
     command, pipe = [sys.executable, "-c", FORK, str(tmp_path)], subprocess.PIPE
-    where = _storage.LocalFolder(tmp_path)
+    location = _storage.LocalFolder(tmp_path)
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "forked\n"
         with pytest.raises(folder_lock.LockedError):
-            folder_lock.acquire(where)
+            folder_lock.acquire(location)
         process.kill()
         process.wait()
-        folder_lock.acquire(where).release()  # though the child lives
+        folder_lock.acquire(location).release()  # though the child lives
 
 
 @pytest.fixture
@@ -87,28 +87,28 @@ OTHER = {"process": 1, "host": "elsewhere", "machine": "elsewhere", "token": "x"
 
 @pytest.mark.usefixtures("fast")
 def test_a_lease_of_another_machine_ends_when_nobody_renews_it():
-    where = _storage.RemoteFolder(f"memory://{uuid.uuid4().hex}")
-    where.create(folder_lock.NAME, json.dumps(OTHER).encode())
-    lock = folder_lock.acquire(where)
+    location = _storage.RemoteFolder(f"memory://{uuid.uuid4().hex}")
+    location.create(folder_lock.NAME, json.dumps(OTHER).encode())
+    lock = folder_lock.acquire(location)
     lock.release()
-    assert where.names() == []
-    where.create(folder_lock.NAME, b"not what a lock writes")
-    folder_lock.acquire(where).release()
+    assert location.names() == []
+    location.create(folder_lock.NAME, b"not what a lock writes")
+    folder_lock.acquire(location).release()
 
 
 @pytest.mark.usefixtures("fast")
 def test_a_lease_of_another_machine_holds_while_it_is_renewed():
-    where, done = (
+    location, done = (
         _storage.RemoteFolder(f"memory://{uuid.uuid4().hex}"),
         threading.Event(),
     )
-    where.create(folder_lock.NAME, json.dumps(OTHER).encode())
+    location.create(folder_lock.NAME, json.dumps(OTHER).encode())
 
     def renew():
         count = 0
         while not done.wait(0.02):
             count += 1
-            where.write(
+            location.write(
                 folder_lock.NAME, [json.dumps({**OTHER, "renewals": count}).encode()]
             )
 
@@ -116,7 +116,7 @@ def test_a_lease_of_another_machine_holds_while_it_is_renewed():
     thread.start()
     try:
         with pytest.raises(folder_lock.LockedError, match="process 1 on elsewhere"):
-            folder_lock.acquire(where)
+            folder_lock.acquire(location)
     finally:
         done.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""Rounds that go chunk by chunk and end in place; see `reuse_accumulators.py`.
+"""Rounds whose results reuse the accumulators of chunks: `reuse_accumulators.py`.
 
 That their numbers are right, `test_values_of_plans.py` and the random programs see too.
 
@@ -63,7 +63,7 @@ def in_a_loop(x, speed, slices):
 
 
 def of_keys(x, speed, slices):
-    """Random keys are made at the end: that cannot be in place."""
+    """Random keys are created at the end, and reuse no accumulator."""
     mean, highest = updates(x, slices)
     key = jax.random.key(jnp.int32(100 * highest))
     return mean, jax.random.split(key, 2)
@@ -75,8 +75,8 @@ def with_effects(x, speed, slices):
     return mean, highest
 
 
-def endings(fn, *args) -> list[int]:
-    """Bytes that are in place, of each end of a round that is."""
+def reused(fn, *args) -> list[int]:
+    """Bytes of reused buffers, for each round that reuses accumulators."""
     plan = drjax.make_plan(fn)(*args)
     assert plan.partition is not None
     layout = make_layout(plan.partition, find_mesh(plan.partition))
@@ -109,7 +109,7 @@ def test_the_same_numbers(fn, result, mesh):
     want = jax.jit(fn)(*args)
     with in_mesh_of(mesh):
         got = drjax.jit(fn, groups_per_step=1)(*args)
-        assert endings(fn, *args) == result
+        assert reused(fn, *args) == result
 
     def same(a, b):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -135,8 +135,8 @@ def test_sums_of_another_dtype_have_no_place():
     def mean(x, speed, slices):
         return updates(x, slices)[0]
 
-    assert endings(mean, *half) == []
-    assert endings(mean, *ARGS) == [ONE - 4]
+    assert reused(mean, *half) == []
+    assert reused(mean, *ARGS) == [ONE - 4]
 
 
 def test_donated_arguments():
@@ -149,6 +149,6 @@ def test_donated_arguments():
 
 def test_small_ones_are_left_to_the_compiler(monkeypatch):
     monkeypatch.setattr(reuse_accumulators, "LARGE", ONE)
-    assert endings(momentum, *ARGS) == [ONE]
+    assert reused(momentum, *ARGS) == [ONE]
     monkeypatch.setattr(reuse_accumulators, "LARGE", ONE + 1)
-    assert endings(momentum, *ARGS) == []
+    assert reused(momentum, *ARGS) == []
