@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-BLUE, ORANGE, GREY, INK = "#9ecae1", "#fdae6b", "#d9d9d9", "#374151"
+BLUE, ORANGE, GRAY, INK = "#9ecae1", "#fdae6b", "#d9d9d9", "#374151"
 GROUPS = ("#9ecae1", "#a1d99b", "#fdae6b", "#bcbddc", "#fa9fb5", "#d9d9d9")
 
 
@@ -57,7 +57,7 @@ def kinds():
         1.4, 2.2, "global  [3]", ha="center", color=INK, family="monospace"
     )
     for j in range(3):
-        _box(axes, 0.8 + 0.4 * j, 1.2, 0.4, 0.4, GREY)
+        _box(axes, 0.8 + 0.4 * j, 1.2, 0.4, 0.4, GRAY)
     axes.text(
         1.4,
         0.7,
@@ -86,7 +86,7 @@ def kinds():
 def blocks():
     """broadcast, map_fn and reduce_sum, from the server to the groups and back."""
     figure, axes = _canvas(9, 3.2)
-    _box(axes, 0.1, 1.3, 1.0, 0.5, GREY, "x")
+    _box(axes, 0.1, 1.3, 1.0, 0.5, GRAY, "x")
     for i in range(4):
         y = 2.5 - 0.75 * i
         _arrow(axes, (1.1, 1.55), (2.6, y + 0.2))
@@ -94,7 +94,7 @@ def blocks():
         _arrow(axes, (3.6, y + 0.2), (5.3, y + 0.2))
         _box(axes, 5.3, y, 1.2, 0.4, GROUPS[i], f"f(x, d{i})")
         _arrow(axes, (6.5, y + 0.2), (7.8, 1.55))
-    _box(axes, 7.8, 1.3, 1.1, 0.5, GREY, "Σ f(x, dᵢ)")
+    _box(axes, 7.8, 1.3, 1.1, 0.5, GRAY, "Σ f(x, dᵢ)")
     for x, name in (
         (1.7, "broadcast"),
         (4.45, "map_fn"),

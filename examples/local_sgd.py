@@ -3,7 +3,7 @@
 Each round draws some of the library's top-level modules, one per group. Every group
 starts from the global parameters and takes local AdamW steps on its own text; the
 groups' updates, weighted by how many bytes each really trained on, are averaged and
-given to an outer Nesterov optimiser. This is DiLoCo (Douillard et al. 2023, arXiv
+given to an outer Nesterov optimizer. This is DiLoCo (Douillard et al. 2023, arXiv
 2311.08105, algorithm 1) with groups sampled in each round, as in federated
 averaging (McMahan et al. 2017, arXiv 1602.05629, algorithm 1), and the local SGD of
 Rush et al. 2024 (arXiv 2403.07128).
@@ -60,9 +60,9 @@ class Config:
     inner_lr: float = 5e-3
     """Peak learning rate of the local AdamW; warm-up and cosine decay over rounds."""
     outer_lr: float = 1.0
-    """Learning rate of the outer Nesterov optimiser."""
+    """Learning rate of the outer Nesterov optimizer."""
     outer_momentum: float = 0.8
-    """Momentum of the outer optimiser."""
+    """Momentum of the outer optimizer."""
     seed: int = 0
     """Seed of the initial parameters and of all sampling."""
     eval_windows: int = 16
@@ -89,7 +89,7 @@ class Metrics(NamedTuple):
 
 
 def make_programs(graphdef: nnx.GraphDef, config: Config, held_out: int):
-    """Makes the outer optimiser, the program of a round and that of an evaluation."""
+    """Makes the outer optimizer, the program of a round and that of an evaluation."""
     peak = config.inner_lr
     schedule = optax.warmup_cosine_decay_schedule(
         peak / 3, peak, min(3, config.rounds - 1), config.rounds, peak / 20

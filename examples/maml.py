@@ -5,7 +5,7 @@
 The first part shows the programs of Rush et al. 2024 (arXiv 2403.07128, Snippets 3, 4
 and 7): the loss of one task after a gradient step, its mean over a partition of tasks,
 and the gradients of that, which are MapReduce programs too. The second part trains an
-initialisation for sinusoids with them, and compares it with pretraining on all tasks:
+initialization for sinusoids with them, and compares it with pretraining on all tasks:
 test error after 0, 1, 5 and 10 gradient steps on ten points of a new sinusoid.
 """
 
@@ -92,7 +92,7 @@ def pretraining_loss(model: Model, lr: Array | float, tasks: Task) -> Array:
 
 
 def train(objective, key: Array, steps: int, name: str) -> Model:
-    """Minimises an objective of (model, learning rate, tasks) with Adam."""
+    """Minimizes an objective of (model, learning rate, tasks) with Adam."""
     adam = optax.adam(OUTER_LR)
     model = init(key)
 
@@ -149,7 +149,7 @@ def outline(program, *args) -> str:
 
 
 def main(config: Config) -> None:
-    """Prints the programs, trains both initialisations, and compares them."""
+    """Prints the programs, trains both initializations, and compares them."""
     keys = jax.random.split(jax.random.key(config.seed), 4)
     sample_test = jax.vmap(functools.partial(sample_task, queries=100))
     validation = sample_test(jax.random.split(keys[1], config.test_tasks))

@@ -2,7 +2,7 @@
 
 It is a lower bound, not a measurement: all links of a chip are busy in both
 directions, and there is no latency, no contention and no work at the same time. On the
-data centre's network it is as if each group were a slice of its own.
+data center's network it is as if each group were a slice of its own.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Chip:
     Attributes:
       devices: JAX's devices of a chip.
       ici: Over all links to other chips together, in one direction.
-      dcn: Over the data centre's network, or None if that is not stated.
+      dcn: Over the data center's network, or None if that is not stated.
       source: Who says so.
     """
 
@@ -48,7 +48,7 @@ _SENT = {
 def seconds(
     collectives: list[dict[str, Any]], axes: dict[str, int], chip: Chip, network: str
 ) -> float:
-    """Modelled seconds of the collectives over some mesh axes.
+    """Modeled seconds of the collectives over some mesh axes.
 
     Args:
       collectives: Of a record: kind, axes and bytes in a round.

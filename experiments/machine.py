@@ -29,7 +29,7 @@ def devices(machine: Machine, slices: int = 1) -> np.ndarray:
 
     Args:
       machine: What to compile for.
-      slices: Of TPUs, how many such topologies a data centre's network joins.
+      slices: Of TPUs, how many such topologies a data center's network joins.
 
     Raises:
       ModuleNotFoundError: libtpu, the compiler for TPUs, is not installed.

@@ -79,7 +79,7 @@ def formula(record: Record) -> float:
 
 
 def on_links(record: Record) -> str:
-    """Modelled milliseconds of the collectives over the group axis, or nothing."""
+    """Modeled milliseconds of the collectives over the group axis, or nothing."""
     machine = record["settings"]["machine"]
     chip = links.CHIPS.get(machine["topology"].split(":")[0])
     if machine["platform"] != "tpu" or chip is None:

@@ -88,11 +88,11 @@ def group_spread(
 def sharding_of(
     path: Path, array: jax.Array, names: Sequence[str], title: str, xlabel: str
 ) -> None:
-    """Draws a partitioned array [n, columns, width], each shard in its device's colour.
+    """Draws a partitioned array [n, columns, width], each shard in its device's color.
 
     A cell is the norm over `width`: pale for a row's smallest, full for its largest.
     """
-    colours = matplotlib.color_sequences["tab10"]
+    colors = matplotlib.color_sequences["tab10"]
     picture = np.ones((*array.shape[:2], 3))
     devices = {}
     for shard in array.addressable_shards:
@@ -101,19 +101,19 @@ def sharding_of(
         norms = np.linalg.norm(np.asarray(shard.data), axis=-1, keepdims=True)
         low, high = norms.min(1, keepdims=True), norms.max(1, keepdims=True)
         ink = (norms - low) / np.maximum(high - low, 1e-12)
-        colour = np.array(colours[len(devices) % len(colours)])
-        picture[shard.index[0]] = 1 - (0.15 + 0.85 * ink) * (1 - colour)
-        devices[str(shard.device)] = (colour, shard.data.shape)
+        color = np.array(colors[len(devices) % len(colors)])
+        picture[shard.index[0]] = 1 - (0.15 + 0.85 * ink) * (1 - color)
+        devices[str(shard.device)] = (color, shard.data.shape)
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     axes.imshow(picture, aspect="auto", interpolation="nearest")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set(xlabel=xlabel, ylabel="group", title=title)
     handles = [
-        Patch(color=colour, label=f"{device}\n{list(shape)}")
-        for device, (colour, shape) in devices.items()
+        Patch(color=color, label=f"{device}\n{list(shape)}")
+        for device, (color, shape) in devices.items()
     ]
-    title = "device and shard\n(full colour: largest\nnorm in the row)"
+    title = "device and shard\n(full color: largest\nnorm in the row)"
     figure.legend(handles=handles, title=title, loc="outside right center", fontsize=8)
     save(figure, path)
 
@@ -125,12 +125,12 @@ def fitted_curves(
     curves: Mapping[tuple[str, int], Sequence[Values]],
     steps: Sequence[int],
 ) -> None:
-    """Plots fits of sinusoids, one row per initialisation and one column per task.
+    """Plots fits of sinusoids, one row per initialization and one column per task.
 
     Args:
         x: where the curves are given.
         tasks: (points to fit, points of the truth), each a pair (x, y).
-        curves: by (initialisation, number of the task), one curve for each of `steps`.
+        curves: by (initialization, number of the task), one curve for each of `steps`.
     """
     names = list(dict.fromkeys(name for name, _ in curves))
     shape = len(names), len(tasks)

@@ -1,8 +1,8 @@
 """A small decoder-only transformer over bytes, in flax nnx.
 
 Pre-norm blocks (Xiong et al. 2020, arXiv 2002.04745, section 3) with root-mean-square
-normalisation, rotary positions (Su et al. 2021, arXiv 2104.09864, section 3.4.2),
-normalised queries and keys (Dehghani et al. 2023, arXiv 2302.05442, section 2), and one
+normalization, rotary positions (Su et al. 2021, arXiv 2104.09864, section 3.4.2),
+normalized queries and keys (Dehghani et al. 2023, arXiv 2302.05442, section 2), and one
 matrix for the embedding and the output (Press and Wolf 2017, arXiv 1608.05859).
 """
 

@@ -345,7 +345,7 @@ def test_snippet_7_tunes_its_own_learning_rate():
         model, lr = tune(model, lr, TASKS)
     assert loss(model, lr, TASKS) < before and lr != LR
 
-    def after_one_round(lr):  # and through the optimiser's own step
+    def after_one_round(lr):  # and through the optimizer's own step
         model, _ = tune(MODEL, lr, TASKS)
         return parallel_maml_loss(model, lr, TASKS)
 

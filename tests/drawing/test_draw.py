@@ -37,11 +37,11 @@ def step(model, data):
 def two_rounds(model, data):
     mean = drjax.reduce_mean(drjax.map_fn(lambda x: x.mean(0), data))
 
-    def centred(mean, model, x):
+    def centered(mean, model, x):
         return x @ model - mean @ model
 
     sent = drjax.broadcast((mean, model))
-    slices = drjax.map_fn(centred, (*sent, data))
+    slices = drjax.map_fn(centered, (*sent, data))
     return drjax.reduce_sum(slices), drjax.reduce_max(slices)
 
 
@@ -174,10 +174,10 @@ def test_labels_say_what_is_sent_and_where_it_is_computed():
         "model\nfloat32[3]  12 B",
     ]
     assert texts(picture, "up")[1:] == [
-        "sum of centred\nfloat32[5]  20 B",
-        "max of centred\nfloat32[5]  20 B",
+        "sum of centered\nfloat32[5]  20 B",
+        "max of centered\nfloat32[5]  20 B",
     ]
-    assert texts(picture, "local")[-1] == "centred"
+    assert texts(picture, "local")[-1] == "centered"
     labels = texts(picture, "label")
     assert "round 2\n↓ 24 B  ↑ 40 B a group" in labels
     assert {"inputs", "outputs", "server", "group 0", "group 1", "group 7"} <= {*labels}

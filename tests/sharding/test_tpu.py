@@ -90,7 +90,7 @@ class TestRounds:
         assert {m.times for m in over_groups} == {1}
 
     def test_of_two_slices(self, layers, dtype, jit):
-        """The partition is on the data centre's network, which has one all-reduce."""
+        """The partition is on the data center's network, which has one all-reduce."""
         mesh = tpu_mesh(AXES, slices=2)
         sent = _between_slices(compiled_round(mesh, layers, dtype, jit))
         assert sent["ALL_REDUCE"] == 1
