@@ -59,7 +59,7 @@ def test_loops_end(run, n, devices):
 
 
 @pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
-def test_loops_end_beside_a_model_axis(run):
+def test_loops_end_with_a_model_axis(run):
     steps = drjax.program(clients=3)(
         lambda x: drjax.reduce_sum(drjax.map_fn(_endless_for_zero, x))
     )
