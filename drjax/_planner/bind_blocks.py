@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from drjax import _compat
 from drjax._partition import Partition
 from drjax._primitives.map_fn import trace_group
-from drjax._sharding.layout import layout
+from drjax._sharding.layout import make_layout
 from drjax.primitives import (
     broadcast_p,
     gather_p,
@@ -56,7 +56,9 @@ def map_groups(
       partition: The partition.
     """
     avals = tuple(map(_compat.typeof, operands))
-    jaxpr, closed_over = trace_group(fn, avals, layout(partition, None), fn.__name__)
+    jaxpr, closed_over = trace_group(
+        fn, avals, make_layout(partition, None), fn.__name__
+    )
     copies = [broadcast(x, partition) for x in closed_over]
     return map_fn_p.bind(
         *copies,

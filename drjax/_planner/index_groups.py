@@ -149,7 +149,7 @@ def _unstack(eqn, axis: int) -> Callable:
     """`a, b, c = y`: the slices of all groups, each a result."""
 
     def with_blocks(partition: Partition, x):
-        return _compat.bind_equation(eqn, [gather_groups(partition, x, axis)])
+        return _compat.bind_equation(eqn, [gather_groups(x, axis, partition)])
 
     return with_blocks
 
