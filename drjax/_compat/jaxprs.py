@@ -225,8 +225,7 @@ def scan_sizes(eqn) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are carried."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    groups = eqn.params["ft_in"].update([0] * len(eqn.invars)).unpack()
-    consts, carry, _ = map(list, groups)
+    consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
