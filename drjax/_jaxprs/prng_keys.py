@@ -1,4 +1,4 @@
-"""Random keys as raw data, uint32: the form in which stages exchange them.
+"""Random keys as raw data, uint32: as stages exchange them.
 
 Input and output: arrays, or their types. Other dtypes than keys pass unchanged.
 """

@@ -73,7 +73,7 @@ def trace_local_stage(
     def run(group, *args):
         return _run_group(parts, kinds, values, group, args)
 
-    return _trace(" + ".join(names) or "rows", inputs, outputs, run, takes_index=True)
+    return _trace(" + ".join(names) or "slices", inputs, outputs, run, takes_index=True)
 
 
 def _run_group(

@@ -96,7 +96,7 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
     free = [d for d in range(updates.ndim) if d not in windows]
     gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     kept = [d for d in range(operand.ndim) if d not in gone]
-    forms = [  # possible group axes of operand, indices and updates
+    candidates = [  # group axes of operand, indices and updates
         *((d, None, windows[i]) for i, d in enumerate(kept)),
         *(
             (d, i, free[i])
@@ -107,7 +107,7 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
             )
         ),
     ]
-    for a, b, c in forms:
+    for a, b, c in candidates:
         if not _agree(axes, (a, b, c)):
             continue
         # A window may cover fewer groups than the operand has: then it moves groups.

@@ -117,7 +117,7 @@ def _rewrite(eqn, known: _KnownIntegers) -> list:
         tuple(d for d in gone if d not in shared),
     )
     dims = dims._replace(**dict(zip(fields, changed, strict=True)))
-    # The promise was about rows of indices with the column that is gone.
+    # The promise was about indices with the column that is gone.
     params = {**eqn.params, "dimension_numbers": dims, "indices_are_sorted": False}
     joined, more = kept[0][1], []
     if len(kept) > 1:

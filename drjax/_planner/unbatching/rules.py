@@ -1,4 +1,4 @@
-"""Unbatching rules: equations that keep groups apart, and their form for one group.
+"""Unbatching rules: equations that keep groups apart, as equations of one group.
 
 Input: an equation and, for each operand, its *group axis* or None (not known to be
 partitioned). Output: an `UnbatchedEquation`, or None if the equation mixes groups. A
@@ -61,7 +61,7 @@ def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """With one group nothing can be mixed: any equation is its own unbatched form.
+    """With one group nothing can be mixed: any equation is that of the group.
 
     The group axis of a result may be any of its axes of size one, as moving such an
     axis moves no element.
@@ -79,7 +79,7 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     """The equations of one group, for each operand and axis of size n in turn."""
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
-    forms = []
+    candidates = []
     # One operand at a time: a rule infers the axes of the others from it.
     for i, var in enumerate(eqn.invars):
         for axis, size in enumerate(var.aval.shape):
@@ -88,8 +88,8 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
                 axes[i] = axis
                 unbatched = unbatch(eqn, axes)
                 if unbatched is not None:
-                    forms.append(unbatched)
-    return forms
+                    candidates.append(unbatched)
+    return candidates
 
 
 def _broadcast_in_dim(eqn, axis):
