@@ -52,6 +52,8 @@ class Runner:
       engine: What runs the groups.
       options: How it runs.
       report: A `Report` on the latest call.
+      executable: The plan with compiled server stages, and its file.
+      engine_cache: What the engine keeps between calls.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Runner:
         self._owner = owner
         self._sizes: dict[int, BlockSize] = {}  # by index of the stage
         self.report = Report()
-        self.engine_cache: dict[str, Any] = {}  # kept for the engine
+        self.engine_cache: dict[str, Any] = {}
 
     @property
     def file(self) -> File:
