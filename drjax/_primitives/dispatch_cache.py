@@ -46,7 +46,7 @@ def structure(jaxpr) -> Any | None:
 
 
 def _jaxpr_key(jaxpr):
-    """The structure of a jaxpr; `_Unknown` is raised if it has none.
+    """A hashable key, equal for alpha-equivalent jaxprs; `_Unknown` if there is none.
 
     Nested tuples: the types of inputs; for each equation its primitive, operands,
     types of results, parameters and context; and the results. A variable is its number

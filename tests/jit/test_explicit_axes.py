@@ -37,13 +37,13 @@ def test_derivatives_have_the_types_of_their_arguments(spec, runner):
     mesh = make_mesh({"clients": N}, (EXPLICIT,))
     with jax.set_mesh(mesh):
         args = jnp.asarray(w), jax.device_put(jnp.asarray(x), NamedSharding(mesh, spec))
-        found = [runner(fn)(*args) for fn in (gradient, product)]
+        result = [runner(fn)(*args) for fn in (gradient, product)]
     shardings = [jax.typeof(a).sharding for a in args]
-    for result in found:
+    for result in result:
         assert [jax.typeof(r).sharding for r in result] == shardings
     plain = [np.asarray(a) for a in args]
     want = jax.grad(loss, (0, 1))(*plain), hessian_product(loss, *plain)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), found, list(want))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), result, list(want))
 
 
 def test_arrays_without_operands_belong_to_the_mesh():
@@ -60,5 +60,5 @@ def test_arrays_without_operands_belong_to_the_mesh():
     want = gradient(g, x)
     mesh = make_mesh({"model": 2, "clients": 2}, (EXPLICIT, AUTO))
     with jax.set_mesh(mesh):
-        found = drjax.jit(gradient)(jnp.asarray(g), jnp.asarray(x))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), found, want)
+        result = drjax.jit(gradient)(jnp.asarray(g), jnp.asarray(x))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), result, want)

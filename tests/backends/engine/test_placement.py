@@ -40,7 +40,7 @@ def test_a_new_worker_has_neither_files_nor_tasks():
 
 @pytest.mark.parametrize(("timeout", "replaced"), [(None, []), (2.0, [A, B])])
 def test_abandoned_tasks_get_the_time_limit(timeout, replaced):
-    tasks, waited, found = Placement([A, B]), [], []
+    tasks, waited, finished = Placement([A, B]), [], []
     for handle, worker in enumerate([A, A, B, B]):
         tasks.submitted(handle, worker, handle)
         tasks.abandon(handle)
@@ -50,13 +50,13 @@ def test_abandoned_tasks_get_the_time_limit(timeout, replaced):
         return handles[:1], handles[1:]
 
     def replace(worker):
-        found.append(worker)
+        finished.append(worker)
         tasks.replace(worker, f"new {worker}")
 
     tasks.settle(wait, replace, timeout)
     # The second task of a worker that was replaced is gone with it.
     Placement([A]).settle(wait, replace, timeout)  # it has no abandoned tasks
-    assert waited == [(4, timeout or 0)] and found == replaced
+    assert waited == [(4, timeout or 0)] and finished == replaced
     assert [*tasks.abandoned] == ([] if replaced else [1, 2, 3])
 
 
