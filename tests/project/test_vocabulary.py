@@ -117,18 +117,6 @@ TABLES = (
     "tests/sharding/test_tpu.py",
     "tests/test_storage.py",
 )
-# Texts that have some of these words still.
-PENDING_PHRASES = (
-    r"\*\*_?where",
-    r"keep\w* (the |its |all )?residuals?",
-)
-PENDING = (
-    "drjax/",
-    "tests/api/test_validate.py",
-    "tests/backends/test_flower_security.py",
-    "tests/contrib/test_federated_language.py",
-    "tests/plan_file/test_custom_calls.py",
-)
 # A reader who searches for these finds the code that does it.
 SEARCHED = (
     "rematerialize",
@@ -187,19 +175,13 @@ def test_a_phrase_of_the_field_is_used(phrase):
     pattern = re.compile(rf"(?<![\w`])({phrase})(?!\w)", re.IGNORECASE)
     if phrase.endswith("("):
         pattern = re.compile(rf"(?<![\w`])({phrase})", re.IGNORECASE)
-    lines = [
-        f"{place}: {line}"
-        for place, line in _lines()
-        if pattern.search(line)
-        and not (phrase in PENDING_PHRASES and place.startswith(PENDING))
-    ]
+    lines = [f"{place}: {line}" for place, line in _lines() if pattern.search(line)]
     assert not lines, f"say {PHRASES[phrase]}:\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_nouns(name):
     places = [place for place, bound in _bound() if bound == name]
-    places = [place for place in places if not place.startswith(PENDING)]
     assert not places, f"instead of {name}, {NAMES[name]}:\n" + "\n".join(places)
 
 
@@ -222,7 +204,7 @@ def test_a_part_of_a_partitioned_value_is_a_slice():
     places = [place for place, name in _bound() if ROW.search(name)]
     for path in TEXTS:
         places += [f"{_name(path)}:{i}" for i, line in _prose(path) if ROW.search(line)]
-    places = [place for place in places if not place.startswith(TABLES + PENDING)]
+    places = [place for place in places if not place.startswith(TABLES)]
     assert not places, "say slice:\n" + "\n".join(places)
 
 
