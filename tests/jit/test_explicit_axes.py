@@ -37,13 +37,13 @@ def test_derivatives_have_the_types_of_their_arguments(spec, runner):
     mesh = make_mesh({"clients": N}, (EXPLICIT,))
     with jax.set_mesh(mesh):
         args = jnp.asarray(w), jax.device_put(jnp.asarray(x), NamedSharding(mesh, spec))
-        result = [runner(fn)(*args) for fn in (gradient, product)]
+        results = [runner(fn)(*args) for fn in (gradient, product)]
     shardings = [jax.typeof(a).sharding for a in args]
-    for result in result:
+    for result in results:
         assert [jax.typeof(r).sharding for r in result] == shardings
     plain = [np.asarray(a) for a in args]
-    want = jax.grad(loss, (0, 1))(*plain), hessian_product(loss, *plain)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), result, list(want))
+    expected = [jax.grad(loss, (0, 1))(*plain), hessian_product(loss, *plain)]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), results, expected)
 
 
 def test_arrays_without_operands_belong_to_the_mesh():
@@ -57,8 +57,8 @@ def test_arrays_without_operands_belong_to_the_mesh():
 
     gradient = jax.grad(one_group, (0, 1))
     g, x = np.float32(0.6), np.ones((N, 2), np.float32)
-    want = gradient(g, x)
+    expected = gradient(g, x)
     mesh = make_mesh({"model": 2, "clients": 2}, (EXPLICIT, AUTO))
     with jax.set_mesh(mesh):
         result = drjax.jit(gradient)(jnp.asarray(g), jnp.asarray(x))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), result, want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), result, expected)
