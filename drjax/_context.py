@@ -66,10 +66,10 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
     """The partition (and the program's mesh) on which a building block acts."""
     scope = current_scope()
     if partition is not None:
-        found = as_partition(partition)
-        _check_not_mapped(f"drjax.{block}(partition={found})", found, scope)
-        same = found == scope.partition
-        return found, mesh if mesh is not None or not same else scope.mesh
+        named = as_partition(partition)
+        _check_not_mapped(f"drjax.{block}(partition={named})", named, scope)
+        same = named == scope.partition
+        return named, mesh if mesh is not None or not same else scope.mesh
     if scope.partition is not None:
         return scope.partition, scope.mesh if mesh is None else mesh
     if scope.mapped:

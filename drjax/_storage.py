@@ -136,14 +136,14 @@ def match(pattern: Path | str) -> list[str]:
     if isinstance(pattern, Path):
         return sorted(glob.glob(str(pattern)))
     system, name = file_system(pattern)
-    found = _call(pattern, lambda: system.glob(name))
-    return sorted(system.unstrip_protocol(path) for path in found)
+    paths = _call(pattern, lambda: system.glob(name))
+    return sorted(map(system.unstrip_protocol, paths))
 
 
 def split(path: str) -> tuple[Any, str]:
     """Of a path that `match` gave: fsspec's file system, if it is a URL, and a path."""
-    found = locate(path)
-    return (None, str(found)) if isinstance(found, Path) else file_system(found)
+    place = locate(path)
+    return (None, str(place)) if isinstance(place, Path) else file_system(place)
 
 
 def file_size(path: str) -> int:

@@ -56,15 +56,15 @@ class Stage:
       outputs: Global values on the server, slices in a group.
       jaxpr: A `jax.extend.core.ClosedJaxpr` from inputs to outputs. That of a local
         stage takes the group index, int32 `[]`, as its first argument.
-      forms: Of a stage read from a file, what the file holds of it: a
-        `drjax._plan_file.exported_stage.Forms`.
+      exported: Of a stage read from a file, its functions as the file has them: a
+        `drjax._plan_file.exported_stage.ExportedStage`.
     """
 
     name: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     jaxpr: Any
-    forms: Any = None
+    exported: Any = None
 
     @property
     def empty(self) -> bool:

@@ -79,7 +79,7 @@ def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> Non
     """
     known = ALLOWED.union(allowed)
     for location, stage in plan.stages():
-        calls = () if stage.forms is None else stage.forms.custom_calls
+        calls = () if stage.exported is None else stage.exported.custom_calls
         if unknown := sorted(set(calls) - known):
             names = ", ".join(repr(name[:100]) for name in unknown[:5])
             raise PlanFileError(

@@ -137,7 +137,7 @@ class _Writer:
         }
         if stage.empty:
             return data
-        exported: ExportedStage = stage.forms
+        exported: ExportedStage = stage.exported
         member = f"stages/{member}"
         for end, function in (("", exported.per_group), (".batch", exported.batched)):
             if function is not None:

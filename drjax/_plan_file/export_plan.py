@@ -50,8 +50,8 @@ def origin_of(plan: Plan) -> dict[str, Any]:
     """
     stages = [*plan.stages()]
     for _, stage in stages:
-        if stage.forms is not None:
-            return stage.forms.origin
+        if stage.exported is not None:
+            return stage.exported.origin
     return _origin(merge(features_of(s.jaxpr, location) for location, s in stages))
 
 
@@ -108,15 +108,15 @@ class _Export:
     def _server(self, stage: Stage, location: str) -> Stage:
         """A server stage, exported."""
         # A stage without results has no member in the file.
-        if stage.empty or stage.forms is not None:
+        if stage.empty or stage.exported is not None:
             return stage
-        return replace(stage, forms=Exporter(stage, location, self.origin).server())
+        return replace(stage, exported=Exporter(stage, location, self.origin).server())
 
     def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
         """The stage of the groups of a round, exported per group and batched."""
         stage = a_round.local
-        if stage.empty or stage.forms is not None:
+        if stage.empty or stage.exported is not None:
             return stage
         values = [v for v in stage.outputs if v.name in kept]
         exporter = Exporter(stage, location, self.origin)
-        return replace(stage, forms=exporter.local(a_round.partials, values))
+        return replace(stage, exported=exporter.local(a_round.partials, values))

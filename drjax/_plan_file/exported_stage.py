@@ -133,7 +133,7 @@ def run_batched(stage: Stage, kept: Sequence[Value], mask, groups, inputs):
       groups: Their indices, int32 `[b]`.
       inputs: Those of the stage; of partitioned ones a slice for each group.
     """
-    exported = stage.forms
+    exported = stage.exported
     raw = map(to_raw, inputs)
     outs = exported.batched.call(*exported.consts, mask, groups, *raw)
     count = len(outs) - len(kept)

@@ -52,7 +52,7 @@ def _origin(manifest: dict) -> Iterator[str]:
 def _stages(plan: Plan) -> Iterator[str]:
     """A line for each stage with exported functions."""
     for location, stage in plan.stages():
-        exported: ExportedStage | None = stage.forms
+        exported: ExportedStage | None = stage.exported
         if exported is not None:
             parts = [f for f in (exported.per_group, exported.batched) if f is not None]
             nbytes = size(sum(len(function.exported) for function in parts))

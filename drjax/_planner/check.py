@@ -60,14 +60,14 @@ class Signature:
     devices: int
 
     def __str__(self) -> str:
-        rows = [
+        table = [
             (x.name, f"{x.dtype}[{','.join(map(str, x.shape))}]", x.kind)
             for x in (*self.arguments, *self.results)
         ]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        widths = [max((len(cells[i]) for cells in table), default=0) for i in range(2)]
         lines = [
             f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {kind}"
-            for name, dtype, kind in rows
+            for name, dtype, kind in table
         ]
         count = len(self.arguments)
         title = f"{self.name}: calls no drjax building block"

@@ -26,7 +26,7 @@ arguments and at every equation that communicates. Then
 A start that is carried or communicated must be global; if it is partitioned, stacking
 it would cost what y_t costs, and y_t is saved.
 
-JAX keeps residuals that do not change from step to step outside of the loop, as
+JAX moves residuals that do not change from step to step outside of the loop, as
 partitioned constants of the backward scan. `_sink` moves the cheap equations that
 compute them into the steps, so that they are not live during the whole loop.
 

@@ -31,7 +31,7 @@ class _Located(Exception):
 
 def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
     """The line of the equation that raises; None: none does, or it is not known."""
-    if stage.forms is not None:
+    if stage.exported is not None:
         return None
     try:
         _run(inline_calls(stage.jaxpr), inputs)
@@ -42,7 +42,7 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
 
 def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     """What makes the NaN in the results: an equation of numbers, or an input."""
-    if stage.forms is not None:
+    if stage.exported is not None:
         return "a plan file does not hold the lines of its source"
     program = inline_calls(stage.jaxpr)
     try:

@@ -122,7 +122,7 @@ class _Export:
 
     def _stage(self, stage: Stage, values: dict[str, Any], place: Any) -> None:
         """Add what a stage makes to the values."""
-        if stage.forms is None:
+        if stage.exported is None:
             return
         fl, operands = self.fl, []
         if place is fl.CLIENTS and _uses_group_index(stage):
@@ -142,7 +142,7 @@ class _Export:
         """A stage as a computation: its StableHLO for one platform."""
         fl, pb = self.fl, importlib.import_module(_PROTOS)
         protobuf = lambda x: importlib.import_module(f"google.protobuf.{x}_pb2")
-        call, consts = stage.forms.per_group.function.call, stage.forms.consts
+        call, consts = stage.exported.per_group.function.call, stage.exported.consts
         indexed = local and _uses_group_index(stage)
         types = [jax.ShapeDtypeStruct((), np.int32)] if indexed else []
         types += [raw_type(v) for v in stage.inputs]
@@ -190,9 +190,9 @@ _GROUP_INDEX = "the index of the client"
 
 def _uses_group_index(stage: Stage) -> bool:
     """Whether the work of a group depends on its index."""
-    if stage.forms is None:
+    if stage.exported is None:
         return False
-    return _uses_argument(stage.forms.per_group.stablehlo, len(stage.inputs) + 1)
+    return _uses_argument(stage.exported.per_group.stablehlo, len(stage.inputs) + 1)
 
 
 @functools.cache
@@ -221,9 +221,11 @@ def _check(plan: Plan, a_round: Round) -> None:
     if a_round.loops:
         what = f"a loop, {a_round.loops[0].name}: export the plan of one round"
     elif a_round.scatter:
-        what = f"a row of {a_round.scatter[0][0].name} for each group: give it to them"
+        what = (
+            f"a slice of {a_round.scatter[0][0].name} for each group: give it to them"
+        )
     elif any(reduce.op == "gather" for reduce in a_round.reduces):
-        what = "the rows of all groups in one place"
+        what = "the slices of all groups in one place"
     if what is not None:
         raise DrjaxValueError(
             f"federated-language cannot say what {plan.name} has: {what}."

@@ -97,7 +97,7 @@ def test_what_it_cannot_say():
     loop = drjax.make_plan(four(rounds))(x[0])
     raises(drjax.DrjaxValueError, "a loop, scan: export the plan of one", export, loop)
     plan = drjax.make_plan(four(lambda x: drjax.gather(drjax.map_fn(jnp.sin, x))))(x)
-    raises(drjax.DrjaxValueError, "rows of all groups in one place", export, plan)
+    raises(drjax.DrjaxValueError, "slices of all groups in one place", export, plan)
 
 
 def test_docstring_example_runs():

@@ -182,6 +182,7 @@ def needs_types(program: Program, error: Exception) -> bool:
         "carry input",
         "should be replicated",  # a scan over partitioned values
         "should be sharded the same",  # a vmap of sharded and replicated operands
+        "is not found in mesh",  # a vmap of a loop over sharded operands
         "must have equal output types",  # branches that shard their results otherwise
     )
     typed = type(error).__name__ == "ShardingTypeError"

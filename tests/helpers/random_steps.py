@@ -76,9 +76,10 @@ def _add_table(prefix: str, kinds: str, result: str, fns: dict[str, Callable]) -
         STEPS[f"{prefix}_{name}"] = Step(tuple(kinds.split()), result, function)
 
 
-# Exact in 32 bits: where x64 is switched on after a use without it, JAX goes on with
-# the constant of 32 bits, also in `jax.jit(lambda x: x * jnp.asarray(TABLE).sum())`.
-TABLE = np.array([0.25, 0.3125, 0.375])
+# Not float64: where x64 is switched after a use, JAX goes on with the constant of the
+# other dtype, also in `jax.jit(lambda x: x * jnp.asarray(TABLE).sum())`.
+# Its sum is exact.
+TABLE = np.array([0.25, 0.3125, 0.375], np.float32)
 scale = lambda: jnp.asarray(TABLE).sum()  # an array that derivative rules close over
 
 

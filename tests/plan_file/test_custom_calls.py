@@ -208,7 +208,7 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
         drjax.DrjaxTypeError, text, lambda: drjax.load_plan(path, custom_calls="mine")
     )
     plan = drjax.load_plan(path, custom_calls=["mine"])
-    assert plan.rounds[0].local.forms.custom_calls == ("mine",)
+    assert plan.rounds[0].local.exported.custom_calls == ("mine",)
     # Workers of an engine may call what the driver may, but clients of a server not.
     run = Runner(plan, InProcess(), EngineOptions())
     assert run.file.custom_calls == ("mine",)
@@ -220,7 +220,7 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
-        about = {"tree": None, "rows": []}
+        about = {"tree": None, "slices": []}
         request = client_data.wire_format.to_bytes(
             about, [np.frombuffer(job.to_bytes(), np.uint8), np.zeros(1), np.ones(1)]
         )
@@ -252,7 +252,7 @@ def test_linear_algebra_is_allowed(name, dtype, tmp_path):
     plan = drjax.make_plan(f)(jnp.ones((N, 3, 3), dtype))
     plan.save(tmp_path / "plan.drjax")
     loaded = drjax.load_plan(tmp_path / "plan.drjax")
-    assert loaded.rounds[0].local.forms.custom_calls
+    assert loaded.rounds[0].local.exported.custom_calls
 
 
 def test_text_is_no_code(members, tmp_path):

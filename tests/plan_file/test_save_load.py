@@ -217,7 +217,7 @@ def test_groups_of_a_batch_that_jax_cannot_batch_go_in_turn(work, impl, tmp_path
     x, key = jnp.linspace(0, 9, N * 9).reshape(N, 9), jax.random.key(2, impl=impl)
     plan = drjax.make_plan(f)(x, key)
     loaded = saved(plan, tmp_path / "plan.drjax")
-    assert loaded.rounds[0].local.forms.sequential
+    assert loaded.rounds[0].local.exported.sequential
     assert "groups of a batch in turn" in inspect(tmp_path / "plan.drjax")[1]
     by_reference = reference.compile(plan)(x, key)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)

@@ -50,7 +50,7 @@ class Requests:
         self._header = {
             "tree": tree,
             "wide": bool(lazy) and lazy[0].source.wide,
-            "rows": [
+            "slices": [
                 (x.leaf, list(x.steps)) if isinstance(x, Lazy) else None
                 for x in call.slices
             ],
@@ -61,7 +61,7 @@ class Requests:
     def to_bytes(self, task: Task) -> bytes:
         """The request for a task, whose block is one group; for `answer`."""
         block = task.block
-        pairs = zip(self._header["rows"], block.slices, strict=True)
+        pairs = zip(self._header["slices"], block.slices, strict=True)
         # The worker has the others.
         slices = [x for origin, x in pairs if origin is None]
         return wire_format.to_bytes(
@@ -85,7 +85,7 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
             block,
             slices=[
                 next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
-                for origin in header["rows"]
+                for origin in header["slices"]
             ],
         )
     # Loading is user code: its failure is the group's, and the server gets the text.

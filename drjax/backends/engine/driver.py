@@ -157,7 +157,7 @@ class _DriverInterpreter(PlanInterpreter):
     def run_groups(self, index: int, env: Environment) -> None:
         a_round, location = self.plan.rounds[index], f"{self.prefix}{index + 1}"
         # A round may only broadcast or gather.
-        if a_round.local.forms is not None:
+        if a_round.local.exported is not None:
             kept = kept_outputs(self.plan, a_round)
             key = f"{location}.groups"
             entry = self.call.checkpoint.get(key)

@@ -45,7 +45,7 @@ class ExecutablePlan:
     def __init__(self, plan: Plan):
         self.plan = export_plan(plan)
         data = plan_to_bytes(self.plan)
-        exported = [s.forms for _, s in self.plan.stages() if s.forms is not None]
+        exported = [s.exported for _, s in self.plan.stages() if s.exported is not None]
         x64 = any(stage.origin["x64"] for stage in exported)
         # Workers trust the driver: its plan may make these custom calls there.
         calls = {name for stage in exported for name in stage.custom_calls} - ALLOWED
@@ -72,13 +72,13 @@ class ExecutablePlan:
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         """Write the outputs of a server stage, raw."""
-        if stage.forms is None:
+        if stage.exported is None:
             return
         if id(stage) not in self._compiled:
-            self._compiled[id(stage)] = jax.jit(stage.forms.per_group.function.call)
+            self._compiled[id(stage)] = jax.jit(stage.exported.per_group.function.call)
         # A server stage takes partitioned values whole, as after a gather.
         args = [x.whole() if isinstance(x, Lazy) else x for x in env.read(stage.inputs)]
-        outs = self._compiled[id(stage)](*stage.forms.consts, *args)
+        outs = self._compiled[id(stage)](*stage.exported.consts, *args)
         env.write(stage.outputs, map(np.asarray, outs))
 
     def job(

@@ -68,10 +68,10 @@ def partials_of(file: File) -> list[list[Partial]]:
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         planned = []
         for _, a_round in rounds_of(plan):
-            forms, reduces = a_round.local.forms, a_round.partials
+            exported, reduces = a_round.local.exported, a_round.partials
             avals: Sequence[Any] = ()  # of the partial results, then of slices
             if reduces:
-                avals = forms.batched.function.out_avals[: len(reduces)]
+                avals = exported.batched.function.out_avals[: len(reduces)]
             planned.append(
                 [
                     Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))

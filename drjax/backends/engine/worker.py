@@ -149,17 +149,17 @@ class CompiledStage:
     @functools.cached_property
     def batched(self) -> functools.partial:
         """`(mask, groups, *inputs)` of a block to partial reductions and slices."""
-        return self._compiled(self.stage.forms.batched)
+        return self._compiled(self.stage.exported.batched)
 
     @functools.cached_property
     def per_group(self) -> functools.partial:
         """`(group, *inputs)` of one group to the outputs of the stage."""
-        return self._compiled(self.stage.forms.per_group)
+        return self._compiled(self.stage.exported.per_group)
 
     def _compiled(self, exported: ExportedFunction) -> functools.partial:
         # The exported function itself, without the guards against vmap and grad.
         compiled = jax.jit(exported.function.call)
-        return functools.partial(compiled, *self.stage.forms.consts)
+        return functools.partial(compiled, *self.stage.exported.consts)
 
     def run_batch(self, block: Block, shared: list[np.ndarray], size: int) -> list:
         """The partial reductions of a block, then slices of its `size` slots.

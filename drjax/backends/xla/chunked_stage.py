@@ -65,7 +65,7 @@ class ChunkedStage:
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         # A stage from a file has no effects: they cannot be exported.
-        self._effects = stage.forms is None and _compat.effects_of(stage.jaxpr)
+        self._effects = stage.exported is None and _compat.effects_of(stage.jaxpr)
 
     def run(self, first, slices: list, step: int | None) -> tuple[list, list]:
         """The device's partial reductions, and the slices to keep.
@@ -156,7 +156,7 @@ class ChunkedStage:
         slices_, shared = iter(slices), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(slices_) if value.partitioned else next(shared))
-        if self.stage.forms is not None:
+        if self.stage.exported is not None:
             mask = jnp.ones(indices.shape, bool)
             if self.layout.uneven:
                 mask = self.layout.mask_padding(mask, indices, False)
