@@ -13,6 +13,7 @@ from drjax.plan import Value
 
 
 def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed keys, as `jax.random.key` makes them."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -27,14 +28,17 @@ def key_impl(dtype: Any) -> str:
 
 
 def key_dtype(impl: str) -> Any:
+    """The dtype of keys of the implementation of this name."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def to_raw(x: Any) -> Any:
+    """The raw data of typed keys; any other array as it is."""
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
 def from_raw(x: Any, dtype: Any) -> Any:
+    """Typed keys of raw data, if `dtype` is one of keys; any other array as it is."""
     if is_key(dtype):
         return jax.random.wrap_key_data(x, impl=key_impl(dtype))
     return x

@@ -12,6 +12,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def _user_frame(eqn):
+    """The innermost frame of an equation's traceback outside of drjax, or None."""
     frames = _compat.user_frames(eqn)
     return next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
 

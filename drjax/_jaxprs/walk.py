@@ -67,13 +67,16 @@ def backward_slice(
     definition: dict[Any, Any],
     enters: Callable[[Any, Any], bool] = lambda var, eqn: True,
 ) -> tuple[dict[int, Any], list[Any]]:
-    """`(equations on which the roots depend, by identity, variables it starts from)`.
+    """The equations on which variables depend, and the variables they start from.
 
     Args:
       roots: Variables.
       definition: As `definitions` returns it.
       enters: Whether to continue through `var` to the operands of the equation that
         defines it. Otherwise the slice starts from it.
+
+    Returns:
+      `({id(equation): equation}, variables it starts from)`.
     """
     eqns: dict[int, Any] = {}
     starts: dict[Any, None] = {}
@@ -92,7 +95,15 @@ def backward_slice(
 
 
 def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, list]:
-    """Equations in fresh variables: `(fresh variable of each old one, equations)`."""
+    """Copies of equations, in fresh variables.
+
+    Args:
+      eqns: The equations, definitions before uses.
+      starts: The variables that they use and do not define.
+
+    Returns:
+      `(fresh variable of each old one, copies)`.
+    """
     names: dict[Any, Any] = {v: _compat.new_var(v.aval) for v in starts}
     copies = []
     for eqn in eqns:

@@ -191,8 +191,9 @@ def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> 
     return Loop(op, name, inputs, outputs, bodies, **fields)
 
 
-# The bodies of a loop, by its primitive: for each the names of its arguments and the
-# kinds of its results, and the fields of the `Loop`.
+# The bodies of a loop, by its primitive: from its equation, the names of its operands
+# and the kinds of its results to `(names of arguments of each body, kinds of results of
+# each body, further fields of the Loop)`.
 
 
 def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):

@@ -33,6 +33,7 @@ class Typed:
 
     @property
     def kind(self) -> str:
+        """`global`, `partitioned`, or `partitioned along axis 1`."""
         # Axis 0 is the rule in users' programs, so only others are printed.
         if self.axis is None:
             return "global"
@@ -76,6 +77,7 @@ class Signature:
         return "\n".join([title, *lines[:count], "returns", *lines[count:]])
 
     def _placement(self) -> str:
+        """How many groups each device has, and along which mesh axes."""
         assert self.partition is not None
         if not self.axes:
             return "run locally (no mesh with such an axis in context)"

@@ -26,7 +26,14 @@ from drjax.primitives import partition_index_p
 
 
 def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list:
-    """The results of a per-group jaxpr for the group with this index."""
+    """The results of a per-group jaxpr for one group.
+
+    Args:
+      jaxpr: The jaxpr of one group, such as that of a `map_fn`.
+      group: The group index, an int32 scalar.
+      partition: The partition whose index `group` is.
+      *args: The arguments of the jaxpr: slices of this group.
+    """
     # Without the index the jaxpr is called as it is, with its calls and their caches.
     if not _uses_group_index(jaxpr, partition):
         return _compat.jaxpr_as_fun(_compat.closed(jaxpr))(*args)
@@ -57,6 +64,7 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
 
 
 def _is_group_index(eqn, partition: Partition | None) -> bool:
+    """Whether an equation of one group has the index of this group as result."""
     return (
         eqn.primitive is partition_index_p
         # Outside of a map_fn the primitive returns the indices of all groups.
@@ -68,6 +76,11 @@ def _is_group_index(eqn, partition: Partition | None) -> bool:
 def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
     """Whether the group index is used anywhere in a per-group jaxpr."""
     return any(_is_group_index(eqn, partition) for eqn in deep_equations(jaxpr))
+
+
+# Rules that evaluate an equation again whose bodies use the group index:
+# `rule(eqn, operands, run)` returns its results. `run(jaxpr)` is a function that
+# evaluates a jaxpr with the index bound.
 
 
 def _scan(eqn, operands, run):

@@ -82,7 +82,12 @@ def implicit_communication(
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
     """The equation, bound once on whole arrays, after a gather of its operands.
 
-    None for callbacks and effects, which would see the whole arrays.
+    Args:
+      eqn: The equation, any.
+      axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      None for callbacks and effects, which would see the whole arrays.
     """
     # Python would receive whole arrays where a group has a slice.
     if "callback" in eqn.primitive.name or eqn.effects:
@@ -99,7 +104,16 @@ def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | 
 
 
 def _with_global_result(eqn, axis: int) -> Callable | None:
-    """The communication of an equation whose first operand alone is partitioned."""
+    """An equation whose first operand alone is partitioned, with a global result.
+
+    Args:
+      eqn: The equation, any.
+      axis: The group axis of its first operand.
+
+    Returns:
+      `(partition, *operands) -> result`; None if the equation is no reduction of groups
+      and reads no single ones.
+    """
     op = reduce_ops.of_lax_primitive(eqn.primitive)
     if op is not None:
         return _reduction(eqn, op, axis)
@@ -114,6 +128,11 @@ def _contraction(
     With the group axis c of x and of y, `sum_c x[c] y[c]` is by definition the sum over
     groups of the products of their slices: the contraction becomes a batch dimension,
     and a `reduce_sum` over it. An operand that is not partitioned is scattered.
+
+    Args:
+      eqn: A `dot_general`.
+      left: The group axis of its first operand; None: it is not partitioned.
+      right: That of its second operand.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if left is not None and left in lc:
@@ -144,7 +163,12 @@ def _convolution(
 ) -> ImplicitCommunication | None:
     """A convolution that contracts the group axis: it lies along the input features.
 
-    The derivative in the kernel is one, as the batch lies there.
+    The derivative in the kernel is one: its input features are the batch.
+
+    Args:
+      eqn: A `conv_general_dilated`.
+      left: The group axis of its first operand; None: it is not partitioned.
+      right: That of its second operand.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     in_axes = dims.lhs_spec[1], dims.rhs_spec[1]
@@ -171,9 +195,13 @@ def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
     """A reduction of `jax.lax` over the group axis, and maybe over others.
 
     Args:
-      eqn: The equation.
+      eqn: A reduction of `jax.lax`, such as a `reduce_sum`.
       op: The reduction of drjax that it is over the group axis.
       axis: The group axis of its operand.
+
+    Returns:
+      `(partition, operand) -> result`; None if it does not reduce the group axis, or if
+      drjax has no such reduction of this dtype.
     """
     axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
     bitwise = eqn.primitive in (lax.reduce_or_p, lax.reduce_and_p)

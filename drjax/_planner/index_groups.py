@@ -40,7 +40,15 @@ _SCATTERS = frozenset(
 
 
 def read_some_groups(eqn, axis: int) -> Callable | None:
-    """An equation whose result has, along the group axis, some groups only."""
+    """An equation that reads some groups of its first operand, with building blocks.
+
+    Args:
+      eqn: The equation, any.
+      axis: The group axis of its first operand.
+
+    Returns:
+      `(partition, *operands) -> result`, which is global; None if it is none.
+    """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
         return _slice(eqn, axis, shape)
@@ -58,7 +66,16 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
 
 
 def update_some_groups(eqn, axis: int) -> Callable | None:
-    """An equation that updates some groups and leaves the others as they are."""
+    """An equation that updates some groups of its first operand, with building blocks.
+
+    Args:
+      eqn: The equation, any.
+      axis: The group axis of its first operand.
+
+    Returns:
+      `(partition, *operands) -> result`, which is partitioned along the same axis; None
+      if it is none.
+    """
     if eqn.primitive is lax.dynamic_update_slice_p:
         return _dynamic_update_slice(eqn, axis)
     if eqn.primitive.name in _SCATTERS:
@@ -85,15 +102,16 @@ def _select_groups(partition: Partition, x, axis: int, indices):
 
 
 # -------------------------------------------------------------------------------------
-# Reading
+# Reading. `axis` is the group axis of the operand, whose shape is `shape`.
 
 
 def _are_few(count: int, n: int) -> bool:
-    """Whether a slice leaves out enough groups to be no shift of them."""
+    """Whether `count` of n groups are at most half: more would be a shift of them."""
     return 0 < count <= n // 2
 
 
 def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+    """`x[start:stop:step]` with known numbers: these groups are selected."""
     params = eqn.params
     strides = params["strides"] or (1,) * len(shape)
     starts, limits = list(params["start_indices"]), list(params["limit_indices"])
@@ -112,6 +130,7 @@ def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+    """Groups from a computed start on, as many as the slice has: they are selected."""
     sizes = list(eqn.params["slice_sizes"])
     count, sizes[axis] = sizes[axis], shape[axis]
     if not _are_few(count, shape[axis]):
@@ -129,11 +148,13 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _clamped(start, last: int):
+    """A start index as int32, moved into the bounds as JAX moves it."""
     start = start if start.dtype.itemsize >= 4 else start.astype(jnp.int32)
     return jnp.clip(start, 0, last).astype(jnp.int32)
 
 
 def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
+    """The slice of a single group: its axis is among the squeezed dimensions."""
     # Dimension numbers of the slice, which lacks the group axis.
     others = tuple(d - (d > axis) for d in dimensions if d != axis)
 
@@ -220,11 +241,18 @@ def _fill(dtype, value):
 
 
 # -------------------------------------------------------------------------------------
-# Updating
+# Updating. `axis` is the group axis of the operand.
 
 
 def _each_group(update: Callable, partition: Partition, x, axis: int):
-    """`update(group index, slice)` in each group; slices have a group axis of one."""
+    """`update(group index, slice)` of all groups, as a partitioned value.
+
+    Args:
+      update: The function of one group; its slice keeps the group axis, of size one.
+      partition: The partition.
+      x: The partitioned value.
+      axis: Its group axis.
+    """
 
     def update_slice(group, own):
         return [lax.squeeze(update(group, lax.expand_dims(own, (axis,))), (axis,))]
@@ -235,6 +263,7 @@ def _each_group(update: Callable, partition: Partition, x, axis: int):
 
 
 def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
+    """Each group of the window takes its slice of the update; others keep theirs."""
     count = eqn.invars[1].aval.shape[axis]
     if count == 0 or count == eqn.invars[0].aval.shape[axis]:
         return None

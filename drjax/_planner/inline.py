@@ -113,7 +113,13 @@ class InlinedJaxpr:
 
 
 def inline_calls(closed, call=None) -> InlinedJaxpr:
-    """Inline all calls of a closed jaxpr, which `call` calls; remove dead equations."""
+    """Inline all calls of a closed jaxpr, and remove dead equations.
+
+    Args:
+      closed: The jaxpr.
+      call: The loop or branch whose body it is, if it is one: equations without a
+        source line of their own get its line.
+    """
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
@@ -161,7 +167,19 @@ def _variable(atom, consts: dict):
 
 
 def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> list:
-    """Append the equations of `jaxpr` that `call` applies to `args`; its results."""
+    """Append the equations of a jaxpr to `eqns`, those of its calls inlined.
+
+    Args:
+      jaxpr: The open jaxpr.
+      args: What it is applied to: variables, or literals.
+      eqns: The list to which its equations are appended.
+      consts: The values of constants, to which those of inlined calls are added.
+      call: The equation that calls it, None at the top. Its equations then get fresh
+        variables, as another equation may call the same jaxpr.
+
+    Returns:
+      The variables, or literals, that are its results.
+    """
     names = dict(zip(jaxpr.invars, args, strict=True))
 
     for eqn in jaxpr.eqns:
@@ -195,7 +213,12 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
 
 def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
-    """The jaxpr that an equation only calls, and its operands; None for any other."""
+    """The jaxpr that an equation only calls, and its operands; None for any other.
+
+    Args:
+      eqn: The equation.
+      ins: Its operands, in the variables of the inlined jaxpr.
+    """
     name = eqn.primitive.name
     # Derivative rules are dropped: the program is differentiated already.
     if name in CALLS:
@@ -259,10 +282,13 @@ def _with_scalar_condition(eqn):
 
 
 def any_of_batch(condition: Callable) -> Callable:
+    """Whether any element of a batch continues; `condition` returns a bool for each."""
     return lambda *carry: jnp.any(condition(*carry))
 
 
 def step_where(condition: Callable, step: Callable) -> Callable:
+    """`step` for the elements of a batch that continue; the others stay as they are."""
+
     def masked_step(*carry):
         mask = condition(*carry)
         dims = range(mask.ndim)

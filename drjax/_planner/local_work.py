@@ -138,6 +138,7 @@ class LocalWork:
         )
 
     def _count_rounds(self) -> int:
+        """One more than the last round that communicates, or whose groups work."""
         indices = [*self._rounds.reduces, *self._rounds.loops]
         # Broadcasts and indices alone need no round: a later stage has them as inputs.
         for index, eqns in self._rounds.local.items():
@@ -171,6 +172,7 @@ class LocalWork:
         return sorted(work.values(), key=lambda e: self._order[id(e)])
 
     def _may_rematerialize(self, var) -> bool:
+        """Whether a later round may rematerialize the slices of a variable."""
         # Arguments have no definition, effects run once, and a loop communicates.
         eqn = self._values.definition.get(var)
         if eqn is None or eqn.effects or var in self._observable:

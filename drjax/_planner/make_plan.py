@@ -130,7 +130,13 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
 
 
 def inline_and_infer(closed, names, declared) -> Environment:
-    """The checked kinds of a closed jaxpr, inlined and with explicit communication."""
+    """The checked kinds of a jaxpr, inlined and with explicit communication.
+
+    Args:
+      closed: The closed jaxpr of a program.
+      names: A name for each argument, for errors.
+      declared: The kind that each argument is declared to have; None: any.
+    """
     with outside_meshes():
         program = inline_calls(closed)
     program.names = dict(zip(program.invars, names, strict=True))
@@ -177,7 +183,18 @@ def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
 def plan_of_jaxpr(
     closed, name, names, declared, in_tree=None, out_tree=None, rematerialize=True
 ) -> Plan:
-    """The plan of a closed jaxpr; see `make_plan` and `build_plan`."""
+    """The plan of a closed jaxpr.
+
+    Args:
+      closed: The jaxpr, traced without a mesh.
+      name: The name of the plan.
+      names: A name for each argument.
+      declared: The kind that each argument is declared to have; None: any.
+      in_tree: The structure of the arguments; None: they are flat.
+      out_tree: The structure of the results; None: they are flat.
+      rematerialize: Whether groups rematerialize what a later round or a backward loop
+        needs of their work, instead of saving it.
+    """
     kinds = inline_and_infer(closed, names, declared)
     while rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None:
         # New bodies have new variables, so their kinds are inferred again.

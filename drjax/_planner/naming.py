@@ -58,11 +58,13 @@ class Names:
             self._names[var] = self._unique(name)
 
     def _unique(self, name: str) -> str:
+        """The name, or the first of name_2, name_3, ... that is not in use."""
         count = self._used[name] = self._used.get(name, 0) + 1
         # A suffix may itself be taken, by an argument named x_2.
         return name if count == 1 else self._unique(f"{name}_{count}")
 
     def of(self, var) -> str:
+        """The name of a variable, which has one."""
         return self._names[var]
 
     def _unique_for(self, var, name: str) -> None:
@@ -85,6 +87,7 @@ class Names:
             self._unique_for(var, name)
 
     def constant(self, var, index: int) -> None:
+        """Name the constant of this position."""
         self._unique_for(var, f"constant.{index}")
 
     def rename(self, var, name: str) -> None:
@@ -97,4 +100,5 @@ class Names:
 
 
 def function_name(name: str) -> str:
+    """The name of a function as plans show it: a lambda has none of its own."""
     return "function" if name == "<lambda>" else name.strip("_")

@@ -37,7 +37,10 @@ _MOVES_ALL = frozenset("concatenate max min stack".split())
 
 
 def bitwise_observable(program: InlinedJaxpr) -> frozenset:
-    """Variables that must not be rematerialized."""
+    """The variables of a program whose exact bits it may compare with others.
+
+    They must not be rematerialized, as a compiler may round a second time otherwise.
+    """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
     for eqn in program.eqns:
@@ -52,7 +55,17 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
 
 
 def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
-    """Variables that hold values of `var`, and whether a selection lies between."""
+    """The variables whose values a variable holds: backward through moves of values.
+
+    Args:
+      definition: For each variable the equation that defines it.
+      var: The variable, which is one of them.
+      selected: Whether a selection has been passed before.
+
+    Returns:
+      Pairs of a variable and whether a `select_n` lies between, which chooses among
+      values.
+    """
     aliases: set[tuple[Any, bool]] = set()
     stack = [(var, selected)]
     while stack:
@@ -70,7 +83,15 @@ def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
 
 
 def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
-    """The operands whose values a result holds, and whether it selects among them."""
+    """The operands whose values a result of an equation holds.
+
+    Args:
+      eqn: The equation.
+      index: The position of the result.
+
+    Returns:
+      Pairs of an operand and whether the equation selects among several operands.
+    """
     name = eqn.primitive.name
     # The predicate of a select_n and the index of a cond are not among the values.
     if name == "select_n":
@@ -94,6 +115,14 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
 def _through_call(
     jaxpr, operands, index: int, selected: bool
 ) -> Iterator[tuple[Any, bool]]:
+    """As `_moved_operands`, for an equation that evaluates a jaxpr.
+
+    Args:
+      jaxpr: The jaxpr.
+      operands: The operands of the equation that its arguments are.
+      index: The position of the result.
+      selected: Whether the equation itself selects among jaxprs, as a branch does.
+    """
     raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))
     definition = definitions(raw.eqns)

@@ -73,7 +73,14 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
 
 
 class _Scan:
-    """The operands and results of a scan equation and of its body."""
+    """A scan equation and its body, as constants, carried values and stacks.
+
+    Attributes:
+      consts, carry, xs: The operands of the equation.
+      body_consts, body_carry, body_xs: The arguments of its body; `body_xs` are one
+        step of `xs`.
+      ys, body_ys: The stacked results of the equation, and one step of them.
+    """
 
     def __init__(self, program: InlinedJaxpr, eqn):
         self.eqn = eqn
@@ -86,7 +93,17 @@ class _Scan:
         self.ys, self.body_ys = eqn.outvars[n_carry:], self.body.outvars[n_carry:]
 
     def replace(self, consts, xs, body_consts, body_xs, body_eqns, more_consts, ys):
-        """The equation and body with other parts; `ys` are pairs (outer, body)."""
+        """`(scan, body)` with other parts; what is carried stays as it is.
+
+        Args:
+          consts: The constants of the scan.
+          xs: Its stacks.
+          body_consts: The arguments of the body that `consts` are.
+          body_xs: The arguments of the body that one step of `xs` is.
+          body_eqns: The equations of the body.
+          more_consts: Values of variables that these use and the old body has not.
+          ys: Pairs of a stacked result and its variable in the body.
+        """
         n_carry = len(self.carry)
         eqn = self.eqn.replace(
             invars=[*consts, *self.carry, *xs],
@@ -122,7 +139,7 @@ class _ScanPair:
         for outer, inner in zip(self.forward.ys, self.forward.body_ys, strict=True):
             if not self.body_kinds[inner].partitioned or not self._only_scanned(outer):
                 continue
-            if self._slice([inner]) is not None:
+            if self._backward_slice([inner]) is not None:
                 self.residuals[outer] = inner
 
     def _only_scanned(self, var) -> bool:
@@ -140,11 +157,15 @@ class _ScanPair:
             for e in users
         )
 
-    def _slice(self, roots: list) -> "tuple[list, list] | None":
-        """`(equations that compute the roots, variables where they start)`.
+    def _backward_slice(self, roots: list) -> tuple[list, list] | None:
+        """The equations of the forward body that a backward scan may do again.
+
+        Args:
+          roots: Variables of the body.
 
         Returns:
-          None if the roots cannot be rematerialized.
+          `(equations that compute the roots, variables where they start)`; None if the
+          roots cannot be rematerialized.
         """
         body = self.forward.body
 
@@ -167,8 +188,13 @@ class _ScanPair:
         return ordered, [v for v in starts if v not in body.consts]
 
     def rewritten(self) -> InlinedJaxpr:
+        """The program in which backward scans rematerialize the residuals.
+
+        The forward scan returns, in place of the residuals, stacks of the global values
+        from which they are computed.
+        """
         forward = self.forward
-        residual_slice = self._slice(list(self.residuals.values()))
+        residual_slice = self._backward_slice(list(self.residuals.values()))
         assert residual_slice is not None
         _, starts = residual_slice
         # What the backward scan can read without the forward one stacking it.
@@ -201,11 +227,11 @@ class _ScanPair:
                 replaced[id(eqn)] = self._backward(_Scan(self.program, eqn))
         return _replace_scans(self.program, replaced)
 
-    def _backward(self, scan: _Scan):
-        """A scan over residuals, whose body rematerializes them first."""
+    def _backward(self, scan: _Scan) -> tuple[Any, InlinedJaxpr]:
+        """A scan over residuals as `(scan, body)` that rematerializes them first."""
         scanned = list(zip(scan.xs, scan.body_xs, strict=True))
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
-        residual_slice = self._slice(list(roots.values()))
+        residual_slice = self._backward_slice(list(roots.values()))
         assert residual_slice is not None
         eqns, starts = residual_slice
         # Fresh variables: a forward scan may have several backward scans.
@@ -236,7 +262,11 @@ class _ScanPair:
 
 
 def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
-    """Sink the cheap equations that compute a scan's partitioned constants."""
+    """Sink the cheap equations that compute a scan's partitioned constants into it.
+
+    Returns:
+      The program with another scan; None if no such constant is cheap.
+    """
     program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
     definition = definitions(program.eqns)
@@ -288,7 +318,12 @@ def _is_cheap(eqn) -> bool:
 
 
 def _replace_scans(program: InlinedJaxpr, replaced: dict[int, tuple]) -> InlinedJaxpr:
-    """The program with other scans and bodies, by the identity of the old scans."""
+    """The program with other scans.
+
+    Args:
+      program: The program.
+      replaced: For the `id` of each old scan `(new scan, its body)`.
+    """
     eqns, bodies = [], {}
     for eqn in program.eqns:
         new, body = replaced.get(id(eqn), (eqn, None))

@@ -31,7 +31,7 @@ from drjax._primitives.reduce_ops import of_primitive
 
 
 def reduction(primitive) -> str | None:
-    """The name, in plans, of what this primitive sends from all groups."""
+    """The name, in plans, of a reduction or of a gather; None for other primitives."""
     if primitive is primitives.gather_p:
         return "gather"
     op = of_primitive(primitive)
@@ -82,6 +82,7 @@ class RoundAssignment:
 
 
 def is_reduction(eqn, kinds: Environment) -> bool:
+    """Whether an equation combines all groups of the plan's partition."""
     if reduction(eqn.primitive) is None:
         return False
     # A nested program's reductions over another partition are work of one group.

@@ -31,11 +31,15 @@ from drjax.primitives import reduce_sum_p
 def scan_as_map(
     eqn, axes: Sequence[int | None]
 ) -> tuple[Callable, tuple[int | None, ...], tuple[int | None, ...]] | None:
-    """`(scan written with blocks, axes of operands, axes of results)`, or None.
+    """A scan whose steps are the groups, with building blocks.
 
     Args:
       eqn: A scan.
       axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      `(fn, axes of operands, axes of results)` with `fn(partition, *operands)`; None if
+      its steps are not the groups, or depend on each other.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
@@ -81,10 +85,16 @@ def scan_as_map(
 
 
 def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
-    """For each carried value what a step adds to it; None: the step leaves it as it is.
+    """What a step of a scan adds to each carried value.
+
+    Args:
+      body: The open jaxpr of one step.
+      n_consts: How many of its arguments are constants.
+      n_carry: How many of the following ones, and of its results, are carried.
 
     Returns:
-      None if a step does anything else.
+      For each carried value a variable, or None if the step leaves it as it is. Instead
+      of the list None, if a step does anything else.
     """
     definition = definitions(body.eqns)
     uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)

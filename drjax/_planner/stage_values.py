@@ -122,6 +122,7 @@ class StageValues:
         self._operands: dict[Any, list[Operand]] = {}
 
     def value(self, var) -> Value:
+        """The value of a variable, of its own kind."""
         if var not in self._values:
             axis = self.kinds[var].axis
             self._values[var] = new_value(self.names.of(var), var.aval, axis)
@@ -195,6 +196,7 @@ class StageValues:
         return BroadcastOperand(atom)
 
     def is_slice(self, atom, axis: int) -> bool:
+        """Whether groups store their slices of a value; they derive all others."""
         return isinstance(self.slice_of(atom, axis), SliceOperand)
 
     def operands(self, eqn) -> list[Operand]:
@@ -216,6 +218,7 @@ class StageValues:
 
 
 def new_value(name: str, aval: Any, axis: int | None) -> Value:
+    """A value of this type; with an axis, a partitioned one, whose slices lack it."""
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
     nbytes = math.prod(shape) * aval.dtype.itemsize
     return Value(name, tuple(shape), aval.dtype, axis is not None, nbytes, axis or 0)

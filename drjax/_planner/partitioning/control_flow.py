@@ -55,6 +55,10 @@ def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
     return _RULES[eqn.primitive.name](eqn, operands, results, bodies)
 
 
+# A rule for each primitive, from its equation, the kinds of its operands and results as
+# far as they are known, and functions that infer its bodies.
+
+
 def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
     (infer_step,) = bodies
     consts, init, stacks = split_scan(eqn, operands)
@@ -138,6 +142,7 @@ def check_loop(env: Environment, eqn) -> None:
 
 
 def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind]]:
+    """The kinds of a body's arguments and results, as far as they are inferred."""
     program = body.program
     ins, outs = program.invars, program.outvars
     return [body.cell(v) for v in ins], [body.cell(v) for v in outs]

@@ -146,5 +146,6 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
 
 
 def has_free_operand(env: Environment, eqn) -> bool:
+    """Whether an operand is free that could still become partitioned."""
     # Scalars have no axis along which they could be partitioned.
     return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)

@@ -43,7 +43,12 @@ class UnbatchedEquation:
     keeps_unit_axis: bool = False
 
     def run(self, eqn, operands: Sequence[Any]) -> list:
-        """The results of the equation of one group."""
+        """The results of the equation of one group.
+
+        Args:
+          eqn: The batched equation.
+          operands: For each operand of it the slice of one group, or all of it.
+        """
         if self.keeps_unit_axis:
             operands = [
                 x if axis is None else lax.expand_dims(x, (axis,))
@@ -66,6 +71,7 @@ def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Values that belong to dimensions, without that of a removed dimension."""
     return (*values[:axis], *values[axis + 1 :])
 
 
@@ -86,7 +92,12 @@ def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def unary(rule_of_axis: Callable) -> Callable:
-    """A rule for one operand; `rule_of_axis(eqn, axis)` is `(out axis, params)`."""
+    """The unbatching rule of a primitive with one operand.
+
+    Args:
+      rule_of_axis: From the equation and the group axis of its operand to the group
+        axis of its results and the parameters that differ; None: it mixes groups.
+    """
 
     def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
         axis = axes[0]

@@ -22,6 +22,7 @@ from drjax._planner.unbatching.core import Axes, UnbatchedEquation, drop, withou
 
 
 def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group slices its other dimensions, if the slice has all groups."""
     axis, sizes = axes[0], eqn.params["slice_sizes"]
     if axis is None or sizes[axis] != eqn.invars[0].aval.shape[axis]:
         return None  # a slice of full size starts at 0, whatever the index says
@@ -31,6 +32,7 @@ def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group updates its slice, if the update has a slice for each group."""
     known = {axis for axis in axes if axis is not None}
     operand, update = (var.aval.shape for var in eqn.invars[:2])
     if len(known) != 1:
@@ -44,11 +46,12 @@ def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _agree(axes: Axes, required: Axes) -> bool:
-    """Whether no operand is partitioned along another axis than the required one."""
+    """Whether each operand has the required group axis, or is not partitioned, yet."""
     return all(a is None or a == r for a, r in zip(axes, required, strict=True))
 
 
 def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group gathers from its slice of the operand, or by its own indices."""
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (var.aval for var in eqn.invars)
     offsets = dims.offset_dims
@@ -90,6 +93,7 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group updates its slice of the operand by its slice of the updates."""
     dims = eqn.params["dimension_numbers"]
     operand, _, updates = (var.aval for var in eqn.invars)
     windows = dims.update_window_dims

@@ -35,7 +35,12 @@ _LAYOUT = frozenset(
 
 
 def share_batch_dimensions(eqns: list, consts: dict) -> list:
-    """The equations, with batch dimensions in place of columns that count groups."""
+    """The equations, with batch dimensions in place of columns that count slices.
+
+    Args:
+      eqns: The equations of a program.
+      consts: The values of its constants.
+    """
     if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
         return eqns
     known = _KnownIntegers(eqns, consts)
@@ -79,6 +84,12 @@ def _is_evaluable(var, eqn) -> bool:
 
 
 def _rewrite(eqn, known: _KnownIntegers) -> list:
+    """A gather or scatter without the columns of indices that count 0, 1, ..., n - 1.
+
+    Returns:
+      The equation that joins the columns that are left, if there are several, and the
+      gather or scatter; any other equation as it is.
+    """
     fields = _DIMENSION_FIELDS.get(eqn.primitive.name)
     if fields is None or isinstance(eqn.invars[1], Literal):
         return [eqn]

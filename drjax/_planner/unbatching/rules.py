@@ -76,7 +76,16 @@ def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
-    """The equations of one group, for each operand and axis of size n in turn."""
+    """The equations of one group if one operand has n groups along some axis.
+
+    Args:
+      eqn: The equation, any.
+      n: The number of groups.
+
+    Returns:
+      One for each operand and axis of size n for which there is a rule; rules infer the
+      axes of the other operands.
+    """
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
     candidates = []
@@ -93,6 +102,7 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
 
 
 def _broadcast_in_dim(eqn, axis):
+    """Each group broadcasts its slice, if the result has no more groups."""
     dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     out = dims[axis]
     if shape[out] != eqn.invars[0].aval.shape[axis]:
@@ -103,6 +113,7 @@ def _broadcast_in_dim(eqn, axis):
 
 
 def _reshape(eqn, axis):
+    """Each group reshapes its slice, if the new shape still has the group axis."""
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None:
         return None
@@ -140,12 +151,14 @@ def _along(param: str) -> Callable:
 
 
 def _transpose(eqn, axis):
+    """The group axis moves; each group permutes its other dimensions."""
     order = eqn.params["permutation"]
     out = order.index(axis)
     return out, {"permutation": without(axis, drop(out, order))}
 
 
 def _slice(eqn, axis):
+    """Each group slices its other dimensions, if the slice has all groups."""
     p, n = eqn.params, eqn.invars[0].aval.shape[axis]
     strides = p["strides"]
     # Leaving out, repeating or reordering groups is communication.
@@ -160,6 +173,7 @@ def _slice(eqn, axis):
 
 
 def _tile(eqn, axis):
+    """Each group repeats its slice along other dimensions."""
     reps = eqn.params["reps"]
     # Copies of the groups would not be the groups.
     if reps[axis] != 1:
@@ -190,11 +204,13 @@ def _batch_of(dims: int) -> Callable:
 
 
 def _random_wrap(eqn, axis):
+    """Raw data become keys, for all dimensions but the last."""
     # The last dimension holds the words of one key.
     return None if axis == eqn.invars[0].aval.ndim - 1 else (axis, {})
 
 
 def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group pads its slice along other dimensions."""
     axis, config = axes[0], eqn.params["padding_config"]
     # Padding along the group axis would add groups; the padding value is a scalar.
     if axis is None or axes[1] is not None or tuple(config[axis]) != (0, 0, 0):
@@ -204,6 +220,7 @@ def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Operands of one shape, with work along one dimension that is not the groups'."""
     unbatched = elementwise(eqn, axes)
     if unbatched is None or unbatched.out_axes[0] == eqn.params["dimension"]:
         return None
@@ -213,6 +230,7 @@ def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """The group axis is a batch dimension, or a free dimension of one operand."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = axes
     if left is not None and left in lb:
@@ -255,6 +273,7 @@ def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | N
 
 
 def _top_k(eqn, axis):
+    """Each group has its own greatest elements, along another dimension."""
     last = eqn.invars[0].aval.ndim - 1
     # Old JAX has no axis: it is the last one.
     along = eqn.params.get("axis", last) % (last + 1)
@@ -265,6 +284,7 @@ def _top_k(eqn, axis):
 
 
 def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group stacks its slices along a new dimension."""
     unbatched = elementwise(eqn, axes)
     if unbatched is None:
         return None
@@ -276,6 +296,7 @@ def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _unstack(eqn, axis):
+    """Each group takes its slice apart along another dimension."""
     gone = eqn.params["axis"]
     if gone == axis:
         return None
@@ -283,6 +304,7 @@ def _unstack(eqn, axis):
 
 
 def _fft(eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Each group transforms its slice along the last dimensions."""
     return _batch_of(len(eqn.params["fft_lengths"]))(eqn, axes)
 
 
