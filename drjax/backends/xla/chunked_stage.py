@@ -88,9 +88,7 @@ class ChunkedStage:
             return jax.tree.map(vary_all, (totals, tree_zeros_like(kept)))
 
         # `for_real_groups` handles effects, group by group.
-        if self._effects:
-            return work()
-        return unless_empty(layout, first, work, nothing)
+        return work() if self._effects else unless_empty(layout, first, work, nothing)
 
     def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
         """As `run`, on a device that has at least one group."""
