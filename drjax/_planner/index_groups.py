@@ -54,6 +54,8 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
         return _slice(eqn, axis, shape)
     if eqn.primitive is lax.dynamic_slice_p:
         return _dynamic_slice(eqn, axis, shape)
+    if eqn.primitive is lax.pad_p:
+        return _pad(eqn, axis, shape)
     if eqn.primitive is lax.squeeze_p:
         # With one group, JAX simplifies y[0] to a squeeze.
         dimensions = eqn.params["dimensions"]
@@ -124,6 +126,22 @@ def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
     def with_blocks(partition: Partition, x):
         x = lax.slice(x, starts, limits, steps)
+        return _select_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
+
+    return with_blocks
+
+
+def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+    """Negative padding, which removes groups: the cotangent of a slice's cotangent."""
+    config = list(eqn.params["padding_config"])
+    low, high, interior = config[axis]
+    selected = range(-low, shape[axis] + high)
+    if max(low, high, interior) > 0 or not _are_few(len(selected), shape[axis]):
+        return None
+    config[axis] = (0, 0, 0)
+
+    def with_blocks(partition: Partition, x, value):
+        x = lax.pad(x, value, config)
         return _select_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
 
     return with_blocks

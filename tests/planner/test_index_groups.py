@@ -73,6 +73,13 @@ def test_slices_of_some_groups(name):
     assert [r.op for r in only.reduces] == ["gather" if gathers else "sum"]
 
 
+@pytest.mark.parametrize("name", ["first", "some", "some, and of each a part"])
+def test_second_derivatives_of_slices(name):
+    """The cotangent of a slice is padded; the cotangent of that, by less than zero."""
+    scalar = program(lambda x: jnp.sin(TAKEN[name](slices(x), I)).sum())
+    agree(jax.grad(scalar), X)
+
+
 def test_unpacking():
     """Where JAX has an `unstack` primitive, a loop over an array is one."""
 
