@@ -116,7 +116,7 @@ def _as_bytes(values):
 
 
 def stage_runner():
-    """Runs stages of a plan as `drjax.backends.reference._run` does."""
+    """Runs stages of a plan as `drjax.backends.reference._call` does."""
     known: dict = {}
 
     def run(stage, args):

@@ -92,7 +92,7 @@ def check(program: Program) -> None:
             _check_effects(program)
         if known:
             reference = drjax.backends.reference
-            with mock.patch.object(reference, "_run", stage_runner()):
+            with mock.patch.object(reference, "_call", stage_runner()):
                 result = reference.compile(drjax.make_plan(fn)(*inputs))(*inputs)
             compare(program, result, want)
             _check_effects(program)
