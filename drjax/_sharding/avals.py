@@ -19,7 +19,11 @@ from drjax._sharding.layout import Layout
 
 
 def _without(spec_entry, axes):
-    """An entry of a `PartitionSpec`, without some mesh axes: a name, names or None."""
+    """Remove the mesh axes `axes` from one entry of a `PartitionSpec`.
+
+    Returns the axis that remains, or a tuple of axes; None if no axis remains, as for
+    the entries None and `UNCONSTRAINED`.
+    """
     if spec_entry is None or spec_entry is P.UNCONSTRAINED:
         return None
     entry = spec_entry if isinstance(spec_entry, tuple) else (spec_entry,)
@@ -28,18 +32,30 @@ def _without(spec_entry, axes):
 
 
 def inner_spec(aval, layout: Layout, skip: int):
-    """The entries of a type's spec from dimension `skip` on, as a list.
+    """The entries of a type's `PartitionSpec` from dimension `skip` on, as a list.
 
-    Without the partition's axes, which may shard the group axis only.
+    They leave out the partition's axes, which may shard the group axis only.
+
+    Args:
+      aval: The type of a value, `[*s]` or `[n, *s]`.
+      layout: The layout of the partition.
+      skip: 1 leaves out the group axis of a partitioned value; else 0.
     """
     spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
     return [_without(entry, layout.axes) for entry in spec[skip:]]
 
 
 def _typed(aval, layout, mesh, shape, spec, varying):
-    """A type like `aval`, with this shape, spec and set of varying manual axes.
+    """A type like `aval`, of another shape and sharding.
 
-    The mesh of its sharding is `mesh`, or on local layouts that of `aval`.
+    Args:
+      aval: The type whose dtype is used.
+      layout: The layout of the partition.
+      mesh: The abstract mesh of the new sharding. A local layout ignores it: the new
+        type has the mesh of `aval`.
+      shape: The new shape.
+      spec: An entry of a `PartitionSpec` for each dimension.
+      varying: The set of mesh axes over which a value of the new type varies.
     """
     if layout.mesh is None:  # keep the operand's own mesh, if it has one
         mesh = aval.sharding.mesh
@@ -49,7 +65,11 @@ def _typed(aval, layout, mesh, shape, spec, varying):
 
 @_compat.cache()
 def partitioned_aval(aval, layout: Layout):
-    """Type of a partitioned `[n, *s]` from that of a global or per-group `[*s]`."""
+    """The type of a partitioned `[n, *s]`, from that of a global or per-group `[*s]`.
+
+    Inside a user's `shard_map` over the partition's axes, the group axis has the size
+    k, the number of groups of a device.
+    """
     varying = _compat.varying(aval) - set(layout.axes)
     if layout.manual and _compat.check_vma():
         varying |= set(layout.axes)
@@ -61,7 +81,7 @@ def partitioned_aval(aval, layout: Layout):
 
 @_compat.cache()
 def global_aval(aval, layout: Layout):
-    """Type of `[*s]` from the type of a partitioned `[n, *s]`."""
+    """The type of a reduction's result `[*s]`, from that of a partitioned `[n, *s]`."""
     return _typed(
         aval, layout, layout.abstract_mesh, aval.shape[1:],
         inner_spec(aval, layout, 1), _compat.varying(aval) - set(layout.axes),
@@ -70,7 +90,7 @@ def global_aval(aval, layout: Layout):
 
 @_compat.cache()
 def group_aval(aval, layout: Layout):
-    """Type of one group's `[*s]` from the type of a partitioned `[n, *s]`."""
+    """The type of one group's slice `[*s]`, from that of a partitioned `[n, *s]`."""
     varying = _compat.varying(aval)
     if layout.manual and _compat.check_vma():
         varying |= set(layout.axes)
@@ -81,7 +101,12 @@ def group_aval(aval, layout: Layout):
 
 
 def index_aval(partition: Partition | None):
-    """Type of an int32 scalar; with a partition, of the index of one of its groups."""
+    """The type of a group index, an int32 scalar.
+
+    Args:
+      partition: The partition of the group: under VMA checking, the index varies over
+        the partition's Manual axes. None: a scalar that varies over no axis.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     scalar = _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))
     if partition is None or not _compat.check_vma():

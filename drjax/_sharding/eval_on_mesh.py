@@ -18,11 +18,18 @@ from drjax._jaxprs.eval_jaxpr import evaluate
 
 
 def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
-    """The results of a jaxpr that was traced without the mesh of its arguments.
+    """Evaluate a jaxpr that was traced without the mesh of its arguments.
 
     On Explicit axes, JAX needs the sharding of the result of a product that contracts
     dimensions which both operands have sharded: that of the other dimensions, with one
-    all-reduce. It was unknown when the product was traced.
+    all-reduce. That sharding was unknown when the product was traced.
+
+    Args:
+      jaxpr: The closed jaxpr: of a stage of a plan.
+      args: Its arguments, arrays or tracers.
+
+    Returns:
+      The list of results.
     """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     # JAX would evaluate each equation in the context in which it was traced. There,
@@ -40,15 +47,21 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
 
 
 def _is_sharded(x: Any) -> bool:
-    """Whether the type of a value says that it is sharded."""
+    """Whether the type of a value has a dimension that is sharded."""
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
 def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
-    """The sharding of `dot_general(x, y)`, if both contract a sharded dimension.
+    """The `out_sharding` that JAX needs for `dot_general(x, y)`, on Explicit axes.
 
-    Otherwise None: JAX infers the sharding. Args: the `dimension_numbers` of
-    `lax.dot_general`, and the operands, whose types are on Explicit axes.
+    Args:
+      dimension_numbers: Those of `lax.dot_general`.
+      x: The left operand.
+      y: The right operand.
+
+    Returns:
+      The sharding; None if no dimension that the product contracts is sharded in both
+      operands, as JAX infers the sharding then.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     (left, right) = (jax.typeof(v).sharding for v in (x, y))

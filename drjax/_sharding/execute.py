@@ -38,19 +38,20 @@ def shard_map_over_devices(
     """Run a function of one device's slices on all devices of the partition.
 
     Args:
-      layout: The layout of the partition.
+      layout: The layout of the partition: n groups on m devices, k slots on each.
       body: The function. It takes and returns flat sequences: slices `[k, *s]` of
         partitioned values, and whole global ones, `[*s]`.
       args: Its operands for the whole partition, `[n, *s]` or `[*s]`.
-      partitioned_in: Which operands are partitioned.
-      partitioned_out: Which results are. None: a result `[1, *s]` of each device.
+      partitioned_in: For each operand whether it is partitioned.
+      partitioned_out: For each result whether it is partitioned. None: it is neither
+        partitioned nor global, but a value `[1, *s]` of each device.
       check_vma: Whether the `shard_map` checks varying manual axes.
       with_indices: Whether `body` takes as last argument its group indices, int32 [k].
-      with_first_index: Whether it takes the first of them instead, int32 [1].
+      with_first_index: Whether `body` takes the first of them instead, int32 [1].
 
     Returns:
       The results: `[n, *s]`, `[*s]`, or `[m, *s]` where `partitioned_out` has None. In
-      a user's `shard_map`, those of this device.
+      a user's `shard_map`, the results of `body` on the current device.
     """
     if not layout.sharded:
         if with_indices or with_first_index:
@@ -80,17 +81,18 @@ def shard_map_over_devices(
 def auto_partition(
     layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Run a function of the slices of all devices, which the compiler partitions.
+    """Run a function of all devices' slices, which the compiler partitions.
 
     Args:
-      layout: A sharded layout.
-      run: The function: from operands, padded to k * m slices, to values of the
-        devices, `[m, *s]`, and partitioned results, `[k * m, *s]`.
-      args: The operands.
-      partitioned_in: Which of them are partitioned.
+      layout: A sharded layout: n groups on m devices, k slots on each.
+      run: The function: from operands, padded to k * m slices, to a pair of lists:
+        values of the devices, `[m, *s]`, and partitioned results, `[k * m, *s]`.
+      args: The operands, `[n, *s]` or `[*s]`.
+      partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
 
     Returns:
-      The values of the devices, and the partitioned results, `[n, *s]`.
+      A pair of lists: the values of the devices, `[m, *s]`, and the partitioned
+      results, `[n, *s]`.
     """
     n = layout.partition.size
 
@@ -109,20 +111,33 @@ def auto_partition(
 
 
 def all_group_indices(layout: Layout):
-    """int32 `[k * m]`: the indices of all slots, sharded over the partition's axes."""
+    """int32 `[k * m]`: the group indices of all slots, k on each of m devices.
+
+    An index of n, the number of groups, or more belongs to padding. On a mesh, the
+    indices have the type of a partitioned operand.
+    """
     return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
 
 
 def first_group_indices(layout: Layout):
-    """int32 `[m]`: the index of each device's first slot, sharded over the axes."""
+    """int32 `[m]`: for each of the m devices, the group index of its first slot.
+
+    The index is n, the number of groups, or more if the device has no group. On a mesh,
+    `[m]` has the type of a partitioned operand with one slice for each device.
+    """
     indices = lax.iota(jnp.int32, layout.devices) * layout.per_device
     return as_operand(indices, layout, True)
 
 
 def _laid_out(x, layout: Layout):
-    """`x`, `[k * m, *s]`, constrained to be sharded over the partition's axes.
+    """Constrain axis 0 of `x` to be sharded over the partition's mesh axes.
 
-    On Explicit axes its type says so already, and constraints are refused.
+    On Explicit axes return `x` as it is: its type has the sharding already, and JAX
+    refuses constraints there.
+
+    Args:
+      x: `[k * m, *s]`, a slice for each slot; or `[m, *s]`, a slice for each device.
+      layout: A sharded layout: k slots on each of m devices.
     """
     if layout.spec_entry is not None:
         return x
@@ -134,7 +149,15 @@ def _laid_out(x, layout: Layout):
 def shard_map(
     layout: Layout, fn: Callable, in_specs: Any, out_specs: Any, check_vma: bool = True
 ) -> Callable:
-    """`jax.shard_map` over the partition's axes only."""
+    """Map `fn` by `jax.shard_map` over the partition's mesh axes only.
+
+    Args:
+      layout: A sharded layout. If its mesh is abstract, the mesh in context is used.
+      fn: The function of one device's values.
+      in_specs: As for `jax.shard_map`.
+      out_specs: As for `jax.shard_map`.
+      check_vma: As for `jax.shard_map`.
+    """
     mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
     return jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
@@ -143,11 +166,12 @@ def shard_map(
 
 
 def vary(x, axes):
-    """`pcast(x, to="varying")` over those of `axes` on which `x` does not vary yet.
+    """Cast `x` to vary over all of the mesh axes `axes`, by `pcast(x, to="varying")`.
 
-    This is pbroadcast, the twin of psum under transposition: it costs no
-    communication (JAX note 17111, "Efficient transposition of replication-inducing
-    collectives").
+    Axes over which `x` varies already are left out; without VMA checking, `x` is
+    returned as it is. This is pbroadcast, the twin of psum under transposition: it
+    costs no communication (JAX note 17111, "Efficient transposition of
+    replication-inducing collectives").
     """
     if not _compat.check_vma():
         return x
@@ -156,7 +180,7 @@ def vary(x, axes):
 
 
 def as_operand(x, layout: Layout, partitioned: bool):
-    """`x` with the type that the operand of a primitive needs.
+    """Give `x` the type that the operand of a primitive needs on the layout's mesh.
 
     On Explicit axes, `reshard` outside the primitive lets JAX transpose it: a global
     array used as a partitioned one gets its cotangent back as a global array.
@@ -164,9 +188,9 @@ def as_operand(x, layout: Layout, partitioned: bool):
     any axes: jit finds the devices in it, and does not search our primitives.
 
     Args:
-      x: A leaf.
-      layout: The layout of the partition.
-      partitioned: Whether it is partitioned, `[n, *s]`, or global.
+      x: An array or a tracer.
+      layout: The layout of the partition; if it is not sharded, `x` is returned.
+      partitioned: Whether `x` is partitioned, `[n, *s]`, or global.
     """
     mesh, aval = layout.mesh, _compat.typeof(x)
     if mesh is None or not layout.sharded:
@@ -185,9 +209,10 @@ def as_operand(x, layout: Layout, partitioned: bool):
 
 
 def with_sharding_of(x, aval):
-    """`x` resharded to the type of `aval`, on Explicit axes.
+    """Reshard `x` to the sharding of the type `aval` on Explicit axes, or return `x`.
 
-    There, JAX checks that a cotangent has the type of the value that it belongs to.
+    For transpose rules: on Explicit axes, JAX checks that a cotangent has the type of
+    the value that it belongs to.
     """
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
@@ -197,7 +222,10 @@ def with_sharding_of(x, aval):
 
 
 def _pad_slices(x, layout: Layout):
-    """`x`, `[n, *s]`, padded with zeros to `[k * m, *s]`."""
+    """Pad `x`, `[n, *s]`, to `[k * m, *s]`: k slots on each of m devices.
+
+    The new slices are zeros; those of typed keys have zeros as key data.
+    """
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:
         return x

@@ -55,11 +55,13 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 
     Returns:
       The mesh, if it has the partition's axes. None if it has none of them, if there is
-      no mesh, or while a plan is traced: plans bind no mesh.
+      no mesh, or while `drjax.jit` traces a program for a plan under the mesh in
+      context, outside mapped functions: the plan binds no mesh.
 
     Raises:
-      MeshError: `mesh` is no mesh, or another one than that in context; it has only
-        some of the axes; or `make_layout` refuses it.
+      MeshError: `mesh` is no mesh, differs from the mesh in context, has only some of
+        the partition's axes, or is an `AbstractMesh` although no mesh is in context; or
+        `make_layout` refuses the partition on it.
     """
     context = jax.sharding.get_abstract_mesh()
     if planned.value and not current_scope().mapped:
@@ -104,14 +106,17 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 
 @functools.lru_cache(maxsize=1024)
 def _log_missing_axis(axes, axis_names) -> None:
-    """Log that a mesh has none of a partition's axes: once for each, by the cache."""
+    """Log that a mesh has none of a partition's axes: once for each pair, by the cache.
+
+    `axes` are the names of the partition's axes, and `axis_names` those of the mesh.
+    """
     _logger.info(
         "mesh with axes %s has no axis %s: the program runs locally", axis_names, axes
     )
 
 
 def _show(mesh) -> str:
-    """A mesh in an error: `(clients: 4, model: 2)`."""
+    """A mesh as text for an error: `(clients: 4, model: 2)`."""
     return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
 
 
@@ -121,13 +126,13 @@ def _show(mesh) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices of the groups of a partition.
+    """How the groups of a partition are divided over the devices of a mesh.
 
     Attributes:
       partition: The partition, n groups.
       mesh: The mesh that it is sharded over, or None (local).
       axes: The mesh axes in use, () when local.
-      devices: m, the number of devices along those axes.
+      devices: m, the number of devices along those axes, 1 when local.
       manual: Whether the axes are already Manual (inside a user's shard_map).
     """
 
@@ -139,20 +144,21 @@ class Layout:
 
     @property
     def per_device(self) -> int:
-        """k, the number of slots on each device, padding included."""
+        """k: the number of slots on each device, groups / devices rounded up."""
         return -(-self.partition.size // self.devices)
 
     @property
     def group_axis_size(self) -> int:
         """The size of the group axis of a partitioned value, in the caller's code.
 
-        It is n, or k inside a user's `shard_map`, where values are sliced already.
+        It is the number of groups; or, inside a user's `shard_map` over the partition's
+        axes, the groups per device, as values are sliced already.
         """
         return self.per_device if self.manual else self.partition.size
 
     @property
     def uneven(self) -> bool:
-        """Whether some slots are padding, as m does not divide n."""
+        """Whether some slots are padding: the devices do not divide the groups."""
         return self.per_device * self.devices != self.partition.size
 
     @property
@@ -162,19 +168,26 @@ class Layout:
 
     @property
     def few(self) -> int:
-        """The number of groups on the one device that has fewer than k, but some."""
+        """The number of groups on the one device that has groups and padding.
+
+        It is n mod k, for n groups and k slots a device; 0 if there is no such device.
+        """
         return self.partition.size % self.per_device
 
     @property
     def sharded(self) -> bool:
-        """Whether code for a device's slices needs a `shard_map` around it."""
+        """Whether code for a device's slices needs a `shard_map` around it.
+
+        It does on a mesh with the partition's axes, unless they are Manual already.
+        """
         return bool(self.axes) and not self.manual
 
     @property
     def partly_manual(self) -> bool:
         """Whether some axes of the mesh are not Manual in code for a device's slices.
 
-        The partition's axes are Manual there, and those of a user's `shard_map`.
+        The partition's axes are Manual there, and those of a user's `shard_map`. False
+        without a mesh.
         """
         if self.mesh is None:
             return False
@@ -184,14 +197,17 @@ class Layout:
 
     @property
     def abstract_mesh(self) -> AbstractMesh:
-        """The abstract mesh under which code for the whole partition is traced."""
+        """The abstract mesh under which code for the whole partition is traced.
+
+        It is that of the layout's mesh; without a mesh, the one in context.
+        """
         if self.mesh is None:
             return jax.sharding.get_abstract_mesh()
         return self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
 
     @property
     def padded(self) -> int:
-        """k * m, the number of slots on all devices, padding included."""
+        """The number of all slots: k * m, for k slots on each of m devices."""
         return self.per_device * self.devices
 
     @property
@@ -206,8 +222,8 @@ class Layout:
     def spec_entry(self):
         """The entry of the group axis in the spec of a partitioned value's type.
 
-        Only Explicit axes are in types: None if the partition has none, or if the
-        layout is not sharded.
+        It is a mesh axis or a tuple of them. Only Explicit axes are in types: None if
+        the partition has none, or if the layout is not sharded.
         """
         if not self.sharded:
             return None
@@ -216,9 +232,9 @@ class Layout:
         return entry[0] if len(entry) == 1 else entry or None
 
     def group_indices(self):
-        """int32 `[k]`: the group index of each slot, in the code of one device.
+        """int32 `[k]`: the group index of each of the k slots of the current device.
 
-        A padded slot has an index of n or more.
+        A padded slot has an index of n, the number of groups, or more.
         """
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
@@ -226,12 +242,12 @@ class Layout:
         return lax.axis_index(self.axes) * self.per_device + local
 
     def mask_padding(self, x, indices, fill):
-        """`x`, `[k, *s]`, with the number `fill` in padded slots.
+        """Fill the slices of padded slots, so that a reduction ignores them.
 
         Args:
-          x: The slices of a device.
+          x: The slices of a device's k slots, `[k, *s]`.
           indices: Their group indices, int32 `[k]`, or None: no slot is padding.
-          fill: The number.
+          fill: A number, the identity of the reduction.
         """
         if indices is None:
             return x
@@ -241,11 +257,11 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
-    """The layout of a partition on a mesh that has all of its axes, or on None.
+    """The layout of a partition on a mesh that has all of its axes, or without a mesh.
 
     Raises:
-      MeshError: Only some of the axes are Manual; or m does not divide n, and the axes
-        are Manual or Explicit.
+      MeshError: Only some of the partition's axes are Manual; or the groups do not
+        divide evenly over the devices, and the axes are Manual or Explicit.
     """
     if mesh is None:
         return Layout(partition, None, (), 1, False)
@@ -285,7 +301,8 @@ def axes_of_groups(layout: Layout) -> tuple[str, ...]:
     """The mesh axes over which the groups will be sharded when the program runs.
 
     They are those of the layout. A plan that `drjax.jit` traces has no mesh in its
-    layouts: then they are the partition's axes on the mesh in context.
+    layouts: then they are the partition's axes on the mesh in context. () if there are
+    none.
     """
     if layout.axes or not planned.value:
         return layout.axes
@@ -295,7 +312,10 @@ def axes_of_groups(layout: Layout) -> tuple[str, ...]:
 
 
 def other_axes(layout: Layout) -> list[str]:
-    """The Auto axes of the mesh, larger than one, that are not the partition's."""
+    """The Auto axes of the mesh, larger than one, that are not the partition's.
+
+    A model may be sharded over them inside a group. [] if there are none.
+    """
     if layout.mesh is None:
         return []
     sizes, types = dict(layout.mesh.shape_tuple), _axis_types(layout.mesh)
@@ -307,14 +327,22 @@ def other_axes(layout: Layout) -> list[str]:
 
 
 def _axis_types(mesh) -> dict[str, AxisType]:
-    """For each axis of a mesh whether it is Auto, Explicit or Manual."""
+    """The type of each axis of a mesh, by its name: Auto, Explicit or Manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
     """The sharding in which `drjax.shard` places data `[n, ...]`; None without a mesh.
 
-    It is replicated if m does not divide n: JAX stores no uneven shards.
+    It is replicated if the groups do not divide evenly over the devices, as JAX stores
+    no uneven shards, and inside a user's `shard_map` over the partition's axes.
+
+    Args:
+      partition: The partition, n groups.
+      mesh: The mesh that the user passed, or None for the one in context.
+
+    Raises:
+      MeshError: The mesh names no devices, or `find_mesh` refuses it.
     """
     if (mesh := find_mesh(partition, mesh)) is None:
         return None

@@ -29,12 +29,13 @@ from drjax._sharding.layout import Layout
 
 
 def copy_index_to_padding(layout: Layout, indices, first):
-    """The group indices of slots, with `first` in those that are padding.
+    """Replace the index of each padded slot with that of the device's first group.
 
     Args:
-      layout: The layout.
-      indices: The indices of slots, int32 [slots]; of padding, n or more.
-      first: The index of the device's first group.
+      layout: The layout; if no slot is padding, `indices` is returned.
+      indices: The group indices of slots, int32 [slots]; of padding, n or more, for n
+        groups.
+      first: The index of the device's first group, int32 [] or [1], or a number.
     """
     if not layout.uneven:
         return indices
@@ -42,12 +43,13 @@ def copy_index_to_padding(layout: Layout, indices, first):
 
 
 def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
-    """The slices of slots, `[slots, *s]`, with `first_slice` in those that are padding.
+    """Replace the slice of each padded slot with that of the device's first group.
 
     Args:
-      layout: The layout.
-      indices: The group indices of the slots, int32 [slots]; of padding, n or more.
-      slices: Their slices of an operand.
+      layout: The layout; if no slot is padding, `slices` is returned.
+      indices: The group indices of slots, int32 [slots]; of padding, n or more, for n
+        groups.
+      slices: The slices of an operand in these slots, `[slots, *s]`.
       first_slice: The slice of the device's first group, `[1, *s]`.
     """
     if not layout.uneven:
@@ -57,14 +59,17 @@ def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
 
 
 def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
-    """`work()`, or `otherwise()` on a device without groups.
+    """Run `work()`; on a device without groups, run `otherwise()` instead.
 
     Args:
-      layout: The layout.
-      first: The index of the device's first slot, int32 []; n or more, if it has no
-        group.
-      work: Returns results; it is not run on such a device.
-      otherwise: Returns results of the same types.
+      layout: The layout of n groups.
+      first: The index of the device's first slot, int32 []; n or more if the device has
+        no group.
+      work: Takes nothing, and returns a tree of arrays.
+      otherwise: Takes nothing, and returns a tree of the same types.
+
+    Returns:
+      What the function that ran returns.
     """
     if not layout.has_empty_devices:
         return work()
@@ -72,7 +77,7 @@ def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
 
 
 def tree_zeros_like(values):
-    """Zeros in the shapes and dtypes of a tree of arrays or of their types."""
+    """A tree of zeros like `values`, a tree of arrays or of their types."""
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
 
 
@@ -90,12 +95,13 @@ def for_real_groups(
     three possible values: all slots, `few`, or none. There is a branch for each.
 
     Args:
-      layout: An uneven layout.
+      layout: An uneven layout of n groups.
       indices: The group indices of the slots, int32 [slots]; of padding, n or more.
-      few: How many of them are groups on the device that has fewer groups than slots.
-      run: `run(count)(*operands)` works for so many groups.
+      few: How many of the slots are groups on the device that has fewer groups than
+        slots, but some.
+      run: From a number of slots to the function of operands that works for so many.
       operands: Operands, `[slots, *s]` with a slice for each slot, or shared.
-      partitioned_in: Which operands have slices.
+      partitioned_in: For each operand whether it has slices.
 
     Returns:
       The results, `[slots, *s]`, with zeros in padded slots.
@@ -120,7 +126,7 @@ def for_real_groups(
 
 
 def _padded(x, extra: int):
-    """`x` with `extra` zero slices behind those that it has."""
+    """Append `extra` slices of zeros to `x`, `[slots, *s]`."""
     if not extra:
         return x
     nothing = tree_zeros_like(jax.ShapeDtypeStruct((extra, *x.shape[1:]), x.dtype))

@@ -27,7 +27,8 @@ from drjax._context import planned
 def planning(bound: bool):
     """The context in which a program is traced for a plan.
 
-    Its building blocks bind primitives without a mesh.
+    In it, building blocks outside mapped functions bind primitives without a mesh,
+    unless a program or a block names one by `mesh=` and `bound` is False.
 
     Args:
       bound: Whether the mesh in context stays, for `drjax.jit`. If not, there is none
@@ -45,29 +46,37 @@ def planning(bound: bool):
 def outside_meshes():
     """The context in which the planner traces equations of its own.
 
-    While `drjax.jit` plans under a mesh, it is the current one; else one without any
-    mesh, which building blocks would bind.
+    While `drjax.jit` plans under the mesh in context, nothing changes. Else there is no
+    mesh in the context, as building blocks would bind it.
     """
     return contextlib.nullcontext() if planned.value else planning(False)
 
 
 def is_bound() -> bool:
-    """Whether `drjax.jit` plans under the mesh in context: if all its axes are Auto."""
+    """Whether `drjax.jit` plans under the mesh in context.
+
+    It does if there is a mesh and all of its axes are Auto: types have no shardings.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
 
 
 def trace_without_mesh(trace: Callable[[], Any]) -> Any:
-    """Trace outside any mesh; or else under the mesh, and remove its types.
+    """Trace a function outside any mesh; if JAX refuses, under the mesh in context.
 
-    The second is for functions that close over arrays on the mesh: JAX refuses these
-    outside it.
+    JAX refuses a function that closes over arrays on the mesh. Types that have the mesh
+    are then replaced by types without.
 
     Args:
-      trace: Traces; returns a jaxpr and whatever belongs to it, as a pair.
+      trace: Takes nothing, and traces; returns a jaxpr and any other value, as a pair.
 
     Returns:
       Such a pair; no type in the jaxpr has a mesh.
+
+    Raises:
+      NotImplementedError, RuntimeError, ValueError: What `trace` raised outside the
+        mesh, if the error is not about the mesh, if there is none in context, or if the
+        jaxpr traced under it has a `shard_map` or a sharding constraint.
     """
     mesh = jax.sharding.get_abstract_mesh()
     try:
