@@ -35,16 +35,16 @@ def register_error_check(primitive, rule: Callable) -> None:
 
 
 def error_parts(error) -> tuple[dict, dict, dict, dict]:
-    """What an error of checkify is made of, in the order of its constructor.
+    """Take an error of checkify apart, into four dicts in the order of its constructor.
 
     Returns:
-      For each effect whether an error happened, and its code; for each code the tree
-      of the error; for each effect the leaves of its error.
+      For each effect whether an error happened; for each effect its code; for each code
+      the tree structure of the error; for each effect the leaves of its error.
     """
     return error._pred, error._code, error._metadata, error._payload
 
 
 def register_nan_check(primitive) -> None:
-    """Let `checkify` look for NaN in the results of `primitive`."""
+    """Let `checkify` look for NaN in the results of equations of `primitive`."""
     check = functools.partial(checkify.nan_error_check, primitive)
     checkify.error_checks[primitive] = check

@@ -46,18 +46,24 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
 
 
 def open_jaxpr(jaxpr):
-    """The object that holds `.invars`, `.outvars` and `.eqns`."""
+    """The open jaxpr in a closed one, with `.invars`, `.outvars` and `.eqns`.
+
+    An open jaxpr is returned as it is, and so is any jaxpr from JAX 0.11 on.
+    """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def jaxpr_consts(jaxpr) -> Sequence[Any]:
-    """The arrays that a jaxpr holds."""
+    """The constants of a closed jaxpr, arrays; () if it has none, or if it is open."""
     return getattr(jaxpr, "consts", ())
 
 
 @weakref_lru_cache
 def without_consts(jaxpr):
-    """`(jaxpr that takes its constants as first inputs, constants)`."""
+    """Make the constants of a closed jaxpr its first inputs.
+
+    Returns `(jaxpr, tuple of constants)`; the same jaxpr and () if it has none.
+    """
     consts = jaxpr_consts(jaxpr)
     if not consts:
         return jaxpr, ()
@@ -66,42 +72,51 @@ def without_consts(jaxpr):
 
 
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
-    """Dead-code elimination: `(smaller jaxpr, which inputs it still uses)`, cached.
+    """Eliminate dead code, with the inputs that only dead code uses; cached.
 
     Args:
       jaxpr: A closed jaxpr without constants.
-      used_outputs: Which results to keep.
+      used_outputs: For each result whether to keep it.
+
+    Returns:
+      `(smaller jaxpr, for each input whether the smaller jaxpr takes it)`.
     """
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
     return (new if MERGED else pe.close_jaxpr(new)), used
 
 
 def without_dead_code(jaxpr):
-    """The jaxpr with the same inputs and results, and only the work they need."""
+    """Eliminate dead code of a closed jaxpr, and keep all of its inputs and results."""
     new, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
     return new if MERGED else Jaxpr(new, jaxpr.consts)
 
 
 def backward_pass(jaxpr, args, cts):
-    """The cotangents of the inputs of a jaxpr that is linear in some of them.
+    """Compute the cotangents of the inputs in which a jaxpr is linear.
 
     Args:
       jaxpr: A closed jaxpr.
       args: Its inputs: values, or `UndefinedPrimal` for the linear ones.
-      cts: The cotangents of its results.
+      cts: The cotangents of its results, arrays or symbolic zeros (`Zero`).
 
     Returns:
-      A cotangent for each input, of use for the linear ones; it may be a `Zero`.
+      A cotangent for each input, an array or a `Zero`; only those of the linear inputs
+      have a meaning.
     """
     return ad.backward_pass(jaxpr.jaxpr, False, jaxpr.consts, args, cts)
 
 
 def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
-    """`(jaxpr of primals and nonzero tangents, which output tangents are nonzero)`.
+    """Derive the jaxpr that computes the results of a jaxpr and their tangents.
 
     Args:
       jaxpr: A closed jaxpr.
-      nonzeros: Which inputs have tangents that are not symbolic zeros.
+      nonzeros: For each input whether its tangent is not a symbolic zero.
+
+    Returns:
+      `(jaxpr, for each result whether its tangent is not a symbolic zero)`. The jaxpr
+      takes the primals and the nonzero tangents; it returns the results and their
+      nonzero tangents.
     """
     return ad.jvp_jaxpr(jaxpr, list(nonzeros), False)
 
@@ -111,15 +126,16 @@ def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
 
     Args:
       jaxpr: A closed jaxpr.
-      nonzeros: Which inputs have tangents that are not symbolic zeros.
+      nonzeros: For each input whether its tangent is not a symbolic zero.
       is_vjp: Whether the linear part will be transposed.
 
     Returns:
-      `(primal jaxpr, number of flat residuals, which output tangents are nonzero, for
-      each residual of the tangent jaxpr the input that it is or None, tangent jaxpr)`.
-      The primal jaxpr returns its results, the flat residuals that are not inputs,
-      and (from 0.11 on) the structured residuals. The tangent jaxpr takes all flat
-      residuals, the nonzero tangents, and the structured residuals.
+      `(primal jaxpr, number of flat residuals that it returns, which output tangents
+      are nonzero, for each flat residual of the tangent jaxpr the position of the input
+      that it is or None, tangent jaxpr)`. The primal jaxpr returns its results, the
+      flat residuals that are not inputs, and (from 0.11 on) the structured residuals.
+      The tangent jaxpr takes all flat residuals, the nonzero tangents, and the
+      structured residuals.
     """
     split: Any = ad.linearize_jaxpr(jaxpr, tuple(nonzeros), is_vjp=is_vjp)
     primal, out, nzs_out, forwarded, tangent = split
@@ -128,38 +144,54 @@ def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
 
 
 def batch_jaxpr(jaxpr, axis_data, in_axes):
-    """`(batched jaxpr, batch dimension of each result)`; None: it is not batched.
+    """Batch a jaxpr, as `vmap` does.
 
     Args:
       jaxpr: A closed jaxpr.
       axis_data: What JAX's batching rules get of the vmap: its size and name.
       in_axes: The batch dimension of each input, or None.
+
+    Returns:
+      `(batched jaxpr, the batch dimension of each result, or None if it has none)`.
     """
     return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
 
 
 def effects_of(jaxpr) -> frozenset:
-    """The effects of a jaxpr, without those on mutable arrays of its own."""
+    """The effects of a jaxpr that a caller can observe.
+
+    They leave out those on mutable arrays that the jaxpr itself creates.
+    """
     return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
 
 
 def new_eqn(eqn, invars, outvars, params, effects):
-    """A copy of an equation with these parts; primitive and source line stay."""
+    """Copy an equation with other operands, result variables, parameters and effects.
+
+    Its primitive and its source line stay.
+    """
     return eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects)
 
 
 def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
-    """`(known jaxpr, unknown jaxpr, which outputs are unknown, residual types)`.
+    """Split a jaxpr into what is computed from known inputs, and the rest.
 
-    The inputs marked in `unknown_in`, and what depends on them, are unknown.
-    The known jaxpr returns its outputs and then the residuals; the unknown jaxpr
-    takes the residuals and then the unknown inputs.
+    The known jaxpr returns the known results, and then the residuals. The unknown jaxpr
+    takes the residuals, and then the unknown inputs.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      unknown_in: For each input whether it is unknown.
+
+    Returns:
+      `(known jaxpr, unknown jaxpr, for each result whether it is unknown, types of the
+      residuals)`.
     """
     return pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown_in), instantiate=False)
 
 
 def jaxprs_in(params) -> list:
-    """The jaxprs among an equation's parameters."""
+    """The jaxprs among an equation's parameters, `eqn.params`; [] if there is none."""
     return list(core.jaxprs_in_params(params))
 
 
@@ -170,7 +202,10 @@ def is_bound_to_devices(jaxpr) -> bool:
 
 
 def holds(jaxpr, names: tuple[str, ...]) -> bool:
-    """Whether a jaxpr holds an equation of one of these primitives, at any depth."""
+    """Whether a jaxpr has an equation of a primitive with one of these names.
+
+    Inner jaxprs, at any depth, count.
+    """
     return any(
         eqn.primitive.name in names
         or any(holds(inner, names) for inner in jaxprs_in(eqn.params))
@@ -179,7 +214,10 @@ def holds(jaxpr, names: tuple[str, ...]) -> bool:
 
 
 def bind_equation(eqn, operands, **params) -> list:
-    """Bind an equation again, from the same source line; `params` replace its own."""
+    """Bind the primitive of an equation to `operands`; returns the list of results.
+
+    `params` replace parameters of the equation. The source line is the equation's.
+    """
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
     with source_info_util.user_context(eqn.source_info.traceback):
         outs = eqn.primitive.bind(*operands, **bind_params)
@@ -187,11 +225,15 @@ def bind_equation(eqn, operands, **params) -> list:
 
 
 def select_outputs(jaxpr, outvars: list):
-    """`(function that computes some variables of a jaxpr, which inputs it takes)`.
+    """Make a function that computes only some variables of a jaxpr.
 
     Args:
       jaxpr: A closed jaxpr.
-      outvars: The variables. The function computes nothing else.
+      outvars: The variables, results of any of its equations or inputs.
+
+    Returns:
+      `(function, for each input of the jaxpr whether the function takes it)`; the
+      function returns a list with the values of these variables.
     """
     raw = open_jaxpr(jaxpr)
     debug_info = raw.debug_info.with_unknown_names()
@@ -202,12 +244,12 @@ def select_outputs(jaxpr, outvars: list):
 
 
 def new_var(aval):
-    """A fresh variable for a jaxpr."""
+    """A new variable of the type `aval`, for a jaxpr."""
     return core.Var(aval)
 
 
 def stacked_aval(aval, length: int):
-    """The type of a stack of so many values."""
+    """The type of a stack of `length` values of the type `aval`, along a new axis 0."""
     return ShapedArray((length, *aval.shape), aval.dtype, aval.weak_type)
 
 
@@ -217,12 +259,12 @@ def user_frames(eqn):
 
 
 def closed(jaxpr):
-    """`jaxpr` as a closed jaxpr."""
+    """An open jaxpr without constants as a closed one; a closed jaxpr as it is."""
     return jaxpr if isinstance(jaxpr, Jaxpr) else Jaxpr(jaxpr, ())
 
 
 def scan_sizes(eqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried."""
+    """`(number of constants, number of carried values)` of the operands of a scan."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -230,7 +272,16 @@ def scan_sizes(eqn) -> tuple[int, int]:
 
 
 def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, Any]:
-    """The parameters of a scan that `scan_sizes` reads, for so many other operands."""
+    """The parameters that say how many operands a scan has of each sort.
+
+    JAX's versions have different ones. The caller replaces them in a changed scan.
+
+    Args:
+      eqn: The equation of the scan.
+      n_consts: The number of operands that are constants.
+      n_carry: The number of carried values.
+      n_xs: The number of operands over whose slices the scan runs.
+    """
     if "num_consts" in eqn.params:
         return {"num_consts": n_consts, "num_carry": n_carry}
     sizes = n_consts, n_carry, n_xs
@@ -238,7 +289,7 @@ def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, A
 
 
 def with_equations(jaxpr, eqns: list):
-    """A jaxpr with other equations."""
+    """Copy a jaxpr with `eqns` instead of its equations; open or closed, as it is."""
     raw = open_jaxpr(jaxpr)
     changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
     if MERGED:

@@ -28,7 +28,7 @@ def spmd_axes(axes: Sequence[str]):
     """The context of code that a `vmap(spmd_axis_name=axes)` will surround.
 
     In it, the derivative of a `shard_map` that maps over all axes of the mesh does not
-    add up over these axes, along which each device works on something else.
+    add up over the mesh axes `axes`, along which each device works on something else.
     """
     outer = core.trace_ctx.axis_env
     names = _SpmdAxes(outer.spmd_axis_names | set(axes))
@@ -62,16 +62,17 @@ class _SpmdAxes(frozenset):
 
 @weakref_lru_cache
 def with_manual_axes(jaxpr, axes: tuple[str, ...]):
-    """A jaxpr as if traced where these axes are Manual, for use inside a `shard_map`.
+    """Copy a jaxpr as if traced where these mesh axes are Manual: inside a `shard_map`.
 
-    Each `shard_map` in it gives up these axes, over which it is inside of one already.
+    Each `shard_map` in the jaxpr no longer maps over these axes, as the surrounding
+    `shard_map` does.
     """
     return _Retyped(_manual(axes), lambda manual: manual - set(axes)).jaxpr(jaxpr)
 
 
 @weakref_lru_cache
 def with_whole_shard_maps(jaxpr, axes: tuple[str, ...]):
-    """A jaxpr in which each `shard_map` maps over these axes, too.
+    """Copy a jaxpr so that each `shard_map` in it maps over these mesh axes, too.
 
     `vmap(spmd_axis_name=axes)` needs that.
     """
@@ -80,17 +81,20 @@ def with_whole_shard_maps(jaxpr, axes: tuple[str, ...]):
 
 @weakref_lru_cache
 def without_mesh_types(jaxpr):
-    """A jaxpr as if traced without any mesh.
+    """Copy a jaxpr as if traced without any mesh.
 
-    Changes of layout in types vanish. What is bound to devices stays as it is: a
-    `shard_map`, a sharding constraint.
+    Equations of `reshard` and `mesh_cast`, which change only shardings, are dropped.
+    What is bound to devices stays as it is: a `shard_map`, a sharding constraint.
     """
     empty = jax.sharding.AbstractMesh((), ())
     return _Retyped(lambda mesh: empty, lambda manual: manual).jaxpr(jaxpr)
 
 
 def _manual(axes: Sequence[str]) -> Callable:
-    """The change of a mesh that makes these axes Manual, as `_Retyped` takes it."""
+    """Make a function from an `AbstractMesh` to one in which these axes are Manual.
+
+    Axes that a mesh does not have are left out.
+    """
 
     def changed(mesh):
         own = [axis for axis in axes if axis in mesh.axis_names]
@@ -101,9 +105,10 @@ def _manual(axes: Sequence[str]) -> Callable:
 
 
 def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
-    """Whether `eqn` constrains a sharding where all axes of the new mesh are Manual.
+    """Whether `eqn` constrains a sharding, and all axes of the new mesh are Manual.
 
-    Nothing is left to shard, and vmap refuses such a constraint.
+    Nothing is left to shard, and vmap refuses such a constraint. `change_mesh` maps the
+    old `AbstractMesh` to the new one.
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
@@ -115,7 +120,7 @@ def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
 
 
 def _without_devices(x):
-    """A copy of an array or of typed keys on the default device."""
+    """Copy an array or typed keys to the default device, through the host."""
     if dtypes.issubdtype(x.dtype, dtypes.prng_key):
         data: Any = np.asarray(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -145,7 +150,7 @@ class _Retyped:
         self._contexts: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr):
-        """The copy of a jaxpr, open or closed; one for each jaxpr object."""
+        """Copy a jaxpr, open or closed; the same jaxpr object has the same copy."""
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
@@ -165,14 +170,17 @@ class _Retyped:
         return changed if jaxpr is raw else Jaxpr(changed, consts)
 
     def _const(self, value):
-        """An array that a jaxpr holds; without a mesh, it leaves the mesh, too."""
+        """Copy a constant of a jaxpr to the default device, if the new mesh is empty.
+
+        Other constants are returned as they are.
+        """
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
             return value
         return _without_devices(value)
 
     def _atom(self, atom):
-        """The variable or literal in place of `atom`; one for each variable."""
+        """Copy a variable or literal; the same variable has the same copy."""
         if isinstance(atom, core.Literal):
             return core.Literal(self._literal(atom.val), self._aval(atom.aval))
         if atom not in self._vars:
@@ -183,7 +191,10 @@ class _Retyped:
         return self._vars[atom]
 
     def _literal(self, value: Any):
-        """The value of a literal; a NumPy array of JAX's may hold its type."""
+        """Move the value of a literal to the new mesh.
+
+        Only a NumPy array of JAX's own class has a type, `.aval`, with a mesh.
+        """
         known: Any = getattr(value, "aval", None)
         if known is None or not isinstance(value, np.ndarray):
             return value
@@ -191,7 +202,7 @@ class _Retyped:
         return value if aval is known else make(np.asarray(value), aval)
 
     def _aval(self, aval):
-        """A type on the new mesh; types of mutable arrays hold an inner type."""
+        """Move a type to the new mesh; for a mutable array, its inner type."""
         inner = getattr(aval, "inner_aval", None)
         if inner is not None:
             return aval.update(inner_aval=self._aval(inner))
@@ -206,7 +217,7 @@ class _Retyped:
         return aval.update(sharding=aval.sharding.update(mesh=new))
 
     def _context(self, context):
-        """The context of an equation, in which it was traced, on the new mesh."""
+        """Move the context in which an equation was traced to the new mesh."""
         if context not in self._contexts:
             new = self._mesh(context.cur_abstract_mesh)
             if new != context.cur_abstract_mesh:
@@ -216,7 +227,10 @@ class _Retyped:
         return self._contexts[context]
 
     def _eqn(self, eqn):
-        """The copy of an equation; None if its results are its operands."""
+        """Copy an equation; None if it is dropped, as it changes only a sharding.
+
+        The operands of a dropped equation take the place of its results.
+        """
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
         if (dissolves and name in self._LAYOUT_ONLY) or _is_void_constraint(
@@ -240,7 +254,7 @@ class _Retyped:
         )
 
     def _param(self, value):
-        """A parameter of an equation, or a part of one, on the new mesh."""
+        """Move a parameter of an equation, or a part of one, to the new mesh."""
         if isinstance(value, JAXPR_TYPES):
             return self.jaxpr(value)
         if isinstance(value, jax.sharding.AbstractMesh):

@@ -23,10 +23,10 @@ def register_linearization(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(is_vjp, nonzeros, *primals, **params)`, where `nonzeros` says which
-        tangents are not symbolic zeros. It returns `(results, which of their tangents
-        are nonzero, residuals, linear)`, where `linear(residuals, *tangents)` returns
-        the tangents of the results.
+      rule: `rule(is_vjp, nonzeros, *primals, **params)`, where `nonzeros` says for each
+        operand whether its tangent is not a symbolic zero. It returns `(results, which
+        of their tangents are nonzero, residuals, linear)`, where `linear(residuals,
+        *tangents)` returns the tangents of the results.
     """
     if not MERGED:
         ad.primitive_linearizations[primitive] = rule
@@ -47,8 +47,8 @@ def register_dce(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(used_outputs, eqn)` returns `(which operands are used, new equation)`;
-        None as equation: it is dead.
+      rule: `rule(used_outputs, eqn)`, with a bool for each result, returns `(for each
+        operand whether it is used, new equation)`; None as equation: it is dead.
     """
     pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
@@ -58,8 +58,9 @@ def register_partial_eval(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(trace, *tracers, **params)` returns the results: known values, or
-        tracers, as `partial_eval_by_tracers` computes them.
+      rule: `rule(trace, *tracers, **params)`, with JAX's `JaxprTrace` and the operands,
+        returns the results: known values, or tracers. `partial_eval_by_tracers` can
+        compute them.
     """
     pe.custom_partial_eval_rules[primitive] = rule
 
@@ -69,9 +70,9 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      jaxpr_param: The name of its parameter with the jaxpr.
-      res_aval: From the parameters and the type of a residual in the jaxpr to its type
-        outside.
+      jaxpr_param: The name of its parameter that holds the jaxpr.
+      res_aval: From the equation's parameters and the type of a residual in the jaxpr
+        to the type of this residual outside, as a result of the equation.
     """
 
     def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
@@ -94,10 +95,10 @@ def partial_eval_by_tracers(
 
     Args:
       primitive: The primitive of the equation.
-      trace: JAX's trace, that of the rule.
+      trace: JAX's `JaxprTrace`, which the partial evaluation rule gets.
       tracers: The operands.
-      unknown_in: Which of them are unknown.
-      params: The parameters.
+      unknown_in: For each operand whether it is unknown.
+      params: The parameters, of which `params["jaxpr"]` is the closed jaxpr.
       split: What `partial_eval_jaxpr` returned for `params["jaxpr"]`.
       to_outer: Turns a type inside the jaxpr into the type of the value outside.
 
@@ -138,7 +139,7 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 
     Args:
       primitive: The primitive.
-      hidden: Whether to leave out a parameter, from its name and value.
+      hidden: From the name and the value of a parameter to whether it is left out.
     """
 
     def rule(eqn, context, settings):
@@ -149,13 +150,19 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 
 
 def register_lowering(primitive, fn: Callable) -> None:
-    """Lower `primitive` as the traceable function `fn(*args, **params)`."""
+    """Lower `primitive` as JAX would lower the function `fn(*args, **params)`.
+
+    `fn` has to be traceable; `args` and `params` are those of the equation.
+    """
     rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
 
 
 def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
-    """Lower `primitive` as the closed jaxpr `jaxpr_of(*avals, **params)`."""
+    """Lower `primitive` as the closed jaxpr `jaxpr_of(*avals, **params)`.
+
+    `avals` are the types of the operands, and `params` the parameters of the equation.
+    """
 
     def rule(ctx, *args, **params):
         closed = jaxpr_of(*ctx.avals_in, **params)
@@ -181,7 +188,8 @@ def register_lowering_rule(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(ctx, *MLIR values, **params)` returns the MLIR values of the results.
+      rule: `rule(ctx, *values, **params)`, from the context of the lowering and the
+        MLIR values of the operands to those of the results, in a list.
     """
     mlir.register_lowering(primitive, rule, cacheable=False)
 
@@ -190,7 +198,7 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
     """Lower a traceable function; returns the MLIR values of its results, in a list.
 
     Args:
-      ctx: The context of the lowering rule that calls this.
+      ctx: The context that JAX gave to the calling lowering rule.
       fn: The function, `fn(*operands, **params)`.
       operands: Pairs of an MLIR value and its type.
       multiple_results: Whether `fn` returns a sequence.
@@ -202,15 +210,17 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
 
 
 def module_token(ctx):
-    """An object for the module that is being lowered, as key of a `WeakKeyDictionary`.
+    """An object that stands for the module that is being lowered.
 
-    It is one for all equations of the module, and JAX deletes it with the module. JAX's
-    `ModuleContext` is none: it is copied for inner code, and has no weak references.
+    It is the same one for all equations of the module, and JAX deletes it with the
+    module: a key for a `WeakKeyDictionary`. JAX's `ModuleContext` cannot be that key,
+    as it is copied for inner code, and has no weak references. `ctx` is the context
+    that JAX gave to a lowering rule.
     """
     return ctx.module_context.shape_poly_state
 
 
 def current_block():
-    """The MLIR block (of a function, a branch) into which equations are lowered."""
+    """The MLIR block (of a function, a branch) into which JAX now lowers equations."""
     point: Any = ir.InsertionPoint.current
     return point.block

@@ -13,7 +13,10 @@ from jax._src import config, core, mesh
 
 
 def check_vma() -> bool:
-    """Whether the code being traced stands in a `shard_map(check_vma=True)`."""
+    """Whether the code being traced stands in a `shard_map(check_vma=True)`.
+
+    Only there do types say over which Manual axes a value varies.
+    """
     return config._check_vma.value
 
 
@@ -23,7 +26,7 @@ def disable_jit() -> bool:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of `x` is known: it is no tracer, or one of a known value."""
+    """Whether the value of `x` is known: `x` is no tracer, or has a known value."""
     return core.is_concrete(x)
 
 
@@ -33,24 +36,30 @@ def under_trace() -> bool:
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
-    """The mesh of a surrounding `with mesh:` block, if any."""
+    """The mesh of a surrounding `with mesh:` block; None if there is none."""
     physical = mesh.thread_resources.env.physical_mesh
     return None if physical.empty else physical
 
 
 def concrete_mesh() -> jax.sharding.Mesh:
-    """The mesh that `jax.set_mesh` set, with its devices, also while tracing."""
+    """The mesh that `jax.set_mesh` set, with its devices, also while tracing.
+
+    An empty mesh if none was set.
+    """
     return mesh.get_concrete_mesh()
 
 
 def group_aval(aval, shape, sharding, varying):
-    """`aval` with another shape, sharding, and set of varying manual axes."""
+    """Copy the type `aval` with another shape and sharding.
+
+    `varying` are the Manual mesh axes over which a value of the new type varies.
+    """
     mat = aval.manual_axis_type.update(varying=frozenset(varying))
     return aval.update(shape=shape, sharding=sharding, manual_axis_type=mat)
 
 
 def varying(aval) -> frozenset[str]:
-    """The manual mesh axes over which a value of this type differs."""
+    """The Manual mesh axes over which a value of this type differs; empty if none."""
     return aval.manual_axis_type.varying
 
 
