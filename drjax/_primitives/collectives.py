@@ -44,7 +44,10 @@ broadcast_p = registration.new_primitive("broadcast")
 
 
 def execute_broadcast(x, *, partition, mesh):
-    """k copies of `x` on each device, as a partitioned value."""
+    """Run `broadcast`: give each group a copy of `x`, `[*s]`; returns `[n, *s]`.
+
+    Each device makes the copies of its groups. `mesh` is the mesh or None.
+    """
     layout = make_layout(partition, mesh)
 
     def body(x):
@@ -71,13 +74,16 @@ reduce_sum_p = registration.new_primitive("reduce_sum")
 
 
 def _local_sum(layout: Layout, x, indices, scale=None):
-    """The sum over this device's groups, accumulated in float32 for 16-bit floats.
+    """Sum a device's slices over its groups; 16-bit floats are added in float32.
 
     Args:
-      layout: The layout.
+      layout: The layout: k slots on each device.
       x: The slices of the device, `[k, *s]`.
       indices: Their group indices, int32 `[k]`, or None: no slot is padding.
       scale: A number to multiply the sum with, before it is rounded to 16 bits.
+
+    Returns:
+      The sum, `[*s]`, in the dtype of `x`.
     """
     x = layout.mask_padding(x, indices, 0)
     dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
@@ -86,7 +92,9 @@ def _local_sum(layout: Layout, x, indices, scale=None):
 
 
 def psum(layout: Layout, *xs):
-    """The sums of values over the partition's devices, in one collective.
+    """Sum each of the values `xs` over the partition's devices, in one collective.
+
+    Returns the sequence of sums; `xs` on a local layout.
 
     In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
     the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
@@ -111,7 +119,10 @@ def psum(layout: Layout, *xs):
 
 
 def execute_reduce_sum(x, *, partition, mesh):
-    """The sum over the groups: over those of each device, then over the devices."""
+    """Run `reduce_sum`: `[n, *s]` to `[*s]`, the sum over the n groups.
+
+    It adds the slices of each device, and then the devices' sums.
+    """
     layout = make_layout(partition, mesh)
 
     def body(x, indices=None):
@@ -140,7 +151,11 @@ reduce_mean_p = registration.new_primitive("reduce_mean")
 
 
 def execute_reduce_mean(x, *, partition, mesh):
-    """The mean over the groups: a sum as of `reduce_sum`, and a division by n."""
+    """Run `reduce_mean`: `[n, *s]` to `[*s]`, the mean over the n groups.
+
+    It adds the slices of each device, and then the devices' sums. 16-bit floats are
+    divided by n before the first rounding to 16 bits, as a 16-bit sum may overflow.
+    """
     layout, n = make_layout(partition, mesh), partition.size
 
     def body(x, indices=None):
@@ -165,7 +180,7 @@ gather_p = registration.new_primitive("gather")
 
 
 def execute_gather(x, *, partition, mesh):
-    """The slices of all devices on each of them, without the padding."""
+    """Run `gather`: give each device all groups' slices, a global `[n, *s]`."""
     layout = make_layout(partition, mesh)
 
     def body(x):
@@ -205,7 +220,10 @@ scatter_p = registration.new_primitive("scatter")
 
 
 def execute_scatter(x, *, partition, mesh):
-    """On each device, the slices of its groups; no device communicates."""
+    """Run `scatter`: slice i of a global `[n, *s]` becomes the slice of group i.
+
+    Each device takes the slices of its groups; no device communicates.
+    """
     layout = make_layout(partition, mesh)
 
     def body(x):
@@ -232,11 +250,11 @@ def _scatter_transpose(ct, x, **params):
 
 
 def _check_transposable(layout: Layout) -> None:
-    """Refuse derivatives in a `shard_map(check_vma=False)` over the partition's axes.
+    """Raise `MeshError` for a derivative in a `shard_map(check_vma=False)`.
 
-    In such a `shard_map`, JAX divides the cotangent of a replicated result by the
-    number of devices, and leaves the cotangent of a sharded result whole. Without VMA
-    types, a transpose rule cannot distinguish the two.
+    That is one over the partition's axes, in which JAX divides the cotangent of a
+    replicated result by the number of devices, and leaves the cotangent of a sharded
+    result whole. Without VMA types, a transpose rule cannot distinguish the two.
     """
     if layout.manual and not _compat.check_vma():
         raise MeshError(
@@ -262,9 +280,11 @@ def _register(
       execute: Its execution function, `(x, partition=, mesh=)`.
       abstract_eval: From the type of the operand to that of the result.
       transpose: From the cotangent of the result to that of the operand, in a list.
-      out_shift: As in `registration.register_batching`.
-      group_axis_in: As in `registration.register_batching`.
-      lowering_rule: As in `registration.register_execution`.
+      out_shift: 1 if the result has a group axis more than the operand, -1 if it has
+        one less, else 0.
+      group_axis_in: Whether the operand has a group axis.
+      lowering_rule: Lowers the primitive instead of `execute`: `(ctx, *MLIR values,
+        **params)`.
     """
 
     # The check is part of the transpose, not of the bind: forward mode is well-defined.

@@ -53,18 +53,20 @@ class GroupSums:
     """The sums of results of a per-group jaxpr over the groups of a device.
 
     The constructor finds the results that qualify, and the variables from which their
-    sums are computed. A call computes the sums: these variables for each group, and
-    then S of the equations between them and the results, as in the module's docstring.
+    sums are computed. A call computes these variables for each group, and from them the
+    sums, by the rules for S(v) = sum_i v_i, the sum of v over the groups i, in the
+    module's docstring.
 
     Args:
       jaxpr: The per-group jaxpr of a map.
 
     Attributes:
-      indices: The results to sum in this way: those that end in a product or a sum
-        with no other use. Only straight-line code qualifies: the compiler's common
-        subexpression elimination merges what the map and the sums both compute, but
-        it does not merge loops.
-      used: Which inputs of the jaxpr the sums take.
+      indices: The positions of the results to sum in this way: those that end in a
+        product or a sum with no other use. Only straight-line code qualifies: the
+        compiler's common subexpression elimination merges what the map and the sums
+        both compute, but it does not merge loops.
+      used: For each input of the jaxpr whether the sums take it; only if there are
+        `indices`.
     """
 
     def __init__(self, jaxpr):
@@ -93,9 +95,10 @@ class GroupSums:
             )
 
     def _linear_equation(self, atom) -> Any:
-        """The equation that computes `atom`, if S(atom) follows from its operands.
+        """The equation that computes `atom`, if the sums of its operands give its sum.
 
-        None if `atom` has another use, is not float32, or is computed otherwise.
+        Sums are over the groups of a device. None if `atom` is a literal, has another
+        use, is not float32, or is computed by a primitive for which there is no rule.
         """
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
@@ -106,10 +109,12 @@ class GroupSums:
         return eqn if through else None
 
     def _plan(self, atom) -> tuple[bool, list]:
-        """`(whether S(atom) merges into a product or sum, the variables it needs)`.
+        """Decide how to sum the variable or literal `atom` over the groups.
 
-        The variables are those to compute for each group. Without such a product or
-        sum, S would save nothing over a plain sum of the result.
+        Returns:
+          `(whether the sum merges into a product or sum of one group, the variables to
+          compute for each group)`. If it does not merge, it saves nothing over a plain
+          sum of the result.
         """
         eqn = self._linear_equation(atom)
         if eqn is None:
@@ -120,7 +125,7 @@ class GroupSums:
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 
     def __call__(self, count: int, vmap_over_groups: Callable, operands) -> list:
-        """The sums, `[*s]` each, in the order of `indices`.
+        """Compute the sums, `[*s]` each, in the order of `indices`.
 
         Args:
           count: The number of groups.
@@ -155,7 +160,7 @@ group_sums = _compat.weakref_lru_cache(GroupSums)
 
 
 def _is_plain(eqn) -> bool:
-    """Whether an equation is straight-line code."""
+    """Whether an equation is straight-line code: no loop, branch or call but `jit`."""
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
     if eqn.primitive is draw_per_key_p:  # a loop, once it is batched
@@ -164,12 +169,15 @@ def _is_plain(eqn) -> bool:
 
 
 def _contract(eqn, a, b=None):
-    """S of the result of a dot_general or a reduce_sum.
+    """Sum the result of a `dot_general` or a `reduce_sum` over the groups.
 
     Args:
       eqn: The equation of one group.
-      a: Its operand for all groups, `[count, *s]`.
-      b: The second one, of a dot_general.
+      a: Its first operand for all groups, `[count, *s]`.
+      b: The second operand of a `dot_general`, for all groups; None for a `reduce_sum`.
+
+    Returns:
+      The sum, in the shape of one group's result.
     """
     shift = lambda dims: tuple(d + 1 for d in dims)
     if b is None:

@@ -35,7 +35,7 @@ class _Unknown(Exception):
 def structure(jaxpr) -> Any | None:
     """A hashable that is equal for jaxprs that differ in names of variables only.
 
-    None if the jaxpr has none: it has constants, or unhashable parameters.
+    None if the jaxpr has constants, or parameters that are JAX arrays or unhashable.
     """
     try:
         key = _jaxpr_key(jaxpr)
@@ -46,7 +46,7 @@ def structure(jaxpr) -> Any | None:
 
 
 def _jaxpr_key(jaxpr):
-    """A hashable key, equal for alpha-equivalent jaxprs; `_Unknown` if there is none.
+    """A key, equal for alpha-equivalent jaxprs; raises `_Unknown` if there is none.
 
     Nested tuples: the types of inputs; for each equation its primitive, operands,
     types of results, parameters and context; and the results. A variable is its number
@@ -84,12 +84,15 @@ def _jaxpr_key(jaxpr):
 
 
 def _is_rule(value) -> bool:
-    """Whether a parameter is a Python function, as derivative rules are."""
+    """Whether a parameter's value is a Python function, as derivative rules are."""
     return callable(value) and not isinstance(value, _compat.JAXPR_TYPES)
 
 
 def _value_key(value):
-    """A key for a parameter; 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """A key for the value of a parameter or literal; `_Unknown` for a `jax.Array`.
+
+    1, 1.0 and True have different keys, and so have 0.0 and -0.0.
+    """
     if isinstance(value, _compat.JAXPR_TYPES):
         return _jaxpr_key(value)
     if isinstance(value, tuple | list):
@@ -107,7 +110,12 @@ def _value_key(value):
 
 
 class _ByStructure:
-    """A key of a cache: a jaxpr that is equal to others with the same structure."""
+    """A cache key that holds a jaxpr, equal for jaxprs with the same structure.
+
+    Args:
+      key: What `structure` returned for the jaxpr.
+      jaxpr: The jaxpr.
+    """
 
     def __init__(self, key, jaxpr):
         self._key, self._hash, self.jaxpr = key, hash(key), jaxpr
@@ -120,7 +128,7 @@ class _ByStructure:
 
 
 def cache_by_params(make: Callable) -> Callable:
-    """The function `make`, cached by its keywords; `jaxpr=` is compared by structure.
+    """Cache the function `make` by its keywords; `jaxpr=` is compared by structure.
 
     There are three caches: for parameters without a jaxpr, for the identity of a jaxpr
     (a weak reference, the fast path), and for its structure. They are bounded. JAX's

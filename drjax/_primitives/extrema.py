@@ -33,11 +33,14 @@ reduce_min_p = registration.new_primitive("reduce_min")
 
 
 def _executor(local, largest: bool):
-    """The execution function of `reduce_max` or `reduce_min`.
+    """Make the execution function of `reduce_max` or `reduce_min`.
 
     Args:
       local: `jnp.max` or `jnp.min`, for the groups of a device.
       largest: Whether it is the maximum.
+
+    Returns:
+      `execute(x, partition=, mesh=)`, from `[n, *s]` to the extremum `[*s]`.
     """
 
     def execute(x, *, partition, mesh):
@@ -56,12 +59,13 @@ def _executor(local, largest: bool):
 
 
 def across_devices(x, axes, largest: bool):
-    """`pmax` (or `pmin`, unless `largest`) over mesh axes in which NaN wins.
+    """The maximum (or minimum, unless `largest`) of `x` over mesh axes; NaN wins.
 
-    Collectives on some platforms drop NaN. So the devices compare integers: the bits of
-    floats in the order of the floats, with NaN beyond the infinities. For i >= 0 the
-    bits of a float, read as an integer, are in its order; for i < 0 (sign bit set) they
-    are in reverse, and i ^ max, which flips all bits but the sign, restores it.
+    It is a `pmax` or `pmin`, but collectives on some platforms drop NaN. So the devices
+    compare integers: the bits of floats in the order of the floats, with NaN beyond the
+    infinities. For i >= 0 the bits of a float, read as an integer, are in its order;
+    for i < 0 (sign bit set) they are in reverse, and i ^ max, which flips all bits but
+    the sign, restores it.
     """
     collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -90,7 +94,13 @@ def highest(dtype):
 
 
 def _limit(dtype, infinity: float, side: str):
-    """This infinity if the dtype has it, else its limit on this side, min or max."""
+    """`infinity` if the dtype has it, else its largest or smallest number.
+
+    Args:
+      dtype: The dtype, of real numbers or bools; of bools, the number is a bool.
+      infinity: inf or -inf.
+      side: "max" or "min", the attribute of `jnp.finfo`: which number to return.
+    """
     if dtype == jnp.bool_:
         return side == "max"
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -101,12 +111,15 @@ def _limit(dtype, infinity: float, side: str):
 
 
 def _is_extremum(x, y):
-    """1 where a group attains the extremum y, else 0."""
+    """1 where a group's slice `x` equals the extremum `y`, else 0; in `x`'s dtype."""
     return jnp.where(x == y, 1, 0).astype(x.dtype)
 
 
 def _jvp_rule(primitive):
-    """The JVP rule of `reduce_max` or `reduce_min`; see the module's docstring."""
+    """Make the JVP rule of `reduce_max_p` or `reduce_min_p`, the primitive.
+
+    The extremum's tangent is the mean of the tangents of the groups that attain it.
+    """
 
     def jvp(primals, tangents, *, partition, mesh):
         (x,), (dx,) = primals, tangents

@@ -54,8 +54,10 @@ class _LoweredEquations:
     """The equations of a module that were lowered so far, by the values of results.
 
     Attributes:
-      broadcasts: For the result of a broadcast, its placement and its operand.
-      maps: For a result of a map, the map and the position among its results.
+      broadcasts: From the MLIR value of a broadcast's result to the placement and the
+        operand of the broadcast.
+      maps: From the MLIR value of a map's result to the map, and the position of the
+        result.
     """
 
     broadcasts: dict[Any, tuple[Placement, Operand]] = field(default_factory=dict)
@@ -66,12 +68,18 @@ _by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
 
 
 def _lowered_equations(ctx) -> _LoweredEquations:
-    """Those of the module to which the context of a lowering rule belongs."""
+    """The equations that were lowered so far in the module that is being lowered.
+
+    `ctx` is the context that JAX gave to a lowering rule.
+    """
     return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
 
 
 def broadcast_rule(execute: Callable) -> Callable:
-    """The lowering rule of `broadcast`, which `execute(x, partition=, mesh=)` runs."""
+    """Make the lowering rule of `broadcast`, which records what is broadcast.
+
+    `execute(x, partition=, mesh=)` is the execution function of the primitive.
+    """
 
     def rule(ctx, x, **placement):
         source = x, ctx.avals_in[0]
@@ -83,8 +91,9 @@ def broadcast_rule(execute: Callable) -> Callable:
 
 
 def map_rule(execute: Callable) -> Callable:
-    """The lowering rule of `map_fn`, which `execute(*args, shared=, **params)` runs.
+    """Make the lowering rule of `map_fn`, which reads the sources of broadcasts.
 
+    `execute(*args, shared=, **params)` is the execution function of the primitive.
     Operands marked in `shared`, a tuple of bools, are the sources of broadcasts, `[*s]`
     instead of `[n, *s]`.
     """
@@ -109,7 +118,11 @@ def map_rule(execute: Callable) -> Callable:
 
 
 def reduce_sum_rule(execute: Callable) -> Callable:
-    """The lowering rule of `reduce_sum`, which `execute(x, partition=, mesh=)` runs."""
+    """Make the lowering rule of `reduce_sum`, which sums a map's result in the map.
+
+    `execute(x, partition=, mesh=)` is the execution function of the primitive. It gets
+    the partial sums of the devices if the map can compute them, else the whole result.
+    """
 
     def rule(ctx, x, **placement):
         operand = x, ctx.avals_in[0]
@@ -125,6 +138,12 @@ def reduce_sum_rule(execute: Callable) -> Callable:
 
 class _LoweredMap:
     """The operands and the jaxpr of a lowered map, and the sums of its results.
+
+    Args:
+      placement: The partition and the mesh of the map.
+      operands: The operands, of which some are sources of broadcasts, `[*s]`.
+      shared: For each operand whether it is such a source, a tuple of bools.
+      jaxpr: The per-group jaxpr.
 
     Attributes:
       placement: The partition and the mesh of the map.
@@ -142,7 +161,12 @@ class _LoweredMap:
         self._sums: list[tuple[Any, dict[int, Operand]]] = []  # by block of code
 
     def sums(self, ctx) -> dict[int, Operand]:
-        """For each result summed within the map, the partial sums of the devices."""
+        """For each result that is summed within the map, the devices' partial sums.
+
+        From the position of a result to its sums, `[m, *s]` for m devices; {} if no
+        result qualifies. They are lowered once for each MLIR block that uses them.
+        `ctx` is the context of the lowering rule of the sum.
+        """
         # A use in another block needs sums of its own: see the sharp edge above.
         block = _compat.current_block()
         for known, sums in self._sums:
@@ -153,7 +177,12 @@ class _LoweredMap:
         return sums
 
     def _lower_sums(self, ctx) -> dict[int, Operand]:
-        """What `sums` returns, lowered into the current block; {} if none qualifies."""
+        """Lower the sums that the map can compute into the current MLIR block.
+
+        Returns:
+          From the position of a result to the partial sums of the m devices, `[m, *s]`;
+          {} if no result qualifies.
+        """
         layout = self._layout
         # Padding would have to be masked in the operands of each contraction; a single
         # group has no sum; and by vmap, no code is of one device.

@@ -82,10 +82,14 @@ def map_slices(fn, *args, partition, mesh):
     """Bind `map_fn` for a function of arrays with one result, for use in rules.
 
     Args:
-      fn: The function of one group: of a module, as its trace is cached by it.
+      fn: The function of one group, from arrays to an array. Its trace is cached by the
+        function object, so it must be defined in a module, not made at each call.
       *args: Partitioned values, `[n, *s]`.
       partition: The partition.
       mesh: The mesh, or None.
+
+    Returns:
+      The result, partitioned, `[n, *t]`.
     """
     avals = tuple(_compat.typeof(x) for x in args)
     jaxpr = _trace_slices(fn, avals, make_layout(partition, mesh))
@@ -97,13 +101,16 @@ def map_slices(fn, *args, partition, mesh):
 
 @_compat.cache()
 def _trace_slices(fn, avals, layout):
-    """The per-group jaxpr of `fn`, cached: a lambda made in a rule would never hit."""
+    """The per-group jaxpr of `fn` for operands of the types `avals`, `[n, *s]`; cached.
+
+    The key is `fn`, from arrays to one array: a lambda made in a rule would never hit.
+    """
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, layout, _name(fn))
     return jaxpr
 
 
 def _name(fn) -> str:
-    """The name of a function, as printed equations have it."""
+    """The name of a function in printed equations, without underscores at its ends."""
     return getattr(fn, "__name__", type(fn).__name__).strip("_")
 
 
@@ -118,7 +125,20 @@ def _abstract_eval(*avals, jaxpr, partition, mesh, name):
 
 
 def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
-    """Run a map; operands marked in `shared` are global, the same for each group."""
+    """Run `map_fn`: apply the per-group `jaxpr` to the slices of each group.
+
+    Args:
+      *args: The operands, `[n, *s]`.
+      jaxpr: The closed jaxpr of one group.
+      partition: The partition.
+      mesh: The mesh, or None.
+      name: The name of the mapped function, which has no effect.
+      shared: For each operand whether it is global, `[*s]`, the same for each group;
+        None: no operand is.
+
+    Returns:
+      The list of results, `[n, *t]`.
+    """
     partitioned_in = [True] * len(args) if shared is None else [not s for s in shared]
     return run_groups(make_layout(partition, mesh), jaxpr, args, partitioned_in)
 
@@ -128,7 +148,10 @@ def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
 
 
 def _outer_avals(jaxpr, params):
-    """Types of the results of a map, `[n, *t]`, from its per-group jaxpr."""
+    """Types of the results of a map, `[n, *t]`, from its per-group jaxpr.
+
+    `params` are the parameters of the equation, with `partition` and `mesh`.
+    """
     layout = make_layout(params["partition"], params["mesh"])
     return [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
 
@@ -137,6 +160,14 @@ def _bind(jaxpr, args, **params):
     """Bind `map_fn` for the jaxpr of a derivative, which may have constants.
 
     Users' derivative rules close over arrays. These are broadcast, as first operands.
+
+    Args:
+      jaxpr: The per-group jaxpr, closed.
+      args: Its operands, partitioned, `[n, *s]`.
+      **params: The parameters `partition`, `mesh` and `name` of the equation.
+
+    Returns:
+      The list of results, `[n, *t]`.
     """
     jaxpr, consts = _compat.without_consts(jaxpr)
     return map_fn_p.bind(
@@ -145,7 +176,19 @@ def _bind(jaxpr, args, **params):
 
 
 def broadcast_consts(consts, *, partition, mesh, name):
-    """Broadcasts of the values that a function of one group closed over."""
+    """Broadcast the global values that a function of one group closed over.
+
+    They become operands of a map, as its jaxpr has no constants.
+
+    Args:
+      consts: The values, `[*s]`.
+      partition: The partition.
+      mesh: The mesh, or None.
+      name: The name of the map, ignored: callers pass the map's parameters.
+
+    Returns:
+      The list of broadcast values, `[n, *s]`.
+    """
     return [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
 
 
@@ -206,18 +249,20 @@ def _transpose(cts, *args, jaxpr, **params):
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
-    """The transpose of a per-group jaxpr in its linear inputs.
+    """Transpose a per-group jaxpr in its linear inputs.
 
     Args:
-      jaxpr: The jaxpr.
-      linear: Which inputs are linear; the others are residuals.
-      nonzero: Which cotangents of results are not symbolic zeros.
+      jaxpr: The closed jaxpr.
+      linear: For each input whether it is linear; the others are residuals.
+      nonzero: For each result whether its cotangent is not a symbolic zero.
       avals: Types of the residuals and of these cotangents, `[n, *s]`.
       layout: The layout of the groups.
 
     Returns:
-      `(jaxpr of residuals and cotangents, its constants, which cotangents of linear
-      inputs are not symbolic zeros)`; the jaxpr returns those that are not.
+      `(transposed jaxpr, values that it closes over, for each linear input whether its
+      cotangent is not a symbolic zero)`. The transposed jaxpr takes these values, the
+      residuals and the nonzero cotangents of results; it returns the nonzero cotangents
+      of linear inputs.
     """
     nonzero_in = []
 
@@ -258,7 +303,11 @@ def _partial_eval(trace, *tracers, **params):
 
 
 def _residual_aval(params, aval):
-    """Type of a residual outside the map: that of one group is a partitioned value."""
+    """The type of a residual outside the map, as `jax.checkpoint` needs it.
+
+    `aval` is the type `[*s]` of one group's residual, so the result is that of a
+    partitioned `[n, *s]`. `params` are the parameters of the map's equation.
+    """
     return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 

@@ -68,7 +68,8 @@ def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
 
     Args:
       layout: The layout of the groups.
-      jaxpr: The per-group jaxpr; None for a stage from a file, which has a `shard_map`.
+      jaxpr: The per-group jaxpr; None for a stage from a plan file, which always runs
+        in a `shard_map`.
     """
     if not layout.sharded or jaxpr is None:
         return False
@@ -80,13 +81,16 @@ def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
 def run_groups(
     layout: Layout, jaxpr, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> list:
-    """The results of a per-group jaxpr for all groups of a partition, `[n, *t]`.
+    """Run a per-group jaxpr for all groups of a partition.
 
     Args:
       layout: The layout of the groups.
       jaxpr: The jaxpr of one group.
       args: Its operands: `[n, *s]`, or `[*s]` if all groups share it.
-      partitioned_in: Which operands have a slice for each group.
+      partitioned_in: For each operand whether it has a slice for each group.
+
+    Returns:
+      The list of results, `[n, *t]`.
     """
     if lowers_by_vmap(layout, jaxpr):
         fn = _compat.jaxpr_as_fun(prepare_group_jaxpr(layout, jaxpr, True))
@@ -123,12 +127,15 @@ def _run_padded(
     """Run a per-group function on a device's slots, of which some may be padding.
 
     Args:
-      layout: An uneven layout.
-      fn: The function of one group.
-      partitioned_in: Which operands are partitioned.
-      effects: Whether it has effects, which padding must not run.
-      *args: The operands of the device, `[k, *s]` or `[*s]`; the index of its first
-        slot, int32 [1].
+      layout: An uneven layout: k slots on each device.
+      fn: The function of one group, of flat sequences of arrays.
+      partitioned_in: For each operand whether it is partitioned.
+      effects: Whether the function has effects, which padding must not run.
+      *args: The operands of the device, `[k, *s]` or `[*s]`; and last the index of its
+        first slot, int32 [1].
+
+    Returns:
+      The list of results, `[k, *t]`.
     """
     *operands, first = args
     first = first[0]
@@ -158,7 +165,7 @@ def _run_padded(
 
 
 def prepare_for_shard_map(layout: Layout, jaxpr):
-    """A per-group jaxpr for the inside of a `shard_map` over the partition's axes.
+    """Rewrite a per-group jaxpr for a `shard_map` over the partition's axes.
 
     Its types are on the mesh with these axes Manual, and draws from keys of `rbg` do
     not depend on the batch. If the mesh has no other axes, no equation needs the mesh,
@@ -173,12 +180,13 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
 
 
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
-    """A per-group jaxpr, prepared for the lowering that will run it.
+    """Rewrite a per-group jaxpr for the lowering that will run it.
 
     Args:
       layout: The layout of the groups.
-      jaxpr: The jaxpr; None for a stage from a file, and returned as it is.
-      by_vmap: What `lowers_by_vmap` returned for it.
+      jaxpr: The jaxpr; None for a stage from a plan file, and returned as it is.
+      by_vmap: Whether a `vmap` over all groups runs it, as `lowers_by_vmap` says; else
+        a `shard_map`.
     """
     if jaxpr is None or not by_vmap:
         return jaxpr and prepare_for_shard_map(layout, jaxpr)
@@ -192,14 +200,16 @@ def vmap_over_devices(
     """Run `fn` on each device's slices by a vmap, with the results of a `shard_map`.
 
     Args:
-      layout: A sharded layout of Auto axes.
-      fn: From operands of a device, and the index of its first group, to values of the
-        device, `[*s]`, and partitioned results, `[k, *s]`.
-      args: Its operands for all devices.
-      partitioned_in: Which of them are partitioned.
+      layout: A sharded layout of Auto axes: n groups on m devices, k slots on each.
+      fn: From operands of a device, `[k, *s]` or `[*s]`, and the index of its first
+        group, int32 [], to a pair of lists: values of the device, `[*s]`, and
+        partitioned results, `[k, *s]`.
+      args: Its operands for all devices, `[n, *s]` or `[*s]`.
+      partitioned_in: For each operand whether it is partitioned.
 
     Returns:
-      `(stacks of the devices' values, [m, *s]; partitioned results, [n, *s])`.
+      A pair of lists: stacks of the devices' values, `[m, *s]`, and the partitioned
+      results, `[n, *s]`.
     """
     m, k = layout.devices, layout.per_device
 
@@ -222,12 +232,12 @@ def vmap_over_devices(
 
 
 def _one(x) -> jax.ShapeDtypeStruct:
-    """The type of an element of a stack."""
+    """The type of one slice of `x` along its axis 0."""
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
-    """What a vmap over all groups takes as `spmd_axis_name`."""
+    """What a vmap over all groups takes as `spmd_axis_name`: mesh axes, or None."""
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else layout.spmd_axes
 
@@ -235,13 +245,13 @@ def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
 def vmap_over_groups(
     layout: Layout, fn: Callable, partitioned_in: Sequence[bool]
 ) -> Callable:
-    """From a function of one group to that of the slices of a device's groups.
+    """Turn a function of one group into one of the slices of a device's k groups.
 
     Args:
       layout: The layout of the groups.
       fn: Takes and returns flat sequences of per-group arrays.
-      partitioned_in: Which operands are partitioned, `[k, *s]`; the groups share the
-        others.
+      partitioned_in: For each operand whether it is partitioned, `[k, *s]`; the groups
+        share the others.
     """
     mapped = _vmap_groups(layout, fn, partitioned_in, layout.per_device, None)
     return lambda *operands: mapped(*(vary(x, layout.axes) for x in operands))
@@ -250,7 +260,17 @@ def vmap_over_groups(
 def _vmap_groups(
     layout: Layout, fn: Callable, partitioned_in, size: int, spmd_axes
 ) -> Callable:
-    """A vmap over `size` groups; `partition_index` recognizes it by its axis name."""
+    """Turn a function of one group into one of `size` groups, by a vmap.
+
+    The vmap's axis name is a `GroupAxis`, by which `partition_index` recognizes it.
+
+    Args:
+      layout: The layout of the groups.
+      fn: Takes and returns flat sequences of per-group arrays.
+      partitioned_in: For each operand whether it is partitioned, `[size, *s]`.
+      size: The number of groups.
+      spmd_axes: The mesh axes for `spmd_axis_name`, or None.
+    """
     return jax.vmap(
         lambda *xs: fn(*xs),
         in_axes=tuple(0 if p else None for p in partitioned_in),

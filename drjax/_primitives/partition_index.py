@@ -42,7 +42,11 @@ class GroupAxis:
 
 
 def execute_partition_index(*, partition, mesh, per_group):
-    """The group indices of all groups, from those of each device."""
+    """Run `partition_index` in a program: the partitioned int32 `[n]` of group indices.
+
+    `mesh` is the mesh or None; `per_group` has to be False, as only the batching rule
+    gives a mapped function its index.
+    """
     assert not per_group, "a group's index exists only inside a mapped function"
     layout = make_layout(partition, mesh)
 
@@ -59,7 +63,10 @@ def _partition_index_abstract_eval(*, partition, mesh, per_group):
 
 
 def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
-    """The group indices under a vmap over the groups; else the equation, unbatched."""
+    """Batch a per-group index: under a vmap over the groups, it is their indices.
+
+    Under any other vmap the equation is bound without a batch dimension.
+    """
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
         layout = make_layout(axis.partition, axis.mesh)

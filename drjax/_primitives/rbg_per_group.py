@@ -39,7 +39,7 @@ _DRAWS = {  # with threefry2x32, JAX draws with each key
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
 def rewrite_draws(jaxpr):
-    """The jaxpr, with each draw from a key of `rbg` replaced by `draw_per_key_p`.
+    """Replace each draw from a key of `rbg` or `unsafe_rbg` by `draw_per_key_p`.
 
     The batching rule of `draw_per_key_p` is a loop over the draws, so that the bits do
     not depend on the batch. A jaxpr without such draws is returned as it is.
@@ -49,7 +49,7 @@ def rewrite_draws(jaxpr):
 
 @_compat.weakref_lru_cache
 def _has_draws(jaxpr) -> bool:
-    """Whether a jaxpr draws from keys of `rbg`, at any depth."""
+    """Whether a jaxpr draws from keys of `rbg` or `unsafe_rbg`, at any depth."""
     return any(
         _is_draw(eqn) or any(map(_has_draws, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
@@ -57,7 +57,7 @@ def _has_draws(jaxpr) -> bool:
 
 
 def _is_draw(eqn) -> bool:
-    """Whether JAX's batching rule of this equation uses the first key for all."""
+    """Whether JAX's batching rule of this equation draws with the first key only."""
     name = eqn.primitive.name
     if name == "rng_bit_generator":
         return True
@@ -67,7 +67,10 @@ def _is_draw(eqn) -> bool:
 
 
 def _rewrite_draw(eqn):
-    """The equation, as one of `draw_per_key_p` if it is a draw."""
+    """Replace an equation that is a draw by one of `draw_per_key_p`.
+
+    Any other equation is returned as it is.
+    """
     if not _is_draw(eqn):
         return eqn
     avals = tuple(v.aval for v in eqn.outvars)
@@ -77,7 +80,10 @@ def _rewrite_draw(eqn):
 
 
 def _rewrite(value):
-    """A parameter or a jaxpr, with the draws replaced in all jaxprs in it."""
+    """Replace the draws in a jaxpr, or in all jaxprs in an equation's parameter.
+
+    A value without jaxprs is returned as it is.
+    """
     if type(value) in (tuple, list):
         return type(value)(map(_rewrite, value))
     if not isinstance(value, _compat.JAXPR_TYPES):
@@ -90,13 +96,26 @@ def _rewrite(value):
 
 
 def _draw(*args, draw, options, avals):
-    """Bind the primitive that `draw_per_key_p` stands for: its execution function."""
+    """Run `draw_per_key`: bind the primitive `draw` that it stands for.
+
+    Args:
+      *args: Its operands, the key first.
+      draw: The primitive, as `random_bits_p`.
+      options: Its parameters, as a tuple of pairs.
+      avals: The types of its results, which have no effect.
+
+    Returns:
+      The list of its results.
+    """
     outs = draw.bind(*args, **dict(options))
     return outs if draw.multiple_results else [outs]
 
 
 def _batch(axis_data, args, dims, **params):
-    """Batch by a loop over the keys, each of which draws by itself."""
+    """Batch `draw_per_key` by a loop over the keys, each of which draws by itself.
+
+    Under a vmap with `spmd_axis_name`, JAX's own rule batches the draw.
+    """
     if all(d is None for d in dims):
         return draw_per_key_p.bind(*args, **params), [None] * len(params["avals"])
     # A loop over an axis that is sharded over devices would serialize the devices.

@@ -64,7 +64,10 @@ def accumulator(dtype):
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which partial reductions of workers are combined on the host."""
+    """The dtype in which partial reductions of workers are combined on the host.
+
+    It has 64 bits (128 for complex numbers); a dtype that is no number stays.
+    """
     for kind, widest in (
         (jnp.floating, np.float64),
         (np.complexfloating, np.complex128),
@@ -113,7 +116,10 @@ class ReduceOp:
     lax_primitives: tuple[Any, ...] = ()
 
     def local(self, slices: jax.Array) -> jax.Array:
-        """The partial reduction of `[k, *s]` over axis 0, in `accumulator` of it."""
+        """The partial reduction of `slices`, `[k, *s]`, over axis 0.
+
+        Its dtype is `accumulator(slices.dtype)`.
+        """
         reduce = getattr(jnp, _OVER_AN_AXIS[self.ufunc])
         # No wider dtype: the result is bitwise one of the values.
         if self.selects:
@@ -121,15 +127,21 @@ class ReduceOp:
         return reduce(slices, axis=0, dtype=self.accumulator(slices.dtype))
 
     def accumulator(self, dtype):
-        """The dtype of partial reductions on a device."""
+        """The dtype of partial reductions on a device, for values of `dtype`.
+
+        It is `dtype` itself if the result is one of the values.
+        """
         return dtype if self.selects else accumulator(dtype)
 
     def wide(self, dtype):
-        """The dtype of partial reductions on the host."""
+        """The dtype of partial reductions on the host, for values of `dtype`.
+
+        It is `dtype` itself if the result is one of the values, else `wide(dtype)`.
+        """
         return dtype if self.selects else wide(dtype)
 
     def combine(self, x, y):
-        """The reduction of two partial reductions, on a device."""
+        """Combine partial reductions of two disjoint sets of groups, on a device."""
         return getattr(jnp, self.ufunc.__name__)(x, y)
 
 
@@ -146,19 +158,22 @@ _of_lax_primitive: dict[Any, ReduceOp] = {}
 
 
 def register(op: ReduceOp) -> ReduceOp:
-    """Register a reduction with the planner, plan files and backends."""
+    """Register a reduction with the planner, plan files and backends; returns it."""
     REDUCE_OPS[op.name] = _of_primitive[op.primitive] = op
     _of_lax_primitive.update(dict.fromkeys(op.lax_primitives, op))
     return op
 
 
 def of_primitive(primitive: Any) -> ReduceOp | None:
-    """The reduction of this primitive of drjax, if it is one."""
+    """The reduction with this primitive, of drjax; None if no reduction has it."""
     return _of_primitive.get(primitive)
 
 
 def of_lax_primitive(primitive: Any) -> ReduceOp | None:
-    """What an equation of `jax.lax` over the group axis is, if it is a reduction."""
+    """The reduction that a primitive of `jax.lax` is over the group axis.
+
+    None if no reduction has it among its `lax_primitives`.
+    """
     return _of_lax_primitive.get(primitive)
 
 
@@ -210,7 +225,12 @@ register(
 
 
 def is_compensated(reduce, steps: int) -> bool:
-    """Whether a running reduction of `steps` steps has its second accumulator."""
+    """Whether a running reduction has a second accumulator, for its rounding errors.
+
+    Args:
+      reduce: The reduction of a plan, a `drjax.plan.Reduce`.
+      steps: The number of steps of the loop that accumulates it.
+    """
     source = reduce.source
     if not REDUCE_OPS[reduce.op].additive:
         return False
@@ -233,8 +253,8 @@ class Running:
     so that v' - e' = v - e + x, but for errors of second order.
 
     Attributes:
-      op: Its name.
-      value: What it is so far.
+      op: The name of the reduction in `REDUCE_OPS`.
+      value: The reduction of these slices, `[*s]`.
       excess: The rounding error, `value` minus the sum, at most about half the last
         digit of `value`; or None (Kahan 1965, "Further remarks on reducing truncation
         errors"). It costs three more additions, and as much memory as `value`.
@@ -246,7 +266,10 @@ class Running:
     excess: Any = None
 
     def add(self, x) -> "Running":
-        """With one more value."""
+        """Combine the running reduction with a partial reduction `x`, `[*s]`.
+
+        Returns the new running reduction; this one is unchanged.
+        """
         if self.excess is None:
             return Running(self.op, REDUCE_OPS[self.op].combine(self.value, x))
         x = x - self.excess

@@ -20,7 +20,7 @@ from drjax._primitives.dispatch_cache import cache_by_params
 
 
 def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
-    """A primitive whose printed name carries the prefix `drjax_`."""
+    """Make a primitive whose printed name is `drjax_` and then `name`."""
     primitive = Primitive(f"drjax_{name}")
     primitive.multiple_results = multiple_results
     # High-level types in its jaxprs are lowered when these run, in that context.
@@ -40,7 +40,8 @@ def register_execution(
     Args:
       primitive: The primitive.
       fn: Its execution function.
-      lowering_rule: Lowers it instead of `fn`: `(ctx, *MLIR values, **params)`.
+      lowering_rule: Lowers the primitive instead of `fn`: `(ctx, *MLIR values,
+        **params)`. None: `fn` is lowered.
     """
 
     @cache_by_params
@@ -66,12 +67,15 @@ def register_execution(
 
 
 def group_axis_first(x, dim: int):
-    """`(x, its batch dimension)` with the group axis as axis 0 of `x`.
+    """Move the group axis of a batch of partitioned values to axis 0.
 
     Args:
-      x: A batch of partitioned values.
+      x: The batch.
       dim: Its batch dimension. If it is 0, `[b, n, *s]` becomes `[n, b, *s]`; else the
         group axis is first already.
+
+    Returns:
+      `(x, its new batch dimension)`.
     """
     return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
 
@@ -79,13 +83,13 @@ def group_axis_first(x, dim: int):
 def register_batching(
     primitive: Primitive, out_shift: int, group_axis_in: bool
 ) -> None:
-    """Batch a one-operand primitive whose result has `out_shift` more dimensions.
+    """Register the batching rule of a primitive with one operand and one result.
 
     The operand's batch dimension d becomes d + out_shift: it keeps its place among the
     dimensions of one group, as the group axis before it is added or removed.
 
     Args:
-      primitive: A primitive with one operand and one result.
+      primitive: The primitive.
       out_shift: 1 if it adds the group axis, -1 if it removes it, else 0.
       group_axis_in: Whether the operand has a group axis.
     """
@@ -109,8 +113,9 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
       split: The result of `_compat.linearize_jaxpr` for it.
 
     Returns:
-      `(results, which tangents of results are nonzero, residuals, linear jaxpr)`; the
-      linear jaxpr takes `linear_operands(residuals, nonzero tangents)`.
+      `(results, for each whether its tangent is nonzero, residuals, linear jaxpr)`. The
+      residuals are a pair of lists, flat and structured ones. The linear jaxpr takes
+      `linear_operands(residuals, nonzero tangents)`.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)
@@ -122,28 +127,40 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
 
 
 def linear_operands(residuals, tangents) -> list:
-    """The operands of the linear jaxpr of `linearize_saving_residuals`.
+    """The operands of the linear jaxpr that `linearize_saving_residuals` returns.
 
     They stand in the order of JAX: flat residuals, nonzero tangents, and structured
     residuals, which JAX has from 0.11 on.
+
+    Args:
+      residuals: The pair of lists that `linearize_saving_residuals` returns.
+      tangents: The nonzero tangents of the primals, arrays.
     """
     flat, structured = residuals
     return [*flat, *tangents, *structured]
 
 
 def instantiated(tangents, nonzeros) -> list:
-    """The tangents marked in `nonzeros`, as arrays: a symbolic zero becomes zeros."""
+    """The tangents marked in `nonzeros`, as arrays: a symbolic zero becomes zeros.
+
+    Args:
+      tangents: The tangents of all primals, arrays or symbolic zeros.
+      nonzeros: For each tangent whether to return it.
+    """
     pairs = zip(tangents, nonzeros, strict=True)
     return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
 
 
 def fill_zeros(avals, nonzeros, values) -> list:
-    """All tangents of results, with symbolic zeros for those that are zero.
+    """Put the nonzero tangents of results in their places, among symbolic zeros.
 
     Args:
       avals: Types of all results.
-      nonzeros: Which of their tangents are nonzero.
-      values: These tangents.
+      nonzeros: For each result whether its tangent is nonzero.
+      values: The nonzero tangents, arrays.
+
+    Returns:
+      The tangents of all results.
     """
     values = iter(values)
     return [
