@@ -260,11 +260,11 @@ def shard(
 
 
 def _place(leaf, sharding):
-    """An array in this sharding, also if several processes hold parts of it.
+    """Place an array in a sharding, also if several processes hold parts of it.
 
     Args:
       leaf: The array: of this process, or one of all processes.
-      sharding: The sharding; None: the array stays as it is.
+      sharding: The sharding; None: the array is returned as it is.
     """
     if sharding is None:
         return leaf
@@ -280,11 +280,13 @@ def _place(leaf, sharding):
 
 
 def _mapped_partition(partition: PartitionLike) -> Partition | None:
-    """The partition of a surrounding mapped function to which a block refers, or None.
+    """The partition of a surrounding mapped function to which a block refers.
+
+    None if the block refers to the program's partition, or to none.
 
     Args:
-      partition: The argument of the block. None: it refers to the innermost mapped
-        function, unless a program runs inside of that one.
+      partition: The block's argument. None: it refers to the innermost mapped function,
+        unless a program runs inside of that function.
     """
     scope = current_scope()
     if partition is None:

@@ -24,11 +24,12 @@ from drjax._primitives.map_fn import map_fn_p
 
 
 class GroupCheckError(checkify_rules.CheckError):
-    """A check that failed in one group.
+    """An error of checkify for a check that failed in one group.
 
     Attributes:
       error: The error of checkify in that group.
       group: The index of the group.
+      partition: The partition, for the message.
     """
 
     def __init__(self, error, group, partition: Partition):
@@ -51,15 +52,30 @@ class GroupCheckError(checkify_rules.CheckError):
 
 
 def _in_group(effect):
-    """The effect of an error of one group: with its type and the group index."""
+    """The kind of a `GroupCheckError`, from that of the error in it.
+
+    A kind, `CheckEffect`, has the type of the error, and the shapes and dtypes of its
+    leaves, to which the group index is added.
+    """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return checkify_rules.CheckEffect(effect.error_type, (*effect.shape_dtypes, number))
 
 
 def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str):
-    """The rule of `map_fn`, as `checkify_rules.register_error_check` takes it.
+    """Check a `map_fn` equation: `checkify` calls this rule for it.
 
     It maps the function with checks, whose errors are partitioned.
+
+    Args:
+      enabled: The kinds of errors that `checkify` looks for.
+      *args: The operands of the equation, `[n, *s]`.
+      jaxpr: The per-group jaxpr.
+      partition: The partition.
+      mesh: The mesh, or None.
+      name: The name of the mapped function.
+
+    Returns:
+      `(global error, list of results [n, *t])`.
     """
     run: Any = _compat.jaxpr_as_fun(jaxpr)
     checked: Any = checkify.checkify(run, enabled)
@@ -75,9 +91,14 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
 
 
 def _first_error(errors, partition: Partition, mesh: Any):
-    """The global error of an error with leaves `[n, ...]`, one for each group.
+    """Combine the errors of all groups into one global error.
 
-    For each kind of error it is that of the first group that has one.
+    For each kind of error it has that of the first group that has one.
+
+    Args:
+      errors: An error of checkify with leaves `[n, ...]`, a slice for each group.
+      partition: The partition.
+      mesh: The mesh, or None.
     """
     gathered = jax.tree.map(
         lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
@@ -97,7 +118,7 @@ def _first_error(errors, partition: Partition, mesh: Any):
 
 
 def _name_group(tree, partition: Partition):
-    """The structure of a `GroupCheckError`, from that of the error in it."""
+    """The tree structure of a `GroupCheckError`, from that of the error in it."""
     error = tree.unflatten([0] * tree.num_leaves)
     return jax.tree.structure(GroupCheckError(error, 0, partition))
 

@@ -83,12 +83,15 @@ def program(
 def _declared_partition(
     args: tuple, keywords: dict[str, Any], mesh_axes: Any
 ) -> Partition:
-    """The partition that the arguments of `drjax.program` declare, or an error.
+    """The partition that the arguments of `drjax.program` declare.
 
     Args:
       args: Its positional arguments, of which it takes none.
       keywords: The keywords that are not parameters: the partition, or misspelt ones.
       mesh_axes: The parameter of that name.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: The arguments do not declare one partition.
     """
     if args:
         raise DrjaxTypeError(
@@ -123,7 +126,7 @@ def _declared_partition(
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Refuse what is neither a mesh nor None; `find_mesh` checks its axes later."""
+    """Raise `MeshError` unless `mesh` is a mesh or None; its axes are checked later."""
     if mesh is not None and not hasattr(mesh, "axis_names"):
         raise MeshError(
             "drjax.program(mesh=) needs a jax.sharding.Mesh or AbstractMesh, got "
@@ -132,7 +135,11 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _check_plain_function(fn: Any) -> None:
-    """Refuse what is no function, with a hint for class methods and properties."""
+    """Raise `DrjaxTypeError` for what `drjax.program` cannot decorate.
+
+    That is no function, with a hint for class methods and properties, or a function
+    whose body runs after it has returned: async functions and generators.
+    """
     if not callable(fn):
         hint = ""
         if isinstance(fn, classmethod | property):

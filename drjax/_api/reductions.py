@@ -256,14 +256,14 @@ def select(
 
 
 def _zero_left_out(block: str, x: PyTree, where, mesh, partition) -> PyTree:
-    """`x` with zeros in the groups that the mask `where` leaves out.
+    """Set the slices of the groups that the mask `where` leaves out to zero.
 
     Args:
       block: The name of the building block, for errors.
-      x: A tree of partitioned leaves.
-      where: Bool `[n]`, which is checked; None: all groups take part.
-      mesh: As for `resolve`.
-      partition: As for `resolve`.
+      x: A tree of partitioned leaves, `[n, *s]`.
+      where: Bool `[n]`, which is checked; None: `x` is returned as it is.
+      mesh: The block's argument, a mesh or None.
+      partition: The block's argument, or None for the program's partition.
     """
     if where is None:
         return x
@@ -276,7 +276,18 @@ def _zero_left_out(block: str, x: PyTree, where, mesh, partition) -> PyTree:
 
 
 def _check_where(block: str, where, mesh, partition):
-    """The argument `where=` as a bool `[n]`, or an error."""
+    """Check the argument `where=` of a reduction, and return it as a bool `[n]`.
+
+    Args:
+      block: The name of the reduction, for errors.
+      where: The argument, an array or what `jnp.asarray` takes.
+      mesh: The reduction's argument, a mesh or None.
+      partition: The reduction's argument, or None for the program's partition.
+
+    Raises:
+      DrjaxTypeError: It is no array of bools.
+      DrjaxValueError: Its shape is not `[n]`.
+    """
     params = resolve(block, mesh, partition)
     size = group_axis_size(params)
     if not isinstance(where, jax.Array):
@@ -301,7 +312,18 @@ def _check_where(block: str, where, mesh, partition):
 
 
 def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
-    """`sum_i w_i x_i / sum_i w_i`, with arguments as of `reduce_weighted_mean`."""
+    """`sum_i w_i x_i / sum_i w_i`, over the groups i; accumulated in at least float32.
+
+    Args:
+      block: The name of the reduction, for errors.
+      x: A tree of partitioned arrays, `[n, *s]`.
+      w: One array of weights, or a tree of them like `x`; they are checked.
+      mesh: The reduction's argument, a mesh or None.
+      partition: The reduction's argument, or None for the program's partition.
+
+    Returns:
+      The tree of means, `[*s]`.
+    """
     params = resolve(block, mesh, partition)
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)
@@ -326,30 +348,44 @@ def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
 
 
 def _wide(dtype):
-    """The dtype in which a weighted mean accumulates: float32 or wider."""
+    """The dtype, float32 or wider, in which a weighted mean of `dtype` accumulates."""
     dtype = _mean_dtype(dtype)
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 def _weigh(weight, leaf):
-    """The summand of a group in a weighted sum, in the dtype that accumulates it."""
+    """One group's `weight * leaf`, in the dtype in which a weighted sum accumulates.
+
+    The shape of `weight` is the leading part of the shape of `leaf`, `[*s]`.
+    """
     wide = _wide(leaf.dtype)
     weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
     return weight.astype(jnp.finfo(wide).dtype) * leaf.astype(wide)
 
 
 def _zero_unless(condition, leaf):
-    """The slice of a group, or zeros."""
+    """One group's slice `leaf` if `condition`, a bool scalar, holds; else zeros."""
     return jnp.where(condition, leaf, jnp.zeros((), leaf.dtype))
 
 
 def _keep_chosen_group(index, selected, leaf):
-    """The slice of the group with the index `selected`, zeros in all others."""
+    """One group's slice `leaf` if the group's `index` is `selected`, else zeros."""
     return _zero_unless(index == selected, leaf)
 
 
 def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTree:
-    """`reduce_max` or `reduce_min`, by their primitive; complex leaves are refused."""
+    """Run `reduce_max` or `reduce_min` over a tree.
+
+    Args:
+      block: The name of the reduction, for errors.
+      primitive: `reduce_max_p` or `reduce_min_p`.
+      x: A tree of partitioned arrays, `[n, *s]`.
+      mesh: The reduction's argument, a mesh or None.
+      partition: The reduction's argument, or None for the program's partition.
+
+    Raises:
+      DrjaxTypeError: A leaf is complex, or no array of numbers.
+    """
 
     def bind(leaf, **params):
         _check_numeric(block, leaf)
@@ -364,7 +400,10 @@ def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTre
 
 
 def _check_numeric(block: str, leaf) -> None:
-    """Refuse tangents of integers and typed keys, which have no arithmetic."""
+    """Raise `DrjaxTypeError` for a leaf that has no arithmetic.
+
+    That is a tangent of integers (dtype float0), or an array of typed keys.
+    """
     if leaf.dtype == jax.dtypes.float0:
         raise DrjaxTypeError(
             f"drjax.{block} needs leaves that are numbers, got dtype float0, JAX's "
@@ -378,7 +417,7 @@ def _check_numeric(block: str, leaf) -> None:
 
 
 def _promote_sum(leaf):
-    """`leaf` in the dtype in which `jnp.sum` would add it up."""
+    """Cast `leaf` to the dtype in which `jnp.sum` would add it up."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
     return leaf.astype(_sum_dtype(leaf.dtype))
@@ -386,19 +425,28 @@ def _promote_sum(leaf):
 
 @_compat.cache()
 def _sum_dtype(dtype):
-    """The dtype that `jnp.sum` would return."""
+    """The dtype that `jnp.sum` of an array of `dtype` has."""
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _mean_dtype(dtype):
-    """The dtype that `jnp.mean` would return."""
+    """The dtype that `jnp.mean` of an array of `dtype` has."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
 
 
 def _check_index(i, n: int):
-    """`i` as an int32 scalar; a known number is checked against the bounds."""
+    """Check the group index given to `select`, and return it as an int32 scalar.
+
+    Args:
+      i: The index, a Python or NumPy integer or a scalar JAX array.
+      n: The number of groups.
+
+    Raises:
+      DrjaxTypeError: It is no integer scalar.
+      DrjaxValueError: It is known, and not in -n to n - 1.
+    """
     if isinstance(i, jax.Array | np.ndarray | np.generic):
         is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
     else:

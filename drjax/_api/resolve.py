@@ -25,28 +25,37 @@ def resolve(block: str, mesh, partition) -> dict[str, Any]:
 
     Args:
       block: The name of the building block, for errors.
-      mesh: Its argument of that name, or None for the program's mesh, or that in
-        context.
-      partition: Its argument of that name, or None for the program's partition.
+      mesh: The block's argument, or None for the program's mesh, or that in context.
+      partition: The block's argument, or None for the program's partition.
+
+    Raises:
+      ScopeError: There is no partition, or the block may not be called in the
+        surrounding mapped function.
+      DrjaxTypeError, DrjaxValueError: The argument `partition` is no partition.
+      MeshError: The mesh does not fit the partition.
     """
     resolved, mesh = resolve_partition(block, mesh, partition)
     return {"partition": resolved, "mesh": find_mesh(resolved, mesh)}
 
 
 def group_axis_size(params: dict[str, Any]) -> int:
-    """The leading axis that partitioned arguments need, with these parameters."""
+    """The size of the group axis that partitioned arguments need.
+
+    `params` are the parameters that `resolve` returns.
+    """
     return make_layout(**params).group_axis_size
 
 
 def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
-    """A block with a partitioned argument: `bind(leaf, partition=, mesh=)` of leaves.
+    """Bind the primitives of a block for each leaf of its partitioned argument.
 
     Args:
       block: The name of the building block, for errors.
       x: Its argument, a tree of leaves `[n, *s]`, which are checked.
-      mesh: As for `resolve`.
-      partition: As for `resolve`.
-      bind: Binds primitives for one leaf, and returns the result.
+      mesh: The block's argument, or None for the program's mesh, or that in context.
+      partition: The block's argument, or None for the program's partition.
+      bind: Binds primitives for one leaf, `bind(leaf, partition=, mesh=)`, and returns
+        the result.
 
     Returns:
       The tree of results.
@@ -60,25 +69,33 @@ def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> 
 
 
 def bind_global(leaves, params: dict[str, Any], bind: Callable) -> list:
-    """`bind(leaf, partition=, mesh=)` of global leaves, in a list.
+    """Bind the primitives of a block for each leaf of its global argument.
 
     Args:
-      leaves: The leaves, checked.
-      params: The parameters, as `resolve` returns them.
-      bind: Binds primitives for one leaf, and returns the result.
+      leaves: The leaves, arrays.
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      bind: Binds primitives for one leaf, `bind(leaf, partition=, mesh=)`, and returns
+        the result.
+
+    Returns:
+      The list of results.
     """
     layout = make_layout(**params)
     return [bind(as_operand(x, layout, False), **params) for x in leaves]
 
 
 def map_leaves(fn, *leaves, partition, mesh):
-    """Bind `map_fn` for a function of arrays, one or a tree of arrays as result.
+    """Bind `map_fn` for a function of arrays.
 
     Args:
-      fn: The function of one group; it is traced at each call.
+      fn: The function of one group, from arrays to an array or a tree of arrays; it is
+        traced at each call.
       *leaves: Partitioned values, `[n, *s]`.
       partition: The partition.
       mesh: The mesh, or None.
+
+    Returns:
+      What `fn` returns, with leaves `[n, *t]`.
     """
     tree = jax.tree_util.tree_structure((0,) * len(leaves))
     return call_mapped(fn, list(leaves), tree, partition=partition, mesh=mesh)

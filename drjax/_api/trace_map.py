@@ -54,7 +54,14 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
 
 
 def _trace(fn, tree, avals, layout: Layout, name: str):
-    """Trace `fn` for one group; the arguments are as for `call_mapped`.
+    """Trace a function of pytrees for one group.
+
+    Args:
+      fn: The function of one group.
+      tree: The structure of the tuple of its positional arguments.
+      avals: The types of their leaves, `[n, *s]`.
+      layout: The layout of the groups.
+      name: The name of the function, for errors.
 
     Returns:
       `(per-group jaxpr, structure of its result, closed-over values)`; the jaxpr takes
@@ -92,7 +99,16 @@ def _trace(fn, tree, avals, layout: Layout, name: str):
 
 
 def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
-    """Refuse shardings over the partition's own axes, along which the groups are."""
+    """Raise `MeshError` if a mapped function shards over the partition's own axes.
+
+    The groups lie along these axes, and the function sees one group only.
+
+    Args:
+      jaxpr: The per-group jaxpr.
+      consts: The values that the function closes over.
+      layout: The layout of the groups.
+      name: The name of the function, for the error.
+    """
     if any(_mentions(_compat.typeof(c).sharding, layout.axes) for c in consts):
         raise MeshError(
             f"The function {name} given to drjax.map_fn closes over an array that is "
@@ -109,7 +125,10 @@ def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
 
 
 def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
-    """Whether a sharding or a spec in a jaxpr mentions one of these axes."""
+    """Whether a sharding or a spec in a jaxpr mentions one of these mesh axes.
+
+    Equations with a parameter `partition`, the building blocks, do not count.
+    """
     return any(
         any(_mentions(value, axes) for value in eqn.params.values())
         or any(_lays_out_over(inner, axes) for inner in _compat.jaxprs_in(eqn.params))
@@ -119,7 +138,10 @@ def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
 
 
 def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
-    """Whether a value is, or a tuple has, a sharding over one of these mesh axes."""
+    """Whether `value`, a parameter, is a sharding or spec over one of these mesh axes.
+
+    A tuple or list is if one of its elements is.
+    """
     if isinstance(value, jax.sharding.NamedSharding):
         value = value.spec
     if isinstance(value, jax.sharding.PartitionSpec):
@@ -131,7 +153,7 @@ def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
 
 
 def _names_own_axis(text: str, layout: Layout) -> bool:
-    """Whether an error of JAX says that one of the partition's axes is unbound."""
+    """Whether a message of JAX says that one of the partition's axes is unbound."""
     match = re.search(r"unbound axis name: (\w+)", text)
     return match is not None and match[1] in (
         layout.partition.name, *layout.partition.mesh_axes,
@@ -139,7 +161,10 @@ def _names_own_axis(text: str, layout: Layout) -> bool:
 
 
 def _collective_error(layout: Layout, name: str) -> MeshError:
-    """The error for a mapped function that communicates over the partition's axes."""
+    """Make the error for a mapped function that communicates over the partition's axes.
+
+    `name` is the name of the function.
+    """
     return MeshError(
         f"The function {name} given to drjax.map_fn uses a collective over the axis of "
         f"partition {layout.partition} itself, {layout.partition.mesh_axes}; it sees "

@@ -20,12 +20,19 @@ from drjax._partition import Partition
 
 
 def flatten(block: str, tree: Any, name: str = "x"):
-    """`(leaves as arrays, tree structure)`; an error if a leaf is no array or number.
+    """Flatten the argument of a block, with numbers and NumPy arrays as JAX arrays.
 
     Args:
       block: The name of the building block, for errors.
-      tree: The tree.
-      name: The name of its argument, for errors.
+      tree: The argument, a tree.
+      name: The name of the argument, for errors.
+
+    Returns:
+      `(leaves, tree structure)`.
+
+    Raises:
+      DrjaxTypeError: A leaf is no array or number.
+      DrjaxValueError: A Python integer does not fit JAX's default dtype.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [as_array(block, name, path, leaf) for path, leaf in leaves], treedef
@@ -34,14 +41,22 @@ def flatten(block: str, tree: Any, name: str = "x"):
 def flatten_partitioned(
     block: str, tree: Any, partition: Partition, size: int, name: str = "x"
 ):
-    """As `flatten`, and an error if a leaf has not one slice for each group.
+    """Flatten the partitioned argument of a block, and check its leaves.
 
     Args:
       block: The name of the building block, for errors.
-      tree: The tree.
+      tree: The argument, a tree.
       partition: The partition, for errors.
-      size: The leading axis that leaves need: n, or k in a user's `shard_map`.
+      size: The leading axis that leaves need: n, or in a user's `shard_map` the number
+        of groups of a device.
       name: The name of the argument, for errors.
+
+    Returns:
+      `(leaves as JAX arrays [size, *s], tree structure)`.
+
+    Raises:
+      DrjaxTypeError: A leaf is no array or number.
+      DrjaxValueError: A leaf has another leading axis.
     """
     leaves, treedef = flatten(block, tree, name)
     if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != size for x in leaves):
@@ -53,14 +68,18 @@ _CLOSE_OVER = "Close over values that are not arrays instead of passing them."
 
 
 def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
-    """A leaf as an array, or an error that names its path in the argument `name`.
+    """A leaf of the argument `name` as a JAX array, or an error that names its path.
 
     Args:
-      block: The name of the building block.
-      name: The name of the argument.
+      block: The name of the building block, for errors.
+      name: The name of the argument, for errors.
       path: The path of the leaf in it, as in `jax.tree_util`.
       leaf: The leaf: an array or a number.
-      fix: What to do if it is neither.
+      fix: What to do if it is neither, for the error.
+
+    Raises:
+      DrjaxTypeError: JAX has no array for the leaf.
+      DrjaxValueError: It is a Python integer that does not fit JAX's default dtype.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -85,13 +104,21 @@ def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
 
 
 def _short(leaf: Any) -> str:
-    """A value in an error, on part of a line."""
+    """The `repr` of a value, cut to 60 characters, for an error."""
     text = repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _raise_not_partitioned(block, tree, partition, size, name):
-    """Raise the error of `flatten_partitioned`, with all leaves that do not fit."""
+    """Raise `DrjaxValueError`, with all leaves whose leading axis is not `size`.
+
+    Args:
+      block: The name of the building block.
+      tree: Its argument, a tree.
+      partition: The partition.
+      size: The leading axis that leaves need.
+      name: The name of the argument.
+    """
     wrong = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         shape = jnp.shape(leaf)
@@ -117,13 +144,21 @@ def _raise_not_partitioned(block, tree, partition, size, name):
 
 
 def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
-    """The weights of a weighted mean as a list, one for each leaf of the value.
+    """Check the weights of a weighted mean, and return one for each leaf of the value.
 
     Args:
       weights: The argument: one array, or a tree with the structure of the value.
       value_tree: The structure of the value.
       value_leaves: Its leaves, `[n, *s]`.
       partition: The partition, for errors.
+
+    Returns:
+      The list of weights; a single array for all leaves is repeated.
+
+    Raises:
+      DrjaxTypeError: A weight is no array of real numbers or bools.
+      DrjaxValueError: The structures differ, or the shape of a weight is not the
+        leading part of that of its leaf.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [as_array("reduce_weighted_mean", "w", p, w) for p, w in paths]
@@ -145,14 +180,18 @@ def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
 
 
 def _check_weight(key: str, w, x_key: str, full, partition: Partition) -> None:
-    """Refuse a weight that is not real, or whose shape does not begin `full`.
+    """Check that a weight is real, and that its shape is the leading part of `full`.
 
     Args:
       key: The path of the weight, for errors.
-      w: The weight.
-      x_key: The path of the leaf of the value that it weighs.
-      full: The shape of this leaf.
+      w: The weight, an array.
+      x_key: The path of the leaf of the value that it weighs, for errors.
+      full: The shape of this leaf, a tuple.
       partition: The partition, for errors.
+
+    Raises:
+      DrjaxTypeError: The weight is not real.
+      DrjaxValueError: Its shape does not fit.
     """
     shape = w.shape
     if not shape or shape != full[: len(shape)]:
@@ -186,12 +225,12 @@ def function_name(fn: Any) -> str:
 
 
 def check_plain_function(caller: str, fn: Any) -> None:
-    """Refuse functions whose body runs only after they have returned.
+    """Raise `DrjaxTypeError` for a function whose body runs only after it has returned.
 
     That is: async functions and generators, as the partition is out of scope then.
 
     Args:
-      caller: What takes the function, for errors.
+      caller: The public name of what takes the function, for errors.
       fn: The function, or a callable object.
     """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:  # neither wrapped
@@ -208,7 +247,10 @@ def check_plain_function(caller: str, fn: Any) -> None:
 
 
 def check_accepts(fn: Callable, args: tuple) -> None:
-    """Raise a `DrjaxTypeError` if the signature of `fn` does not fit `fn(*args)`."""
+    """Raise a `DrjaxTypeError` if the signature of `fn` does not fit `fn(*args)`.
+
+    Nothing is raised if Python knows no signature of `fn`.
+    """
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
