@@ -26,14 +26,21 @@ from drjax._jaxprs.walk import definitions
 from drjax._planner.inline import CALLS, InlinedJaxpr
 from drjax._primitives.reduce_ops import of_primitive
 
-# Primitives whose results are values of their first operand ...
-_MOVES_FIRST = frozenset(
-    """broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice
-    dynamic_update_slice expand_dims gather neg pad reduce_max reduce_min
-    reduce_precision reshape rev slice split squeeze tile transpose unstack""".split()
-)
-# ... and of all their operands.
-_MOVES_ALL = frozenset("concatenate max min stack".split())
+# For each primitive that moves values, the positions of the operands that its results
+# hold values of; (): all of them. A primitive with an unbatching rule of its own is
+# listed here or computes new values.
+MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        """broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice
+        expand_dims gather neg pad reduce_max reduce_min reduce_precision
+        reduce_window_max reduce_window_min reshape rev select_and_gather_add slice
+        split squeeze tile top_k transpose unstack""".split(),
+        (0,),
+    ),
+    **dict.fromkeys("concatenate max min stack".split(), ()),
+    "dynamic_update_slice": (0, 1),
+    **dict.fromkeys("scatter scatter-max scatter-min".split(), (0, 2)),
+}
 
 
 def bitwise_observable(program: InlinedJaxpr) -> frozenset:
@@ -96,10 +103,9 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
     # The predicate of a select_n and the index of a cond are not among the values.
     if name == "select_n":
         yield from ((operand, True) for operand in eqn.invars[1:])
-    elif name in _MOVES_FIRST:
-        yield eqn.invars[0], False
-    elif name in _MOVES_ALL:
-        yield from ((operand, False) for operand in eqn.invars)
+    elif name in MOVED_OPERANDS:
+        positions = MOVED_OPERANDS[name] or range(len(eqn.invars))
+        yield from ((eqn.invars[i], False) for i in positions)
     elif name in ("clamp", "sort"):
         # The operands of clamp are (lower bound, value, upper bound).
         yield eqn.invars[1 if name == "clamp" else index], False

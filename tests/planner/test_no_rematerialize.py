@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax._planner import no_rematerialize
+from drjax._planner.inline import inline_calls
+from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
 from drjax.backends import xla
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -112,6 +115,44 @@ def test_they_are_found(fn, step):
 def test_ranks_are_a_permutation():
     result = drjax.jit(ranks, groups_per_step=64)(*ARGS)
     np.testing.assert_array_equal(jnp.sort(result), jnp.arange(N))
+
+
+MOVES = {
+    "top_k": lambda x: jax.lax.top_k(x, 2)[0],
+    "dynamic_update_slice": lambda x: jax.lax.dynamic_update_slice(
+        jnp.zeros(9), x, (1,)
+    ),
+    "scatter": lambda x: jnp.zeros(9).at[jnp.arange(7)].set(x),
+    "scatter-max": lambda x: jnp.zeros(9).at[jnp.arange(7)].max(x),
+    "reduce_window_max": lambda x: jax.lax.reduce_window(
+        x, -jnp.inf, jax.lax.max, (2,), (1,), "VALID"
+    ),
+    "sort": jnp.sort,
+    "concatenate": lambda x: jnp.concatenate([x, x[:2]]),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_values_that_are_moved_before_they_are_compared(name):
+    def fn(x):
+        doubled = drjax.map_fn(lambda a: 2 * a, x)
+        return drjax.gather(drjax.map_fn(MOVES[name], doubled))
+
+    inlined = inline_calls(jax.make_jaxpr(program(fn))(ARGS[1][:, 0]))
+    doubling, moving, _ = inlined.eqns
+    assert name in str(moving.params["jaxpr"])
+    assert doubling.outvars[0] in no_rematerialize.bitwise_observable(inlined)
+
+
+def test_each_primitive_moves_values_or_computes_new_ones():
+    computes = """argmax argmin bitcast_convert_type cholesky conv_general_dilated
+        cumlogsumexp cumprod cumsum dot_general eigh fft lu random_unwrap random_wrap
+        reduce_and reduce_or reduce_prod reduce_sum reduce_window_sum reduce_xor
+        scatter-add scatter-mul scatter-sub select_and_scatter_add sort svd
+        triangular_solve""".split()
+    rules = set(UNBATCHING_RULES) - ELEMENTWISE
+    assert rules == (set(computes) | set(no_rematerialize.MOVED_OPERANDS)) & rules
+    assert not set(computes) & set(no_rematerialize.MOVED_OPERANDS)
 
 
 def test_only_they_are_kept():
