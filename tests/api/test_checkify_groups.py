@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import checkify
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 N = 6
@@ -74,8 +75,7 @@ def expected(name):
     return jax.jit(checkify.checkify(PROGRAMS[name]))(2.0, X)[1]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("run", RUNS)
+@checkerboard(run=RUNS, mesh=MESHES)
 def test_the_group_of_a_failed_check_is_named(run, mesh):
     for name, f in PROGRAMS.items():
         value = expected(name)

@@ -3,14 +3,13 @@
 Covers: drjax._api.trace_map.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, EXPLICIT, make_mesh
 
 N = 8
@@ -55,8 +54,7 @@ def assert_expected(result):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("mesh", MESHES)
+@checkerboard(mesh=MESHES, run=RUNS)
 def test_data_on_the_mesh(mesh, run):
     with jax.set_mesh(MESHES[mesh]()):
         data = drjax.shard(DATA, partition=loss)
@@ -65,14 +63,7 @@ def test_data_on_the_mesh(mesh, run):
         np.testing.assert_allclose(RUNS[run](closed)(MODEL), EXPECTED[0], rtol=1e-5)
 
 
-def half_of_the_pairs():
-    """Each mesh with every second way to run and the reverse; all where it is slow."""
-    for (i, mesh), (j, run) in itertools.product(enumerate(MESHES), enumerate(RUNS)):
-        marks = () if (i + j) % 2 == 0 else pytest.mark.slow
-        yield pytest.param(mesh, run, marks=marks)
-
-
-@pytest.mark.parametrize(("mesh", "run"), [*half_of_the_pairs()])
+@checkerboard(mesh=MESHES, run=RUNS)
 def test_parameters_that_come_from_a_jit_under_the_mesh(mesh, run):
     """The second round of a loop in which each round closes over the parameters."""
     with jax.set_mesh(MESHES[mesh]()):

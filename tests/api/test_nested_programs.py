@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
-from tests.helpers.cases import some
+from tests.helpers.cases import checkerboard, some
 from tests.helpers.every_block import X, assert_close
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, in_mesh_of, make_mesh
 
@@ -77,8 +77,7 @@ def expected_for(pods: int, clients: int):
 
 
 @pytest.mark.usefixtures("leaks_unchecked")
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("sizes", some([(2, 4), (4, 8)], (4, 8)), ids=str)
+@checkerboard(sizes=[(4, 8), (2, 4)], name=MESHES)
 def test_value_and_gradient(name, sizes):
     f = make_nested(*sizes)
     with in_mesh_named(name):

@@ -282,6 +282,20 @@ def some(names, *chosen, marks=GRID):
     return [x if x in chosen else pytest.param(x, marks=marks) for x in names]
 
 
+def checkerboard(**axes):
+    """Parametrize a test over all combinations; every second one is slow.
+
+    By default each value of an axis meets every second value of the next one.
+    """
+    params = []
+    for positions in itertools.product(*map(range, map(len, axes.values()))):
+        values = [[*axis][i] for axis, i in zip(axes.values(), positions, strict=True)]
+        marks = () if sum(positions) % 2 == 0 else pytest.mark.slow
+        name = "-".join(getattr(x, "__name__", str(x)) for x in values)
+        params.append(pytest.param(*values, marks=marks, id=name))
+    return pytest.mark.parametrize(",".join(axes), params)
+
+
 class on_mesh:
     """The context of a named mesh, in float64; yields the case's arguments on it."""
 

@@ -13,6 +13,7 @@ import pytest
 
 import drjax
 from drjax.backends import reference
+from tests.helpers.cases import checkerboard
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -52,8 +53,7 @@ BY_SLICES = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", BY_SLICES)
+@checkerboard(name=BY_SLICES, n=[1, 2, 3])
 def test_work_by_slices(name, n):
     """One round, with what is reduced, and one more for the derivative at most."""
 

@@ -13,6 +13,7 @@ from drjax._planner import no_rematerialize
 from drjax._planner.inline import inline_calls
 from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
 from drjax.backends import xla
+from tests.helpers.cases import checkerboard
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -101,8 +102,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("step", [1, 64])
-@pytest.mark.parametrize("fn", PROGRAMS)
+@checkerboard(fn=PROGRAMS, step=[1, 64])
 def test_they_are_found(fn, step):
     expected = jax.jit(fn)(*ARGS)
     assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(expected))

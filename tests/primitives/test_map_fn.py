@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.groups import MESHES, N, Pair, assert_trees_equal, four, slices
 from tests.helpers.meshes import in_mesh_of, make_mesh
 
@@ -99,8 +100,7 @@ def expected_of_feature(feature):
     return jax.tree.map(lambda *ys: np.stack(ys), *[fn(a) for a in FEATURE_X])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("feature", [*FEATURES, *ONLY_VALUES])
+@checkerboard(feature=[*FEATURES, *ONLY_VALUES], mesh=MESHES)
 def test_features_inside_a_mapped_function(feature, mesh):
     fn = FEATURES.get(feature) or ONLY_VALUES[feature]
 

@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import drjax
 from drjax._primitives.rbg_per_group import rewrite_draws
+from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, in_mesh, make_mesh
 
 N = 6
@@ -73,8 +73,7 @@ def alone(draw, impl):
     return np.stack([run(key, i) for i in range(N)])
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("draw", DRAWS)
+@checkerboard(draw=DRAWS, impl=["rbg", "unsafe_rbg"])
 def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
     f, key = program_of(draw), jax.random.key(5, impl=impl)
     expected = alone(draw, impl)
@@ -83,8 +82,7 @@ def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("mesh", [None, *MESHES])
+@checkerboard(mesh=[None, *MESHES], impl=["threefry2x32", "rbg", "unsafe_rbg"])
 def test_bits_do_not_depend_on_devices(mesh, impl):
     f, key = program_of(numbers), jax.random.key(5, impl=impl)
     expected = alone(numbers, impl)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import drjax
 from tests.helpers import models
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import AUTO, EXPLICIT, make_mesh
 
@@ -71,9 +72,11 @@ HOW = {
 
 
 @pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated")
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("layer_name", [*SHARDED, *LAYOUTS])
-@pytest.mark.parametrize("other", [{"data": 2}, {"data": 2, "one": 1}], ids=str)
+@checkerboard(
+    other=[{"data": 2}, {"data": 2, "one": 1}],
+    layer_name=[*SHARDED, *LAYOUTS],
+    how=HOW,
+)
 def test_meshes_given_inside_a_group(layer_name, how, other):
     mesh = make_mesh({"clients": 2, **other})
     layer: Any = (SHARDED | LAYOUTS)[layer_name](mesh)
@@ -122,9 +125,11 @@ def test_gradients_within_a_group_stay_in_it(layer_name):
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("run", [jax.jit, drjax.jit])
-@pytest.mark.parametrize("other", [{"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+@checkerboard(
+    other=[{"tensor": 2}, {"fsdp": 2, "tensor": 2}],
+    run=[jax.jit, drjax.jit],
+    check_vma=[True, False],
+)
 def test_a_vmap_in_a_shard_map_of_the_model(other, run, check_vma):
     """Attention: its own vmaps are inside; with two axes, look-ups choose vmap."""
     heads = P(None, None, "tensor")
@@ -187,9 +192,11 @@ PLACEMENTS = [
 ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("tokens", [P("clients"), P("clients", "fsdp")], ids=str)
-@pytest.mark.parametrize("look_up", LOOK_UPS)
+@checkerboard(
+    look_up=LOOK_UPS,
+    tokens=[P("clients"), P("clients", "fsdp")],
+    placement=PLACEMENTS,
+)
 def test_look_ups_in_sharded_tables(look_up, tokens, placement):
     """XLA aborts for these where the partition's axes are Manual."""
     mesh = make_mesh(AXES)
@@ -229,8 +236,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", MESHES)
+@checkerboard(shape=MESHES, dtype=["bfloat16", "float16"])
 def test_reductions_of_narrow_floats(shape, dtype):
     mesh = make_mesh(MESHES[shape])
     x = jnp.asarray(RNG.randint(-8, 8, (8, 3)), dtype)
@@ -283,9 +289,9 @@ CONSTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated")
-@pytest.mark.parametrize("how", ["mesh=", "with mesh"])
-@pytest.mark.parametrize("fn", CONSTANTS)
-@pytest.mark.parametrize("shape", ["no other", "two others"])
+@checkerboard(
+    shape=["no other", "two others"], fn=CONSTANTS, how=["mesh=", "with mesh"]
+)
 def test_mapped_results_without_operands(fn, shape, how):
     mesh = make_mesh(MESHES[shape])
     context, mesh_arg = HOW[how]
@@ -325,8 +331,7 @@ def round_of_a_model(dtype):
     return params, tokens, jax.tree.map(lambda p, x: wide(p) + x, params, mean)
 
 
-@pytest.mark.parametrize("how", ["jax.jit", "drjax.jit"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@checkerboard(dtype=["float32", "bfloat16"], how=["jax.jit", "drjax.jit"])
 def test_a_round_of_a_model_with_two_axes(how, dtype):
     params, tokens, expected = round_of_a_model(dtype)
     mesh = make_mesh(AXES)

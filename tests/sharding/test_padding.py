@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import make_mesh
 
@@ -27,7 +28,7 @@ RUNS = {
     "two at a time": lambda f: drjax.jit(f, groups_per_step=2),
 }
 every_size = pytest.mark.parametrize("n, devices", SIZES)
-every_run = pytest.mark.parametrize("run", RUNS)
+sizes_and_runs = checkerboard(size=SIZES, run=RUNS)
 
 
 def slices(n):
@@ -44,9 +45,10 @@ def _endless_for_zero(x):
     return lax.while_loop(more, lambda c: (c[0] * 1.7, c[1] + 1), (x, jnp.int32(0)))[1]
 
 
-@every_run
-@every_size
-def test_loops_end(run, n, devices):
+@sizes_and_runs
+def test_loops_end(run, size):
+    n, devices = size
+
     @drjax.program(clients=n)
     def steps(x):
         result = drjax.map_fn(_endless_for_zero, x)
@@ -86,10 +88,10 @@ def test_loops_end_where_the_compiler_partitions_the_groups(run, n):
         np.testing.assert_allclose(RUNS[run](f)(slices(n)), expected, rtol=1e-6)
 
 
-@every_run
-@every_size
-def test_loops_over_the_index_end(run, n, devices):
+@sizes_and_runs
+def test_loops_over_the_index_end(run, size):
     """Padded slots have the index of a group, not one that is n or more."""
+    n, devices = size
 
     @drjax.program(clients=n)
     def f(x):
@@ -105,9 +107,9 @@ def test_loops_over_the_index_end(run, n, devices):
     assert result == sum(i * (i + 1) for i in range(n))
 
 
-@every_run
-@every_size
-def test_effects_happen_for_groups_only(run, n, devices):
+@sizes_and_runs
+def test_effects_happen_for_groups_only(run, size):
+    n, devices = size
     calls = []
 
     @drjax.program(clients=n)
@@ -126,10 +128,10 @@ def test_effects_happen_for_groups_only(run, n, devices):
     assert sorted(calls) == [(i, i + 1.0) for i in range(n)]
 
 
-@every_run
-@every_size
-def test_checks_that_hold_for_every_group_hold(run, n, devices):
+@sizes_and_runs
+def test_checks_that_hold_for_every_group_hold(run, size):
     """As libraries write them: a callback that raises, for instance for a zero."""
+    n, devices = size
 
     @drjax.program(clients=n)
     def f(x):

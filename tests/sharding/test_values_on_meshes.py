@@ -191,7 +191,9 @@ def test_sizes_that_do_not_divide_in_other_ways(n):
 IN_ORDER, REVERSED = ("dcn", "ici"), ("ici", "dcn")
 
 
-@pytest.mark.parametrize("axes", [IN_ORDER, REVERSED], ids=str)
+@pytest.mark.parametrize(
+    "axes", some([IN_ORDER, REVERSED], IN_ORDER, marks=pytest.mark.slow), ids=str
+)
 @pytest.mark.parametrize(
     "kind",
     some([AUTO, EXPLICIT, (AUTO, EXPLICIT), (EXPLICIT, AUTO)], EXPLICIT),
