@@ -17,18 +17,22 @@ from drjax.plan import Plan
 def flat_inputs(
     plan: Plan, args: tuple, kwargs: dict, as_array: Callable = jnp.asarray
 ) -> list[Any]:
-    """The leaves of the arguments, as arrays.
+    """Flatten the arguments of a call to arrays, checked against the plan's inputs.
 
     Args:
-      plan: The plan.
-      args: Arguments given by position.
-      kwargs: Arguments given by name.
-      as_array: Makes an array of a leaf.
+      plan: The plan to run.
+      args: The positional arguments of the call.
+      kwargs: The keyword arguments of the call.
+      as_array: Converts a leaf to the array that is checked and returned.
+
+    Returns:
+      One array for each value of `plan.inputs`, in that order.
 
     Raises:
-      DrjaxTypeError: Their structure is another than that of `plan.in_tree`, or a leaf
-        has a dtype other than its value in `plan.inputs`.
-      DrjaxValueError: A leaf has another shape.
+      DrjaxTypeError: The tree structure of `(args, kwargs)` is not `plan.in_tree`, or
+        the dtype of a leaf is not that of its value in `plan.inputs`.
+      DrjaxValueError: The shape of a leaf is not that of its value; a partitioned value
+        has the group axis too.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     # Types in a plan are fixed: other arguments need another plan, not a cast.

@@ -31,29 +31,39 @@ from drjax.primitives import (
 
 
 def broadcast(x, partition: Partition):
-    """A copy of a global value for each group."""
+    """Bind `broadcast_p`: copy a global value `[*s]` to n groups, `[n, *s]`."""
     return broadcast_p.bind(x, partition=partition, mesh=None)
 
 
 def partition_index(partition: Partition):
-    """The indices of all groups, int32 `[n]`, partitioned."""
+    """Bind `partition_index_p`: the indices of all groups, int32 `[n]`, partitioned."""
     return partition_index_p.bind(partition=partition, mesh=None, per_group=False)
 
 
 def reduce_groups(primitive, x, partition: Partition):
-    """A reduction over axis 0, such as `reduce_sum_p`."""
+    """Bind a reduction of a partitioned value `[n, *s]` to a global one, `[*s]`.
+
+    Args:
+      primitive: The primitive of the reduction, such as `reduce_sum_p`.
+      x: The partitioned value, its group axis first.
+      partition: The partition.
+    """
     return primitive.bind(x, partition=partition, mesh=None)
 
 
 def map_groups(
     fn: Callable[..., Sequence[Any]], *operands, partition: Partition
 ) -> list[Any]:
-    """`fn` of the slices of each group; it returns a sequence of arrays.
+    """Bind `map_fn_p`: apply `fn` to the slices of each group.
 
     Args:
-      fn: The function of one group. What it closes over is broadcast.
-      *operands: Partitioned values, along axis 0.
+      fn: The function of one group, from slices to a sequence of arrays. Values that it
+        closes over are broadcast; its name becomes that of the equation.
+      *operands: Partitioned values, their group axis first.
       partition: The partition.
+
+    Returns:
+      The results of all groups, partitioned along axis 0.
     """
     avals = tuple(map(_compat.typeof, operands))
     jaxpr, closed_over = trace_group(
@@ -71,15 +81,19 @@ def map_groups(
 
 
 def gather_groups(x, axis: int, partition: Partition):
-    """The slices of all groups, which lie along `axis`, as a global value."""
+    """Bind `gather_p`: a value partitioned along `axis` as a global one."""
     slices = gather_p.bind(jnp.moveaxis(x, axis, 0), partition=partition, mesh=None)
     return jnp.moveaxis(slices, 0, axis)
 
 
 def select_group(x, i, partition: Partition):
-    """The slice of group i, int32, as a global value: a sum of it and of zeros.
+    """Select the slice of one group as a global value: a sum in which others add zeros.
 
-    As in `drjax.select`, i counts from the end if it is negative, and is clamped.
+    Args:
+      x: The partitioned value, `[n, *s]`: of any dtype, random keys included.
+      i: The index of the group, int32 `[]`, global. As in `drjax.select`, it counts
+        from the end if it is negative, and is clamped.
+      partition: The partition.
     """
     n = partition.size
     index = partition_index(partition)
@@ -101,10 +115,16 @@ def select_group(x, i, partition: Partition):
 
 
 def keep_chosen_group(index, selected, own):
-    """The slice of the group with the index `selected`, zeros in all others."""
+    """Return a group's slice if the group is the selected one, else zeros.
+
+    Args:
+      index: The index of this group, int32 `[]`.
+      selected: The index of the group to select, int32 `[]`.
+      own: The slice of this group.
+    """
     return [jnp.where(index == selected, own, jnp.zeros((), own.dtype))]
 
 
 def key_data(key):
-    """The raw data of a key."""
+    """Convert a group's slice of random keys to their raw data, which can be added."""
     return [jax.random.key_data(key)]

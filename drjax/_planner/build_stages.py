@@ -33,13 +33,13 @@ class PlanSignature:
     """The name of a plan, its arguments and its results.
 
     Attributes:
-      name: Its name.
+      name: The name of the plan.
       arguments: A name for each argument.
       result_kinds: The kind that each result must have. A global value may be required
         as a partitioned one.
-      results: A name for each result, if it has one.
-      in_tree: The structure of the arguments; None: they are flat.
-      out_tree: The structure of the results; None: they are flat.
+      results: A name for each result; (): results are named by their equations.
+      in_tree: The tree structure of the arguments; None: they are flat.
+      out_tree: The tree structure of the results; None: they are flat.
     """
 
     name: str
@@ -53,10 +53,10 @@ class PlanSignature:
 def build_plan(
     kinds: Environment, signature: PlanSignature, rematerialize: bool
 ) -> Plan:
-    """The plan of an inlined jaxpr.
+    """Build the plan of an inlined jaxpr: split the jaxpr at its communication.
 
     Args:
-      kinds: The kinds of its variables.
+      kinds: The kinds of the jaxpr's variables.
       signature: The name of the plan, its arguments and results.
       rematerialize: Whether a round rematerializes the results of earlier rounds that
         it needs, instead of each group saving them. Equations with effects and
@@ -104,14 +104,17 @@ def build_plan(
 
 
 def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
-    """The value of a variable where a kind is required, global or partitioned."""
+    """The `Value` of a variable where a kind is required, global or partitioned.
+
+    Of a global variable that is required partitioned: the value of its slices.
+    """
     return values.value(var) if kind.axis is None else values.outgoing(var, kind.axis)
 
 
 def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
 ) -> set[Any]:
-    """The global variables that local stages and loops take."""
+    """The global variables that local stages and loops take from the server."""
     taken = {x.var for p in parts for x in (*p.broadcast, *p.scatter)}
     for eqns in rounds.loops.values():
         for eqn in eqns:
@@ -123,14 +126,17 @@ def _globals_of_groups(
 def _server_stages(
     rounds: RoundAssignment, values: StageValues, live: set[Any], num_rounds: int
 ) -> list[Stage]:
-    """The server's stage of each round, and the one after the last round.
+    """Trace the server's stage of each round, and the one after the last round.
 
     Args:
       rounds: The rounds of equations.
       values: The values of the program.
-      live: The variables that local stages, loops and results need, to which the
-        operands of live equations are added.
+      live: The variables that local stages, loops and results need. The operands of
+        live equations are added to this set.
       num_rounds: The number of rounds.
+
+    Returns:
+      `num_rounds + 1` stages, in order; a stage that computes nothing is empty.
     """
     consts: dict[Any, Any] = values.program.consts
     stages = []
@@ -155,7 +161,14 @@ def _server_stages(
 def _reduces(
     rounds: RoundAssignment, values: StageValues, parts: LocalStageParts, index: int
 ) -> tuple[Reduce, ...]:
-    """The reductions of a round."""
+    """The reductions after the local stage of a round, as the plan records them.
+
+    Args:
+      rounds: The rounds of equations.
+      values: The values of the program.
+      parts: The parts of the local stage of the round.
+      index: The index of the round.
+    """
     reduces = []
     for eqn in rounds.reduces.get(index, ()):
         operand, result = eqn.invars[0], values.value(eqn.outvars[0])
@@ -172,7 +185,7 @@ def _reduces(
 
 
 def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> Loop:
-    """A loop of rounds, with a plan for each of its bodies."""
+    """Build the `Loop` of a `scan`, `while` or `cond`, with a plan for each body."""
     op, loop = eqn.primitive.name, kinds.loops[eqn]
     operands = zip(eqn.invars, loop.operand_kinds, strict=True)
     inputs = tuple(_value_of_kind(values, v, kind) for v, kind in operands)

@@ -17,7 +17,7 @@ from drjax._sharding.layout import find_mesh, make_layout
 
 @dataclass(frozen=True)
 class Typed:
-    """An argument or a result of a program.
+    """One array among the arguments or results of a program.
 
     Attributes:
       name: Its name and tree path.
@@ -77,7 +77,7 @@ class Signature:
         return "\n".join([title, *lines[:count], "returns", *lines[count:]])
 
     def _placement(self) -> str:
-        """How many groups each device has, and along which mesh axes."""
+        """Describe the mesh axes and the groups per device, for the printed text."""
         assert self.partition is not None
         if not self.axes:
             return "run locally (no mesh with such an axis in context)"

@@ -21,13 +21,15 @@ from drjax._planner.partitioning.environment import Environment
 
 
 def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
-    """The program with building blocks for all equations that imply communication.
+    """Rewrite all equations that imply communication as building blocks, also in loops.
+
+    A scatter of a value that is partitioned already becomes a copy.
 
     Args:
-      kinds: The kinds of the program.
+      kinds: The kinds of the variables of the program.
 
     Returns:
-      None if no equation implies communication.
+      The rewritten program; None if there is no such equation or scatter.
     """
     if kinds.partition is None:
         return None
@@ -58,11 +60,19 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
 
 
 def _identity(partition: Partition, x):
+    """Copy `x`, in place of a scatter of a value that is partitioned already."""
     return jnp.copy(x)
 
 
 def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
-    """The equations of `fn`, with the operands and results of another equation."""
+    """Trace `fn` to the equations that replace an equation.
+
+    Args:
+      eqn: The equation to replace: its operands and results stay the same variables.
+      fn: `fn(partition, *operands)`, with the results of `eqn`.
+      partition: The partition.
+      consts: Values of constants, to which those of the trace are added.
+    """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     # Tracing writes jits of jax.numpy, which are inlined like the user's.
     inner = inline_calls(jax.make_jaxpr(lambda *xs: fn(partition, *xs))(*avals))

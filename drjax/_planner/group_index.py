@@ -26,13 +26,20 @@ from drjax.primitives import partition_index_p
 
 
 def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list:
-    """The results of a per-group jaxpr for one group.
+    """Evaluate a per-group jaxpr for one group, whose index replaces `partition_index`.
 
     Args:
       jaxpr: The jaxpr of one group, such as that of a `map_fn`.
       group: The group index, an int32 scalar.
-      partition: The partition whose index `group` is.
+      partition: The partition whose index `group` is; None if the plan has none.
       *args: The arguments of the jaxpr: slices of this group.
+
+    Returns:
+      The results of the jaxpr.
+
+    Raises:
+      PlanError: An equation other than a loop, a branch or a call contains a jaxpr that
+        uses the group index.
     """
     # Without the index the jaxpr is called as it is, with its calls and their caches.
     if not _uses_group_index(jaxpr, partition):
@@ -64,7 +71,7 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
 
 
 def _is_group_index(eqn, partition: Partition | None) -> bool:
-    """Whether an equation of one group has the index of this group as result."""
+    """Whether an equation of one group is the `partition_index` of this partition."""
     return (
         eqn.primitive is partition_index_p
         # Outside of a map_fn the primitive returns the indices of all groups.
@@ -74,7 +81,7 @@ def _is_group_index(eqn, partition: Partition | None) -> bool:
 
 
 def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
-    """Whether the group index is used anywhere in a per-group jaxpr."""
+    """Whether a per-group jaxpr has this partition's `partition_index` at any depth."""
     return any(_is_group_index(eqn, partition) for eqn in deep_equations(jaxpr))
 
 

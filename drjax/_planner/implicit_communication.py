@@ -39,8 +39,8 @@ class ImplicitCommunication:
     """The communication that an equation implies.
 
     Attributes:
-      fn: The equation written with building blocks: `(partition, *operands)`.
-      in_axes: The group axis of each operand; None: it enters whole.
+      fn: `fn(partition, *operands)`: the results of the equation, by building blocks.
+      in_axes: The group axis of each operand; None: the whole operand is needed.
       out_axes: The group axis of each result, None if it is global; (): all are global.
     """
 
@@ -49,16 +49,17 @@ class ImplicitCommunication:
     out_axes: tuple[int | None, ...] = ()
 
     def result_axes(self, eqn) -> tuple[int | None, ...]:
+        """The group axis of each result of the equation `eqn`; None: it is global."""
         return self.out_axes or (None,) * len(eqn.outvars)
 
 
 def implicit_communication(
     eqn, axes: Sequence[int | None]
 ) -> ImplicitCommunication | None:
-    """The communication that an equation implies, or None.
+    """Recognize the communication that an equation implies; None if it implies none.
 
     Args:
-      eqn: The equation.
+      eqn: The equation, of any primitive.
       axes: The group axis of each operand; None: it is not partitioned.
     """
     if eqn.primitive.name == "scan":
@@ -80,10 +81,12 @@ def implicit_communication(
 
 
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
-    """The equation, bound once on whole arrays, after a gather of its operands.
+    """Rewrite an equation to act once on whole arrays, after a gather of its operands.
+
+    With a single group, where a gather costs nothing, this gives any equation a plan.
 
     Args:
-      eqn: The equation, any.
+      eqn: The equation, of any primitive.
       axes: The group axis of each operand; None: it is not partitioned.
 
     Returns:
@@ -104,15 +107,15 @@ def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | 
 
 
 def _with_global_result(eqn, axis: int) -> Callable | None:
-    """An equation whose first operand alone is partitioned, with a global result.
+    """Rewrite an equation that reduces or reads groups, with building blocks.
 
     Args:
-      eqn: The equation, any.
+      eqn: An equation of any primitive, whose first operand alone is partitioned.
       axis: The group axis of its first operand.
 
     Returns:
-      `(partition, *operands) -> result`; None if the equation is no reduction of groups
-      and reads no single ones.
+      `(partition, *operands) -> result`, which is global; None if the equation neither
+      reduces the group axis nor reads the slices of some groups.
     """
     op = reduce_ops.of_lax_primitive(eqn.primitive)
     if op is not None:
@@ -123,7 +126,7 @@ def _with_global_result(eqn, axis: int) -> Callable | None:
 def _contraction(
     eqn, left: int | None, right: int | None
 ) -> ImplicitCommunication | None:
-    """A product that contracts the group axis.
+    """Rewrite a product that contracts the group axis as products and a `reduce_sum`.
 
     With the group axis c of x and of y, `sum_c x[c] y[c]` is by definition the sum over
     groups of the products of their slices: the contraction becomes a batch dimension,
@@ -132,7 +135,11 @@ def _contraction(
     Args:
       eqn: A `dot_general`.
       left: The group axis of its first operand; None: it is not partitioned.
-      right: That of its second operand.
+      right: The group axis of its second operand, or None.
+
+    Returns:
+      None if the group axis is not contracted, or the operands are partitioned along
+      dimensions that are not contracted with each other.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if left is not None and left in lc:
@@ -161,14 +168,20 @@ def _contraction(
 def _convolution(
     eqn, left: int | None, right: int | None
 ) -> ImplicitCommunication | None:
-    """A convolution that contracts the group axis: it lies along the input features.
+    """Rewrite a convolution whose input features are the groups, with a `reduce_sum`.
 
-    The derivative in the kernel is one: its input features are the batch.
+    Each group convolves its feature, and the sum over groups contracts them. The
+    derivative of a convolution in its kernel has this form: its input features are the
+    batch.
 
     Args:
       eqn: A `conv_general_dilated`.
       left: The group axis of its first operand; None: it is not partitioned.
-      right: That of its second operand.
+      right: The group axis of its second operand, or None.
+
+    Returns:
+      None if an operand is partitioned along another dimension than its input features,
+      if neither is partitioned, or if the convolution has feature or batch groups.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     in_axes = dims.lhs_spec[1], dims.rhs_spec[1]
@@ -192,7 +205,7 @@ def _convolution(
 
 
 def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
-    """A reduction of `jax.lax` over the group axis, and maybe over others.
+    """Rewrite a reduction of `jax.lax` over the group axis, and maybe over others.
 
     Args:
       eqn: A reduction of `jax.lax`, such as a `reduce_sum`.
@@ -200,8 +213,8 @@ def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
       axis: The group axis of its operand.
 
     Returns:
-      `(partition, operand) -> result`; None if it does not reduce the group axis, or if
-      drjax has no such reduction of this dtype.
+      `(partition, operand) -> result`, which is global; None if `eqn` does not reduce
+      the group axis, or if drjax has no such reduction of this dtype.
     """
     axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
     bitwise = eqn.primitive in (lax.reduce_or_p, lax.reduce_and_p)

@@ -40,14 +40,15 @@ _SCATTERS = frozenset(
 
 
 def read_some_groups(eqn, axis: int) -> Callable | None:
-    """An equation that reads some groups of its first operand, with building blocks.
+    """Rewrite an equation that reads some groups of its first operand by their index.
 
     Args:
-      eqn: The equation, any.
+      eqn: An equation of any primitive, such as a `slice` or a `gather`.
       axis: The group axis of its first operand.
 
     Returns:
-      `(partition, *operands) -> result`, which is global; None if it is none.
+      `(partition, *operands) -> result` with building blocks, whose result is global;
+      None if the equation does not read groups, or reads too many of them.
     """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
@@ -68,15 +69,15 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
 
 
 def update_some_groups(eqn, axis: int) -> Callable | None:
-    """An equation that updates some groups of its first operand, with building blocks.
+    """Rewrite an equation that updates some groups of its first operand by their index.
 
     Args:
-      eqn: The equation, any.
+      eqn: An equation of any primitive, such as a `scatter` or `dynamic_update_slice`.
       axis: The group axis of its first operand.
 
     Returns:
-      `(partition, *operands) -> result`, which is partitioned along the same axis; None
-      if it is none.
+      `(partition, *operands) -> result` with building blocks, whose result is
+      partitioned along `axis`; None if the equation does not update some groups.
     """
     if eqn.primitive is lax.dynamic_update_slice_p:
         return _dynamic_update_slice(eqn, axis)
@@ -86,10 +87,16 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
 
 
 def _select_groups(partition: Partition, x, axis: int, indices):
-    """The slices of the groups with these indices, along the group axis.
+    """Select the slices of k groups as a global value, stacked along the group axis.
 
     Of k groups, either every group adds k slices (zeros, if it is not selected) to a
     sum: n k operations, or every group sends one slice to a gather: n slices of memory.
+
+    Args:
+      partition: The partition, of n groups.
+      x: The partitioned value.
+      axis: The group axis of x, and the axis of the result that has size k.
+      indices: The group indices, integers `[k]`, global. They are clipped to 0..n-1.
     """
     if indices.dtype.itemsize < 4:  # n may not fit in it
         indices = indices.astype(jnp.int32)
@@ -104,16 +111,20 @@ def _select_groups(partition: Partition, x, axis: int, indices):
 
 
 # -------------------------------------------------------------------------------------
-# Reading. `axis` is the group axis of the operand, whose shape is `shape`.
+# Reading. `axis` is the group axis of the operand, whose shape is `shape`. Each rewrite
+# returns `(partition, *operands) -> result`, or None if it does not apply.
 
 
 def _are_few(count: int, n: int) -> bool:
-    """Whether `count` of n groups are at most half: more would be a shift of them."""
+    """Whether 0 < count <= n / 2: to read more of n groups would be a shift of them."""
     return 0 < count <= n // 2
 
 
 def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
-    """`x[start:stop:step]` with known numbers: these groups are selected."""
+    """Rewrite `x[start:stop:step]`, whose bounds are parameters: select these groups.
+
+    None if it reads no group or more than half of them.
+    """
     params = eqn.params
     strides = params["strides"] or (1,) * len(shape)
     starts, limits = list(params["start_indices"]), list(params["limit_indices"])
@@ -132,7 +143,11 @@ def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
-    """Negative padding, which removes groups: the cotangent of a slice's cotangent."""
+    """Rewrite a `pad` that removes groups by negative padding: select those that stay.
+
+    The derivative of a slice's derivative has this form. None if the padding adds
+    elements along the group axis, or if no group or more than half of them stay.
+    """
     config = list(eqn.params["padding_config"])
     low, high, interior = config[axis]
     selected = range(-low, shape[axis] + high)
@@ -148,7 +163,10 @@ def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
-    """Groups from a computed start on, as many as the slice has: they are selected."""
+    """Rewrite a `dynamic_slice` along the group axis: select groups from its start on.
+
+    None if it reads no group or more than half of them.
+    """
     sizes = list(eqn.params["slice_sizes"])
     count, sizes[axis] = sizes[axis], shape[axis]
     if not _are_few(count, shape[axis]):
@@ -166,13 +184,16 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _clamped(start, last: int):
-    """A start index as int32, moved into the bounds as JAX moves it."""
+    """Clamp a start index, an integer `[]`, to 0..last as JAX does; returns int32."""
     start = start if start.dtype.itemsize >= 4 else start.astype(jnp.int32)
     return jnp.clip(start, 0, last).astype(jnp.int32)
 
 
 def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
-    """The slice of a single group: its axis is among the squeezed dimensions."""
+    """Rewrite a squeeze of the group axis, of size one: select the only group.
+
+    `dimensions` are the dimensions that the equation squeezes, `axis` among them.
+    """
     # Dimension numbers of the slice, which lacks the group axis.
     others = tuple(d - (d > axis) for d in dimensions if d != axis)
 
@@ -185,7 +206,7 @@ def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
 
 
 def _unstack(eqn, axis: int) -> Callable:
-    """`a, b, c = y`: the slices of all groups, each a result."""
+    """Rewrite `a, b, c = y`, one result for each group: gather all slices first."""
 
     def with_blocks(partition: Partition, x):
         return _compat.bind_equation(eqn, [gather_groups(x, axis, partition)])
@@ -194,10 +215,14 @@ def _unstack(eqn, axis: int) -> Callable:
 
 
 def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
-    """Whole slices of fewer groups than there are, each selected by an index.
+    """Rewrite a `gather` of groups' slices: select the groups that it indexes.
 
-    Of a batch of arrays, slices of each are selected. Out of bounds, `jnp.take` fills
-    in a value.
+    Of a batch of arrays, slices of each array are selected. Indices out of bounds are
+    clipped or filled in, as the mode of the gather says.
+
+    Returns:
+      None if the gather does not index the group axis, reads parts of slices or as many
+      slices as there are groups, has another mode, or would fill in a random key.
     """
     params = eqn.params
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -247,26 +272,32 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _per_column(limits: Sequence[int], indices):
-    """A limit for each column of indices."""
+    """Broadcast `limits`, one for each column, to the shape and dtype of `indices`."""
     return jnp.broadcast_to(jnp.array(limits, indices.dtype), indices.shape)
 
 
 def _fill(dtype, value):
-    """The value that JAX fills in for an index out of bounds."""
+    """The scalar that a `gather` fills in for indices out of bounds.
+
+    Args:
+      dtype: The dtype of its result.
+      value: Its parameter `fill_value`; None: the default of JAX for the dtype.
+    """
     # JAX chooses it by dtype: NaN, or the least or greatest integer. Ask JAX itself.
     one = jnp.zeros((1,), dtype)
     return one.at[1].get(mode="fill", fill_value=value)
 
 
 # -------------------------------------------------------------------------------------
-# Updating. `axis` is the group axis of the operand.
+# Updating. `axis` is the group axis of the operand. Rewrites return the same as above.
 
 
 def _each_group(update: Callable, partition: Partition, x, axis: int):
-    """`update(group index, slice)` of all groups, as a partitioned value.
+    """Apply `update` to the slice of each group; the result is partitioned as `x` is.
 
     Args:
-      update: The function of one group; its slice keeps the group axis, of size one.
+      update: The function of one group, from its index, int32 `[]`, and its slice to
+        the new slice. Both slices have the group axis, of size one.
       partition: The partition.
       x: The partitioned value.
       axis: Its group axis.
@@ -281,7 +312,10 @@ def _each_group(update: Callable, partition: Partition, x, axis: int):
 
 
 def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
-    """Each group of the window takes its slice of the update; others keep theirs."""
+    """Rewrite a `dynamic_update_slice` of some groups; other groups keep their slices.
+
+    None if the update has no group or all of them along the group axis.
+    """
     count = eqn.invars[1].aval.shape[axis]
     if count == 0 or count == eqn.invars[0].aval.shape[axis]:
         return None
@@ -302,7 +336,14 @@ def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
 
 
 def _scatter(eqn, axis: int) -> Callable | None:
-    """Each group applies the updates whose index is its own, and drops all others."""
+    """Rewrite a scatter that indexes the group axis: each group applies its updates.
+
+    It drops the updates whose index is that of another group.
+
+    Returns:
+      None if the scatter does not index the group axis, has as many indices as there
+      are groups, one window over all groups, or several windows of several groups each.
+    """
     params = eqn.params
     dims, mode = params["dimension_numbers"], params["mode"]
     operand, indices, updates = (v.aval for v in eqn.invars)

@@ -66,11 +66,16 @@ CONTROL = {
 
 
 class InlinedJaxpr:
-    """Straight-line code: `invars`, `eqns`, `outvars`, and values of constants.
+    """A jaxpr without calls: the planner's intermediate form, which passes rewrite.
 
     Attributes:
-      known_bodies: The inlined jaxprs of its loops and branches, by equation.
-      names: Names of its arguments, if it is a whole program.
+      invars: The variables that are its arguments.
+      eqns: Its equations, definitions before uses.
+      outvars: The variables that are its results.
+      consts: For each variable that is a constant its value.
+      known_bodies: The inlined jaxprs of loops and branches, by equation: those that
+        `bodies` has inlined or a pass has rewritten.
+      names: For each argument its name, if it is a whole program; {} for a body.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
@@ -93,10 +98,10 @@ class InlinedJaxpr:
         return indices
 
     def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`analysis(*args)`, computed once in the life of this jaxpr.
+        """`analysis(*args, **kwargs)`, computed once in the life of this jaxpr.
 
-        Passes that infer partitioning again, after a rewrite, ask the same of what was
-        not rewritten.
+        Passes that infer partitioning again, after a rewrite, ask the same of equations
+        and bodies that were not rewritten. The arguments must be hashable.
         """
         key = analysis, args, *kwargs.items()
         if key not in self._memoized:
@@ -104,7 +109,10 @@ class InlinedJaxpr:
         return self._memoized[key]
 
     def bodies(self, eqn) -> tuple["InlinedJaxpr", ...]:
-        """The inlined jaxprs of a loop: (body,), (condition, body), or branches."""
+        """The inlined jaxprs of a loop or branch, an equation of this jaxpr.
+
+        (body,) of a scan, (condition, body) of a while, the branches of a cond.
+        """
         if eqn not in self.known_bodies:
             params = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
             closed = params[0] if eqn.primitive.name == "cond" else params
@@ -116,9 +124,9 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     """Inline all calls of a closed jaxpr, and remove dead equations.
 
     Args:
-      closed: The jaxpr.
-      call: The loop or branch whose body it is, if it is one: equations without a
-        source line of their own get its line.
+      closed: The closed jaxpr.
+      call: The loop or branch equation if `closed` is a body of one: equations without
+        a source line of their own get its line. None for a whole program.
     """
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
@@ -147,7 +155,12 @@ def is_rewritten_scan(eqn) -> bool:
 
 
 def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
-    """Whether a jaxpr holds a building block (of this partition) at any depth."""
+    """Whether a jaxpr binds a building block at any depth outside of mapped functions.
+
+    Args:
+      jaxpr: The jaxpr, open or closed.
+      partition: The partition of the building block; None: any partition.
+    """
     # The jaxpr of a map_fn is work of one group: its blocks are an inner program's.
     return any(
         eqn.primitive in BLOCKS
@@ -158,7 +171,7 @@ def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
 
 
 def _variable(atom, consts: dict):
-    """`atom`, or a new constant that holds a literal."""
+    """`atom` if it is a variable; of a literal, a new constant, added to `consts`."""
     if not isinstance(atom, Literal):
         return atom
     var = _compat.new_var(atom.aval)
@@ -167,12 +180,12 @@ def _variable(atom, consts: dict):
 
 
 def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> list:
-    """Append the equations of a jaxpr to `eqns`, those of its calls inlined.
+    """Append the equations of a jaxpr to `eqns`, and those of its calls in their place.
 
     Args:
       jaxpr: The open jaxpr.
       args: What it is applied to: variables, or literals.
-      eqns: The list to which its equations are appended.
+      eqns: The list to which equations are appended.
       consts: The values of constants, to which those of inlined calls are added.
       call: The equation that calls it, None at the top. Its equations then get fresh
         variables, as another equation may call the same jaxpr.
@@ -213,7 +226,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
 
 def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
-    """The jaxpr that an equation only calls, and its operands; None for any other.
+    """`(jaxpr, operands)` of an equation that only calls a jaxpr; None for any other.
 
     Args:
       eqn: The equation.
@@ -234,7 +247,7 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
 
 
 def _is_identity(eqn) -> bool:
-    """Whether the results of an equation are its operands, one by one."""
+    """Whether the results of an equation are its operands: inlining removes it."""
     if eqn.primitive.name == "device_put":
         # Without a device it moves nothing.
         return all(device is None for device in eqn.params["devices"])
@@ -246,7 +259,11 @@ def _is_identity(eqn) -> bool:
 
 
 def _with_scalar_condition(eqn):
-    """A `while` with a scalar condition, for one with a batch of conditions."""
+    """Rewrite a `while` with a batch of conditions to one with a scalar condition.
+
+    Batching a `while` gives it a condition for each element. Any other equation is
+    returned as it is.
+    """
     if eqn.primitive.name != "while":
         return eqn
     params = eqn.params
@@ -282,12 +299,27 @@ def _with_scalar_condition(eqn):
 
 
 def any_of_batch(condition: Callable) -> Callable:
-    """Whether any element of a batch continues; `condition` returns a bool for each."""
+    """Reduce a batch of conditions to whether any element of the batch continues.
+
+    Args:
+      condition: `condition(*carry)`, which returns a bool for each element.
+
+    Returns:
+      A function of the carry that returns a bool `[]`.
+    """
     return lambda *carry: jnp.any(condition(*carry))
 
 
 def step_where(condition: Callable, step: Callable) -> Callable:
-    """`step` for the elements of a batch that continue; the others stay as they are."""
+    """Restrict a step to the elements of a batch that continue; others stay unchanged.
+
+    Args:
+      condition: `condition(*carry)`, which returns a bool for each element.
+      step: `step(*carry)`, which returns the new carried values.
+
+    Returns:
+      A function of the carry that returns the list of new carried values.
+    """
 
     def masked_step(*carry):
         mask = condition(*carry)
@@ -301,10 +333,14 @@ def step_where(condition: Callable, step: Callable) -> Callable:
 
 
 def _with_explicit_broadcasts(eqn) -> list:
-    """A pointwise equation whose operands all have the shape of the result.
+    """Broadcast the operands of a pointwise equation explicitly to the result's shape.
 
     A pointwise primitive broadcasts dimensions of size one implicitly. Such a dimension
     may be the group axis of a single group, which unbatching must see.
+
+    Returns:
+      The equations of the broadcasts and the pointwise one; `[eqn]` if there is nothing
+      to broadcast, or if it is not pointwise.
     """
     if eqn.primitive.name not in ELEMENTWISE:
         return [eqn]
@@ -318,7 +354,16 @@ def _with_explicit_broadcasts(eqn) -> list:
 
 
 def _broadcast(var, shape, source_info) -> tuple[list, Any]:
-    """Equations that broadcast dimensions of size one, and their result."""
+    """Write equations that broadcast a variable's dimensions of size one.
+
+    Args:
+      var: The variable.
+      shape: The shape of the result, with as many dimensions.
+      source_info: The source line for the equations.
+
+    Returns:
+      `(equations, variable that is their result)`.
+    """
     small = var.aval.shape
     kept = [d for d in range(len(shape)) if small[d] == shape[d]]
     unit = [d for d in range(len(shape)) if small[d] != shape[d]]
@@ -337,9 +382,16 @@ def _broadcast(var, shape, source_info) -> tuple[list, Any]:
 
 
 def _fold_constants(eqns: list, consts: dict) -> list:
-    """Constant folding of scalars, such as 1/n in a gradient.
+    """Evaluate pointwise equations on scalar constants, such as 1/n in a gradient.
 
     A folded scalar is part of a stage's code, instead of a broadcast in each round.
+
+    Args:
+      eqns: The equations, definitions before uses.
+      consts: The values of constants, to which the results are added.
+
+    Returns:
+      The equations that remain.
     """
     kept = []
     for eqn in eqns:

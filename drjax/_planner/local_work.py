@@ -43,7 +43,7 @@ _INPUTS_OF_STAGES = (
 
 @dataclass(frozen=True)
 class LocalStageParts:
-    """What a local stage takes, computes and returns.
+    """What a local stage takes, computes and returns; `trace_local_stage` traces it.
 
     Attributes:
       equations: Its equations, in the order of the program.
@@ -51,11 +51,14 @@ class LocalStageParts:
       broadcast: Global values of which it takes a copy.
       scatter: Global values of which it takes a slice.
       slices: Slices of partitioned values that it takes from earlier rounds.
-      saved: Of what it computes, the slices that it returns.
-      fenced: Of these, the bitwise-observable ones.
-      outgoing: Global values that leave it for the communication after it, as
-        `(variable, group axis)`: each group returns its slice, or its copy.
-      forwarded: Slices of earlier rounds that it hands through to a reduction.
+      saved: The variables that it computes and whose slices it returns.
+      fenced: The bitwise-observable variables among `saved`, which the compiler must
+        not rematerialize either.
+      outgoing: Variables that the communication after it takes and that groups do not
+        store (global, broadcast or scattered ones), as `(variable, group axis)`: each
+        group returns its slice, or its copy.
+      forwarded: Variables of earlier rounds whose slices it hands through to a
+        reduction.
     """
 
     equations: Sequence[Any]
@@ -75,7 +78,7 @@ class LocalWork:
     Args:
       kinds: The kinds of a program.
       rounds: The rounds of its equations.
-      values: The operands of its equations.
+      values: How its local stages obtain the operands of equations.
       result_kinds: The kind that each result of the program must have.
       rematerialize: Whether a round rematerializes the results of earlier rounds that
         it needs, instead of each group saving them.
@@ -112,7 +115,11 @@ class LocalWork:
         self._last_use = {v: i for i in indices for v in self._live_into_round(i)}
 
     def parts(self, index: int) -> LocalStageParts:
-        """What the local stage of a round takes, computes and returns."""
+        """What the local stage of a round takes, computes and returns.
+
+        Args:
+          index: The index of the round, from 0.
+        """
         equations, computed = self._equations[index], self._computed[index]
         leaving, is_slice = self._leaving[index], self._values.is_slice
         outgoing = [x for x in leaving if not is_slice(*x)]
@@ -138,7 +145,7 @@ class LocalWork:
         )
 
     def _count_rounds(self) -> int:
-        """One more than the last round that communicates, or whose groups work."""
+        """The number of rounds: up to the last that communicates or has local work."""
         indices = [*self._rounds.reduces, *self._rounds.loops]
         # Broadcasts and indices alone need no round: a later stage has them as inputs.
         for index, eqns in self._rounds.local.items():
@@ -151,7 +158,7 @@ class LocalWork:
         return 1 + max(indices, default=-1)
 
     def _equations_of_round(self, index: int) -> list[Any]:
-        """The equations of a local stage, rematerialized ones included."""
+        """The equations of a round's local stage, rematerialized ones included."""
         eqns = [e for e in self._rounds.local.get(index, ()) if _is_work(e)]
         if not self._rematerialize:
             return eqns
@@ -180,10 +187,11 @@ class LocalWork:
         return not self._kinds.is_loop(eqn)
 
     def _computed_in_round(self, index: int) -> dict[Any, None]:
-        """The variables that a stage computes, in order.
+        """The variables that the local stage of a round computes, in program order.
 
         An equation with several results may be rematerialized for one of them while
-        another is observable: that one is read from the round that computed it.
+        another is bitwise-observable: that result is not computed a second time, but
+        read from the round that computed it.
         """
         results = (v for eqn in self._equations[index] for v in eqn.outvars)
         return dict.fromkeys(
@@ -193,14 +201,14 @@ class LocalWork:
         )
 
     def _live_into_round(self, index: int) -> set[Any]:
-        """The slices that a round needs of earlier ones."""
+        """The variables of earlier rounds whose slices a round needs."""
         operands = [x for e in self._equations[index] for x in self._values.operands(e)]
         needed = {x.var for x in operands if isinstance(x, SliceOperand)}
         needed |= self._leaving_slices[index].keys()
         return needed - self._computed[index].keys()
 
     def _is_saved(self, var, index: int) -> bool:
-        """Whether a slice that a stage computes is one of its outputs."""
+        """Whether the stage of a round returns the slices of a variable it computes."""
         # Leaving slices are outputs under their own name: no copy is made.
         if var in self._leaving_slices[index]:
             return True
@@ -215,9 +223,16 @@ def _leaving(
     results: Sequence[tuple[Any, Kind]],
     index: int,
 ) -> list[tuple[Any, int]]:
-    """The variables that leave the groups after a round, with their group axes.
+    """The variables that leave the groups after a round, as `(variable, group axis)`.
 
-    They are what the communication after it takes, and results of the program.
+    They are operands of the reductions and loops after the round, and results of the
+    program.
+
+    Args:
+      kinds: The kinds of the program.
+      rounds: The rounds of its equations.
+      results: Each result of the program with the kind that it must have.
+      index: The index of the round.
     """
     # A reduction takes groups along axis 0. Its operand may be global: then each group
     # sends its slice of it, or its copy of a broadcast.
@@ -235,9 +250,13 @@ def _leaving(
 
 
 def _is_work(eqn) -> bool:
-    """Whether a partitioned equation is computed by a local stage."""
+    """Whether a local stage computes an equation on partitioned values.
+
+    Broadcasts, scatters and `partition_index` are inputs of stages instead.
+    """
     return eqn.primitive not in _INPUTS_OF_STAGES
 
 
 def _unique(items) -> list:
+    """The items without repetitions, in order of their first occurrences."""
     return list(dict.fromkeys(items))

@@ -95,9 +95,9 @@ class Traced:
 
     Attributes:
       closed: The closed jaxpr.
-      out_tree: The structure of its results.
-      names: A name for each argument.
-      declared: The kind of each argument, if `partitioned=` declares it.
+      out_tree: The tree structure of its results.
+      names: A name for each argument of the jaxpr.
+      declared: The kind that `partitioned=` declares of each argument; None: inferred.
     """
 
     closed: Any
@@ -107,7 +107,18 @@ class Traced:
 
 
 def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
-    """Trace a function without any mesh, as a plan is free of devices."""
+    """Trace a function without any mesh, as a plan is free of devices.
+
+    Args:
+      fn: The function.
+      partitioned: Which arguments are partitioned, as for `drjax.make_plan`.
+      args: Its positional arguments, arrays or `jax.ShapeDtypeStruct`s.
+      kwargs: Its keyword arguments.
+
+    Raises:
+      PlanError: The function needs the mesh in context, or `partitioned` does not fit
+        the arguments.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     try:
         make = jax.make_jaxpr(fn, return_shape=True)
@@ -130,12 +141,18 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
 
 
 def inline_and_infer(closed, names, declared) -> Environment:
-    """The checked kinds of a jaxpr, inlined and with explicit communication.
+    """Inline a jaxpr, infer and check its kinds, and make its communication explicit.
 
     Args:
       closed: The closed jaxpr of a program.
       names: A name for each argument, for errors.
-      declared: The kind that each argument is declared to have; None: any.
+      declared: The kind that each argument is declared to have; None: inferred.
+
+    Returns:
+      The kinds of the variables, with the rewritten jaxpr as their `program`.
+
+    Raises:
+      PlanError: The program has no plan.
     """
     with outside_meshes():
         program = inline_calls(closed)
@@ -162,11 +179,16 @@ def inline_and_infer(closed, names, declared) -> Environment:
 def _infer_and_make_explicit(
     program: InlinedJaxpr, partition: Partition | None, declared
 ) -> Environment:
-    """The checked kinds of the program with every communication a building block.
+    """Infer and check the kinds until every communication is a building block.
 
     Each pass makes the communication explicit that the kinds imply. Partitioning is
     inferred again after it, as the new equations have kinds too and may imply more
     communication.
+
+    Args:
+      program: The inlined jaxpr.
+      partition: The partition of its building blocks, None if it has none.
+      declared: The kind that each argument is declared to have; None: inferred.
     """
     kinds = check_partitioning(infer_partitioning(program, partition, declared))
     while (explicit := _make_explicit(kinds)) is not None:
@@ -175,6 +197,7 @@ def _infer_and_make_explicit(
 
 
 def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
+    """The program with explicit communication; None if its kinds imply none."""
     # The rewrite traces building blocks, which would bind a mesh in context.
     with outside_meshes():
         return make_communication_explicit(kinds)
@@ -183,17 +206,20 @@ def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
 def plan_of_jaxpr(
     closed, name, names, declared, in_tree=None, out_tree=None, rematerialize=True
 ) -> Plan:
-    """The plan of a closed jaxpr.
+    """Make the plan of a closed jaxpr: run all passes of the planner.
 
     Args:
       closed: The jaxpr, traced without a mesh.
       name: The name of the plan.
       names: A name for each argument.
-      declared: The kind that each argument is declared to have; None: any.
-      in_tree: The structure of the arguments; None: they are flat.
-      out_tree: The structure of the results; None: they are flat.
+      declared: The kind that each argument is declared to have; None: inferred.
+      in_tree: The tree structure of the arguments; None: they are flat.
+      out_tree: The tree structure of the results; None: they are flat.
       rematerialize: Whether groups rematerialize what a later round or a backward loop
         needs of their work, instead of saving it.
+
+    Raises:
+      PlanError: The jaxpr has no plan.
     """
     kinds = inline_and_infer(closed, names, declared)
     while rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None:
@@ -207,7 +233,7 @@ def plan_of_jaxpr(
 
 
 def _equations(program: InlinedJaxpr) -> Iterator[Any]:
-    """All equations of a program, without those of one group (in a map_fn)."""
+    """All equations of a program and of its loops; not those of mapped functions."""
     for eqn in program.eqns:
         yield eqn
         if eqn.primitive.name in CONTROL:
@@ -216,7 +242,12 @@ def _equations(program: InlinedJaxpr) -> Iterator[Any]:
 
 
 def find_partition(program: InlinedJaxpr) -> Partition | None:
-    """The partition of a program's blocks, None if it has none; two are refused."""
+    """The partition of a program's building blocks, None if it calls no block.
+
+    Raises:
+      PlanError: The program has two partitions, a mutable array, an equation bound to a
+        mesh, or a building block inside an equation that has no plan.
+    """
     partitions: dict[Partition, Any] = {}
     for eqn in _equations(program):
         # Building blocks, the only equations that name a partition.
@@ -269,7 +300,16 @@ _MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")
 
 
 def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
-    """The kind that `partitioned=` declares of each leaf of the arguments."""
+    """The kind that `partitioned=` declares of each argument leaf; None: inferred.
+
+    Args:
+      partitioned: A tree of bools that is a prefix of `args`, or None.
+      args: The positional arguments.
+      kwargs: The keyword arguments, whose kinds are always inferred.
+
+    Raises:
+      PlanError: `partitioned` is no such tree.
+    """
     leaves = jax.tree_util.tree_leaves((args, kwargs))
     if partitioned is None:
         return [None] * len(leaves)

@@ -19,7 +19,11 @@ from drjax._planner.rounds import reduction
 
 
 def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
-    """One name for each leaf of `(args, kwargs)`: `model['w']`, `tasks.x`."""
+    """A name for each leaf of `(args, kwargs)`, such as `model['w']` or `tasks.x`.
+
+    It is the name of the parameter of `fn` (`arg0`, `arg1`, ... if that is unknown) and
+    the path of the leaf in the argument.
+    """
     # Builtins and some callables have no signature; their arguments get numbers.
     positional = [f"arg{i}" for i in range(len(args))]
     try:
@@ -41,7 +45,11 @@ def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
 
 
 def result_names(tree) -> list[str]:
-    """One name for each leaf of a result: `result['w']`."""
+    """A name for each leaf of a result, such as `result['w']`.
+
+    Args:
+      tree: The tree structure of the result, a `PyTreeDef`.
+    """
     # The paths of a tree are known of its leaves only, so it is filled with some.
     leaves = tree.unflatten(range(tree.num_leaves))
     paths = jax.tree_util.tree_flatten_with_path(leaves)[0]
@@ -49,7 +57,12 @@ def result_names(tree) -> list[str]:
 
 
 class Names:
-    """A name for each variable, no two of them the same."""
+    """A unique name for each variable of a plan, and for other values that it needs.
+
+    Args:
+      invars: The variables that are the arguments of the program.
+      argument_names: A name for each of them; names may repeat.
+    """
 
     def __init__(self, invars: list, argument_names: list[str]):
         self._names: dict[Any, str] = {}
@@ -58,20 +71,21 @@ class Names:
             self._names[var] = self._unique(name)
 
     def _unique(self, name: str) -> str:
-        """The name, or the first of name_2, name_3, ... that is not in use."""
+        """Reserve `name`, or the first free one of name_2, name_3, ...; returns it."""
         count = self._used[name] = self._used.get(name, 0) + 1
         # A suffix may itself be taken, by an argument named x_2.
         return name if count == 1 else self._unique(f"{name}_{count}")
 
     def of(self, var) -> str:
-        """The name of a variable, which has one."""
+        """The name of a variable; a `KeyError` if it has not been named."""
         return self._names[var]
 
     def _unique_for(self, var, name: str) -> None:
+        """Name a variable, by a name derived from `name` if that is in use."""
         self._names[var] = self._unique(name)
 
     def add(self, eqn) -> None:
-        """Name the results of an equation."""
+        """Name the results of an equation by its mapped function or its primitive."""
         for i, var in enumerate(eqn.outvars):
             if eqn.primitive is primitives.map_fn_p:
                 name = function_name(eqn.params["name"])
@@ -87,18 +101,21 @@ class Names:
             self._unique_for(var, name)
 
     def constant(self, var, index: int) -> None:
-        """Name the constant of this position."""
+        """Name a constant of the program by its position among the constants."""
         self._unique_for(var, f"constant.{index}")
 
     def rename(self, var, name: str) -> None:
-        """Give a variable another name than that of its equation."""
+        """Replace the name of a variable, such as that of a result of the program."""
         self._unique_for(var, name)
 
     def fresh(self, name: str) -> str:
-        """A name for something that is not a variable of the program."""
+        """Reserve a name for what is no variable: a loop, or a scattered value."""
         return self._unique(name)
 
 
 def function_name(name: str) -> str:
-    """The name of a function as plans show it: a lambda has none of its own."""
+    """The name of a function in plans: without outer underscores, or "function".
+
+    A lambda, whose name `<lambda>` says nothing, is called "function".
+    """
     return "function" if name == "<lambda>" else name.strip("_")

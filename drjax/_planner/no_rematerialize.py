@@ -44,9 +44,9 @@ MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
 
 
 def bitwise_observable(program: InlinedJaxpr) -> frozenset:
-    """The variables of a program whose exact bits it may compare with others.
+    """The variables of a program whose exact bits it may compare with other values.
 
-    They must not be rematerialized, as a compiler may round a second time otherwise.
+    They must not be rematerialized, as a compiler may round differently a second time.
     """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
@@ -66,12 +66,12 @@ def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
 
     Args:
       definition: For each variable the equation that defines it.
-      var: The variable, which is one of them.
-      selected: Whether a selection has been passed before.
+      var: The variable to start from, which is in the result.
+      selected: Whether a selection lies between the use of `var` and `var`.
 
     Returns:
-      Pairs of a variable and whether a `select_n` lies between, which chooses among
-      values.
+      Pairs of a variable and whether a selection of values (a `select_n` or a `cond`)
+      lies between it and the use of `var`.
     """
     aliases: set[tuple[Any, bool]] = set()
     stack = [(var, selected)]
@@ -96,8 +96,9 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
       eqn: The equation.
       index: The position of the result.
 
-    Returns:
-      Pairs of an operand and whether the equation selects among several operands.
+    Yields:
+      Pairs of an operand and whether the equation selects among several operands;
+      nothing if the equation computes new values.
     """
     name = eqn.primitive.name
     # The predicate of a select_n and the index of a cond are not among the values.
@@ -121,13 +122,16 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
 def _through_call(
     jaxpr, operands, index: int, selected: bool
 ) -> Iterator[tuple[Any, bool]]:
-    """As `_moved_operands`, for an equation that evaluates a jaxpr.
+    """The operands whose values a result of an equation that evaluates a jaxpr holds.
 
     Args:
       jaxpr: The jaxpr.
-      operands: The operands of the equation that its arguments are.
+      operands: The operands of the equation that are the arguments of the jaxpr.
       index: The position of the result.
-      selected: Whether the equation itself selects among jaxprs, as a branch does.
+      selected: Whether the equation itself selects among jaxprs, as a `cond` does.
+
+    Yields:
+      Pairs of an operand and whether a selection among values lies between.
     """
     raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))

@@ -59,7 +59,12 @@ from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
 def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
-    """The program with one more scan, or pair of scans, rewritten; or None."""
+    """Rewrite one scan, or pair of scans, so that it rematerializes its residuals.
+
+    Returns:
+      The rewritten program, whose kinds are to be inferred again; None if no scan is
+      left to rewrite.
+    """
     for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
             # One rewrite at a time, as kinds are inferred again after each.
@@ -76,6 +81,7 @@ class _Scan:
     """A scan equation and its body, as constants, carried values and stacks.
 
     Attributes:
+      eqn, body: The equation, and its body as an `InlinedJaxpr`.
       consts, carry, xs: The operands of the equation.
       body_consts, body_carry, body_xs: The arguments of its body; `body_xs` are one
         step of `xs`.
@@ -93,15 +99,16 @@ class _Scan:
         self.ys, self.body_ys = eqn.outvars[n_carry:], self.body.outvars[n_carry:]
 
     def replace(self, consts, xs, body_consts, body_xs, body_eqns, more_consts, ys):
-        """`(scan, body)` with other parts; what is carried stays as it is.
+        """Build a `(scan, body)` with other operands and equations, and the same carry.
 
         Args:
-          consts: The constants of the scan.
+          consts: The constants of the new scan.
           xs: Its stacks.
-          body_consts: The arguments of the body that `consts` are.
-          body_xs: The arguments of the body that one step of `xs` is.
+          body_consts: The arguments of the body for `consts`.
+          body_xs: The arguments of the body for one step of `xs`.
           body_eqns: The equations of the body.
-          more_consts: Values of variables that these use and the old body has not.
+          more_consts: Values of constants that these equations use and that the old
+            body lacks.
           ys: Pairs of a stacked result and its variable in the body.
         """
         n_carry = len(self.carry)
@@ -124,10 +131,11 @@ class _Scan:
 
 
 class _ScanPair:
-    """A forward scan and the scans over its stacked partitioned results.
+    """A forward scan, and the backward scans over its stacked partitioned results.
 
     Attributes:
-      residuals: For each such result of the forward scan, its variable in the body.
+      residuals: For each stacked result that backward scans can rematerialize, its
+        variable in the forward body; {} if there is none.
     """
 
     def __init__(self, kinds: Environment, eqn):
@@ -143,7 +151,7 @@ class _ScanPair:
                 self.residuals[outer] = inner
 
     def _only_scanned(self, var) -> bool:
-        """Whether a stack is used by scans over it, and by nothing else."""
+        """Whether a stack is used, and only by scans of this length over its steps."""
         # A result of the program must be stacked anyway.
         if var in self.program.outvars:
             return False
@@ -158,14 +166,14 @@ class _ScanPair:
         )
 
     def _backward_slice(self, roots: list) -> tuple[list, list] | None:
-        """The equations of the forward body that a backward scan may do again.
+        """The equations of the forward body that a backward scan may rematerialize.
 
         Args:
-          roots: Variables of the body.
+          roots: Variables of the forward body: residuals.
 
         Returns:
-          `(equations that compute the roots, variables where they start)`; None if the
-          roots cannot be rematerialized.
+          `(equations that compute the roots, variables from which they start)`; None
+          if the roots cannot be rematerialized.
         """
         body = self.forward.body
 
@@ -228,7 +236,7 @@ class _ScanPair:
         return _replace_scans(self.program, replaced)
 
     def _backward(self, scan: _Scan) -> tuple[Any, InlinedJaxpr]:
-        """A scan over residuals as `(scan, body)` that rematerializes them first."""
+        """A scan over residuals, as a `(scan, body)` that first rematerializes them."""
         scanned = list(zip(scan.xs, scan.body_xs, strict=True))
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
         residual_slice = self._backward_slice(list(roots.values()))
@@ -262,10 +270,10 @@ class _ScanPair:
 
 
 def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
-    """Sink the cheap equations that compute a scan's partitioned constants into it.
+    """Move the cheap equations that compute a scan's partitioned constants into it.
 
     Returns:
-      The program with another scan; None if no such constant is cheap.
+      The program with the rewritten scan; None if the scan has no such constant.
     """
     program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
@@ -318,11 +326,11 @@ def _is_cheap(eqn) -> bool:
 
 
 def _replace_scans(program: InlinedJaxpr, replaced: dict[int, tuple]) -> InlinedJaxpr:
-    """The program with other scans.
+    """Replace scans of a program, and remove equations that are dead then.
 
     Args:
       program: The program.
-      replaced: For the `id` of each old scan `(new scan, its body)`.
+      replaced: For the `id` of each old scan equation `(new scan, its inlined body)`.
     """
     eqns, bodies = [], {}
     for eqn in program.eqns:

@@ -31,7 +31,10 @@ from drjax._primitives.reduce_ops import of_primitive
 
 
 def reduction(primitive) -> str | None:
-    """The name, in plans, of a reduction or of a gather; None for other primitives."""
+    """The name, in plans, of a primitive that combines groups; None for any other.
+
+    A reduction has the name of its `ReduceOp`, such as "sum"; `gather_p` is "gather".
+    """
     if primitive is primitives.gather_p:
         return "gather"
     op = of_primitive(primitive)
@@ -42,10 +45,10 @@ class RoundAssignment:
     """The round of each variable and equation of an inlined jaxpr.
 
     Attributes:
-      local: For each round, its equations on partitioned values.
+      local: For each round, by its index, its equations on partitioned values.
       server: For each round, its equations on global values.
-      reduces: For each round, the reductions that end it.
-      loops: For each round, the loops that run at its end.
+      reduces: For each round, the reductions and gathers that end it.
+      loops: For each round, the loops of rounds that run at its end.
     """
 
     def __init__(self, kinds: Environment):
@@ -77,12 +80,12 @@ class RoundAssignment:
             eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
 
     def round_of(self, atom) -> int:
-        """The round from which on a variable is available."""
+        """The first round in which a variable is available; 0 for a literal."""
         return 0 if isinstance(atom, Literal) else self._available.get(atom, 0)
 
 
 def is_reduction(eqn, kinds: Environment) -> bool:
-    """Whether an equation combines all groups of the plan's partition."""
+    """Whether an equation reduces or gathers the groups of the plan's partition."""
     if reduction(eqn.primitive) is None:
         return False
     # A nested program's reductions over another partition are work of one group.

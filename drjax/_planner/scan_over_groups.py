@@ -31,15 +31,16 @@ from drjax.primitives import reduce_sum_p
 def scan_as_map(
     eqn, axes: Sequence[int | None]
 ) -> tuple[Callable, tuple[int | None, ...], tuple[int | None, ...]] | None:
-    """A scan whose steps are the groups, with building blocks.
+    """Rewrite a scan whose steps are the groups as a `map_fn` and reductions.
 
     Args:
       eqn: A scan.
       axes: The group axis of each operand; None: it is not partitioned.
 
     Returns:
-      `(fn, axes of operands, axes of results)` with `fn(partition, *operands)`; None if
-      its steps are not the groups, or depend on each other.
+      `(fn, group axes of operands, of results)`, where `fn(partition, *operands)`
+      returns the results of the scan; None if its steps are not the groups, or depend
+      on each other.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
@@ -89,12 +90,13 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
 
     Args:
       body: The open jaxpr of one step.
-      n_consts: How many of its arguments are constants.
-      n_carry: How many of the following ones, and of its results, are carried.
+      n_consts: How many arguments of `body` are constants.
+      n_carry: How many values are carried: arguments after the constants, and the first
+        results.
 
     Returns:
-      For each carried value a variable, or None if the step leaves it as it is. Instead
-      of the list None, if a step does anything else.
+      For each carried value the variable that is added, or None if the step returns the
+      value as it is. None instead of the list if a step does anything else.
     """
     definition = definitions(body.eqns)
     uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)

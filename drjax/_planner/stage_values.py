@@ -34,14 +34,14 @@ class ConstantOperand:
 
 @dataclass(frozen=True)
 class BroadcastOperand:
-    """A copy of a global value."""
+    """A copy of the global variable `var`, which is an input of the stage."""
 
     var: Any
 
 
 @dataclass(frozen=True)
 class ScatteredOperand:
-    """A group's slice, along an axis, of a global value."""
+    """A group's slice, along `axis`, of the global variable `var`."""
 
     var: Any
     axis: int
@@ -49,14 +49,14 @@ class ScatteredOperand:
 
 @dataclass(frozen=True)
 class SliceOperand:
-    """A group's slice of a partitioned value, computed by this or an earlier round."""
+    """A group's slice of the partitioned `var`, of this round or an earlier one."""
 
     var: Any
 
 
 @dataclass(frozen=True)
 class GroupIndexOperand:
-    """The group index."""
+    """The group index, int32 `[]`, which is the first argument of the stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,11 @@ class ExpandedOperand:
     """A `broadcast_in_dim` along the group axis: each group expands a copy itself.
 
     A copy of the operand is smaller than the slices of the expanded array.
+
+    Attributes:
+      eqn: The `broadcast_in_dim`.
+      axis: The group axis of its result.
+      operand: How a group obtains its operand.
     """
 
     eqn: Any
@@ -71,7 +76,7 @@ class ExpandedOperand:
     operand: ConstantOperand | BroadcastOperand
 
     def expand(self, copy):
-        """A group's slice of the result."""
+        """A group's slice of the result, from `copy`, the operand of the equation."""
         params, axis = self.eqn.params, self.axis
         shape, dims = params["shape"], params["broadcast_dimensions"]
         return jax.lax.broadcast_in_dim(
@@ -92,12 +97,18 @@ Operand = (
 
 
 class StageValues:
-    """The values of one inlined jaxpr.
+    """The values that stages of one inlined jaxpr exchange, and their names.
 
     Args:
-      kinds: The kinds of its variables.
+      kinds: The kinds of the jaxpr's variables.
       arguments: A name for each argument.
-      results: A name for each result, if it has one.
+      results: A name for each result; (): results are named by their equations.
+
+    Attributes:
+      program: The inlined jaxpr.
+      kinds: As given.
+      names: The names of its variables.
+      definition: For each variable the equation that defines it.
     """
 
     def __init__(
@@ -122,14 +133,19 @@ class StageValues:
         self._operands: dict[Any, list[Operand]] = {}
 
     def value(self, var) -> Value:
-        """The value of a variable, of its own kind."""
+        """The value of a variable, global or partitioned as its kind is."""
         if var not in self._values:
             axis = self.kinds[var].axis
             self._values[var] = new_value(self.names.of(var), var.aval, axis)
         return self._values[var]
 
     def scattered(self, var, axis: int) -> Value:
-        """The partitioned value that results from scattering a global one."""
+        """The partitioned value that results from scattering a global variable.
+
+        Args:
+          var: The variable.
+          axis: The axis along which its slices lie.
+        """
         key = ("scattered", var, axis)
         if key not in self._values:
             name = self.names.fresh(f"{self.names.of(var)}[group]")
@@ -137,10 +153,14 @@ class StageValues:
         return self._values[key]
 
     def outgoing(self, var, axis: int) -> Value:
-        """The partitioned value that leaves a group for its slice of `var`.
+        """The partitioned value that a local stage returns for its slice of `var`.
 
-        It is `var` itself if `var` is partitioned. A global value that enters a
-        reduction gets a value of its own, as it has no slices otherwise.
+        It is the value of `var` itself if groups store its slices. A variable that is
+        global, broadcast or scattered gets a value of its own.
+
+        Args:
+          var: The variable.
+          axis: The axis along which its slices lie.
         """
         if self.is_slice(var, axis):
             return self.value(var)
@@ -151,10 +171,9 @@ class StageValues:
         return self._values[key]
 
     def forwarded(self, var, round_index: int) -> Value:
-        """The output of a stage for a slice that it takes as an input.
+        """The output of a round's local stage for a slice that is also its input.
 
-        The outputs of a stage are its own, so that each value has one stage that
-        computes it.
+        It is a value of its own, so that each value is computed by one stage.
         """
         key = ("forwarded", var, round_index)
         if key not in self._values:
@@ -166,7 +185,12 @@ class StageValues:
     # Operands of local equations
 
     def slice_of(self, atom, axis: int) -> Operand:
-        """How a local stage obtains a group's slice of `atom` along `axis`."""
+        """How a local stage obtains a group's slice of an operand along `axis`.
+
+        Args:
+          atom: The operand: a variable, or a literal.
+          axis: The group axis.
+        """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
         eqn = self.definition.get(atom)
@@ -187,7 +211,11 @@ class StageValues:
         return ScatteredOperand(atom, axis)
 
     def copy_of(self, atom) -> ConstantOperand | BroadcastOperand:
-        """How a local stage obtains all of a global value."""
+        """How a local stage obtains the whole of a global operand.
+
+        Args:
+          atom: The operand: a variable, or a literal.
+        """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
         # Arrays are inputs, so that the code of a stage stays small.
@@ -196,11 +224,11 @@ class StageValues:
         return BroadcastOperand(atom)
 
     def is_slice(self, atom, axis: int) -> bool:
-        """Whether groups store their slices of a value; they derive all others."""
+        """Whether groups store the slices of an operand; they derive all other ones."""
         return isinstance(self.slice_of(atom, axis), SliceOperand)
 
     def operands(self, eqn) -> list[Operand]:
-        """How a local stage obtains the operands of an equation."""
+        """How a local stage obtains each operand of an equation."""
         # Several rounds ask for the same equation when they rematerialize it.
         if eqn not in self._operands:
             self._operands[eqn] = self._compute_operands(eqn)
@@ -218,7 +246,13 @@ class StageValues:
 
 
 def new_value(name: str, aval: Any, axis: int | None) -> Value:
-    """A value of this type; with an axis, a partitioned one, whose slices lack it."""
+    """The `Value` of a name and a type.
+
+    Args:
+      name: Its name.
+      aval: The abstract value of the whole array, its group axis included.
+      axis: The group axis, which slices lack; None: the value is global.
+    """
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
     nbytes = math.prod(shape) * aval.dtype.itemsize
     return Value(name, tuple(shape), aval.dtype, axis is not None, nbytes, axis or 0)

@@ -36,7 +36,13 @@ from drjax.plan import Stage, Value
 def trace_server_stage(
     eqns: Sequence[Any], results: Sequence[Any], values: StageValues
 ) -> Stage:
-    """A stage of the server: these equations, which return these variables."""
+    """Trace a stage of the server.
+
+    Args:
+      eqns: Its equations, definitions before uses.
+      results: The variables that it returns.
+      values: The values of the program.
+    """
     consts = values.program.consts
     defined = {v for e in eqns for v in e.outvars}
     operands = dict.fromkeys(v for e in eqns for v in variables(e.invars))
@@ -57,7 +63,14 @@ def trace_server_stage(
 def trace_local_stage(
     parts: LocalStageParts, kinds: Environment, values: StageValues, index: int
 ) -> Stage:
-    """The local stage of the round with this index, as a function of one group."""
+    """Trace the local stage of a round, as a function of one group.
+
+    Args:
+      parts: What the stage takes, computes and returns.
+      kinds: The kinds of the program.
+      values: The values of the program.
+      index: The index of the round.
+    """
     inputs = [values.value(x.var) for x in parts.broadcast]
     inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
     inputs += [values.value(x.var) for x in parts.slices]
@@ -83,7 +96,15 @@ def _run_group(
     group: Any,
     args: Sequence[Any],
 ) -> list[Any]:
-    """The outputs of a local stage for the group with this index."""
+    """The outputs of a local stage for one group.
+
+    Args:
+      parts: What the stage takes, computes and returns.
+      kinds: The kinds of the program.
+      values: How the stage obtains operands of equations.
+      group: The group index, int32 `[]`.
+      args: The inputs of the stage: copies of global values, and slices of the group.
+    """
     inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
     env: dict[Operand, Any] = dict(zip(inputs, args, strict=True))
 
@@ -116,7 +137,14 @@ def _run_group(
 
 
 def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list[Any]:
-    """The results of a local equation for one group."""
+    """Bind an equation on partitioned values for one group; returns its results.
+
+    Args:
+      eqn: The equation: a `map_fn`, or one that can be unbatched.
+      kinds: The kinds of the program.
+      group: The group index, int32 `[]`.
+      operands: For each operand of `eqn` the slice of the group, or all of it.
+    """
     if eqn.primitive is primitives.map_fn_p:
         return group_index.evaluate_for_group(
             eqn.params["jaxpr"], group, kinds.partition, *operands
@@ -127,9 +155,10 @@ def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list
 
 
 def _fence(x):
-    """An observable slice, which the compiler must not rematerialize by itself.
+    """Put an optimization barrier behind an observable slice, an array or a constant.
 
-    XLA may fuse an equation into each of its users, and round otherwise in each.
+    Otherwise XLA may fuse the equation that computes it into each of its users, and
+    round differently in each. Constants and random keys are returned as they are.
     """
     if not isinstance(x, jax.Array):  # a constant
         return x
@@ -147,7 +176,12 @@ def _trace(
 ) -> Stage:
     """Trace `run` as a stage, and check the types of its results.
 
-    With `takes_index`, `run` has the group index, int32 `[]`, as first argument.
+    Args:
+      name: The name of the stage.
+      inputs: The values that the stage takes.
+      outputs: The values that it returns.
+      run: A function of arrays that returns the list of results.
+      takes_index: Whether `run` takes the group index, int32 `[]`, before the inputs.
     """
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if takes_index:
