@@ -20,7 +20,10 @@ from drjax._planner.partitioning.propagation_rules import rule_of
 
 
 def contradictions(env: Environment, eqn) -> list[Any]:
-    """Partitioned variables of an equation along another axis than it needs."""
+    """The partitioned variables of an equation along another axis than it needs.
+
+    [] if there are none. If the equation mixes groups, its partitioned results.
+    """
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
     if not any(kind.partitioned for kind in actual):
@@ -34,7 +37,15 @@ def contradictions(env: Environment, eqn) -> list[Any]:
 
 
 def check_partitioning(env: Environment) -> Environment:
-    """Refuse what has no meaning: partitioned values where global ones are needed."""
+    """Check that each equation has a meaning with its kinds, those in loops too.
+
+    Returns:
+      The environment itself.
+
+    Raises:
+      PlanError: An equation mixes groups, or is partitioned where it needs a global
+        value.
+    """
     for eqn in env.program.eqns:
         check_equation(env, eqn)
         if env.is_loop(eqn):
@@ -44,7 +55,11 @@ def check_partitioning(env: Environment) -> Environment:
 
 
 def check_equation(env: Environment, eqn) -> None:
-    """Refuse an equation, the bodies of a loop apart, if its kinds do not fit."""
+    """Check that the kinds of an equation fit it, but for the bodies of a loop.
+
+    Raises:
+      PlanError: It mixes groups, or is partitioned where it needs a global value.
+    """
     if env.is_loop(eqn):
         check_loop(env, eqn)
         return

@@ -42,12 +42,12 @@ InferBody = Callable[[InlinedJaxpr, Sequence[Kind], Sequence[Kind]], Environment
 
 
 def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
-    """The kinds of a `scan`, `while` or `cond` and of its bodies.
+    """Infer the kinds of a `scan`, `while` or `cond` and of its bodies.
 
     Args:
-      env: The kinds of the program that contains it.
-      eqn: Its equation.
-      infer_body: Infers the kinds of a body.
+      env: The environment of the program that contains the equation.
+      eqn: The equation.
+      infer_body: Infers the environment of a body.
     """
     operands = [env.cell(v) for v in eqn.invars]
     results = [env.cell(v) for v in eqn.outvars]
@@ -119,9 +119,13 @@ _RULES = {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def check_loop(env: Environment, eqn) -> None:
-    """Refuse a loop over the groups, and partitioned values where it needs others.
+    """Check that a loop is not over the groups, and takes global values as it needs.
 
-    Its bodies are checked as programs of their own.
+    Its bodies are checked as programs of their own (`check_partitioning`).
+
+    Raises:
+      PlanError: The steps or the branch index are the groups, a partitioned operand
+        must be global, or a result that must be partitioned is not.
     """
     loop = env.loops[eqn]
     name, kinds = eqn.primitive.name, [env[v] for v in eqn.invars]
@@ -142,19 +146,26 @@ def check_loop(env: Environment, eqn) -> None:
 
 
 def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind]]:
-    """The kinds of a body's arguments and results, as far as they are inferred."""
+    """`(kinds of arguments, kinds of results)` of a body, as far as inferred."""
     program = body.program
     ins, outs = program.invars, program.outvars
     return [body.cell(v) for v in ins], [body.cell(v) for v in outs]
 
 
 def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:
-    """Initial or branch values: if global, they may be scattered, so they are free."""
+    """Replace global kinds by free ones, for initial values and results of branches.
+
+    These values may be scattered where the loop or branch needs partitioned ones.
+    """
     return [kind if kind.partitioned else FREE for kind in kinds]
 
 
 def _join(*columns: Sequence[Kind]) -> list[Kind]:
-    """The highest kind of each variable; the first axis, if there are several."""
+    """The highest kind of each variable; the first axis, if there are several.
+
+    Args:
+      *columns: Each has a kind for every variable, in the same order.
+    """
     joined = []
     for kinds in zip(*columns, strict=True):
         highest = [k for k in kinds if k.partitioned] or [

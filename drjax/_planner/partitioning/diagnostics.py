@@ -38,12 +38,12 @@ _NO_RULE = "drjax has no unbatching rule for it. "
 
 
 def refusal(env: Environment, eqn, fix: str) -> PlanError:
-    """The error for an equation.
+    """Build the error for an equation that has no plan; the caller raises it.
 
     Args:
-      env: The kinds of the program that contains it.
+      env: The kinds of the program that contains the equation.
       eqn: The equation.
-      fix: What to do about it.
+      fix: What users can do about it, such as `MIXES_GROUPS`.
     """
     operands = ", ".join(f"{v.aval.str_short()} {env[v]}" for v in eqn.invars)
     name = eqn.primitive.name
@@ -69,12 +69,12 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
 
 
 def _declared_partitioned(env: Environment) -> set:
-    """The arguments that `partitioned=` declares to be partitioned."""
+    """The arguments of the program that `partitioned=` declares to be partitioned."""
     pairs = zip(env.program.invars, env.argument_kinds, strict=True)
     return {var for var, kind in pairs if kind is not None and kind.partitioned}
 
 
 def _arguments_of(eqn, program: InlinedJaxpr) -> set:
-    """The named arguments on which an equation depends."""
+    """The named arguments of a program on which an equation depends; may be empty."""
     _, starts = backward_slice(eqn.invars, definitions(program.eqns))
     return set(starts).intersection(program.names)

@@ -73,12 +73,12 @@ class LoopKinds(EquationKinds):
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """The kinds of the variables of an inlined jaxpr.
+    """The kinds of the variables of an inlined jaxpr, so far or as inferred.
 
     Attributes:
       program: The inlined jaxpr.
       partition: Its partition, None if it has no building block.
-      argument_kinds: The kind that each argument is declared to have; None: any.
+      argument_kinds: The kind that each argument is declared to have; None: inferred.
       cells: The kind of each variable that is not free.
       loops: For each loop of rounds the kinds of its operands, results and bodies.
     """
@@ -90,12 +90,12 @@ class Environment:
     loops: dict[Any, LoopKinds] = field(default_factory=dict)
 
     def __getitem__(self, atom: Any) -> Kind:
-        """The kind of a variable; literals and what stayed free are global."""
+        """The kind of a variable after inference; literals and free ones are global."""
         kind = self.cell(atom)
         return GLOBAL if kind is FREE else kind
 
     def cell(self, atom: Any) -> Kind:
-        """The kind of a variable as far as it is inferred, free if it is not."""
+        """The kind of a variable as far as it is inferred; else free."""
         if isinstance(atom, Literal):
             # A scalar literal fits a partitioned partner, as pointwise equations
             # broadcast it; an array literal has a shape and is global.
@@ -104,10 +104,17 @@ class Environment:
         return self.cells.get(atom, FREE)
 
     def join(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> list[Any]:
-        """Join kinds into the cells of variables; returns the variables it raised.
+        """Join kinds into the cells of variables.
 
         Two kinds that are not free have no join: the first one stays, and
         `consistency.py` looks for the contradiction afterwards.
+
+        Args:
+          atoms: Variables, or literals, which are ignored.
+          kinds: A kind for each of them; None or free changes nothing.
+
+        Returns:
+          The variables that were free and are no longer.
         """
         raised = []
         for atom, kind in zip(atoms, kinds, strict=True):
@@ -123,7 +130,10 @@ class Environment:
         return tuple([self.cell(atom).axis for atom in atoms])
 
     def signature(self, eqn) -> tuple[Kind, Kind] | None:
-        """`(kind of operands, of results)` of a building block over the partition."""
+        """`(kind of operands, kind of results)` of a building block over the partition.
+
+        None for any other equation, also for building blocks over other partitions.
+        """
         if self.partition is None or eqn.params.get("partition") != self.partition:
             return None
         return signature(eqn.primitive)
@@ -131,7 +141,7 @@ class Environment:
     def is_loop(self, eqn) -> bool:
         """Whether a `scan`, `while` or `cond` is a loop of rounds, with its own plan.
 
-        All others are work of the server.
+        Other loops are work of the server, or imply communication (maps over groups).
         """
         if eqn.primitive.name not in CONTROL:
             return False
@@ -147,7 +157,10 @@ class Environment:
         )
 
     def implicit_communication(self, eqn) -> ImplicitCommunication | None:
-        """The communication that an equation of `lax` implies; None for any other."""
+        """The communication that an equation implies, for the kinds of its operands.
+
+        None if it implies none, is a building block, or has no partitioned operand.
+        """
         if self.partition is None or self.signature(eqn) is not None:
             return None
         axes = self.group_axes(eqn.invars)
@@ -161,7 +174,10 @@ class Environment:
         return implicit
 
     def unbatched(self, eqn) -> UnbatchedEquation | None:
-        """The equation of one group, also if only its results are partitioned."""
+        """The equation of one group, by the group axes of operands, or else of results.
+
+        None if no variable is partitioned, or if the equation mixes groups.
+        """
         axes = self.group_axes(eqn.invars)
         if any(axis is not None for axis in axes):
             unbatched = self.program.memoize(unbatch, eqn, axes)
@@ -179,7 +195,10 @@ class Environment:
         return None
 
     def unbatching_candidates(self, eqn) -> list[UnbatchedEquation]:
-        """The equations of one group, if some operand were partitioned."""
+        """The equation of one group for each axis along which an operand has n groups.
+
+        [] if there is no such axis, or no unbatching rule for it.
+        """
         return unbatching_candidates(eqn, self._num_groups)
 
     @property
@@ -199,5 +218,5 @@ class Environment:
 
 
 def _holds_blocks(eqn, partition: Partition) -> bool:
-    """Whether the jaxprs of an equation use building blocks over a partition."""
+    """Whether the jaxprs in an equation's parameters bind blocks of a partition."""
     return any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params))

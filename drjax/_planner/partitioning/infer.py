@@ -51,7 +51,11 @@ PHASES = ("forward", "global", "partitioned")
 
 
 class _ConflictingDemands(Exception):
-    """An equation mixes groups of variables that only demands made partitioned."""
+    """An equation mixes groups of variables that only demands made partitioned.
+
+    Attributes:
+      variables: These variables, which inference then forces to be global.
+    """
 
     def __init__(self, variables: set[Any]):
         self.variables = variables
@@ -64,14 +68,14 @@ def infer_partitioning(
     result_kinds: Sequence[Kind | None] = (),
     last_phase: str = PHASES[-1],
 ) -> Environment:
-    """The kinds of all variables of an inlined jaxpr, not yet checked.
+    """Infer the kinds of all variables of an inlined jaxpr; they are not checked yet.
 
     Args:
       program: The jaxpr.
       partition: Its partition, None if it has no building block.
       argument_kinds: The kind of each argument, None if it is to be inferred.
       result_kinds: The kind of each result, None or left out if it is to be inferred.
-      last_phase: The last phase to run.
+      last_phase: The last of `PHASES` to run.
     """
     # Variables whose uses demand different axes. No one axis fits, so they are global
     # and scattered for each use.
@@ -90,8 +94,14 @@ def _run_phases(
 ) -> set[Any]:
     """Raise the cells of an environment, phase by phase.
 
+    Args:
+      env: The environment, which is written to.
+      result_kinds: The kind of each result, None or left out if it is to be inferred.
+      last_phase: The last of `PHASES` to run.
+
     Returns:
-      The variables with contradicting demands.
+      The variables with contradicting demands; an empty set if there are none, or
+      before the last of all phases.
     """
     env.join(env.program.invars, env.argument_kinds)
     settled: frozenset[Any] = frozenset()
@@ -119,8 +129,13 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
 
     Args:
       env: The environment, which is written to.
-      phase: The phase.
+      phase: The phase, one of `PHASES`.
       settled: The variables that previous phases have raised.
+
+    Raises:
+      _ConflictingDemands: In the last phase, an equation mixes groups of variables that
+        this phase has raised.
+      PlanError: An equation mixes groups of other variables.
     """
     eqns, neighbors = env.program.eqns, env.program.defs_and_uses
     order = range(len(eqns))
@@ -150,7 +165,15 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
 def _visit(
     env: Environment, eqn, loop: bool, phase: str, infer_body: InferBody
 ) -> list[Any]:
-    """Apply the rule of an equation once; returns the variables that it raised."""
+    """Apply the rule of an equation once; returns the variables that it raised.
+
+    Args:
+      env: The environment, which is written to.
+      eqn: The equation.
+      loop: Whether the equation is a loop of rounds.
+      phase: The phase, one of `PHASES`.
+      infer_body: Infers the environment of a loop's body.
+    """
     # A loop is always visited: its bodies may still have free variables.
     forward = loop or any(env.cell(v) == FREE for v in eqn.outvars)
     backward = phase != "forward" and (loop or has_free_operand(env, eqn))
@@ -166,7 +189,7 @@ def _visit(
 
 
 def _in_phase(kind: Kind | None, phase: str) -> Kind | None:
-    """The kind if it is demanded in this phase, None if in another one."""
+    """`kind` if values of this kind are demanded in the phase, else None."""
     return kind if kind is not None and kind.name == phase else None
 
 
@@ -177,10 +200,17 @@ def _infer_body(
     argument_kinds: Sequence[Kind],
     result_kinds: Sequence[Kind],
 ) -> Environment:
-    """The kinds of the body of a loop, up to the phase of the program around it.
+    """Infer the kinds of a loop's body, up to the phase of the program around it.
 
     Later phases must wait: the program around the loop may still demand a global value
     of what the body would make partitioned.
+
+    Args:
+      partition: The partition of the program.
+      phase: Its phase, one of `PHASES`.
+      body: The body.
+      argument_kinds: The kind of each argument of the body, as far as known.
+      result_kinds: The kind of each result of the body, as far as known.
     """
     # A fixed point asks for the same kinds often, and nested loops would otherwise be
     # inferred exponentially often.

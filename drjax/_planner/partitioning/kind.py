@@ -22,7 +22,12 @@ from drjax._primitives.reduce_ops import of_primitive
 
 @dataclass(frozen=True)
 class Kind:
-    """Free, global, or partitioned along an axis."""
+    """Free, global, or partitioned along an axis: an element of the lattice.
+
+    Attributes:
+      name: "free", "global" or "partitioned".
+      axis: The group axis of a partitioned value; None for the other kinds.
+    """
 
     name: str
     axis: int | None = None
@@ -49,7 +54,10 @@ def kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:
 
 
 def shift_axis(kind: Kind, by: int) -> Kind:
-    """The kind of one step of a stacked value (by=-1), or of the stack (by=+1)."""
+    """The kind of one step of a stacked value (by=-1), or of the stack (by=+1).
+
+    Free for one step of a stack whose steps are the groups.
+    """
     if kind.axis is None:
         return kind
     axis = kind.axis + by
@@ -68,7 +76,7 @@ _SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
 
 
 def signature(primitive: Any) -> tuple[Kind, Kind] | None:
-    """The kind of a drjax primitive's operands, and that of its results."""
+    """`(kind of operands, kind of results)` of a drjax primitive, or None."""
     if of_primitive(primitive) is not None:
         return PARTITIONED, GLOBAL
     return _SIGNATURES.get(primitive)

@@ -25,14 +25,14 @@ from drjax._planner.partitioning.kind import FREE, GLOBAL, Kind, kinds_of_axes
 
 
 class PropagationRule(abc.ABC):
-    """The transfer functions of an equation."""
+    """The transfer functions of an equation: forward `results`, backward `demands`."""
 
     @abc.abstractmethod
     def kinds(self, env: Environment, eqn) -> EquationKinds | None:
         """Kinds that fit the equation, as far as they follow from its variables.
 
-        At the fixed point its partitioned variables must have these kinds. None: there
-        are none, so that all of its variables must be global.
+        At the fixed point its partitioned variables must have these kinds. None: no
+        kinds fit, so that all of its variables must be global.
         """
 
     @abc.abstractmethod
@@ -47,7 +47,7 @@ class PropagationRule(abc.ABC):
 
 
 class BuildingBlock(PropagationRule):
-    """A primitive of drjax over this partition: all operands have one kind."""
+    """The rule of a drjax primitive over this partition: all operands have one kind."""
 
     def kinds(self, env, eqn) -> EquationKinds:
         signature = env.signature(eqn)
@@ -63,7 +63,7 @@ class BuildingBlock(PropagationRule):
 
 
 class ControlFlow(PropagationRule):
-    """A loop of rounds, whose bodies are inferred again at each visit."""
+    """The rule of a loop of rounds, whose bodies are inferred again at each visit."""
 
     def kinds(self, env, eqn) -> EquationKinds:
         return env.loops[eqn]
@@ -78,7 +78,7 @@ class ControlFlow(PropagationRule):
 
 
 class Communication(PropagationRule):
-    """An equation of `lax` that combines groups, such as a sum over the group axis."""
+    """The rule of an equation of `lax` that combines groups, such as a sum of them."""
 
     def kinds(self, env, eqn) -> EquationKinds:
         implicit = env.implicit_communication(eqn)
@@ -94,7 +94,10 @@ class Communication(PropagationRule):
 
 
 class PerGroup(PropagationRule):
-    """Work of each group, by the unbatching rule of the primitive, or of the server."""
+    """The rule of all other equations: work of each group, or of the server.
+
+    Work of a group has an equation of one group, by the primitive's unbatching rule.
+    """
 
     def kinds(self, env, eqn) -> EquationKinds | None:
         unbatched = env.unbatched(eqn)
@@ -135,7 +138,7 @@ _COMMUNICATION, _PER_GROUP = Communication(), PerGroup()
 
 
 def rule_of(env: Environment, eqn) -> PropagationRule:
-    """The rule of an equation: of its primitive, for operands of these kinds."""
+    """The propagation rule of an equation, for the present kinds of its operands."""
     if env.signature(eqn) is not None:
         return _BUILDING_BLOCK
     if env.is_loop(eqn):
@@ -146,6 +149,6 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
 
 
 def has_free_operand(env: Environment, eqn) -> bool:
-    """Whether an operand is free that could still become partitioned."""
+    """Whether an equation has a free operand that could still become partitioned."""
     # Scalars have no axis along which they could be partitioned.
     return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)
