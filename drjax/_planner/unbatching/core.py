@@ -43,11 +43,11 @@ class UnbatchedEquation:
     keeps_unit_axis: bool = False
 
     def run(self, eqn, operands: Sequence[Any]) -> list:
-        """The results of the equation of one group.
+        """Bind the equation of one group; returns its results.
 
         Args:
           eqn: The batched equation.
-          operands: For each operand of it the slice of one group, or all of it.
+          operands: For each operand of `eqn` the slice of one group, or all of it.
         """
         if self.keeps_unit_axis:
             operands = [
@@ -66,17 +66,20 @@ class UnbatchedEquation:
 
 
 def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
-    """Dimension numbers after a dimension that is not among them has been removed."""
+    """Renumber dimensions after dimension `axis`, not among them, has been removed."""
     return tuple(d - (d > axis) for d in dims)
 
 
 def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Values that belong to dimensions, without that of a removed dimension."""
+    """Values, one for each dimension of an array, without that of dimension `axis`."""
     return (*values[:axis], *values[axis + 1 :])
 
 
 def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """`f(x, y)[i] == f(x[i], y[i])`: all operands have the same group axis."""
+    """Unbatch a pointwise equation: `f(x, y)[i] == f(x[i], y[i])`, along one axis.
+
+    None if no operand is partitioned, or several are along different axes.
+    """
     known = {axis for axis in axes if axis is not None}
     # Groups along different axes would meet as a matrix of all pairs of groups.
     if len(known) != 1:
@@ -92,11 +95,15 @@ def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def unary(rule_of_axis: Callable) -> Callable:
-    """The unbatching rule of a primitive with one operand.
+    """Build the unbatching rule of a primitive with one operand.
 
     Args:
-      rule_of_axis: From the equation and the group axis of its operand to the group
-        axis of its results and the parameters that differ; None: it mixes groups.
+      rule_of_axis: From the equation and the group axis of its operand to `(group axis
+        of its results, {parameter that differs for one group: its value})`; None: the
+        equation mixes groups.
+
+    Returns:
+      `(equation, group axes of operands) -> UnbatchedEquation or None`.
     """
 
     def rule(eqn, axes: Axes) -> UnbatchedEquation | None:

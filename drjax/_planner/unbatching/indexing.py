@@ -22,7 +22,10 @@ from drjax._planner.unbatching.core import Axes, UnbatchedEquation, drop, withou
 
 
 def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group slices its other dimensions, if the slice has all groups."""
+    """Unbatch `dynamic_slice`: each group slices its other dimensions.
+
+    None if the operand is not partitioned, or the slice has not all groups.
+    """
     axis, sizes = axes[0], eqn.params["slice_sizes"]
     if axis is None or sizes[axis] != eqn.invars[0].aval.shape[axis]:
         return None  # a slice of full size starts at 0, whatever the index says
@@ -32,7 +35,11 @@ def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group updates its slice, if the update has a slice for each group."""
+    """Unbatch `dynamic_update_slice`: each group updates its slice.
+
+    None if the update has no slice for each group, or the groups of the operands lie
+    along different axes.
+    """
     known = {axis for axis in axes if axis is not None}
     operand, update = (var.aval.shape for var in eqn.invars[:2])
     if len(known) != 1:
@@ -46,12 +53,15 @@ def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _agree(axes: Axes, required: Axes) -> bool:
-    """Whether each operand has the required group axis, or is not partitioned, yet."""
+    """Whether each partitioned operand has the group axis that is required of it."""
     return all(a is None or a == r for a, r in zip(axes, required, strict=True))
 
 
 def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group gathers from its slice of the operand, or by its own indices."""
+    """Unbatch `gather`: groups read their own slices, or one table by own indices.
+
+    None if an index may address another group, or the axes do not fit together.
+    """
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (var.aval for var in eqn.invars)
     offsets = dims.offset_dims
@@ -93,7 +103,10 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group updates its slice of the operand by its slice of the updates."""
+    """Unbatch scatters: each group updates its slice by its slice of the updates.
+
+    None if an index may address another group, or the axes do not fit together.
+    """
     dims = eqn.params["dimension_numbers"]
     operand, _, updates = (var.aval for var in eqn.invars)
     windows = dims.update_window_dims
@@ -137,7 +150,10 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _lower(axis: int | None) -> Callable:
-    """A function that renumbers dimensions after one of them has been removed."""
+    """Build a function that renumbers dimensions after dimension `axis` is removed.
+
+    The function drops `axis` itself. None: no dimension is removed.
+    """
     if axis is None:
         return tuple
     return lambda dims: without(axis, [d for d in dims if d != axis])

@@ -35,11 +35,14 @@ _LAYOUT = frozenset(
 
 
 def share_batch_dimensions(eqns: list, consts: dict) -> list:
-    """The equations, with batch dimensions in place of columns that count slices.
+    """Rewrite gathers and scatters: batch dimensions for columns that count slices.
 
     Args:
       eqns: The equations of a program.
-      consts: The values of its constants.
+      consts: For each constant of the program its value.
+
+    Returns:
+      All equations of the program, with rewritten ones among them.
     """
     if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
         return eqns
@@ -48,7 +51,12 @@ def share_batch_dimensions(eqns: list, consts: dict) -> list:
 
 
 class _KnownIntegers:
-    """Integers of a program that depend on constants only: constant propagation."""
+    """The integers of a program that depend on constants only: constant propagation.
+
+    Args:
+      eqns: The equations of the program.
+      consts: For each constant of the program its value.
+    """
 
     def __init__(self, eqns: list, consts: dict):
         self.consts = consts
@@ -56,7 +64,10 @@ class _KnownIntegers:
         self._order = {id(e): i for i, e in enumerate(eqns)}
 
     def value(self, var) -> np.ndarray | None:
-        """The value of a variable, or None if it depends on any argument."""
+        """The value of a variable or literal; None if planning cannot evaluate it.
+
+        It can if the variable depends on constants only, by integer equations.
+        """
         if isinstance(var, Literal):
             return np.asarray(var.val)
         eqns, starts = backward_slice([var], self.definition, _is_evaluable)
@@ -77,18 +88,18 @@ class _KnownIntegers:
 
 
 def _is_evaluable(var, eqn) -> bool:
-    """Whether an equation on constants is cheap to evaluate while planning."""
+    """Whether `eqn`, which defines `var`, is cheap integer work to do in planning."""
     if eqn.primitive.name not in ELEMENTWISE | _LAYOUT:
         return False
     return all(atom.aval.dtype.kind in "iub" for atom in (var, *eqn.invars))
 
 
 def _rewrite(eqn, known: _KnownIntegers) -> list:
-    """A gather or scatter without the columns of indices that count 0, 1, ..., n - 1.
+    """Remove the columns of indices that count 0, 1, ..., n - 1 from one equation.
 
     Returns:
       The equation that joins the columns that are left, if there are several, and the
-      gather or scatter; any other equation as it is.
+      gather or scatter; `[eqn]` if it is another equation or has no such columns.
     """
     fields = _DIMENSION_FIELDS.get(eqn.primitive.name)
     if fields is None or isinstance(eqn.invars[1], Literal):
@@ -141,7 +152,16 @@ def _rewrite(eqn, known: _KnownIntegers) -> list:
 
 
 def _counting_dimension(column: np.ndarray | None, size: int, shared) -> int | None:
-    """The dimension of the indices along which a column counts 0, 1, ..., size - 1."""
+    """The dimension of indices along which a column of them counts 0, 1, ..., size - 1.
+
+    Args:
+      column: The values of the column, `[..., 1]`; None: they are not known.
+      size: The size of the operand's dimension that the column indexes.
+      shared: Dimensions of the indices that are batch dimensions already.
+
+    Returns:
+      None if there is no such dimension.
+    """
     if column is None:
         return None
     for b, length in enumerate(column.shape[:-1]):

@@ -53,7 +53,16 @@ ELEMENTWISE = frozenset(
 
 
 def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """The equation of one group, for operands with these group axes, or None."""
+    """The equation of one group, for operands with these group axes.
+
+    Args:
+      eqn: The equation, of any primitive.
+      axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      None if the equation mixes groups, its primitive has no rule, or no operand is
+      partitioned.
+    """
     rule = UNBATCHING_RULES.get(eqn.primitive.name)
     if rule is None or all(axis is None for axis in axes):
         return None
@@ -61,10 +70,11 @@ def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """With one group nothing can be mixed: any equation is that of the group.
+    """Unbatch any equation of a partition of one group, where nothing can be mixed.
 
     The group axis of a result may be any of its axes of size one, as moving such an
-    axis moves no element.
+    axis moves no element. None if a result has no such axis, or for callbacks and
+    effects.
     """
     shapes = [var.aval.shape for var in eqn.outvars]
     # Python would see the unit axis, and effects may not be repeated or moved.
@@ -79,12 +89,12 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     """The equations of one group if one operand has n groups along some axis.
 
     Args:
-      eqn: The equation, any.
+      eqn: The equation, of any primitive.
       n: The number of groups.
 
     Returns:
       One for each operand and axis of size n for which there is a rule; rules infer the
-      axes of the other operands.
+      axes of the other operands. [] if there is none.
     """
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
@@ -101,8 +111,16 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     return candidates
 
 
+# Rules with `axis` are for `unary`: from an equation and the group axis of its operand
+# to `(group axis of its results, parameters that differ for one group)`; None: it mixes
+# groups. Rules with `axes` have the arguments and results of `unbatch`.
+
+
 def _broadcast_in_dim(eqn, axis):
-    """Each group broadcasts its slice, if the result has no more groups."""
+    """Unbatch `broadcast_in_dim`: each group broadcasts its slice.
+
+    None if it repeats a single group along the group axis.
+    """
     dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     out = dims[axis]
     if shape[out] != eqn.invars[0].aval.shape[axis]:
@@ -113,7 +131,10 @@ def _broadcast_in_dim(eqn, axis):
 
 
 def _reshape(eqn, axis):
-    """Each group reshapes its slice, if the new shape still has the group axis."""
+    """Unbatch `reshape`: each group reshapes its slice.
+
+    None if the new shape has no axis for the groups.
+    """
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None:
         return None
@@ -127,7 +148,12 @@ def _reshape(eqn, axis):
 
 
 def _over(param: str, removed: bool = True) -> Callable:
-    """Reduces other dimensions, which the result lacks (`removed`) or still has."""
+    """Build the rule of work on several dimensions; None if one is the group axis.
+
+    Args:
+      param: The parameter of the equation that has these dimensions.
+      removed: Whether the result lacks them, as that of a reduction does.
+    """
 
     def rule_of_axis(eqn, axis):
         dims = eqn.params[param]
@@ -140,7 +166,11 @@ def _over(param: str, removed: bool = True) -> Callable:
 
 
 def _along(param: str) -> Callable:
-    """Acts along one other dimension, which the result still has."""
+    """Build the rule of work along one dimension; None if it is the group axis.
+
+    Args:
+      param: The parameter of the equation that has this dimension.
+    """
 
     def rule_of_axis(eqn, axis):
         if eqn.params[param] == axis:
@@ -151,14 +181,17 @@ def _along(param: str) -> Callable:
 
 
 def _transpose(eqn, axis):
-    """The group axis moves; each group permutes its other dimensions."""
+    """Unbatch `transpose`: each group permutes its other dimensions."""
     order = eqn.params["permutation"]
     out = order.index(axis)
     return out, {"permutation": without(axis, drop(out, order))}
 
 
 def _slice(eqn, axis):
-    """Each group slices its other dimensions, if the slice has all groups."""
+    """Unbatch `slice`: each group slices its other dimensions.
+
+    None if the slice leaves out groups.
+    """
     p, n = eqn.params, eqn.invars[0].aval.shape[axis]
     strides = p["strides"]
     # Leaving out, repeating or reordering groups is communication.
@@ -173,7 +206,10 @@ def _slice(eqn, axis):
 
 
 def _tile(eqn, axis):
-    """Each group repeats its slice along other dimensions."""
+    """Unbatch `tile`: each group repeats its slice along other dimensions.
+
+    None if it repeats the groups.
+    """
     reps = eqn.params["reps"]
     # Copies of the groups would not be the groups.
     if reps[axis] != 1:
@@ -182,12 +218,20 @@ def _tile(eqn, axis):
 
 
 def _bitcast(eqn, axis):
-    """The last dimension may appear or vanish: it holds the parts of one element."""
+    """Unbatch `bitcast_convert_type`, whose result has the same group axis.
+
+    The primitive may add or remove a last dimension, for the parts of one element. None
+    if it removes the group axis.
+    """
     return (axis, {}) if axis < eqn.outvars[0].aval.ndim else None
 
 
 def _batch_of(dims: int) -> Callable:
-    """Acts on the last dimensions of all operands, for each index of the others."""
+    """Build the rule of work on the last `dims` dimensions, such as of matrices.
+
+    The rule returns None if the groups lie along these dimensions, or along different
+    axes of the operands.
+    """
 
     def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
         known = {axis for axis in axes if axis is not None}
@@ -204,13 +248,19 @@ def _batch_of(dims: int) -> Callable:
 
 
 def _random_wrap(eqn, axis):
-    """Raw data become keys, for all dimensions but the last."""
+    """Unbatch `random_wrap`: each group makes random keys of its raw data.
+
+    None if the group axis is the last one, which holds the words of one key.
+    """
     # The last dimension holds the words of one key.
     return None if axis == eqn.invars[0].aval.ndim - 1 else (axis, {})
 
 
 def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group pads its slice along other dimensions."""
+    """Unbatch `pad`: each group pads its slice along other dimensions.
+
+    None if the group axis is padded, or the padding value is partitioned.
+    """
     axis, config = axes[0], eqn.params["padding_config"]
     # Padding along the group axis would add groups; the padding value is a scalar.
     if axis is None or axes[1] is not None or tuple(config[axis]) != (0, 0, 0):
@@ -220,7 +270,10 @@ def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Operands of one shape, with work along one dimension that is not the groups'."""
+    """Unbatch `sort` or `concatenate`: each group works along another dimension.
+
+    None if it works along the group axis, or the operands have different ones.
+    """
     unbatched = elementwise(eqn, axes)
     if unbatched is None or unbatched.out_axes[0] == eqn.params["dimension"]:
         return None
@@ -230,7 +283,10 @@ def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """The group axis is a batch dimension, or a free dimension of one operand."""
+    """Unbatch `dot_general` along a batch dimension, or a free one of one operand.
+
+    None if the group axis is contracted, or the operands' group axes do not fit.
+    """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = axes
     if left is not None and left in lb:
@@ -252,7 +308,16 @@ def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | None:
-    """One operand is partitioned along a free dimension; the other enters whole."""
+    """Unbatch a `dot_general` of which one operand enters every group whole.
+
+    Args:
+      eqn: The `dot_general`.
+      left: The group axis of its first operand; None: it is not partitioned.
+      right: The group axis of its second operand, or None.
+
+    Returns:
+      None if both operands are partitioned, or the group axis is contracted.
+    """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     # Both partitioned along free dimensions: a product of all pairs of groups.
     if (left is None) == (right is None) or left in lc or right in rc:
@@ -273,7 +338,10 @@ def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | N
 
 
 def _top_k(eqn, axis):
-    """Each group has its own greatest elements, along another dimension."""
+    """Unbatch `top_k`: each group has its own greatest elements.
+
+    None if it chooses along the group axis.
+    """
     last = eqn.invars[0].aval.ndim - 1
     # Old JAX has no axis: it is the last one.
     along = eqn.params.get("axis", last) % (last + 1)
@@ -284,7 +352,10 @@ def _top_k(eqn, axis):
 
 
 def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group stacks its slices along a new dimension."""
+    """Unbatch `stack`: each group stacks its slices along the new dimension.
+
+    None if the operands have different group axes.
+    """
     unbatched = elementwise(eqn, axes)
     if unbatched is None:
         return None
@@ -296,7 +367,10 @@ def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _unstack(eqn, axis):
-    """Each group takes its slice apart along another dimension."""
+    """Unbatch `unstack`: each group takes its slice apart along another dimension.
+
+    None if the equation takes apart the group axis.
+    """
     gone = eqn.params["axis"]
     if gone == axis:
         return None
@@ -304,12 +378,19 @@ def _unstack(eqn, axis):
 
 
 def _fft(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Each group transforms its slice along the last dimensions."""
+    """Unbatch `fft`: each group transforms its slice along the last dimensions.
+
+    None if one of these is the group axis.
+    """
     return _batch_of(len(eqn.params["fft_lengths"]))(eqn, axes)
 
 
 def _convolution(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """The groups are the batch of images, or the features that the kernels produce."""
+    """Unbatch `conv_general_dilated` along the image batch or the output features.
+
+    None if the groups lie along other dimensions, if both operands are partitioned, or
+    if batch groups (feature groups, for the features) would mix them.
+    """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     batch, (left, right) = params["batch_group_count"] == 1, axes
     # A convolution needs both dimensions, so the slice keeps them with size one.
@@ -336,7 +417,10 @@ _UNIT_WINDOW = {
 
 
 def _windows(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Acts on windows, if each lies within one group."""
+    """Unbatch work on windows, such as of `reduce_window_sum`.
+
+    None if a window may hold several groups, or the operands' group axes differ.
+    """
     known = {axis for axis in axes if axis is not None}
     if len(known) != 1:
         return None
