@@ -17,14 +17,14 @@ def evaluate(
     step: Callable = lambda eqn, operands: None,
     consts: Sequence[Any] | None = None,
 ) -> list:
-    """The results of a jaxpr.
+    """Evaluate a jaxpr equation by equation; returns its results.
 
     Args:
-      jaxpr: The jaxpr.
-      args: Its arguments.
-      step: `step(eqn, operands)` returns the results of an equation, or None, and the
-        equation is bound.
-      consts: Its constants, if not those in its closure.
+      jaxpr: The jaxpr, open or closed.
+      args: Its arguments: arrays or tracers.
+      step: `step(eqn, operands)` returns the results of an equation; or None, so that
+        the equation is bound as it is. Default: all are bound.
+      consts: Values of its constants; None: those that a closed jaxpr holds.
     """
     raw = _compat.open_jaxpr(jaxpr)
     consts = _compat.jaxpr_consts(jaxpr) if consts is None else consts

@@ -12,13 +12,13 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def _user_frame(eqn):
-    """The innermost frame of an equation's traceback outside of drjax, or None."""
+    """The innermost frame outside of drjax in an equation's traceback, or None."""
     frames = _compat.user_frames(eqn)
     return next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
 
 
 def source_line(eqn) -> str:
-    """The user's file, line and function that an equation came from."""
+    """The user's file, line and function of an equation, or "an unknown line"."""
     frame = _user_frame(eqn)
     if frame is None:
         return "an unknown line"
@@ -26,7 +26,12 @@ def source_line(eqn) -> str:
 
 
 def called_by(call, eqn):
-    """An equation of a callee: with the line of the call if it has none of its own."""
+    """Give an equation of a callee the source line of its call if it has none itself.
+
+    Args:
+      call: The equation that calls the jaxpr.
+      eqn: The equation of the jaxpr.
+    """
     if _user_frame(eqn) is not None:
         return eqn
     return eqn.replace(source_info=call.source_info)

@@ -27,18 +27,18 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def substitute(atoms: Iterable[Any], names: dict[Any, Any]) -> list[Any]:
-    """The atoms, with variables replaced where `names` has them."""
+    """Replace the variables that are keys of `names`; other atoms stay."""
     return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
 
 
 def deep_equations(
     jaxpr: Any, enters: Callable[[Any], bool] = lambda eqn: True
 ) -> Iterator[Any]:
-    """All equations of a jaxpr and of the jaxprs among their parameters.
+    """All equations of a jaxpr, and of the jaxprs in their parameters at any depth.
 
     Args:
-      jaxpr: The jaxpr.
-      enters: Whether to visit the jaxprs of an equation.
+      jaxpr: The jaxpr, open or closed.
+      enters: Whether to visit the jaxprs in the parameters of an equation.
     """
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -48,7 +48,7 @@ def deep_equations(
 
 
 def live_equations(eqns: list, outvars: Iterable[Any]) -> list:
-    """Dead-code elimination: the equations that results need, and those with effects.
+    """Eliminate dead code: return the equations that the results or effects need.
 
     Liveness is propagated backward: a variable is live if it is a result or an operand
     of a live equation. One pass suffices, as definitions precede uses.
@@ -70,13 +70,13 @@ def backward_slice(
     """The equations on which variables depend, and the variables they start from.
 
     Args:
-      roots: Variables.
-      definition: As `definitions` returns it.
-      enters: Whether to continue through `var` to the operands of the equation that
-        defines it. Otherwise the slice starts from it.
+      roots: Variables, or literals, which are ignored.
+      definition: For each variable the equation that defines it, as of `definitions`.
+      enters: `enters(var, eqn)`: whether to continue from `var` through `eqn`, which
+        defines it, to the operands of `eqn`. Otherwise the slice starts from `var`.
 
     Returns:
-      `({id(equation): equation}, variables it starts from)`.
+      `({id(equation): equation}, variables from which the slice starts)`.
     """
     eqns: dict[int, Any] = {}
     starts: dict[Any, None] = {}
@@ -95,14 +95,14 @@ def backward_slice(
 
 
 def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, list]:
-    """Copies of equations, in fresh variables.
+    """Copy equations with fresh variables.
 
     Args:
       eqns: The equations, definitions before uses.
-      starts: The variables that they use and do not define.
+      starts: The variables that `eqns` use and do not define.
 
     Returns:
-      `(fresh variable of each old one, copies)`.
+      `({old variable: fresh variable}, copies)`.
     """
     names: dict[Any, Any] = {v: _compat.new_var(v.aval) for v in starts}
     copies = []
@@ -114,14 +114,27 @@ def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, li
 
 
 def split_scan(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
-    """Values of a scan's operands as (constants, carried values, stacks)."""
+    """Split a list into `(constants, carried values, stacks)` of a scan.
+
+    Args:
+      eqn: The scan.
+      values: Anything that stands for each operand: variables, arrays, kinds or names.
+    """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
     return list(values[:n_consts]), list(values[n_consts:first]), list(values[first:])
 
 
 def split_while(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
-    """Values of a while's operands as (condition's constants, body's, carried)."""
+    """Split a list into the three parts of the operands of a while.
+
+    Args:
+      eqn: The while.
+      values: Anything that stands for each operand: variables, arrays, kinds or names.
+
+    Returns:
+      `(constants of the condition, constants of the body, carried values)`.
+    """
     n_cond, n_body = (eqn.params[f"{name}_nconsts"] for name in ("cond", "body"))
     n = n_cond + n_body
     return list(values[:n_cond]), list(values[n_cond:n]), list(values[n:])
