@@ -85,7 +85,11 @@ def jit(
 class _Planned:
     """A function with its options, for `jax.jit`, which caches by this object.
 
-    It holds the function weakly: what `drjax.jit` returns keeps that alive.
+    Args:
+      fn: `fn()` returns the function. It is a weak reference if the cache has this
+        object: what `drjax.jit` returns keeps the function alive.
+      groups: How many of a device's groups run at once.
+      rematerialize: Whether a round rematerializes what it needs of an earlier one.
     """
 
     __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_rematerialize")
@@ -99,6 +103,7 @@ class _Planned:
         return self._fn()
 
     def __call__(self, *args, **kwargs):
+        """Trace and plan the function for these arguments, and bind `planned_p`."""
         flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
         # Other leaves are static: jax.jit has them in its key.
         dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
@@ -137,8 +142,8 @@ _cache: Any = weakref.WeakKeyDictionary()
 def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
     """The same object for the same function and options, as long as `fn` lives.
 
-    Functions that are compared by value (methods, some callable objects) get a new one
-    each time: an equal one may outlive the first.
+    Functions that are compared by value (methods, some callable objects) get a new
+    object each time, as an equal function may outlive the first.
     """
     try:
         if type(fn).__hash__ is not object.__hash__:

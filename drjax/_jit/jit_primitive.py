@@ -55,7 +55,10 @@ class Options:
     bound: bool = False
 
     def of(self, count: int) -> "Options":
-        """The options of a derived program with so many arguments."""
+        """The options of a program derived from this one, with `count` arguments.
+
+        The arguments, such as residuals and tangents, are numbered: `step.0`, `step.1`.
+        """
         names = tuple(f"{self.name}.{i}" for i in range(count))
         return replace(self, names=names)
 
@@ -64,10 +67,10 @@ planned_p = registration.new_primitive("jit", multiple_results=True)
 
 
 def _cached(fn: Callable) -> Callable:
-    """Cached by arguments and context.
+    """Cache the results of a function by its arguments and JAX's trace context.
 
     JAX represents a context without a mesh in two ways, which would be two keys of its
-    cache. Here it is always the same.
+    cache. The cached function is always called in the same one.
     """
     cached = _compat.weakref_lru_cache(fn)
 
@@ -81,6 +84,7 @@ def _cached(fn: Callable) -> Callable:
 
 @_cached
 def plan_of(jaxpr, options: Options):
+    """Make the plan of a closed jaxpr; a `PlanError` if it has none."""
     undeclared = [None] * len(jaxpr.in_avals)
     with planning(options.bound):
         return plan_of_jaxpr(
@@ -94,7 +98,13 @@ def plan_of(jaxpr, options: Options):
 
 @_cached
 def _traced(jaxpr, options: Options, avals: tuple):
-    """The jaxpr that runs the plan, on the mesh in context."""
+    """Trace the run of the plan of a jaxpr, on the mesh in context, as a jaxpr.
+
+    Args:
+      jaxpr: The closed jaxpr to plan.
+      options: How the plan is built and run.
+      avals: The types of the arguments, with their shardings.
+    """
 
     def run(*args):
         plan = plan_of(jaxpr, options)
@@ -104,17 +114,30 @@ def _traced(jaxpr, options: Options, avals: tuple):
 
 
 def _execute(*args, jaxpr, options: Options, types):
+    """Execution rule: run the plan of the jaxpr."""
     traced = _traced(jaxpr, options, tuple(map(_compat.typeof, args)))
     return _compat.jaxpr_as_fun(traced)(*args)
 
 
 def _abstract_eval(*avals, jaxpr, options: Options, types):
+    """Type rule: `(types of the results, effects)`; `types` are used if not None."""
     result_types = _traced(jaxpr, options, avals).out_avals if types is None else types
     return list(result_types), _compat.effects_of(jaxpr)
 
 
 def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
-    """`(jaxpr, arrays and tracers that the function closes over)`."""
+    """Trace a flat function as its plan needs it: without mesh types or shardings.
+
+    Args:
+      fn: Takes and returns flat sequences of arrays.
+      avals: The types of its arguments.
+      name: Its name, for debug information.
+      bound: Whether the mesh in context stays; else the function is traced outside it.
+
+    Returns:
+      `(closed jaxpr, arrays and tracers that the function closes over)`; these are the
+      first inputs of the jaxpr.
+    """
     if bound:
         with planning(True):
             return _compat.trace_to_jaxpr(fn, list(map(_without_mesh, avals)), name)
@@ -128,22 +151,29 @@ def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
 
 
 def _without_mesh(aval):
+    """The type of an array without its sharding on a mesh."""
     return _compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
 def _bind(fn: Callable, args: Sequence[Any], options: Options):
-    """Bind the primitive for a flat function without closures."""
+    """Trace a flat function that closes over no operand, and bind the primitive for it.
+
+    Args:
+      fn: Takes and returns flat sequences of arrays.
+      args: Its arguments.
+      options: The options of the program that it is derived from.
+    """
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = trace(fn, avals, options.name, options.bound)
     return _bind_jaxpr(jaxpr, [*consts, *args], options)
 
 
 # ---------------------------------------------------------------------------------
-# Rules
+# Rules, with the arguments and results that JAX's registries require
 
 
 def _jvp(primals, tangents, *, jaxpr, options: Options, types):
-    """Values and tangents in two equations.
+    """JVP rule: values and tangents in two equations.
 
     Partial evaluation, as in a checkpoint, can then evaluate the values alone.
     """
@@ -155,6 +185,18 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
+    """Linearization rule: bind the primitive for the values and for their tangents.
+
+    Args:
+      is_vjp: Whether the linear part will be transposed.
+      nonzeros: Which operands have tangents that are not symbolic zeros.
+      *primals: The operands.
+      jaxpr, options, types: The parameters of the equation.
+
+    Returns:
+      `(results, which of their tangents are nonzero, residuals, linear)`, where
+      `linear(residuals, *tangents)` returns the tangents of all results.
+    """
     # Effects must run once, so their results are saved and not rematerialized.
     saving = functools.partial(_linearize_saving_residuals, is_vjp)
     split = saving if _compat.effects_of(jaxpr) else _linearize_rematerializing
@@ -171,6 +213,12 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
 
 
 def _tangent_types(outs, nonzeros_out) -> tuple:
+    """The types of the nonzero tangents of results.
+
+    Args:
+      outs: The results.
+      nonzeros_out: Which of them have tangents that are not symbolic zeros.
+    """
     return tuple(
         _compat.typeof(out).to_tangent_aval()
         for out, nonzero in zip(outs, nonzeros_out, strict=True)
@@ -183,6 +231,15 @@ def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types
 
     It is the JVP without its primal results: dead-code elimination leaves of the primal
     computation what the tangents depend on. Residuals are arguments and constants only.
+
+    Args:
+      nonzeros: Which operands have tangents that are not symbolic zeros.
+      primals: The operands.
+      jaxpr, options, types: The parameters of the equation.
+
+    Returns:
+      `(results, which of their tangents are nonzero, residuals, linear)`, where
+      `linear(residuals, tangents)` takes and returns the nonzero tangents only.
     """
     outs = _primal(nonzeros, primals, jaxpr, options, types)
     with planning(options.bound):
@@ -206,7 +263,16 @@ def _linearize_saving_residuals(
 ):
     """Linearize; effects run once, and residuals are saved for all groups.
 
-    For a VJP, JAX returns a linear part that can be transposed only, not run.
+    Args:
+      is_vjp: Whether the linear part will be transposed. JAX then returns one that can
+        be transposed only, not run.
+      nonzeros: Which operands have tangents that are not symbolic zeros.
+      primals: The operands.
+      jaxpr, options, types: The parameters of the equation.
+
+    Returns:
+      `(results, which of their tangents are nonzero, residuals, linear)`, where
+      `linear(residuals, tangents)` takes and returns the nonzero tangents only.
     """
     with planning(options.bound):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -224,7 +290,14 @@ def _linearize_saving_residuals(
 
 
 def _bind_jaxpr(jaxpr, args, options: Options, types=None):
-    """Bind a derived jaxpr, whose rules may have closed over arrays."""
+    """Bind the primitive for a derived jaxpr, whose constants become operands.
+
+    Args:
+      jaxpr: The closed jaxpr; rules that derived it may have closed over arrays.
+      args: Its operands.
+      options: The options of the program that it is derived from.
+      types: The types of its results if they are known; None: the plan has them.
+    """
     jaxpr, consts = _compat.without_consts(jaxpr)
     args = [*consts, *args]
     options = options.of(len(args))
@@ -232,10 +305,15 @@ def _bind_jaxpr(jaxpr, args, options: Options, types=None):
 
 
 def _primal(nonzeros, primals, jaxpr, options: Options, types):
-    """The results, by the forward rule of each `custom_vjp`.
+    """The results of a program, by the forward rule of each `custom_vjp` in its jaxpr.
 
     A forward rule may compute otherwise than the function, and derivatives must be
     taken of the same values.
+
+    Args:
+      nonzeros: Which operands have tangents that are not symbolic zeros.
+      primals: The operands.
+      jaxpr, options, types: The parameters of the equation.
     """
     if not _compat.holds(jaxpr, ("custom_vjp_call",)):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
@@ -249,6 +327,16 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
 
 
 def _transpose(cts, *args, jaxpr, options: Options, types):
+    """Transpose rule: bind the primitive for the transposed jaxpr.
+
+    Args:
+      cts: The cotangents of the results, symbolic zeros among them.
+      *args: The operands; an undefined primal for each linear one.
+      jaxpr, options, types: The parameters of the equation.
+
+    Returns:
+      For each operand its cotangent, None if the operand is not linear.
+    """
     linear = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, lin in zip(args, linear, strict=True) if not lin]
     # Symbolic zeros stay out of the operands; the transposed program makes them dense.
@@ -281,13 +369,23 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
+    """Batching rule: bind the primitive for the batched jaxpr."""
     with planning(options.bound):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
     return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 
 
 def _check(enabled, *args, jaxpr, options: Options, types):
-    """The plan of the checkified jaxpr."""
+    """Checkify rule: bind the primitive for the checkified jaxpr.
+
+    Args:
+      enabled: The error categories that checkify checks.
+      *args: The operands.
+      jaxpr, options, types: The parameters of the equation.
+
+    Returns:
+      `(error, results)`, as a function that checkify has transformed returns them.
+    """
     tree: Any = None
 
     def checked(*args):
