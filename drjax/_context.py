@@ -40,11 +40,20 @@ _OUTSIDE = Scope()
 
 
 def current_scope() -> Scope:
+    """The scope of the code that is running; an empty one outside of programs."""
     return scope_context.value or _OUTSIDE
 
 
 def program_scope(partition: Partition, mesh: Any) -> Callable[[], Any]:
-    """A function that makes the context of a program's body."""
+    """Make `enter`, which takes nothing and returns the context of a program's body.
+
+    Each call of the program enters the context. `enter` raises a `ScopeError` inside a
+    mapped function over a partition with the same name or mesh axes.
+
+    Args:
+      partition: The partition of the program.
+      mesh: The mesh of the program, or None for the mesh in context.
+    """
     alone = Scope(partition, mesh)  # made once: entering a program must cost little
 
     def enter():
@@ -58,12 +67,26 @@ def program_scope(partition: Partition, mesh: Any) -> Callable[[], Any]:
 
 
 def enter_mapped(partition: Partition):
-    """The context in which the function given to `map_fn` is traced."""
+    """The context in which the function of a `map_fn` over `partition` is traced."""
     return scope_context(Scope(None, None, (*current_scope().mapped, partition)))
 
 
 def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition, Any]:
-    """The partition (and the program's mesh) on which a building block acts."""
+    """Resolve the partition, and the mesh, on which a building block acts.
+
+    Args:
+      block: The name of the building block, for errors.
+      mesh: Its argument `mesh=`; None: that of the program.
+      partition: Its argument `partition=`; None: that of the program.
+
+    Returns:
+      `(partition, mesh)`; the mesh is None, for the mesh in context, if neither the
+      block nor the program has one, or if the program is over another partition.
+
+    Raises:
+      ScopeError: No partition is given outside of a program or directly inside a mapped
+        function, or the one that is given is already mapped over.
+    """
     scope = current_scope()
     if partition is not None:
         named = as_partition(partition)
@@ -90,6 +113,16 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
 
 
 def _check_not_mapped(what: str, partition: Partition, scope: Scope) -> None:
+    """Check that no mapped function around has the partition's name or mesh axes.
+
+    Args:
+      what: The program or building block that needs the partition, for the error.
+      partition: The partition: its name and all of its mesh axes must be new.
+      scope: The scope, with the partitions that are mapped over.
+
+    Raises:
+      ScopeError: One of these has the same name, or one of the mesh axes.
+    """
     for outer in scope.mapped:
         if outer.name == partition.name or set(outer.mesh_axes) & set(
             partition.mesh_axes

@@ -50,7 +50,18 @@ class Partition:
 
 
 def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
-    """A `Partition` from one, from `{"clients": 100}`, or from a program."""
+    """Convert what `partition=` or `@drjax.program` takes to a `Partition`.
+
+    Args:
+      value: A `Partition`, a mapping such as `{"clients": 100}`, or a program.
+      mesh_axes: With a mapping, the mesh axis or axes to shard the partition over;
+        None: the axis that has the partition's name.
+
+    Raises:
+      DrjaxTypeError: `value` is something else, or a part of it has the wrong type.
+      DrjaxValueError: The mapping has not exactly one item, the size is below one, or a
+        mesh axis is named twice.
+    """
     if isinstance(value, Partition):
         return value
     if isinstance(value, Mapping):
@@ -73,6 +84,7 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
 
 
 def _check_size(name: str, size: Any) -> int:
+    """Check that a size is a positive integer, and return it as an `int`."""
     if not isinstance(size, bool):
         try:
             size = operator.index(size)
@@ -93,6 +105,7 @@ def _check_size(name: str, size: Any) -> int:
 
 
 def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
+    """Check mesh axes: different names, one or several; none stands for `(name,)`."""
     if isinstance(axes, str):
         axes = (axes,)
     if not isinstance(axes, Sequence):

@@ -22,11 +22,15 @@ _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
 
 
 def locate(path: Any) -> Path | str:
-    """A local path, or the URL of what is elsewhere, as text.
+    """Tell local paths from URLs: a `Path`, or the URL as text.
+
+    Args:
+      path: A text, bytes, or an object for a path, also of universal_pathlib. A
+        `file://` URL is a local path.
 
     Raises:
-      TypeError: It is no path.
-      ValueError: It was a URL, before `pathlib` took a slash from it.
+      TypeError: `path` has another type.
+      ValueError: The text is empty, or was a URL before `pathlib` took a slash from it.
     """
     if isinstance(path, bytes):
         path = os.fsdecode(path)
@@ -50,7 +54,7 @@ def locate(path: Any) -> Path | str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path there.
+    """`(fsspec's file system of a URL, path in this file system)`.
 
     Raises:
       ImportError: fsspec, or what it needs for this file system, is not installed.
@@ -68,14 +72,15 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 class NotRegularError(OSError):
-    """What is read is a folder, a pipe or a device."""
+    """The path to read or write is that of a folder, a pipe or a device."""
 
 
 def read_file(path: Path | str) -> bytes:
     """All bytes of a file.
 
     Raises:
-      OSError: It cannot be read, or is no regular file.
+      OSError: The file cannot be read, or is no regular file.
+      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
     """
     if isinstance(path, str):
         system, name = file_system(path)
@@ -85,12 +90,12 @@ def read_file(path: Path | str) -> bytes:
 
 
 def open_regular(path: Path) -> Any:
-    """A local file, opened to be read.
+    """Open a local file for reading, as a binary file object.
 
     Raises:
-      NotRegularError: It is a folder, or a pipe or a device, which may have no end, or
-        nobody who writes it.
-      OSError: It cannot be opened.
+      NotRegularError: The path is a folder, or a pipe or a device, which may have no
+        end, or no process that writes it.
+      OSError: The file cannot be opened.
     """
     # Without O_NONBLOCK, to open a pipe waits for one who writes.
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
@@ -109,10 +114,11 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def write_file(path: Path | str, data: bytes) -> None:
-    """Write a file, and the folders that it is in.
+    """Write a file, and create the folders that it is in.
 
     Raises:
-      OSError: It cannot be written; what was there before is there still.
+      OSError: The file cannot be written. A local file is then as it was before.
+      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
     """
     if isinstance(path, str):
         system, name = file_system(path)
@@ -128,7 +134,13 @@ def write_file(path: Path | str, data: bytes) -> None:
 
 
 def match(pattern: Path | str) -> list[str]:
-    """The paths, or the URLs, of the files whose names a pattern matches, in order.
+    """The files whose names match a glob pattern, sorted; [] if there is none.
+
+    Args:
+      pattern: A local path, or a URL, with wildcards.
+
+    Returns:
+      Local paths, or URLs.
 
     Raises:
       OSError, ImportError, ValueError: The file system cannot be asked.
@@ -141,13 +153,16 @@ def match(pattern: Path | str) -> list[str]:
 
 
 def split(path: str) -> tuple[Any, str]:
-    """Of a path that `match` gave: fsspec's file system, if it is a URL, and a path."""
+    """`(file system, path)` of a path that `match` returned.
+
+    The file system is fsspec's if the path is a URL, and None if it is a local path.
+    """
     place = locate(path)
     return (None, str(place)) if isinstance(place, Path) else file_system(place)
 
 
 def file_size(path: str) -> int:
-    """The bytes of a file that `match` gave."""
+    """The size in bytes of a file, by a path that `match` returned."""
     system, name = split(path)
     if system is None:
         return os.path.getsize(name)
@@ -155,40 +170,44 @@ def file_size(path: str) -> int:
 
 
 class Folder(Protocol):
-    """A folder that holds files, each whole or not at all."""
+    """A folder, local or remote, that holds files by name, such as checkpoints."""
 
     def make(self) -> None:
-        """Make it, if need be; an `OSError` if it is a file."""
+        """Create the folder if it does not exist; an `OSError` if it is a file."""
         ...
 
     def location(self, name: str) -> str:
-        """What a file is called, for people."""
+        """The path or URL of the file `name` in the folder, for messages to users."""
         ...
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """The names of the files in the folder, in any order."""
+        ...
 
-    def read(self, name: str) -> bytes: ...
+    def read(self, name: str) -> bytes:
+        """All bytes of the file `name`; an `OSError` if it cannot be read."""
+        ...
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a file; a `FileExistsError` if it is there."""
+        """Write a new file; a `FileExistsError` if the folder has one of this name."""
         ...
 
     def write(self, name: str, chunks: Iterable[Any]) -> None:
-        """Write a file, or replace it."""
+        """Write a file from chunks of bytes; an old one is replaced as a whole."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if the folder has one of this name."""
         ...
 
 
 def part_name(name: str) -> str:
-    """What a local file is called while it is written."""
+    """The name of the temporary file to which a local file `name` is first written."""
     return f".{name}.part"
 
 
 class LocalFolder:
-    """A folder of this machine's file systems."""
+    """A `Folder` of this machine's file systems."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -234,7 +253,7 @@ class LocalFolder:
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder's names to the disk, where the system has a way to."""
+    """Flush a folder's names to the disk, if the operating system has a way to."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -244,10 +263,11 @@ def _sync(folder: Path) -> None:
 
 
 class RemoteFolder:
-    """A folder, or a prefix, of a file system that fsspec knows.
+    """A `Folder` of a file system that fsspec knows; a prefix, on an object store.
 
     Raises:
-      ImportError, ValueError: As `file_system`.
+      ImportError: fsspec, or what it needs for this file system, is not installed.
+      ValueError: fsspec knows no such file system.
     """
 
     def __init__(self, url: str):
@@ -314,14 +334,21 @@ class RemoteFolder:
 
 
 def folder(path: Path | str) -> LocalFolder | RemoteFolder:
-    """The folder of a path or URL that `locate` gave."""
+    """The folder of a path or URL that `locate` returned; it need not exist yet."""
     if isinstance(path, str):
         return RemoteFolder(path)
     return LocalFolder(path.absolute())
 
 
 def _write_remote(system: Any, path: str, url: str, write: Callable[[], Any]) -> None:
-    """Write a file, and make its folder where the file system needs that."""
+    """Write a remote file; if its folder is missing, create the folder and try again.
+
+    Args:
+      system: fsspec's file system.
+      path: The path of the file in it.
+      url: The URL of the file, for errors.
+      write: Writes the file.
+    """
     try:
         _call(url, write)
     except FileNotFoundError:
@@ -341,9 +368,13 @@ _KNOWN_ERRORS = (
 
 
 def _call(url: str, action: Callable[[], Any]) -> Any:
-    """The result of an action; its errors, which differ by file system, as `OSError`.
+    """Run an action on a remote file, and convert its errors to `OSError`s.
 
-    They name the URL.
+    Errors differ by file system; the new ones name the URL.
+
+    Args:
+      url: The URL of the file, for errors.
+      action: A function without arguments, whose result is returned.
     """
     try:
         return action()
