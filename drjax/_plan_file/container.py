@@ -26,7 +26,16 @@ _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 
 
 def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
-    """A plan file as bytes; equal contents make equal files."""
+    """A plan file, a zip, as bytes; equal contents make equal bytes.
+
+    Args:
+      manifest: The manifest as JSON data, without the format, the version and the table
+        of members, which are added here.
+      members: The bytes of the other files in the zip, by name.
+
+    Raises:
+      PlanFileError: The manifest is larger than `MANIFEST_LIMIT`.
+    """
     table = {name: _seal(data) for name, data in sorted(members.items())}
     head = {"format": FORMAT, "version": VERSION, **manifest, "members": table}
     text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False).encode()
@@ -47,18 +56,22 @@ def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
 
 
 def _seal(data: bytes) -> dict[str, Any]:
-    """The size and the hash of a member, as the manifest lists them."""
+    """The size in bytes and the SHA-256 of a member, as the manifest lists them."""
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def read(
     path: Path | str, data: bytes | None = None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest and all members of a plan file, checked.
+    """Read the manifest and all members of a plan file, and check them.
 
     Args:
       path: The file, or its URL.
       data: The bytes of the file. Default: the file is opened.
+
+    Returns:
+      `(manifest, members)`: JSON data, and bytes by name. Nothing in the manifest is
+      checked but the format, the version and the table of members.
 
     Raises:
       OSError: The file cannot be opened.
@@ -109,7 +122,7 @@ def read(
 
 
 def _open(path: Path | str, data: bytes | None) -> Any:
-    """The bytes of a plan file, as an open binary file.
+    """Open a plan file as a binary file: of `data`, its bytes, unless that is None.
 
     Raises:
       OSError: The file cannot be opened.
@@ -130,7 +143,15 @@ def _open(path: Path | str, data: bytes | None) -> Any:
 
 
 def _check_unique(path: Path | str, names: list[str]) -> None:
-    """Refuse a zip that has two members of one name."""
+    """Check that the members of a zip have different names.
+
+    Args:
+      path: The plan file, for errors.
+      names: The names of all members, the manifest included.
+
+    Raises:
+      PlanFileError: Two members have the same name.
+    """
     if len(set(names)) < len(names):
         name = _repeated(names)
         raise _bad(
@@ -141,7 +162,16 @@ def _check_unique(path: Path | str, names: list[str]) -> None:
 
 
 def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> None:
-    """Refuse compressed members, and members larger than the file of `size` bytes."""
+    """Check the sizes that a zip declares, before any member is read.
+
+    Args:
+      path: The plan file, for errors.
+      infos: What the zip says of its members.
+      size: The size of the file in bytes.
+
+    Raises:
+      PlanFileError: A member is compressed, or the members are larger than the file.
+    """
     compressed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
     if compressed:
         raise _bad(
@@ -159,7 +189,10 @@ def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> N
 
 
 def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """The bytes of a member."""
+    """Read a member of an open zip; raise `PlanFileError` if that fails.
+
+    `path`, the plan file, is for errors; `info` says which member.
+    """
     try:
         return archive.read(info)
     except Exception as error:
@@ -171,7 +204,15 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
-    """The manifest, of the format and version that this drjax reads."""
+    """Parse the manifest, and check its format and version.
+
+    Args:
+      path: The plan file, for errors.
+      data: The manifest as JSON text.
+
+    Raises:
+      PlanFileError: It is no such JSON, or this drjax does not read its version.
+    """
     try:
         manifest = json.loads(data, object_pairs_hook=_unique_keys)
         kind, version = manifest["format"], manifest["version"]
@@ -189,7 +230,10 @@ def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; readers differ in which of two equal keys they believe."""
+    """A JSON object from its `(key, value)` pairs; raise `ValueError` if a key repeats.
+
+    A hook for `json.loads`: readers differ in which of two equal keys they believe.
+    """
     table = dict(pairs)
     if len(table) < len(pairs):
         key = _repeated([key for key, _ in pairs])
@@ -198,15 +242,20 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(names: list[str]) -> str:
-    """A name that is in the list more than once."""
+    """The most frequent name, for errors; callers know that some name repeats."""
     return Counter(names).most_common(1)[0][0]
 
 
 def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None:
-    """Refuse members that no part of the plan names.
+    """Check that some stage of the plan uses each member of the file.
+
+    Args:
+      path: The plan file, for errors.
+      members: The names of all members but the manifest.
+      used: The names of those that the plan's stages need.
 
     Raises:
-      PlanFileError: There is one.
+      PlanFileError: There is a member that no stage uses.
     """
     if unused := sorted(set(members) - used):
         raise _bad(
@@ -217,7 +266,7 @@ def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None
 
 
 def _listed(names: list[str]) -> str:
-    """At most three names, as text."""
+    """The first three names, and how many more there are, as text for errors."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(name[:200] for name in names[:3]) + more
 
@@ -225,12 +274,16 @@ def _listed(names: list[str]) -> str:
 def _table(
     path: Path | str, manifest: dict[str, Any], names: list[str]
 ) -> dict[str, Any]:
-    """The manifest's table of members: size and hash by name.
+    """Check the manifest's table of members, and return it: size and hash by name.
 
     Args:
       path: The plan file, for errors.
       manifest: The manifest.
       names: The names of the members in the zip; the table must have the same.
+
+    Raises:
+      PlanFileError: There is no table, its names are others, or a name is not of the
+        form `stages/NAME` or `consts/NAME`.
     """
     table = manifest.get("members")
     if not isinstance(table, dict):
@@ -254,10 +307,13 @@ def _table(
 
 
 def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
-    """The error for a plan file: what is wrong with it, and how to fix it."""
+    """A `PlanFileError` to raise: what is wrong with the file, and how to fix it."""
     return PlanFileError(f"The plan file {path} {what}. {fix}")
 
 
 def malformed(path: Path | str, why: object) -> PlanFileError:
-    """The error for a manifest that is not as `plan.save` writes it."""
+    """A `PlanFileError` to raise for a manifest that is not as `plan.save` writes it.
+
+    `why` is the reason: text, or the error that reading the manifest raised.
+    """
     return _bad(path, f"has a malformed manifest: {why}", "Save the plan again.")

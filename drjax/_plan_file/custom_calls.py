@@ -67,15 +67,15 @@ _BYTECODE = b"ML\xefR"
 
 
 def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> None:
-    """Refuse a plan that declares custom calls which are neither listed nor allowed.
+    """Check that a plan declares only custom calls that are on the list or allowed.
 
     Args:
       path: The plan file, for errors.
       plan: The plan, as its manifest describes it.
-      allowed: Names that it may call besides `ALLOWED`.
+      allowed: Names of custom calls that it may make besides `ALLOWED`.
 
     Raises:
-      PlanFileError: A stage declares another one.
+      PlanFileError: A stage declares a custom call that is neither listed nor allowed.
     """
     known = ALLOWED.union(allowed)
     for location, stage in plan.stages():
@@ -93,15 +93,15 @@ def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> Non
 def check_declared(
     stage: str, declared: Collection[str], called: Iterable[Collection[str]]
 ) -> None:
-    """Check that the functions of a stage call what the manifest declares.
+    """Check that the functions of a stage call exactly what the manifest declares.
 
     Args:
       stage: The name of the stage, for errors.
-      declared: The custom calls in the manifest.
-      called: Those in the code of each function of the stage.
+      declared: The names of the custom calls in the manifest.
+      called: For each function of the stage the names of the custom calls in its code.
 
     Raises:
-      ValueError: They are others.
+      ValueError: The functions call more than is declared, or less.
     """
     if set(declared) != set().union(*called):
         raise ValueError(f"stage {stage} calls other code than it is said to")
@@ -109,10 +109,11 @@ def check_declared(
 
 @contextlib.contextmanager
 def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
-    """The MLIR module of a portable artifact, for the `with` block.
+    """Parse a portable artifact: an MLIR module that lives as long as the `with` block.
 
     Raises:
-      ValueError: It is none. MLIR reads text as well, but JAX writes bytecode only.
+      ValueError: The artifact is no MLIR bytecode. MLIR also reads text, which JAX
+        never writes.
     """
     if not stablehlo_code.startswith(_BYTECODE):
         raise ValueError("its code is no MLIR bytecode")
@@ -123,10 +124,11 @@ def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
 
 
 def custom_calls_in(stablehlo_code: bytes) -> set[str]:
-    """The names of the custom calls in a portable artifact.
+    """The names of the custom calls in a portable artifact (StableHLO bytecode).
 
-    In all of its functions and regions, also in those that nothing calls. Operations
-    that exchange data with the host count as custom calls.
+    Custom calls of all functions and regions count, also where nothing calls these, and
+    so do operations that exchange data with the host. The shape assertions that JAX
+    adds do not count.
     """
     names = set()
 

@@ -45,15 +45,15 @@ def decode(
     run: bool = True,
     allowed: Collection[str] | None = (),
 ) -> Plan:
-    """The plan of a file.
+    """Decode the plan of a file, and check it: the reverse of `encode`.
 
     Args:
       path: The file, for errors.
-      manifest: Its manifest.
-      members: Its members by name.
-      run: Whether the stages are to be run; else their bytes are not looked at.
-      allowed: Custom calls that stages to be run may make besides
-        `drjax._plan_file.custom_calls.ALLOWED`; None: any.
+      manifest: Its manifest: JSON data that is not trusted.
+      members: The bytes of its members, by name.
+      run: Whether the stages are to be run; if not, their bytes are not looked at.
+      allowed: Names of custom calls that stages to be run may make besides
+        `drjax._plan_file.custom_calls.ALLOWED`; None allows all.
 
     Raises:
       PlanFileError: The manifest is malformed, or this JAX cannot read a stage, or a
@@ -89,7 +89,11 @@ def decode(
 
 
 def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The origin of the stages in a file: versions, platforms, precision, keys."""
+    """Check the origin of the stages in a manifest, and return it.
+
+    It has the versions of the producer, platforms, precision, and implementations of
+    random keys. Errors are as in `_PlanReader`.
+    """
     origin = {key: manifest[key] for key in _ORIGIN}
     if type(origin["x64"]) is not bool:
         raise ValueError("x64 must be true or false")
@@ -105,17 +109,20 @@ Values = Callable[[Iterable[str]], tuple[Value, ...]]  # from names in one plan
 
 
 class _PlanReader:
-    """Reads plans from the manifest's data.
+    """Reads plans from the manifest's JSON data, and checks them.
+
+    What does not fit raises an error of some built-in class, as `ValueError` or
+    `KeyError`, from which `decode` makes a `PlanFileError`.
 
     Args:
-      stages: Reads their stages.
+      stages: What reads their stages.
     """
 
     def __init__(self, stages: "_StageReader"):
         self.stages = stages
 
     def plan(self, data: dict[str, Any]) -> Plan:
-        """A plan, or the body of a loop."""
+        """A plan, or the body of a loop, from its JSON data."""
         partition = _partition(data["partition"])
         size = 0 if partition is None else partition.size
         table = {
@@ -149,7 +156,7 @@ class _PlanReader:
         return plan
 
     def _round(self, data: dict[str, Any], values: Values) -> Round:
-        """A round; `values`: from names to values of its plan."""
+        """A round from its JSON data; `values` finds values of its plan by name."""
         reduces = []
         for entry in data["reduces"]:
             source, result = values(entry["values"])
@@ -169,7 +176,10 @@ class _PlanReader:
         )
 
     def _loop(self, data: dict[str, Any], values: Values) -> Loop:
-        """A loop with the plans of its bodies."""
+        """A loop, with the plans of its bodies, from its JSON data.
+
+        `values` finds values of the plan around it by their names.
+        """
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
         return Loop(
@@ -186,14 +196,14 @@ class _PlanReader:
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:
-    """A partition; None for a plan that calls no building block."""
+    """A partition from its JSON data; None for a plan that calls no building block."""
     if data is None:
         return None
     return Partition(data["name"], data["size"], tuple(data["mesh_axes"]))
 
 
 def _check_order(plan: Plan) -> None:
-    """Check that each value of a plan is produced before it is used."""
+    """Check that values are produced before use; raise `ValueError` if not."""
     known = {v.name for v in plan.inputs}
 
     def use(values: Iterable[Value]) -> None:
@@ -220,7 +230,7 @@ def _check_order(plan: Plan) -> None:
 
 
 def _check_known(names: Iterable[str], known: Set[str]) -> None:
-    """Refuse names that are not among the known ones."""
+    """Check that all names are among `known`; raise `ValueError` if not."""
     if unknown := set(names) - known:
         raise ValueError(f"{sorted(unknown)} are used before they are made")
 
@@ -230,12 +240,12 @@ class _StageReader:
 
     Args:
       path: The file, for errors.
-      members: The file's members by name.
-      origin: Where and how the stages were exported.
-      run: Whether the stages are to be run; else their bytes are not looked at.
+      members: The bytes of the file's members, by name.
+      origin: Where and how the stages were exported, from `_origin`.
+      run: Whether the stages are to be run; if not, their bytes are not looked at.
 
     Attributes:
-      used: The names of the members that were needed.
+      used: The names of the members that the stages need.
     """
 
     def __init__(
@@ -250,7 +260,16 @@ class _StageReader:
         self._members, self._consts = members, dict[str, np.ndarray]()
 
     def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
-        """A stage; `local`: whether it is one of the groups."""
+        """A stage from its JSON data; it has a jaxpr only if stages are to be run.
+
+        Args:
+          data: The stage's entry in the manifest.
+          values: A function that finds values of its plan by their names.
+          local: Whether it is a local stage, not one of the server.
+
+        Raises:
+          ValueError: The entry, or the code, does not fit the manifest.
+        """
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
         name, member = _text(data["name"]), data["member"]
         if (member is None) != (not outputs):
@@ -266,12 +285,12 @@ class _StageReader:
     def _exported_stage(
         self, data: dict[str, Any], member: str, local: bool
     ) -> ExportedStage:
-        """The functions of a stage, whose code is not read yet.
+        """The `ExportedStage` of an entry in the manifest; its code is not read yet.
 
         Args:
-          data: The stage's entry in the manifest.
-          member: What the names of its members begin with.
-          local: Whether it is a stage of the groups.
+          data: The stage's entry.
+          member: What the names of its members begin with, as `stages/2.server`.
+          local: Whether it is a local stage, not one of the server.
         """
         function = lambda end: ExportedFunction(
             self._member(f"{member}{end}.jexp"),
@@ -289,7 +308,10 @@ class _StageReader:
         )
 
     def _constant(self, data: dict[str, Any]) -> np.ndarray:
-        """A constant of a stage. Stages that name the same member share the array."""
+        """A constant of a stage, from its JSON data, which names a member and a dtype.
+
+        Stages that name the same member share the array.
+        """
         name = data["member"]
         if name not in self._consts:
             array = _array(self._member(name))
@@ -297,17 +319,21 @@ class _StageReader:
         return self._consts[name]
 
     def _member(self, name: str) -> bytes:
-        """The bytes of a member, which from now on counts as used."""
+        """The bytes of the member of this name, which goes to `used`."""
         self.used.add(name)
         return self._members[name]
 
 
 def _check_code(name: str, exported: ExportedStage) -> None:
-    """Check that the code of a stage is what its manifest says.
+    """Check that the code of a stage is what the manifest says.
+
+    Args:
+      name: The name of the stage, for errors.
+      exported: Its functions.
 
     Raises:
-      ValueError: It calls other custom calls, or its StableHLO for other runtimes is
-        not that of its functions.
+      ValueError: Its functions make other custom calls, or its StableHLO for other
+        runtimes is not that of its functions.
     """
     parts = [f for f in (exported.per_group, exported.batched) if f]
     called = [function.custom_calls for function in parts]
@@ -325,7 +351,17 @@ def _jaxpr(
     exported: ExportedStage | None,
     local: bool,
 ) -> Any:
-    """A jaxpr of a stage from a file: it calls the exported function of one group."""
+    """A jaxpr for a stage from a file, which calls its `per_group` function.
+
+    Args:
+      inputs: The inputs of the stage.
+      outputs: Its outputs.
+      exported: Its functions; None if it has no outputs.
+      local: Whether it is a local stage, whose jaxpr takes the group index first.
+
+    Raises:
+      ValueError: The exported function returns other types than those of `outputs`.
+    """
 
     def run(*args):
         if exported is None:
@@ -349,12 +385,15 @@ def _jaxpr(
 
 
 def _value(name: str, data: dict[str, Any], size: int) -> Value:
-    """A value of a plan.
+    """A value of a plan, from its JSON data.
 
     Args:
       name: Its name.
       data: Its entry in the manifest: shape of one slice, dtype, and group axis.
       size: n, the number of groups; 0 without a partition.
+
+    Raises:
+      ValueError: It cannot have this dtype or group axis.
     """
     shape, axis = tuple(map(_count, data["shape"])), data["group_axis"]
     dtype = _dtype(data["dtype"])
@@ -366,7 +405,11 @@ def _value(name: str, data: dict[str, Any], size: int) -> Value:
 
 
 def _array(data: bytes) -> np.ndarray:
-    """An array in numpy's format; numpy itself would allocate whatever it declares."""
+    """The array in the bytes of a `.npy` file, as a read-only view of them.
+
+    `numpy.load` would allocate whatever size the file declares; this raises
+    `ValueError` unless the file has exactly the bytes that it declares.
+    """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -381,7 +424,11 @@ def _array(data: bytes) -> np.ndarray:
 
 
 def _dtype(name: str) -> Any:
-    """The dtype of a name: a number, bool, or `key:IMPL` for random keys."""
+    """The dtype of this name: a number, bool, or `key:IMPL` for random keys.
+
+    Raises:
+      ValueError, TypeError: There is no such dtype.
+    """
     if match := re.fullmatch(r"key:(\w+)", _text(name)):
         return key_dtype(match[1])
     dtype = np.dtype(name)
@@ -392,11 +439,14 @@ def _dtype(name: str) -> Any:
 
 
 def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
-    """The structure of arguments or results; None if the plan has none.
+    """The structure of arguments or results from its JSON data; None if it is null.
 
     Args:
-      data: Its entry in the manifest.
+      data: Its entry in the manifest; null in bodies of loops.
       values: The values of its leaves.
+
+    Raises:
+      ValueError: The entry describes no pytree, or one with another number of leaves.
     """
     if data is None:
         return None
@@ -407,28 +457,28 @@ def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
 
 
 def _text(x: Any) -> str:
-    """The value, if it is printable text."""
+    """Return `x` if it is printable text; raise `ValueError` if not."""
     if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
         raise ValueError(f"{x!r:.60} is not a text")
     return x
 
 
 def _list(x: Any) -> list:
-    """The value, if it is a list."""
+    """Return `x` if it is a list; raise `ValueError` if not."""
     if not isinstance(x, list):
         raise ValueError(f"{str(x)[:60]} is not a list")
     return x
 
 
 def _count(x: Any) -> int:
-    """The value, if it is an integer from 0."""
+    """Return `x` if it is an integer from 0; raise `ValueError` if not."""
     if type(x) is not int or x < 0:
         raise ValueError(f"{str(x)[:60]} is not a count")
     return x
 
 
 def _one_of(known: tuple[str, ...], x: Any) -> str:
-    """The value, if it is one of these names."""
+    """Return `x` if it is one of the known names; raise `ValueError` if not."""
     if x not in known:
         raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
     return x

@@ -26,10 +26,10 @@ from drjax.plan import Ledger, Loop, Plan, Round, Stage, Value
 
 
 def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest of an exported plan, and the members of its file by name.
+    """Encode an exported plan: `(manifest, members)`, JSON data and bytes by name.
 
     Raises:
-      PlanFileError: The plan cannot be written.
+      PlanFileError: A pytree of the plan cannot be described without its class.
     """
     origin = origin_of(plan)
     writer = _Writer()
@@ -38,7 +38,7 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
-    """The communication of a plan: one entry for each value and round."""
+    """The communication of a plan as JSON data: an entry for each value and round."""
     communication: Ledger = plan.communication()
     return [
         {
@@ -53,7 +53,7 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
 
 
 def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
-    """What the batched function of a round returns, by name, as data.
+    """What the batched function of a round's stage returns, by name, as JSON data.
 
     Args:
       a_round: The round.
@@ -65,17 +65,22 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
 
 
 class _Writer:
-    """Writes plans as data; `members` are the file's members besides the manifest."""
+    """Writes plans as JSON data for the manifest, and collects the members of the file.
+
+    Attributes:
+      members: The bytes of the file's members besides the manifest, by name.
+    """
 
     def __init__(self):
         self.members: dict[str, bytes] = {}
 
     def plan(self, plan: Plan, prefix: str) -> dict[str, Any]:
-        """A plan as data.
+        """A plan or a loop's body as JSON data; its stages' code goes to `members`.
 
         Args:
           plan: The plan.
-          prefix: What the names of its members begin with.
+          prefix: What the names of its members begin with: empty, or of a body
+            `2.scan.0.`.
         """
         values: dict[str, dict] = {}
 
@@ -122,12 +127,13 @@ class _Writer:
         }
 
     def _stage(self, stage: Stage, member: str, names) -> dict[str, Any]:
-        """A stage as data; its code becomes members.
+        """A stage as JSON data; its code and constants go to `members`.
 
         Args:
           stage: The stage.
-          member: What the names of its members begin with.
-          names: Registers values in the plan's table, and returns their names.
+          member: What the names of its members begin with, as `2.server`.
+          names: A function that registers values in the plan's table, and returns their
+            names.
         """
         data = {
             "name": stage.name,
@@ -153,7 +159,7 @@ class _Writer:
         return {**data, "in_turn": exported.sequential}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
-        """A constant as data; equal ones become one member."""
+        """A constant as JSON data; its bytes go to `members`, of equal ones once."""
         file, array = io.BytesIO(), np.ascontiguousarray(x).reshape(x.shape)
         if array.dtype.kind == "V":  # a dtype that numpy does not know: its bits
             array = array.view(f"u{array.dtype.itemsize}")
@@ -163,7 +169,14 @@ class _Writer:
         return {"member": name, "dtype": str(x.dtype)}
 
     def _loop(self, loop: Loop, prefix: str, names) -> dict[str, Any]:
-        """A loop as data; see `_stage`."""
+        """A loop as JSON data; the code of its bodies' stages goes to `members`.
+
+        Args:
+          loop: The loop.
+          prefix: What the names of its round's members begin with, as `2.`.
+          names: A function that registers values in the plan's table, and returns their
+            names.
+        """
         bodies = [
             self.plan(body, f"{prefix}{loop.name}.{i}.")
             for i, body in enumerate(loop.bodies)
@@ -182,7 +195,7 @@ class _Writer:
 
 
 def _partition(plan: Plan) -> dict[str, Any] | None:
-    """The partition of a plan as data."""
+    """The partition of a plan as JSON data; None if it calls no building block."""
     if plan.partition is None:
         return None
     name, size, axes = (
@@ -194,7 +207,10 @@ def _partition(plan: Plan) -> dict[str, Any] | None:
 
 
 def _value(value: Value) -> dict[str, Any]:
-    """A value as data: dtype, shape of one group's slice, and group axis."""
+    """A value as JSON data: dtype, shape of one group's slice, and group axis.
+
+    A global value has its whole shape, and None as group axis.
+    """
     dtype = str(value.dtype)
     if is_key(value.dtype):
         dtype = f"key:{key_impl(value.dtype)}"
@@ -203,7 +219,11 @@ def _value(value: Value) -> dict[str, Any]:
 
 
 def _tree(tree: Any) -> dict[str, Any] | None:
-    """The structure of arguments or results as data."""
+    """The structure of arguments or results as JSON data; None if `tree` is None.
+
+    `tree` is a `PyTreeDef`, or a `Tree` of a loaded plan; None in bodies of loops,
+    whose values are flat.
+    """
     if tree is None:
         return None
     node = describe(tree)

@@ -30,9 +30,10 @@ from drjax.plan import Loop, Plan, Round, Stage, check_known_shapes
 
 
 def export_plan(plan: Plan) -> Plan:
-    """The plan with all of its stages exported.
+    """Export a plan: a copy in which all stages with results have `exported`.
 
     Raises:
+      PlanError: The plan has symbolic dimensions.
       PlanFileError: A stage cannot be exported.
     """
     check_known_shapes(plan, "saved")
@@ -44,9 +45,13 @@ def export_plan(plan: Plan) -> Plan:
 
 
 def origin_of(plan: Plan) -> dict[str, Any]:
-    """The origin of a plan's stages: versions, platforms, precision and random keys.
+    """The origin of a plan's stages, as JSON data for the manifest.
 
-    Of stages that are exported already it is that of their export.
+    It has the versions of the producer, platforms, precision, and implementations of
+    random keys. If a stage is exported already, its origin is that of the plan.
+
+    Raises:
+      PlanFileError: A stage that is not exported calls back into Python.
     """
     stages = [*plan.stages()]
     for _, stage in stages:
@@ -57,14 +62,17 @@ def origin_of(plan: Plan) -> dict[str, Any]:
 
 @functools.cache
 def _producer() -> dict[str, str]:
-    """The versions of drjax, JAX and Python that write the file."""
+    """The versions of drjax, JAX, jaxlib and Python in this process, by name."""
     names = ("drjax", "jax", "jaxlib")
     versions = {name: version(name) for name in names}
     return {**versions, "python": platform.python_version()}
 
 
 def _origin(features: StageFeatures) -> dict[str, Any]:
-    """The origin of stages with these features, for the manifest."""
+    """The origin of stages that are exported now, as JSON data for the manifest.
+
+    `features` are those of all stages of the plan together.
+    """
     return {
         "producer": _producer(),
         "calling_convention": export.maximum_supported_calling_convention_version,
@@ -75,13 +83,20 @@ def _origin(features: StageFeatures) -> dict[str, Any]:
 
 
 class _Export:
-    """Exports the stages of plans; in all methods `location` is for errors."""
+    """Exports the stages of plans.
+
+    In all methods `location` says for errors which stage it is, as `round 1, groups`;
+    for a plan, a round or a loop it is what the locations of their stages begin with.
+
+    Args:
+      origin: The origin of the stages, from `origin_of`.
+    """
 
     def __init__(self, origin: dict[str, Any]):
         self.origin = origin
 
     def plan(self, plan: Plan, location: str) -> Plan:
-        """A plan, or the body of a loop, with exported stages."""
+        """A copy of a plan, or of the body of a loop, with exported stages."""
         kept = plan.kept()
         rounds = tuple(
             self._round(a_round, kept, f"{location}round {number}, ")
@@ -91,7 +106,7 @@ class _Export:
         return replace(plan, rounds=rounds, server=server)
 
     def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
-        """A round with exported stages; `kept`: the names of values that live on."""
+        """A copy of a round with exported stages; `kept` is `kept()` of its plan."""
         return replace(
             a_round,
             server=self._server(a_round.server, f"{location}server"),
@@ -100,20 +115,27 @@ class _Export:
         )
 
     def _loop(self, loop: Loop, location: str) -> Loop:
-        """A loop with exported stages in its bodies."""
+        """A copy of a loop with exported stages in its bodies."""
         location = f"{location}{loop.name}, "
         bodies = tuple(self.plan(body, location) for body in loop.bodies)
         return replace(loop, bodies=bodies)
 
     def _server(self, stage: Stage, location: str) -> Stage:
-        """A server stage, exported."""
+        """A copy of a server stage with `exported`.
+
+        The stage itself, if it has no results or is exported already.
+        """
         # A stage without results has no member in the file.
         if stage.empty or stage.exported is not None:
             return stage
         return replace(stage, exported=Exporter(stage, location, self.origin).server())
 
     def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
-        """The stage of the groups of a round, exported per group and batched."""
+        """A copy of a round's local stage with `exported`.
+
+        The stage itself, if it has no results or is exported already. `kept` is
+        `Plan.kept()` of its plan.
+        """
         stage = a_round.local
         if stage.empty or stage.exported is not None:
             return stage

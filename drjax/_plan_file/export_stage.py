@@ -42,7 +42,7 @@ class Exporter:
     Args:
       stage: The stage.
       location: Round and stage in the plan, for errors.
-      origin: The versions and platforms of the export, for the manifest.
+      origin: The versions and platforms of the export, from `origin_of`.
     """
 
     def __init__(self, stage: Stage, location: str, origin: dict[str, Any]):
@@ -57,15 +57,21 @@ class Exporter:
         self._types = [raw_type(v) for v in stage.inputs]
 
     def server(self) -> ExportedStage:
-        """The exported stage of the server: one function."""
+        """This stage, a server stage, exported as one StableHLO function.
+
+        Without groups, it needs no function for a batch.
+        """
         return self._exported_stage(*self._export("one", self._per_group, self._types))
 
     def local(self, reduces: Sequence[Reduce], kept: Sequence[Value]) -> ExportedStage:
-        """The exported stage of the groups: per group, and batched.
+        """This stage, a local stage, exported as two functions: per group, and batched.
 
         Args:
           reduces: The reductions that the batched function computes over its groups.
           kept: The outputs that the batched function returns as slices.
+
+        Raises:
+          PlanFileError: JAX cannot export the stage, or it calls back into Python.
         """
         one, calls = self._export("one", self._per_group, [_GROUP, *self._types])
         (b,) = export.symbolic_shape("b")
@@ -96,13 +102,25 @@ class Exporter:
         batch: ExportedFunction | None = None,
         sequential=False,
     ) -> ExportedStage:
-        """The exported functions with the text and the constants of the stage."""
+        """An `ExportedStage`: these functions, the text and constants of the stage.
+
+        Args:
+          one: The function of the server or of one group.
+          calls: The names of the custom calls in both functions.
+          batch: The function of a batch of groups; None for a server stage.
+          sequential: Whether the groups of a batch run one after another.
+        """
         text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
         consts, calls_ = tuple(self._consts), tuple(sorted(calls))
         return ExportedStage(one, batch, sequential, text, consts, calls_, self.origin)
 
     def _per_group(self, *args):
-        """The function to export: `(*consts, [group,] *inputs)` to outputs, all raw."""
+        """Evaluate the stage for the server or one group; this function is exported.
+
+        `args` are the hoisted constants, for a local stage the group index, int32 `[]`,
+        and the inputs. All of them and the outputs are raw: random keys are their key
+        data.
+        """
         count, values = len(self._hoisted), list(self._values)
         for i, x in zip(self._hoisted, args[:count], strict=True):
             values[i] = from_raw(x, values[i].dtype)
@@ -119,12 +137,16 @@ class Exporter:
         kept: Sequence[Value],
         over_groups: Callable,
     ) -> Callable:
-        """The function of b groups: `(*consts, mask, groups, *inputs)` to its outputs.
+        """The function of b groups to export, for any b.
+
+        It maps `(*consts, mask, groups, *inputs)` to `[*partials, *slices]`: `mask` is
+        bool `[b]`, `groups` are the group indices, int32 `[b]`, and partitioned inputs
+        are slices `[b, ...]`.
 
         Args:
-          reduces: See `local`.
-          kept: See `local`.
-          over_groups: `jax.vmap`, or `_sequential`.
+          reduces: The reductions to compute over the groups whose mask is true.
+          kept: The outputs to return as slices `[b, ...]`.
+          over_groups: Maps the per-group function: `jax.vmap`, or `_sequential`.
         """
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
@@ -147,12 +169,15 @@ class Exporter:
     def _export(
         self, name: str, fn: Callable, types: list
     ) -> tuple[ExportedFunction, set[str]]:
-        """`(exported function, names of the custom calls in it)`.
+        """Export a function: `(exported function, names of the custom calls in it)`.
 
         Args:
           name: The name of the function in the StableHLO.
           fn: The function, which takes the constants first.
           types: The types of its other arguments.
+
+        Raises:
+          PlanFileError: JAX cannot export it for all of `PLATFORMS`.
         """
 
         def run(*args):
@@ -175,7 +200,10 @@ class Exporter:
 
 
 def _sequential(fn: Callable, axes: list) -> Callable:
-    """As `jax.vmap`, but one group after another, by `lax.map`."""
+    """Map `fn` over groups, as `jax.vmap` would, but one after another, by `lax.map`.
+
+    `axes` has 0 for arguments with a slice for each group, and None for global ones.
+    """
 
     def run(*args):
         def one(slices):
@@ -194,6 +222,10 @@ def _sequential(fn: Callable, axes: list) -> Callable:
 
 
 def _masked(op: ReduceOp, x, mask):
-    """`x` with the identity of a reduction in the slices whose mask is false."""
+    """Replace slices of `x`, `[b, *s]`, by the identity of `op`.
+
+    These are the slices whose `mask`, bool `[b]`, is false: they then do not change the
+    reduction.
+    """
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
     return jnp.where(chosen, x, jnp.asarray(op.identity(x.dtype), x.dtype))

@@ -37,12 +37,12 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 @dataclass(frozen=True)
 class ExportedFunction:
-    """One exported function.
+    """One exported function of a stage.
 
     Attributes:
       exported: The bytes of `jax.export.Exported.serialize`.
       stablehlo: The StableHLO in it, as a portable artifact.
-      source: The stage or the member that it is from, for errors.
+      source: What errors call it: its location in a plan, or its member in a file.
     """
 
     exported: bytes
@@ -51,7 +51,12 @@ class ExportedFunction:
 
     @functools.cached_property
     def call(self) -> Callable[..., list]:
-        """The function; JAX can neither differentiate nor batch what was exported."""
+        """The function, to be called or lowered; to differentiate or batch it raises.
+
+        Raises:
+          PlanFileError: (when it is differentiated or batched) JAX cannot do that with
+            exported functions; (when it is read) this JAX cannot read it.
+        """
         refuse = _refusal(self.source)
         call = jax.custom_batching.custom_vmap(self.function.call)
         call.def_vmap(refuse)
@@ -61,7 +66,7 @@ class ExportedFunction:
 
     @property
     def function(self) -> export.Exported:
-        """The function as JAX reads it."""
+        """The function, deserialized by JAX when it is first used."""
         return self._read[0]
 
     @property
@@ -71,7 +76,7 @@ class ExportedFunction:
 
     @functools.cached_property
     def _read(self) -> tuple[export.Exported, set[str]]:
-        """The function and its custom calls.
+        """`(function, names of its custom calls)`, deserialized.
 
         Raises:
           PlanFileError: This version of JAX cannot read it.
@@ -89,7 +94,10 @@ class ExportedFunction:
 
 
 def _refusal(source: str) -> Callable:
-    """A function that raises for a transformation of an exported function."""
+    """A rule for `custom_vmap` and `custom_jvp` that raises `PlanFileError`.
+
+    `source` is what the error calls the exported function, which has no such rule.
+    """
 
     def refuse(*_):
         raise PlanFileError(
@@ -107,12 +115,13 @@ class ExportedStage:
 
     Attributes:
       per_group: The work of the server, or of one group.
-      batched: Of a local stage, the work of many groups.
+      batched: The work of many groups; None for a server stage.
       sequential: Whether the groups of a batch work one after another.
       text: The jaxpr of `per_group`, for people.
-      consts: Large arrays that the stage takes besides its inputs; raw data of keys.
-      custom_calls: Names of the code outside StableHLO that it calls.
-      origin: The versions and platforms of its export, as in the manifest.
+      consts: Large arrays that the functions take before the inputs; random keys as
+        their key data.
+      custom_calls: Names of the code outside StableHLO that the functions call.
+      origin: The versions and platforms of the export, as in the manifest.
     """
 
     per_group: ExportedFunction
@@ -125,13 +134,18 @@ class ExportedStage:
 
 
 def run_batched(stage: Stage, kept: Sequence[Value], mask, groups, inputs):
-    """Run the batched function of a stage from a file: `(partial reductions, slices)`.
+    """Run the batched function of an exported local stage on b groups.
 
     Args:
-      kept: The outputs of the stage that it returns as slices.
-      mask: Which groups count, bool `[b]`.
-      groups: Their indices, int32 `[b]`.
-      inputs: Those of the stage; of partitioned ones a slice for each group.
+      stage: The stage.
+      kept: The outputs of the stage that the function returns as slices.
+      mask: Which of the groups count in reductions, bool `[b]`.
+      groups: The group indices, int32 `[b]`.
+      inputs: The inputs of the stage, in order; of partitioned ones slices `[b, ...]`.
+
+    Returns:
+      `(partials, slices)`: a partial reduction for each reduction of the round but
+      gathers, and the groups' slices `[b, ...]` of each output in `kept`.
     """
     exported = stage.exported
     raw = map(to_raw, inputs)

@@ -16,7 +16,7 @@ from drjax.plan import Plan
 
 
 def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
-    """The plan of a file, to print and draw but not to run, and a report.
+    """The plan of a file, to print and draw but not to run, and a report as text.
 
     Raises:
       PlanFileError: The file is damaged, or changed, or of another version.
@@ -38,7 +38,7 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
 
 
 def _origin(manifest: dict) -> Iterator[str]:
-    """Lines on where and how a file was written."""
+    """The lines of the report on where and how a file was written."""
     producer = manifest["producer"]
     yield f"format {container.VERSION}, written by " + ", ".join(
         f"{name} {version}" for name, version in producer.items()
@@ -50,7 +50,7 @@ def _origin(manifest: dict) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """A line for each stage with exported functions."""
+    """The lines of the report on stages: one for each stage with exported functions."""
     for location, stage in plan.stages():
         exported: ExportedStage | None = stage.exported
         if exported is not None:

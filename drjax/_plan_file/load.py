@@ -66,12 +66,17 @@ def plan_from_bytes(
     *,
     custom_calls: Collection[str] | None = (),
 ) -> Plan:
-    """A plan from the bytes of a file; see `load_plan`.
+    """Load a plan from the bytes of a plan file; engines send plans to workers so.
 
     Args:
       path: The file, for errors.
       data: Its bytes. Default: the file is opened.
-      custom_calls: As for `load_plan`; None allows any, for bytes of this process.
+      custom_calls: Names of code outside of the file that its stages may call besides
+        drjax's own list. None allows all, for bytes that this process wrote.
+
+    Raises:
+      PlanFileError, OSError: As for `load_plan`.
+      DrjaxTypeError: `custom_calls` is one text and not a list.
     """
     if isinstance(custom_calls, str):
         raise DrjaxTypeError(

@@ -27,21 +27,21 @@ _KEYS = (str, int, float, bool)
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The structure of a pytree; stands for a `jax.tree_util.PyTreeDef`.
+    """The structure of a pytree, in place of a `jax.tree_util.PyTreeDef`.
 
     Attributes:
-      node: The description of its root.
+      node: The description of its root, JSON data as above.
     """
 
     node: Node
 
     @property
     def num_leaves(self) -> int:
-        """The number of leaves, as of a `PyTreeDef`."""
+        """The number of leaves, as `PyTreeDef.num_leaves`."""
         return _leaves(self.node)
 
     def unflatten(self, leaves) -> Any:
-        """The pytree with these leaves; of records, a namedtuple."""
+        """The pytree with these leaves; a record becomes a namedtuple."""
         return _unflatten(self.node, iter(leaves))
 
     def paths(self) -> Iterator[str]:
@@ -49,7 +49,10 @@ class Tree:
         return _paths(self.node, "")
 
     def __eq__(self, other) -> bool:
-        """Whether another structure is described in the same way."""
+        """Whether a `Tree` or a `PyTreeDef` has the same description.
+
+        False for what cannot be described without its class.
+        """
         try:
             return self.node == describe(other)
         except PlanFileError:
@@ -60,7 +63,7 @@ class Tree:
 
 
 def describe(tree: Any) -> Node:
-    """The description of a `Tree` or of a JAX structure.
+    """The description, as JSON data, of a `Tree` or a `PyTreeDef`.
 
     Raises:
       PlanFileError: A node cannot be described without its class.
@@ -71,7 +74,11 @@ def describe(tree: Any) -> Node:
 
 
 def _describe(x: Any) -> Node:
-    """The description of a pytree, whose leaves are any objects."""
+    """The description, as JSON data, of a pytree, whose leaves may be any objects.
+
+    Raises:
+      PlanFileError: A node cannot be described without its class.
+    """
     if x is None:
         return "none"
     below = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
@@ -104,7 +111,7 @@ def _describe(x: Any) -> Node:
 
 
 def _key(key: Any) -> Any:
-    """The key of a dict, if a file can hold it."""
+    """Return the key of a dict if JSON can hold it; raise `PlanFileError` if not."""
     if type(key) in _KEYS:
         return key
     raise PlanFileError(
@@ -115,12 +122,22 @@ def _key(key: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _record(name: str, fields: tuple[str, ...]) -> type:
-    """The namedtuple class of a record; the same for equal names and fields."""
+    """The namedtuple class that stands for a record of this name with these fields.
+
+    Cached: JAX compares the nodes of pytrees by class, so equal records need one class.
+
+    Raises:
+      ValueError: A namedtuple cannot have that name or these fields.
+    """
     return collections.namedtuple(name, fields)
 
 
 def _children(node: Node) -> list[tuple[str, Node]]:
-    """`(key, description)` of each child of a node; keys as paths have them."""
+    """`(key, description)` of each child of a node.
+
+    Keys are as in paths: `.field` or `[0]`. The node is a container: neither `"leaf"`
+    nor `"none"`.
+    """
     [(kind, parts)] = node.items()
     if kind == "record":
         return [(f".{field}", child) for field, child in parts[1]]
@@ -130,14 +147,14 @@ def _children(node: Node) -> list[tuple[str, Node]]:
 
 
 def _leaves(node: Node) -> int:
-    """The number of leaves below a node."""
+    """The number of leaves of a description."""
     if isinstance(node, str):
         return node == "leaf"
     return sum(_leaves(child) for _, child in _children(node))
 
 
 def _paths(node: Node, path: str) -> Iterator[str]:
-    """The paths of the leaves below a node; `path`: that of the node."""
+    """The paths of the leaves of a description; `path` is that of its root."""
     if node == "leaf":
         yield path
     elif node != "none":
@@ -146,7 +163,7 @@ def _paths(node: Node, path: str) -> Iterator[str]:
 
 
 def _unflatten(node: Node, leaves: Iterator) -> Any:
-    """The pytree of a node, with leaves from an iterator."""
+    """The pytree of a description; its leaves are taken from the iterator, in order."""
     if node == "leaf":
         return next(leaves)
     if node == "none":
@@ -161,10 +178,14 @@ def _unflatten(node: Node, leaves: Iterator) -> Any:
 
 
 def validate(node: Any, depth: int = 0) -> Node:
-    """A description read from a file.
+    """Check a description that was read from a file, and return it.
+
+    Args:
+      node: The description, JSON data.
+      depth: How deep the node lies in the whole description; more than 200 is refused.
 
     Raises:
-      ValueError: It is none.
+      ValueError: It describes no pytree. (Malformed children may raise `TypeError`.)
     """
     if node in ("leaf", "none"):
         return node

@@ -11,7 +11,12 @@ from drjax.plan import Plan
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file; see `Plan.save`."""
+    """Write a plan to a file; the implementation of `Plan.save`.
+
+    Raises:
+      PlanError: The plan cannot be exported.
+      PlanFileError: The file cannot be written; an earlier file is unchanged.
+    """
     data = plan_to_bytes(plan)
     try:
         _storage.write_file(_storage.locate(path), data)
@@ -23,10 +28,11 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """The bytes of a plan file.
+    """The bytes of a plan file, from a plan whose stages need not be exported yet.
 
     Raises:
-      PlanFileError: The plan cannot be written.
+      PlanError: The plan has symbolic dimensions, a callback into Python, or work that
+        JAX cannot export.
     """
     manifest, members = encode(export_plan(plan))
     return container.to_bytes(manifest, members)

@@ -22,11 +22,11 @@ _SAME_IN_BATCHES = {"threefry2x32"}
 
 @dataclass(frozen=True)
 class StageFeatures:
-    """What is in a stage, or in several.
+    """What one stage, or several together, need of the process that loads them.
 
     Attributes:
       wide: Whether there are 64-bit values.
-      keys: The implementations of random keys.
+      keys: The names of the implementations of random keys.
       sequential: Whether the groups of a batch must run one after another, as the
         stage draws random bits that would be others in a batch.
     """
@@ -40,7 +40,7 @@ def features_of(jaxpr: Any, location: str) -> StageFeatures:
     """The features of a stage.
 
     Args:
-      jaxpr: That of the stage.
+      jaxpr: The jaxpr of the stage.
       location: Round and stage, for errors.
 
     Raises:
@@ -60,7 +60,7 @@ def features_of(jaxpr: Any, location: str) -> StageFeatures:
 
 
 def merge(features: Iterable[StageFeatures]) -> StageFeatures:
-    """The features of several stages together."""
+    """The features of several stages together: each that some stage has."""
     features = list(features)
     keys = frozenset(key for one in features for key in one.keys)
     return StageFeatures(
@@ -69,7 +69,7 @@ def merge(features: Iterable[StageFeatures]) -> StageFeatures:
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
-    """All equations and variables of a jaxpr and of those in its equations."""
+    """All equations and variables of a jaxpr and of the jaxprs in its equations."""
     raw = _compat.open_jaxpr(jaxpr)
     yield from (*raw.constvars, *raw.invars)
     for eqn in raw.eqns:
@@ -80,7 +80,15 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
 
 
 def _check(eqn: Any, location: str) -> None:
-    """Refuse an equation that calls back into Python."""
+    """Check that an equation does not call back into Python.
+
+
+
+    `location` says round and stage, for errors.
+
+    Raises:
+      PlanFileError: The equation does.
+    """
     name = eqn.primitive.name
     if "callback" in name or name == "debug_print":
         raise PlanFileError(
