@@ -27,7 +27,7 @@ class Column:
     """The texts of one round; the inputs and outputs of the plan are columns too.
 
     Attributes:
-      location: The round.
+      location: The round, as `round 1`; or `inputs`, `outputs`, `end`.
       head: Its name and total sizes.
       server: Text in the box of the server, empty without a box.
       down: Text of each value that is sent to the groups.
@@ -46,6 +46,7 @@ class Column:
 
     @property
     def width(self) -> float:
+        """The width of the column in points: that of its widest part."""
         sides = [stairs(side) for side in (self.down, self.up) if side]
         between = 20 * (len(sides) - 1)
         bus = 2 * BUS if self.kind == "stage" else 0
@@ -55,35 +56,53 @@ class Column:
 
 @dataclass(frozen=True)
 class Frame:
-    """A loop, or one of its bodies: its title, and the columns inside."""
+    """A loop, or one of its bodies.
+
+    Attributes:
+      lines: Its title.
+      items: The `Column`s and `Frame`s inside, from left to right.
+    """
 
     lines: Lines
     items: list
 
 
 def text_width(lines: Lines) -> float:
+    """The width of a box around lines of text, in points; 0 without lines."""
     return 2 * PAD + LETTER * max(map(len, lines)) if lines else 0.0
 
 
 def text_height(lines: Lines) -> float:
+    """The height of a box around lines of text, in points; 0 without lines."""
     return 2 * PAD + LINE * len(lines) - 2 if lines else 0.0
 
 
 def stairs(side: tuple[Lines, ...]) -> float:
+    """The width in points of a staircase of boxes; `side` has the lines of each box."""
     return max(map(text_width, side)) + STEP * (len(side) - 1)
 
 
 def _short(text: str) -> str:
+    """A text of at most `LONGEST` letters: a longer one loses its middle."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def _type(value: Value) -> str:
+    """The dtype and the shape of a value as text: `float32[3]`."""
     return str(value)[len(value.name) + 2 :]
 
 
 def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], Lines]:
-    """The largest values, in their order, and a summary of the others."""
+    """The values to show, in their order, and a summary of the others.
+
+    Args:
+      named: Pairs of a text and a value.
+
+    Returns:
+      `(pairs, summary)`: all pairs and (), or the `SHOWN` largest values and two lines
+      on the number and the bytes of the others.
+    """
     pairs = list(named)
     if len(pairs) <= SHOWN + 1:
         return pairs, ()
@@ -94,12 +113,18 @@ def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], L
 
 
 def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
+    """The lines of text of each value that is sent: its name, type and size.
+
+    The last are a summary, if there are more values than are shown. `named` are pairs
+    of a text and a value.
+    """
     shown, more = _few(named)
     lines = [(_short(name), f"{_type(v)}  {size(v.nbytes)}") for name, v in shown]
     return (*lines, more) if more else tuple(lines)
 
 
 def listed(title: Lines, values: Iterable[Value]) -> Lines:
+    """The lines of a box: a title, then the largest of the values; () if none."""
     shown, more = _few((v.name, v) for v in values)
     room = [LONGEST - len(_type(v)) for _, v in shown]
     lines = [
@@ -110,6 +135,7 @@ def listed(title: Lines, values: Iterable[Value]) -> Lines:
 
 
 def _column(plan: Plan, number: int, location: str) -> Column:
+    """The `Column` of a round; `number` is that of the round in the plan, from 1."""
     a_round = plan.rounds[number - 1]
     # Values that are live after this round are saved in the groups.
     live = {v.name for v in plan.outputs}
@@ -138,7 +164,11 @@ def _column(plan: Plan, number: int, location: str) -> Column:
 
 
 def items_of(plan: Plan, prefix: str = "") -> list:
-    """The columns of a plan, and frames for its loops, from left to right."""
+    """The `Column`s and `Frame`s of a plan or of a loop's body, from left to right.
+
+    `prefix` is what the locations of its rounds begin with: empty, or of a body the
+    location of the loop.
+    """
     items: list = []
     for number, a_round in enumerate(plan.rounds, 1):
         location = f"{prefix}round {number}"
@@ -153,6 +183,13 @@ def items_of(plan: Plan, prefix: str = "") -> list:
 
 
 def _frame(loop: Loop, number: int, location: str) -> Frame:
+    """The `Frame` of a loop, around the columns of its bodies.
+
+    Args:
+      loop: The loop.
+      number: The number of its round in the plan, from 1.
+      location: The location of its round.
+    """
     title = f"round {number}: {loop.op}"
     if loop.length is not None:
         title += f", {loop.length:,} step{'s' * (loop.length != 1)}"
@@ -179,7 +216,7 @@ def _frame(loop: Loop, number: int, location: str) -> Frame:
 
 
 def columns_of(plan: Plan) -> list:
-    """All columns and frames of a picture, with the plan's inputs and outputs."""
+    """All `Column`s and `Frame`s of a picture, with the plan's inputs and outputs."""
     ends = []
     for name, values in (("inputs", plan.inputs), ("outputs", plan.outputs)):
         server = listed((), (v for v in values if not v.partitioned))
@@ -189,7 +226,10 @@ def columns_of(plan: Plan) -> list:
 
 
 def every(items: list) -> Iterator[tuple[Column | Frame, int]]:
-    """All columns and frames, each with the number of frames around it."""
+    """All columns and frames, also those inside frames, each with its depth.
+
+    The depth is the number of frames around.
+    """
     for item in items:
         yield item, 0
         if isinstance(item, Frame):

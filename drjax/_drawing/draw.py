@@ -32,7 +32,13 @@ _STYLES = {  # fill, edge, line width
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-    """Write a picture of a plan; see `Plan.draw`."""
+    """Write a picture of a plan to a file; the implementation of `Plan.draw`.
+
+    Raises:
+      DrjaxValueError: The path does not end in `.svg` or `.png`.
+      PlanError: The plan has symbolic dimensions.
+      ImportError: matplotlib is not installed.
+    """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise DrjaxValueError(
@@ -44,6 +50,7 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _paint(picture: Picture, path: Path) -> None:
+    """Write a picture to an SVG or PNG file; raise `ImportError` without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -60,7 +67,7 @@ def _paint(picture: Picture, path: Path) -> None:
 
 
 def figure_of(picture: Picture) -> Any:
-    """A picture as a figure of matplotlib, one unit a point."""
+    """A picture as a `matplotlib.figure.Figure`, of which one unit is one point."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(picture.width / 72, picture.height / 72))
@@ -75,6 +82,7 @@ def figure_of(picture: Picture) -> Any:
 
 
 def _paint_arrow(axes: Any, arrow: Arrow) -> None:
+    """Add an arrow to a `matplotlib.axes.Axes`."""
     color = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
     if "bar" in arrow.kind:
         color = _DOWN if "down" in arrow.kind else _UP
@@ -90,6 +98,7 @@ def _paint_arrow(axes: Any, arrow: Arrow) -> None:
 
 
 def _paint_box(axes: Any, box: Box) -> None:
+    """Add a box and its text to a `matplotlib.axes.Axes`."""
     from matplotlib.patches import FancyBboxPatch
 
     order = {"band": 0, "frame": 1}.get(box.kind, 3)

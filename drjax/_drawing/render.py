@@ -71,7 +71,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes and arrows, in points."""
+    """Boxes and arrows, in points from the top left, and the size of the whole."""
 
     width: float
     height: float
@@ -80,7 +80,7 @@ class Picture:
 
 
 def layout(plan: Plan) -> Picture:
-    """The positions of all boxes and arrows."""
+    """The picture of a plan: boxes and arrows with their positions."""
     items = columns_of(plan)
     n = plan.partition.size if plan.partition else 0
     groups = f"partition {plan.partition}" if plan.partition else "no groups"
@@ -88,7 +88,17 @@ def layout(plan: Plan) -> Picture:
 
 
 class _Layout:
-    """Heights first, over all columns; then columns from left to right."""
+    """Places the columns and frames of a plan, and collects boxes and arrows.
+
+    Heights are computed first, over all columns; then columns are placed from left to
+    right.
+
+    Args:
+      items: The `Column`s and `Frame`s of the picture.
+      n: The number of groups; 0 without a partition.
+      name: The name of the plan.
+      groups: The line under it, on the partition.
+    """
 
     def __init__(self, items: list, n: int, name: str, groups: str):
         self.items, self.boxes, self.arrows = items, [], []
@@ -114,11 +124,13 @@ class _Layout:
         self.name, self.groups = name, groups
 
     def add(self, kind, x, y, lines, location="", width=None, height=None) -> Box:
+        """Add a box of this kind, as large as its text by default, and return it."""
         size = width or text_width(lines), height or text_height(lines)
         self.boxes.append(Box(kind, x, y, *size, lines, location))
         return self.boxes[-1]
 
     def picture(self) -> Picture:
+        """Place everything, and return the picture. To be called once."""
         names = ["server", *(f"group {i}" for i in self.lanes)]
         left = MARGIN + text_width((max([*names, self.count], key=len),)) + 8
         right = self.place(self.items, left + 10, 0) - GAP + 10
@@ -142,9 +154,11 @@ class _Layout:
 
     @property
     def count(self) -> str:
+        """Text on the number of groups, if not all of them are drawn; else empty."""
         return f"… {self.n:,} in all" if self.n > 3 else ""
 
     def legend(self, y: float) -> None:
+        """Add the legend; `y` is its top."""
         x = MARGIN + PAD
         for kind, text in (
             ("down", "to every group, bytes for each"),
@@ -157,7 +171,13 @@ class _Layout:
             x += text_width(line) + 50
 
     def place(self, items: list, x: float, depth: int) -> float:
-        """Place columns and frames from x on; returns the x of the next one."""
+        """Add the boxes and arrows of columns and frames; return the x of the next.
+
+        Args:
+          items: The `Column`s and `Frame`s, from left to right.
+          x: The left edge of the first.
+          depth: The number of frames around them.
+        """
         for item in items:
             if isinstance(item, Frame):
                 end = self.place(item.items, x + INSET, depth + 1) - GAP + INSET
@@ -172,6 +192,7 @@ class _Layout:
         return x
 
     def column(self, column: Column, x: float) -> None:
+        """Add the boxes and arrows of a column; `x` is its left edge."""
         kinds = ("server", "local") if column.kind == "stage" else ("value", "value")
         width, location = column.width, column.location
         self.add("label", x, self.head_y, column.head, location)
@@ -191,7 +212,16 @@ class _Layout:
                 self.messages(kind, side, left, x, width, location)
 
     def messages(self, kind, side, left, x, width, location) -> None:
-        """A staircase of values, their arrows, and their branches to the groups."""
+        """Add the values that a round sends, as a staircase, with arrows to all groups.
+
+        Args:
+          kind: `"down"`, from the server to the groups, or `"up"`.
+          side: The text of each value, as in `Column`.
+          left: The left edge of the staircase.
+          x: The left edge of the column.
+          width: The width of the column.
+          location: The round.
+        """
         wide, ends = max(map(text_width, side)), []
         top = self.server_end + 18 + (self.rows - len(side) * self.row) / 2
         for i, lines in enumerate(side):

@@ -11,11 +11,12 @@ from drjax._primitives.reduce_ops import REDUCE_OPS
 
 
 def _phrase(op: str) -> str:
+    """What a plan's text says of a reduction; `op` is its name, or `gather`."""
     return "all groups' slices" if op == "gather" else REDUCE_OPS[op].phrase
 
 
 def lines(plan: Any) -> Iterator[str]:
-    """The lines that show a `drjax.plan.Plan`."""
+    """The lines of `print(plan)`; `plan` is a `drjax.plan.Plan`."""
     over = "calls no building block"
     if plan.partition is not None:
         rounds = _count(len(plan.rounds), "round")
@@ -27,11 +28,12 @@ def lines(plan: Any) -> Iterator[str]:
 
 
 def _count(number: int, noun: str) -> str:
+    """A number and a noun, with `s` for the plural."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: `812 B`, `12.3 kB`."""
+    """A number of bytes for people: `812 B`, `12.3 kB`; also a symbolic one."""
     if not isinstance(nbytes, int):  # a symbolic dimension
         return f"{nbytes} B"
     units = ("B", "kB", "MB", "GB", "TB")
@@ -40,12 +42,13 @@ def size(nbytes: int) -> str:
 
 
 def _signature(values: tuple) -> str:
+    """The names and types of values, as text."""
     shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
     return ", ".join(shown) or "nothing"
 
 
 def _rounds(plan: Any) -> Iterator[str]:
-    """The lines that show the rounds of a plan."""
+    """The lines that show the rounds of a plan, or of the body of a loop."""
     for number, a_round in enumerate(plan.rounds, 1):
         yield from ("", f"round {number}", *_server_lines(a_round.server))
         for value in a_round.broadcast:
@@ -69,6 +72,7 @@ def _rounds(plan: Any) -> Iterator[str]:
 
 
 def _loop_lines(loop: Any) -> Iterator[str]:
+    """The lines that show a loop with the rounds of its bodies."""
     steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
     backwards = ", backwards" if loop.reverse else ""
     yield f"  {loop.name}{steps}{backwards}"
@@ -81,11 +85,15 @@ def _loop_lines(loop: Any) -> Iterator[str]:
 
 
 def _server_lines(stage: Any) -> list[str]:
+    """The line that shows a server stage; [] if it has no outputs."""
     line = "  server computes      " + ", ".join(map(str, stage.outputs))
     return [] if stage.empty else [line]
 
 
 def _saved(a_round: Any) -> list:
-    """The outputs of the local stage that no reduction consumes at once."""
+    """The outputs of a round's local stage that none of its reductions reads.
+
+    The groups save these slices for later rounds or loops, or the plan returns them.
+    """
     reduced = {reduce.source.name for reduce in a_round.reduces}
     return [v for v in a_round.local.outputs if v.name not in reduced]
