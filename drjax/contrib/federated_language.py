@@ -67,7 +67,18 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
 
 
 class _Export:
-    """One export; values are those of federated-language, by their names."""
+    """The export of one plan; its methods return objects of federated-language.
+
+    `values` of methods are such objects by the names of the plan's values.
+
+    Args:
+      plan: The plan.
+      platform: The platform for which stages are lowered.
+
+    Raises:
+      EngineError: federated-language is not installed.
+      DrjaxValueError: The plan has loops, gathers or scatters.
+    """
 
     def __init__(self, plan: Plan, platform: str):
         self.fl = needed(
@@ -81,6 +92,7 @@ class _Export:
             _check(plan, a_round)
 
     def computation(self) -> Any:
+        """Build the computation: a function from the plan's inputs to its outputs."""
         fl, plan = self.fl, self.plan
         parameters = [(v.name, self._placed(v)) for v in plan.inputs]
         indexed = any(_uses_group_index(r.local) for r in plan.rounds)
@@ -103,6 +115,11 @@ class _Export:
         return run.to_building_block()
 
     def _tensor(self, value: Value) -> Any:
+        """The `TensorType` of a value, or of one group's slice.
+
+        Raises:
+          DrjaxTypeError: federated-language has no such dtype.
+        """
         raw = raw_type(value)
         if not self.fl.is_valid_dtype(raw.dtype.type):
             raise DrjaxTypeError(
@@ -112,16 +129,24 @@ class _Export:
         return self.fl.TensorType(raw.dtype.type, raw.shape)
 
     def _placed(self, value: Value) -> Any:
+        """The `FederatedType` of a value: at the clients if it is partitioned."""
         fl = self.fl
         place = fl.CLIENTS if value.partitioned else fl.SERVER
         return fl.FederatedType(self._tensor(value), place)
 
     def _reduced(self, reduce: Reduce, values: dict[str, Any]) -> Any:
+        """The result of a reduction; `values` has the operands by name."""
         intrinsic = getattr(self.fl, f"federated_{reduce.op}")
         return intrinsic(values[reduce.source.name])
 
     def _stage(self, stage: Stage, values: dict[str, Any], place: Any) -> None:
-        """Add what a stage makes to the values."""
+        """Run a stage in the computation that is built: add its outputs to `values`.
+
+        Args:
+          stage: The stage.
+          values: The objects of federated-language, by the names of the plan's values.
+          place: `SERVER` or `CLIENTS` of federated-language.
+        """
         if stage.exported is None:
             return
         fl, operands = self.fl, []
@@ -139,7 +164,10 @@ class _Export:
         values.update((v.name, results[i]) for i, v in enumerate(stage.outputs))
 
     def _work(self, stage: Stage, local: bool) -> Any:
-        """A stage as a computation: its StableHLO for one platform."""
+        """A stage as an `Xla` computation of federated-language, for one platform.
+
+        `local` says whether it is a local stage, not one of the server.
+        """
         fl, pb = self.fl, importlib.import_module(_PROTOS)
         protobuf = lambda x: importlib.import_module(f"google.protobuf.{x}_pb2")
         call, consts = stage.exported.per_group.function.call, stage.exported.consts
@@ -189,7 +217,10 @@ _GROUP_INDEX = "the index of the client"
 
 
 def _uses_group_index(stage: Stage) -> bool:
-    """Whether the work of a group depends on its index."""
+    """Whether the work of a group depends on its index.
+
+    The StableHLO of the exported local stage says so; False if it is not exported.
+    """
     if stage.exported is None:
         return False
     return _uses_argument(stage.exported.per_group.stablehlo, len(stage.inputs) + 1)
@@ -197,6 +228,12 @@ def _uses_group_index(stage: Stage) -> bool:
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
+    """Whether anything uses an argument of the main function of a portable artifact.
+
+    Args:
+      code: The artifact.
+      from_last: The position of the argument from the end, 1 for the last.
+    """
     with parsed_module(code) as module:
         functions = {f.name.value: f for f in module.body.operations}
         arguments = functions["main"].arguments
@@ -204,7 +241,12 @@ def _uses_argument(code: bytes, from_last: int) -> bool:
 
 
 def _used(argument: Any, functions: dict[str, Any]) -> bool:
-    """Whether anything but unused arguments of functions uses a value."""
+    """Whether anything but unused arguments of functions uses a value of a module.
+
+    Args:
+      argument: The value, an argument of a function.
+      functions: The functions of the module by name: uses in called ones count.
+    """
     for use in argument.uses:
         call = use.owner
         if call.name != "func.call":
@@ -216,7 +258,11 @@ def _used(argument: Any, functions: dict[str, Any]) -> bool:
 
 
 def _check(plan: Plan, a_round: Round) -> None:
-    """Refuse what federated-language cannot say."""
+    """Check that federated-language can express a round of a plan.
+
+    Raises:
+      DrjaxValueError: The round has a loop, a scatter or a gather.
+    """
     what = None
     if a_round.loops:
         what = f"a loop, {a_round.loops[0].name}: export the plan of one round"
