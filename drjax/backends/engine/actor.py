@@ -22,7 +22,7 @@ Arrays = list[np.ndarray]
 
 
 class Worker:
-    """A worker that keeps plan files by name."""
+    """A worker that keeps plan files by name, for engines whose workers are actors."""
 
     def __init__(self):
         self._files: dict[str, File] = {}
@@ -30,13 +30,14 @@ class Worker:
     def run(
         self, name: str, file: File | None, task: Task, slices: Arrays, shared: Arrays
     ) -> BlockResult:
-        """Run a block.
+        """Run a block through a stage of a plan file; returns its `BlockResult`.
 
         Args:
-          name: The name of the plan file.
+          name: The name of the plan file, by which the worker keeps it.
           file: The file; None if the worker was sent it before, by this name.
           task: The task; its block has no slices.
-          slices: The slices of the block.
+          slices: The slices of the block, one array `[c, ...]` for each partitioned
+            input.
           shared: The global inputs of the stage.
         """
         if file is not None:
@@ -47,9 +48,9 @@ class Worker:
         return worker.run(self._files[name], task, shared)
 
     def skip(self, number: int) -> None:
-        """See `drjax.backends.engine.worker.skip`."""
+        """Do not begin the task with this number: its result is not needed any more."""
         worker.skip(number)
 
     def state(self) -> WorkerState:
-        """What the worker is doing."""
+        """What the worker is doing, as a `WorkerState`; answered while `run` runs."""
         return worker.state()

@@ -23,14 +23,15 @@ class Assignment:
 
     Args:
       n: How many groups there are.
-      clients: The client of each, in order. Default: they are yet to claim a group.
+      clients: The id of each group's client, in the order of the groups. Default: each
+        client is yet to claim a group.
 
     Attributes:
       size: n.
       fixed: Whether the clients are arguments, so that claims are not needed.
 
     Raises:
-      DrjaxValueError: There must be another number of clients.
+      DrjaxValueError: The ids are not n different integers.
     """
 
     def __init__(self, n: int, clients: Sequence[int] | None = None):
@@ -48,20 +49,25 @@ class Assignment:
             )
 
     def __getitem__(self, group: int) -> int | None:
-        """The client of a group; None if it has none."""
+        """The id of a group's client; None if the group has none."""
         return self._clients.get(group)
 
     def complete(self, groups: Iterable[int], present: Collection[int]) -> bool:
-        """Whether each of these groups has a client that is present."""
+        """Whether each of these groups has a client that is present.
+
+        `present` has the ids of all clients that are connected.
+        """
         return all(self._clients.get(group) in present for group in groups)
 
     def claim(self, client: int, group: Any, present: Collection[int]) -> str | None:
         """Give a client the group that it claims; returns None, or why it is refused.
 
         Args:
-          client: The client.
-          group: Its claim, of any type; a `BadReply` if it made none.
-          present: The clients that are present: others lose their group to this one.
+          client: The id of the client.
+          group: The claimed group, of any type; a `BadReply` if the client claimed
+            none.
+          present: The ids of the clients that are present: others lose their group to
+            this one.
         """
         # A client may claim again, as after a restart: only its latest claim counts.
         self._refused.pop(client, None)
@@ -84,11 +90,14 @@ class Assignment:
         )
 
     def refused(self) -> list[str]:
-        """Which clients were refused, and why."""
+        """For each client that was refused a text: the client and why."""
         return [why for _, why in self._refused.values()]
 
     def reclaimable(self, present: Collection[int]) -> list[int]:
-        """Clients that were refused a group whose client is not present any more."""
+        """The ids of clients that were refused a group whose holder has left.
+
+        `present` has the ids of all clients that are connected.
+        """
         return [
             client
             for client, (group, _) in self._refused.items()

@@ -33,6 +33,10 @@ class Background:
     def result(self, key: str, fn: Callable[[], Any]) -> Any:
         """The result of a call; None while it runs: then ask again, by the same key.
 
+        Args:
+          key: Text that identifies the call.
+          fn: The function to call, in a thread; used only if no call of this key runs.
+
         Raises:
           BaseException: Whatever `fn` raised.
         """
@@ -49,12 +53,15 @@ class Background:
         return None
 
     def forget(self, key: str) -> None:
-        """Release a call whose result will not be asked for."""
+        """Release the call of this key, whose result will not be asked for."""
         self._running.pop(key, None)
 
 
 def _resolve(future: futures.Future, fn: Callable[[], Any]) -> None:
-    """Set the result of a future to that of `fn`, or to what it raises."""
+    """Call `fn`, and set the result of a future to its result or to what it raises.
+
+    It is what a thread of `Background` runs.
+    """
     try:
         future.set_result(fn())
     # Also SystemExit: it would end this thread without a result for the caller.

@@ -36,13 +36,13 @@ _CHANGES = 2  # each one compiles the stage again in all workers
 
 
 class BlockSize:
-    """The block size of one stage.
+    """The block size of one stage, chosen by bytes first and by measured times later.
 
     Args:
-      a_round: The round whose groups run it.
+      a_round: The round whose local stage it is.
       n: How many groups there are.
       workers: How many workers there are.
-      timeout: Seconds after which a block is late, or None.
+      timeout: Seconds after which a block is late; None: no block is.
 
     Attributes:
       value: How many groups a block of the next run has.
@@ -65,7 +65,10 @@ class BlockSize:
         self._left = _CHANGES
 
     def measure(self, blocks: Sequence[BlockResult]) -> None:
-        """Choose the size of the next run, by the times of full blocks of this one."""
+        """Choose the size for the next run, by how long full blocks of this run took.
+
+        `blocks` are their results; without any the size stays.
+        """
         seconds = []
         for done in blocks:
             # The first block of a process includes compilation, and says nothing of
@@ -94,6 +97,6 @@ class BlockSize:
 
 
 def _bytes(value: Value) -> int:
-    """The bytes of a value; of a partitioned one, of one slice."""
+    """The size of a value in bytes; of a partitioned value, that of one slice."""
     raw = raw_type(value)
     return int(np.prod(raw.shape)) * np.dtype(raw.dtype).itemsize

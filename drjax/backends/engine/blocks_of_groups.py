@@ -28,14 +28,22 @@ LoadedBlock = tuple[Block, dict[int, str]]
 def blocks_of_groups(
     slices: list[Any], alive: np.ndarray, size: int, start: int = 0
 ) -> Iterator[LoadedBlock]:
-    """Blocks of consecutive groups, and why groups in them cannot take part.
+    """Read the groups block by block: pairs of a block and why groups in it failed.
 
     Args:
       slices: The partitioned inputs of a stage: `Lazy`, or arrays with the slices of c
         groups along axis 0.
       alive: Which groups take part, bool `[c]`.
-      size: The number of groups of a block.
+      size: The number of groups of a block; the last may have fewer.
       start: The index of the first group.
+
+    Returns:
+      Blocks of consecutive groups, in order, each with a dict from group index to
+      reason, for the groups that take part but whose data cannot be read.
+
+    Raises:
+      DrjaxValueError: (when read) there are too few groups, or too many.
+      EngineError: (when read) an iterator of groups raised.
     """
     # Several inputs may come from one source, as leaves of a pytree: it is read once.
     sources = list(
@@ -71,9 +79,14 @@ def block_of_pairs(
 ) -> LoadedBlock:
     """A block from pairs of a group index and the group's slice of one argument.
 
+    Beam's `MapReduce` gets such pairs from the user's pipeline.
+
     Args:
       pairs: The pairs.
-      lazy: The partitioned inputs of the stage, all of which that argument has.
+      lazy: The partitioned inputs of the stage; that argument holds all of them.
+
+    Returns:
+      The block, and by group index why groups in it failed: their data does not fit.
 
     Raises:
       DrjaxValueError: An index is out of range.
@@ -94,12 +107,15 @@ def block_of_pairs(
 
 
 def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
-    """The slices of some groups as one array; masked groups have another's slice.
+    """Stack the slices of c groups into one array; masked groups have another's slice.
 
     Args:
       x: The partitioned value.
-      leaves: Pairs of a group index and the group's leaves, or why it has none.
-      valid: Which of the groups take part.
+      leaves: For each group a pair of its index and its leaves, or why it has none.
+      valid: Which of the groups take part, bool `[c]`.
+
+    Returns:
+      `[c, ...]`; zeros `[c]` if no group takes part.
     """
     pairs = zip(leaves, valid, strict=True)
     slices = [x.slice_of(part) if ok else None for (_, part), ok in pairs]

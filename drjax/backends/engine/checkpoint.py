@@ -35,6 +35,9 @@ from drjax.backends.groups import Lazy
 class Checkpoint:
     """The entries of a call by their place in the plan. This class saves nothing.
 
+    It is for calls without the option; `FolderCheckpoint` saves. A place is a text, as
+    `2.groups`.
+
     Attributes:
       resumed: How many entries an earlier call has left.
     """
@@ -42,19 +45,29 @@ class Checkpoint:
     resumed = 0
 
     def get(self, key: str) -> Entry | None:
-        """The entry of a place that an earlier call has left, or this one has put."""
+        """The entry of a place, of this call or an earlier one; None if it has none."""
 
     def put(self, key: str, entry: Entry, over: str | None = None) -> None:
-        """Add an entry, and forget those of places that begin with `over`."""
+        """Set the entry of a place, and forget those of places that begin with `over`.
+
+        Args:
+          key: The place in the plan.
+          entry: Its arrays.
+          over: What the places begin with whose entries are not needed any more, as
+            those of rounds inside a loop once its step is done; None: no place.
+        """
 
     def write(self) -> None:
-        """Save what is new; called before the groups work."""
+        """Save entries that are not saved yet; called before the groups work."""
 
     def close(self) -> None:
-        """Save what is new, and let go of the folder; the call has ended or failed."""
+        """Save entries that are not saved yet, and unlock the folder.
+
+        Called when the call has ended or failed.
+        """
 
     def clear(self) -> None:
-        """Forget all entries: the call has all of its results."""
+        """Forget all entries, also saved ones: the call has all of its results."""
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -73,10 +86,11 @@ class FolderCheckpoint(Checkpoint):
 
     Args:
       folder: The folder: a path, or a URL that fsspec knows.
-      fingerprint: The fingerprint of the call: a folder of another is an error.
+      fingerprint: The fingerprint of the call, from `call_fingerprint`.
 
     Raises:
-      EngineError: The folder cannot be used, is in use, or no step of it is whole.
+      EngineError: The folder cannot be used, is in use, holds entries of another call,
+        or has steps of which none is whole.
     """
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str):
@@ -124,7 +138,7 @@ class FolderCheckpoint(Checkpoint):
             self._release()
 
     def _release(self) -> None:
-        """Let go of the folder, without saving anything."""
+        """Unlock the folder, and end the thread that writes; save nothing."""
         self._files.close()
         self._lock.release()
 
@@ -148,10 +162,10 @@ class FolderCheckpoint(Checkpoint):
 def _locked_folder(
     path: str | os.PathLike[str],
 ) -> tuple[_storage.Folder, "folder_lock.Lock | folder_lock.Lease"]:
-    """The folder of a path or URL, and this driver's lock on it.
+    """Make the folder of a path or URL, and lock it for this driver: `(folder, lock)`.
 
     Raises:
-      EngineError: It cannot be used, or another driver has it.
+      EngineError: It cannot be used, or another driver has locked it.
     """
     try:
         folder = _storage.folder(_storage.locate(path))
@@ -178,7 +192,7 @@ def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -
 
     Args:
       plan_key: The hash of the plan file.
-      inputs: The inputs of the plan.
+      inputs: The inputs of the plan, as `flat_slices` returns them.
       options: The options: which groups fail depends on some of them.
     """
     # Only options that change results: a resumed call may have other workers, block

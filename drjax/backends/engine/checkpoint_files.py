@@ -44,7 +44,7 @@ class StepFiles:
 
     Args:
       folder: The folder.
-      fingerprint: That of the call: steps of another call are an error.
+      fingerprint: The fingerprint of the call: steps of another call are an error.
     """
 
     def __init__(self, folder: _storage.Folder, fingerprint: str):
@@ -56,7 +56,9 @@ class StepFiles:
         self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
 
     def restore(self) -> dict[str, Entry]:
-        """The entries of the newest step that is whole; none in an empty folder.
+        """Read the entries of the newest step that is whole; {} if there is no step.
+
+        Damaged newer steps cause a warning.
 
         Raises:
           EngineError: The folder cannot be read, or no step of it is whole, or they are
@@ -90,7 +92,11 @@ class StepFiles:
         return entries
 
     def _names(self) -> list[str]:
-        """The names in the folder, once unfinished files are removed."""
+        """Remove unfinished files from the folder; returns the names that it had.
+
+        Raises:
+          EngineError: The folder cannot be read.
+        """
         try:
             names = self._folder.names()
             for name in names:
@@ -103,7 +109,10 @@ class StepFiles:
         return names
 
     def _report_damage(self, reasons: list[str]) -> None:
-        """Warn of damaged steps; an error if no step is whole."""
+        """Warn of damaged steps; raise `EngineError` if no step is whole.
+
+        `reasons` are texts: a file and why it cannot be used.
+        """
         text = f"The checkpoint has files that cannot be used: {', '.join(reasons)}. "
         if not self._steps:
             raise EngineError(
@@ -120,7 +129,7 @@ class StepFiles:
         )
 
     def save(self, entries: dict[str, Entry]) -> None:
-        """Begin to write a step with these entries; `wait` first."""
+        """Begin to write a step with these entries, in a thread; call `wait` before."""
         self._number += 1
         # A copy of the dict, not of the arrays: entries are never changed in place.
         self._saving = self._thread.submit(
@@ -128,7 +137,12 @@ class StepFiles:
         )
 
     def _write(self, name: str, entries: dict[str, Entry]) -> None:
-        """Write a step, then remove older ones; runs in the thread."""
+        """Write a step, then remove older ones; runs in the thread.
+
+        Args:
+          name: The name of the step's file.
+          entries: All entries of the call, by their place in the plan.
+        """
         self._folder.write(name, _chunks(self._fingerprint, entries))
         self._steps.append(name)
         # Removed only after the new step is whole, damaged ones included.
@@ -139,10 +153,10 @@ class StepFiles:
                 self._folder.remove(step)
 
     def wait(self) -> None:
-        """Wait until the step that `save` began is written.
+        """Wait until the step that `save` began is written; return if there is none.
 
         Raises:
-          EngineError: It cannot be written.
+          EngineError: The step cannot be written.
         """
         saving: Future | None = self._saving
         self._saving = None
@@ -162,10 +176,10 @@ class StepFiles:
             ) from error
 
     def remove(self) -> None:
-        """Remove all steps.
+        """Remove all steps from the folder; other files stay.
 
         Raises:
-          OSError: One cannot be removed.
+          OSError: A step cannot be removed.
         """
         # Other files stay, such as the lock's: others may be waiting for it.
         for name in self._folder.names():
@@ -177,7 +191,10 @@ class StepFiles:
         self._thread.shutdown()
 
     def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
-        """The error for a file: what is wrong, why, and how to fix it."""
+        """An `EngineError` to raise for a file: what is wrong, why, and how to fix it.
+
+        `name` is the file's name in the folder; empty for the folder itself.
+        """
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EngineError(
             f"The checkpoint file {self._folder.location(name)} {what}: {why}. {fix}"
@@ -189,7 +206,12 @@ class StepFiles:
 
 
 def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
-    """The bytes of a step in parts, none of them a copy."""
+    """The bytes of a step in parts; contiguous arrays are not copied.
+
+    Args:
+      fingerprint: The fingerprint of the call.
+      entries: The entries, by their place in the plan.
+    """
     # The names in the header are those of the file format: "key" is the fingerprint.
     types = {
         name: [[str(x.dtype), [*x.shape]] for x in entry]
@@ -206,10 +228,10 @@ def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
 
 
 def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
-    """`(fingerprint, entries)` of a step.
+    """Parse the bytes of a step: `(fingerprint, entries)`, entries as read-only views.
 
     Raises:
-      LookupError, TypeError, ValueError: It is not a whole step.
+      LookupError, TypeError, ValueError: They are not a whole step.
     """
     if len(data) < len(_MAGIC) + _HASH or not data.startswith(_MAGIC):
         raise ValueError("it is no step of a checkpoint, or was cut off")
@@ -233,5 +255,5 @@ def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    """The bytes of an array, also of a dtype that numpy does not know."""
+    """The bytes of an array, of any dtype; a view if the array is contiguous."""
     return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))

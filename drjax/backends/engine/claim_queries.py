@@ -24,22 +24,24 @@ _logger = logging.getLogger("drjax")
 
 
 class ClientFailed(Exception):
-    """A client could not answer; it may when it is asked again."""
+    """A client could not answer a query; it may answer when it is asked again."""
 
 
 class Link(Protocol):
-    """How clients are reached."""
+    """How clients are reached: what an engine gives to `ClaimQueries`."""
 
     def present(self) -> set[int]:
         """The ids of the clients that are connected."""
         ...
 
     def query(self, client: int) -> str | None:
-        """Ask a client for its group; the number of the query, None if it fails."""
+        """Ask a client for its group; returns the query's number, None if it fails."""
         ...
 
     def claim(self, number: str) -> Any:
-        """The group in the answer to a query; None if there is no answer yet.
+        """The group, of any type, in the answer to the query with this number.
+
+        None if there is no answer yet.
 
         Raises:
           BadReply: The answer cannot be read.
@@ -49,12 +51,12 @@ class Link(Protocol):
 
 
 class ClaimQueries:
-    """The queries to the clients of an engine.
+    """Asks the clients of an engine for their groups.
 
     Args:
       link: How the clients are reached.
       assignment: The assignment of groups to clients, which gets the claims.
-      drop: Whether a claim that is refused is only logged.
+      drop: Whether a refused claim is only logged, and is no error.
     """
 
     def __init__(self, link: Link, assignment: Assignment, drop: bool):
@@ -63,12 +65,12 @@ class ClaimQueries:
         self._asked: dict[int, str | None] = {}
 
     def run(self, groups: Iterable[int], seconds: float, late: bool) -> None:
-        """Ask new clients, until all of these groups have one.
+        """Ask new clients for their groups, until all of these groups have a client.
 
         Args:
-          groups: The groups.
-          seconds: How long to wait for that.
-          late: Whether to wait for clients that are yet to connect, too.
+          groups: The group indices.
+          seconds: How long to wait for that at most.
+          late: Whether to wait also for clients that are yet to connect.
 
         Raises:
           EngineError: A claim is refused, and `drop` is false.
@@ -89,7 +91,10 @@ class ClaimQueries:
             time.sleep(_INTERVAL)
 
     def _ask(self, present: set[int]) -> None:
-        """Query the clients that are new."""
+        """Query the clients that are new, or may claim again.
+
+        `present` has the ids of the clients that are connected.
+        """
         # A client that left may come back as another group; one that was refused may
         # now have a chance.
         gone = {*self._asked} - present
@@ -101,7 +106,13 @@ class ClaimQueries:
                 self._asked[client] = number
 
     def _collect(self, present: set[int]) -> None:
-        """Assign groups to the clients that have answered."""
+        """Pass the answers that have come to the assignment.
+
+        `present` has the ids of the clients that are connected.
+
+        Raises:
+          EngineError: A claim is refused, and `drop` is false.
+        """
         for client, number in [*self._asked.items()]:
             if number is None:
                 continue

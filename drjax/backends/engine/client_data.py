@@ -31,7 +31,14 @@ from drjax.backends.groups import Lazy, as_array
 
 
 class Requests:
-    """The requests to the workers in one run of a stage, one for each group."""
+    """The requests to the workers in one run of a stage, one for each group.
+
+    Args:
+      call: The run of the stage.
+
+    Raises:
+      DrjaxTypeError: More than one argument is the workers' own data.
+    """
 
     def __init__(self, call: StageCall):
         # A worker has one group, and the driver combines their partial reductions.
@@ -59,7 +66,7 @@ class Requests:
         }
 
     def to_bytes(self, task: Task) -> bytes:
-        """The request for a task, whose block is one group; for `answer`."""
+        """The request for a task whose block is one group, as bytes for `answer`."""
         block = task.block
         pairs = zip(self._header["slices"], block.slices, strict=True)
         # The worker has the others.
@@ -70,11 +77,15 @@ class Requests:
 
 
 def answer(request: bytes, load: Callable[[], Any]) -> bytes:
-    """The answer of a worker to a request.
+    """Run a request on the worker's own data; returns the answer as bytes.
 
     Args:
       request: The request, from `Requests.to_bytes`.
-      load: Returns the group's slice of the argument that is the workers' own.
+      load: Returns the group's slice of the argument that is the workers' own, a pytree
+        of arrays.
+
+    Raises:
+      ValueError: The stage would return slices of the group.
     """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
     block, failed, sent = Block(groups, valid, slices), {}, iter(slices)
@@ -106,10 +117,14 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
 
 
 def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
-    """A group's data as raw arrays.
+    """Check a group's data against the plan; returns its leaves as raw arrays.
+
+    Args:
+      data: The data, a pytree of arrays.
+      header: The header of the request, with the planned structure and types.
 
     Raises:
-      ValueError: They do not have the planned structure and types.
+      ValueError: The data does not have the planned structure and types.
     """
     leaves, tree = jax.tree.flatten(data)
     # Through JSON, as the header was: tuples become lists.

@@ -24,18 +24,23 @@ Totals = list[np.ndarray | None]  # None: no group took part
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
-    """Totals combined with the partial reductions of a block.
+    """Combine totals with the partial reductions of a block; returns the new totals.
 
     Args:
       ops: The operation of each reduction.
-      totals: The totals so far, whose buffers are reused.
-      partials: The partial reductions of the block.
+      totals: The totals so far, whose buffers are reused; None where no group took
+        part.
+      partials: The partial reductions of the block, likewise.
     """
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
 def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
-    """A total combined with one more partial reduction."""
+    """Combine a total with one more partial reduction; returns the new total.
+
+    Either may be None if no group took part; then the other is the new total. The first
+    partial reduction is copied, in 64 bits unless it is a maximum or minimum.
+    """
     # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
         return total
@@ -48,7 +53,13 @@ def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
-    """The reduced value, from the total over `groups` groups."""
+    """The reduced value `[*s]`, in the dtype of the program.
+
+    Args:
+      reduce: The reduction.
+      total: Its total; None if no group took part.
+      groups: The number of groups that took part.
+    """
     op, source = REDUCE_OPS[reduce.op], reduce.source
     if total is None:  # no group takes part
         return np.full(source.shape, op.if_no_group, source.dtype)

@@ -90,7 +90,7 @@ class Runner:
                 return results
 
     def _run(self, inputs: list, saved: checkpoint.Checkpoint) -> Any:
-        """The results of the planned function.
+        """Run the plan in one call; returns the results of the planned function.
 
         Args:
           inputs: The plan's inputs, as `flat_slices` returns them.
@@ -105,14 +105,17 @@ class Runner:
         return self.executable.results(outputs)
 
     def _checkpoint(self, inputs: list) -> checkpoint.Checkpoint:
-        """The checkpoint of a call with these inputs."""
+        """Open the checkpoint of a call; without the option, one that saves nothing.
+
+        `inputs` are the plan's inputs, as `flat_slices` returns them.
+        """
         if self.options.checkpoint is None:
             return checkpoint.Checkpoint()
         key = checkpoint.call_fingerprint(self.file.key, inputs, self.options)
         return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
 
     def block_size(self, a_round: Round) -> BlockSize:
-        """The measured block size of a round, for runs without the option."""
+        """The `BlockSize` of a round, kept between calls of this runner."""
         index = self.executable.stage_index(a_round)
         if index not in self._sizes:
             self._sizes[index] = BlockSize(
@@ -142,7 +145,8 @@ class _DriverInterpreter(PlanInterpreter):
     Args:
       call: The call.
       plan: The plan, with exported stages.
-      prefix: What the locations of its rounds begin with, as `2.scan.0.` of a body.
+      prefix: What the locations of its rounds begin with: empty, or of a body
+        `2.scan.0.`.
     """
 
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
@@ -186,6 +190,10 @@ class _DriverInterpreter(PlanInterpreter):
 class _Call:
     """One call of a `Runner`: which groups take part, the report, the checkpoint.
 
+    Args:
+      runner: The runner.
+      saved: The checkpoint of the call.
+
     Attributes:
       alive: Which groups take part, bool `[n]`; dropped ones do not.
     """
@@ -204,7 +212,21 @@ class _Call:
     def run_stage(
         self, a_round: Round, kept: list[Value], env: Environment, location: str
     ) -> list[np.ndarray]:
-        """The round's reductions but gathers, then the slices that are read later."""
+        """Run the groups of a round on the engine.
+
+        Args:
+          a_round: The round.
+          kept: The outputs of its stage that are read later as slices.
+          env: The arrays so far.
+          location: The round, as in `StageReport`.
+
+        Returns:
+          The reduced values of the round's reductions but gathers, then all groups'
+          slices `[n, *s]` of each output in `kept`.
+
+        Raises:
+          EngineError: A group or the stage failed, or too few groups survive.
+        """
         # Now, so that the file is written while the groups run.
         self.checkpoint.write()
         stage, runner, options = a_round.local, self.runner, self.options
@@ -251,7 +273,18 @@ class _Call:
         stage_report: StageReport,
         stage: Stage,
     ) -> None:
-        """Run a stage on the engine, and add the results of its blocks."""
+        """Run a stage on the engine, and add the results of its blocks to `results`.
+
+        Args:
+          call: What the engine is asked for.
+          results: The results so far.
+          stage_report: The report on the stage, which is updated.
+          stage: The stage.
+
+        Raises:
+          EngineError: A group failed, with `on_error="raise"`; and whatever the engine
+            raises.
+        """
         location = stage_report.round
         with (
             self._progress_bar(f"round {location}") as bar,
@@ -271,7 +304,13 @@ class _Call:
                     bar.update(int(block.valid.sum()))
 
     def _fail(self, group: int, why: str, location: str, stage: Stage) -> None:
-        """Drop a group that failed.
+        """Drop a group that failed, for the rest of the call.
+
+        Args:
+          group: The group index.
+          why: The reason.
+          location: The round, as in `StageReport`.
+          stage: The stage.
 
         Raises:
           EngineError: With `on_error="raise"`.
@@ -284,11 +323,21 @@ class _Call:
     def _error(
         self, stage: Stage, location: str, why: str, group: int | None = None
     ) -> EngineError:
-        """The error of a stage; `group`: the index of the group that caused it."""
+        """An `EngineError` to raise for a stage.
+
+        Args:
+          stage: The stage.
+          location: The round, as in `StageReport`.
+          why: The reason.
+          group: The index of the group that failed; None: no single group did.
+        """
         return stage_error(self.runner.plan, location, stage, why, group)
 
     def _progress_bar(self, text: str) -> Any:
-        """A context whose value is a bar of the groups done, or None by default."""
+        """A context whose value is a progress bar over the groups; by default None.
+
+        `text` is its title.
+        """
         if not self.options.progress:
             return nullcontext()
         tqdm = needed("tqdm", "examples", "progress=True").tqdm
@@ -299,8 +348,8 @@ class _CheckpointedSteps(_python_loops.Steps):
     """The progress of a loop as an entry of the checkpoint.
 
     Args:
-      saved: The checkpoint.
-      key: The place of the loop in the plan.
+      saved: The checkpoint of the call.
+      key: The place of the loop in the plan, as `2.scan`.
     """
 
     def __init__(self, saved: checkpoint.Checkpoint, key: str):

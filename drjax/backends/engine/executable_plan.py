@@ -35,11 +35,11 @@ class ExecutablePlan:
     """A plan with compiled server stages and a file for workers.
 
     Args:
-      plan: The plan.
+      plan: The plan; its stages need not be exported yet.
 
     Attributes:
       plan: The plan, with exported stages.
-      file: Its file.
+      file: The file for workers.
     """
 
     def __init__(self, plan: Plan):
@@ -57,21 +57,24 @@ class ExecutablePlan:
 
     @classmethod
     def from_file(cls, file: File) -> "ExecutablePlan":
-        """The plan of a file that another process has written."""
+        """The plan of a file that another process has written.
+
+        It may make the custom calls that the record `file` names.
+        """
         path = Path(f"{file.key[:12]}.drjax")  # for errors
         with jax.enable_x64(file.x64):
             return cls(plan_from_bytes(path, file.data, custom_calls=file.custom_calls))
 
     def precision(self) -> AbstractContextManager:
-        """A context with 64-bit values, if the plan has some."""
+        """A context in which JAX has 64-bit values, if the plan or the process does."""
         return jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64")))
 
     def stage_index(self, a_round: Round) -> int:
-        """The index of a round's stage in `rounds_of`, by which workers know it."""
+        """The index of a round in `rounds_of`, by which workers know its stage."""
         return self._indices[id(a_round)]
 
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Write the outputs of a server stage, raw."""
+        """Run a server stage: read its inputs from `env`, write raw outputs there."""
         if stage.exported is None:
             return
         if id(stage) not in self._compiled:
@@ -89,11 +92,11 @@ class ExecutablePlan:
         size: int,
         options: EngineOptions,
     ) -> Job:
-        """The work of a round's groups, with their global inputs.
+        """A `Job` for workers: the stage of a round's groups, with its global inputs.
 
         Args:
           a_round: The round.
-          env: The values so far.
+          env: The arrays so far.
           location: The round, as in `StageReport`.
           size: How many groups a worker works on at once.
           options: How groups that fail are treated.
@@ -111,7 +114,10 @@ class ExecutablePlan:
         )
 
     def results(self, outputs: list[np.ndarray]) -> Any:
-        """The planned function's results, from its raw outputs as whole arrays."""
+        """The planned function's results, a pytree, from raw arrays of its leaves.
+
+        Partitioned ones have the groups along `Value.axis`.
+        """
         arrays = [
             from_raw(jax.numpy.asarray(x), value.dtype)
             for value, x in zip(self.plan.outputs, outputs, strict=True)
@@ -120,8 +126,12 @@ class ExecutablePlan:
 
 
 def scatter(slices: Value, whole: np.ndarray) -> np.ndarray:
-    """The slices of a scattered value along axis 0, of its global array.
+    """The slices `[n, *s]` of a scattered value, from its global array.
 
-    It costs nothing: each block is sent its slices in any case.
+    It is a view: each block is sent its slices in any case.
+
+    Args:
+      slices: The partitioned value.
+      whole: The global array; the slices lie along axis `slices.axis`.
     """
     return np.moveaxis(whole, slices.axis, 0)

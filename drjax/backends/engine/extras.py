@@ -14,15 +14,15 @@ from drjax._errors import EngineError
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """A module that one of the extras installs.
+    """Import a module that one of the extras of drjax installs.
 
     Args:
-      module: Its name.
-      extra: The extra.
-      what: What needs it, for the error.
+      module: The name of the module.
+      extra: The name of the extra.
+      what: What needs the module, for the error.
 
     Raises:
-      EngineError: It is not installed.
+      EngineError: The module is not installed.
     """
     try:
         return importlib.import_module(module)

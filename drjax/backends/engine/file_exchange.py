@@ -37,32 +37,32 @@ from drjax.backends.groups import Lazy
 
 
 class Files(Protocol):
-    """Files that the driver and all workers see. A module can be one."""
+    """A file system that the driver and all workers see. A module can be one."""
 
     def make(self, folder: str) -> None: ...
 
     def read(self, path: str) -> bytes: ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file whole or not at all; it may be there already."""
+        """Write a file whole or not at all; a file of that name is replaced."""
         ...
 
     def listed(self, prefix: str) -> list[str]:
-        """The paths of the files whose names begin so."""
+        """The paths of the files that begin with `prefix`."""
         ...
 
     def remove(self, folder: str) -> None: ...
 
 
 class Run(Protocol):
-    """A stage run that was started."""
+    """A stage run that was started, as a process or a thread."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long; returns whether it has ended."""
+        """Wait at most so many seconds; returns whether the run has ended."""
         ...
 
     def error(self) -> str | None:
-        """Why it failed, in the end; None if it did not."""
+        """Why the run failed, once it has ended; None if it did not fail."""
         ...
 
     def end(self) -> None:
@@ -75,11 +75,12 @@ class StageRun:
     """A run of a stage of the groups, for workers: it can be sent to them.
 
     Attributes:
-      files: The files.
-      folder: Their folder.
+      files: The file system that the driver and all workers see, a `Files`.
+      folder: The folder of the run there.
       ops: The operations of the stage's partial reductions.
-      starts: The first groups of the ranges that workers take.
-      lazy: How workers read each partitioned input; None: its slices are in a file.
+      starts: The indices of the first groups of the ranges that workers take.
+      lazy: For each partitioned input a `Lazy` that workers can read; None if its
+        slices are in a file of the run.
       size: The number of groups in a block.
     """
 
@@ -91,11 +92,11 @@ class StageRun:
     size: int
 
     def job(self) -> Job:
-        """The stage with its global inputs, as the driver wrote it."""
+        """Read the job from its file: the stage with its global inputs."""
         return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
     def blocks(self, start: int) -> Iterator[LoadedBlock]:
-        """The blocks of a range; `start`: its first group, one of `starts`."""
+        """Read the blocks of a range of groups; `start` is one of `starts`."""
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
         _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
@@ -104,13 +105,19 @@ class StageRun:
         yield from blocks_of_groups(slices, alive, self.size, start)
 
     def report(self, block: Block, result: BlockResult) -> None:
-        """Report the result of a block to the driver."""
+        """Write the result of a block to a file, for the driver.
+
+        Without the partial reductions: workers combine these themselves.
+        """
         # Without partial reductions: those the workers combine among themselves.
         data = wire_format.result_to_bytes(block, replace(result, partials=[]))
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
 
     def write_totals(self, totals: Totals) -> None:
-        """Report the combined partial reductions, with the number of groups last."""
+        """Write the combined partial reductions to a file, for the driver.
+
+        `totals` has the number of groups last.
+        """
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
         data = wire_format.to_bytes(
@@ -119,7 +126,7 @@ class StageRun:
         self.files.write(f"{self.folder}/totals", data)
 
     def read_totals(self) -> Totals:
-        """The totals that `write_totals` wrote."""
+        """Read what `write_totals` wrote."""
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")
         )
@@ -128,12 +135,12 @@ class StageRun:
 
 
 class FileExchange:
-    """A `drjax.backends.engine.protocols.Engine` that runs a stage at once.
+    """A `drjax.backends.engine.protocols.Engine` that runs whole stages over files.
 
     Args:
-      workers: How many there are.
-      files: The files.
-      folder: The shared folder. Default: a temporary one.
+      workers: How many workers there are.
+      files: The file system that the driver and all workers see.
+      folder: The folder to use there. Default: a temporary one.
     """
 
     def __init__(self, workers: int, files: Files, folder: str | None = None):
@@ -141,7 +148,7 @@ class FileExchange:
         self._own_folder: Path | None = None
 
     def start(self, stage_run: StageRun, folder: Path) -> Run:
-        """Start a stage run.
+        """Start a stage run, in workers; each engine of this kind defines it.
 
         Args:
           stage_run: What workers are sent.
@@ -207,7 +214,11 @@ class FileExchange:
             self._files.remove(folder)
 
     def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
-        """Write the slices that workers cannot read themselves.
+        """Write the slices that workers cannot read themselves to files.
+
+        Args:
+          call: The run of the stage.
+          folder: The folder of the stage run.
 
         Returns:
           `(starts, failed)`: the first groups of the ranges that workers take, and why
@@ -246,7 +257,7 @@ class FileExchange:
     def _new_results(
         self, folder: str, seen: set[str]
     ) -> Iterator[tuple[Block, BlockResult]]:
-        """The results of blocks that workers have reported since the last look.
+        """Read the results of blocks that workers have reported since the last call.
 
         Args:
           folder: The folder of the stage run.
@@ -263,8 +274,9 @@ _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
 def _readable_by_workers(x: Any) -> bool:
-    """Whether workers can open the source of a value, so that no slices are sent.
+    """Whether workers can read a partitioned input without being sent its slices.
 
-    The source then knows at which groups its parts begin, as Parquet files do.
+    True for a `Lazy` whose source knows at which groups its parts begin, as Parquet
+    files do.
     """
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

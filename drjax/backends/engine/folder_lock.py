@@ -45,8 +45,8 @@ class Lock:
     """A lock of the operating system on a file, until `release`.
 
     Args:
-      folder: The folder.
-      number: The descriptor of the locked file.
+      folder: The folder that is locked.
+      number: The descriptor of the locked file, open.
     """
 
     lost = False
@@ -56,6 +56,7 @@ class Lock:
         _open_files.add(number)
 
     def release(self) -> None:
+        """Remove the file, then unlock and close it."""
         with contextlib.suppress(OSError):
             # Before it is unlocked: whoever gets the lock then sees that it is gone.
             self._folder.remove(NAME)
@@ -64,7 +65,10 @@ class Lock:
 
 
 def _close_in_child() -> None:
-    """Let go of the locks of the parent, in a process that was forked from it."""
+    """Close the files of the parent's locks, in a process that was forked from it.
+
+    Else the locks would outlive the parent.
+    """
     for number in _open_files:
         with contextlib.suppress(OSError):
             os.close(number)
@@ -78,10 +82,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
-    """The lock of a folder.
+    """Lock a folder for this process: by a `Lease` where files cannot be locked.
 
     Raises:
-      LockedError: Another driver has it.
+      LockedError: Another driver has locked it.
       OSError: The folder cannot be used.
     """
     if isinstance(folder, LocalFolder):
@@ -92,7 +96,7 @@ def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
 
 
 def _locked_file(path: Path) -> int | None:
-    """The descriptor of an open, locked file; None where files cannot be locked.
+    """Open and lock a file; returns its descriptor, None where files have no locks.
 
     Raises:
       LockedError: Another process has locked it.
@@ -128,13 +132,17 @@ def _locked_file(path: Path) -> int | None:
 
 
 class Lease:
-    """A lock that its holder renews, until `release`.
+    """A lock that its holder renews, until `release`: for folders without file locks.
 
     Args:
-      folder: The folder.
+      folder: The folder that is locked.
 
     Attributes:
-      lost: Whether another driver has taken it.
+      lost: Whether another driver has taken the lease.
+
+    Raises:
+      LockedError: Another driver has the lease.
+      OSError: The folder cannot be used.
     """
 
     lost = False
@@ -150,6 +158,7 @@ class Lease:
         self._thread.start()
 
     def release(self) -> None:
+        """Stop renewing, and remove the lease unless another driver has taken it."""
         self._released.set()
         self._thread.join()
         _own_tokens.discard(self._owner["token"])
@@ -159,10 +168,10 @@ class Lease:
                 self._folder.remove(NAME)
 
     def _acquire(self) -> None:
-        """Write the lease.
+        """Write the lease to the folder, once no other driver has one.
 
         Raises:
-          LockedError: Another driver has it.
+          LockedError: Another driver has one.
         """
         try:
             self._folder.create(NAME, self._text())
@@ -174,10 +183,10 @@ class Lease:
             raise LockedError(_describe(self._read()))
 
     def _wait_for_expiry(self) -> None:
-        """Return when the lease of another driver has ended, which may be at once.
+        """Wait until the lease of another driver has ended, which may be so already.
 
         Raises:
-          LockedError: It has not.
+          LockedError: That driver lives.
         """
         seen = self._read()
         state = _state(seen)
@@ -195,7 +204,10 @@ class Lease:
                 raise LockedError(_describe(now))
 
     def _renew(self) -> None:
-        """Write the lease again and again; runs in a thread until `release`."""
+        """Write the lease every `RENEWAL` seconds; runs in a thread until `release`.
+
+        It ends, and sets `lost`, if another driver has taken the lease.
+        """
         while not self._released.wait(RENEWAL):
             with contextlib.suppress(OSError):  # the next one may succeed
                 if self._is_own():
@@ -206,7 +218,7 @@ class Lease:
                     return
 
     def _is_own(self) -> bool:
-        """Whether the lease in the folder is this one."""
+        """Whether the lease that is in the folder is this one."""
         owner = self._read()
         return owner is not None and owner.get("token") == self._owner["token"]
 
@@ -218,7 +230,7 @@ class Lease:
             return None
 
     def _text(self) -> bytes:
-        """The lease as a file."""
+        """The content of the lease's file."""
         return json.dumps({**self._owner, "renewals": self._renewals}).encode()
 
 
@@ -227,7 +239,10 @@ class Lease:
 
 
 def _owner(token: str) -> dict[str, Any]:
-    """This process as the owner of a lock; `token`: the id of a lease."""
+    """This process as the owner of a lock, JSON data for the lock's file.
+
+    `token` identifies a lease; it is empty for a lock of the operating system.
+    """
     pid = os.getpid()
     return {
         "process": pid,
@@ -239,7 +254,7 @@ def _owner(token: str) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The owner in the file of a lock; empty if the file is none."""
+    """The owner in the content of a lock's file; {} if that is no JSON object."""
     try:
         owner = json.loads(data)
     except ValueError:
@@ -248,14 +263,14 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _describe(owner: dict[str, Any] | None) -> str:
-    """An owner as text for errors."""
+    """The process that owns a lock, as text for errors."""
     if not owner:
         return "another process"
     return f"process {owner.get('process')} on {owner.get('host')}"
 
 
 def _machine() -> str:
-    """The name of the host, its boot and the container, in which process ids differ."""
+    """What process ids are unique in: the host, its boot and its container, as text."""
     # Process ids are unique in one boot of one container only.
     parts = [platform.node()]
     with contextlib.suppress(OSError):
@@ -265,7 +280,7 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, as text of the system; None without such a process."""
+    """When a process started, as text of the system; None if that is not known."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -274,7 +289,11 @@ def _start_time(pid: int) -> str | None:
 
 
 def _state(owner: dict[str, Any] | None) -> str:
-    """`"alive"`, `"dead"` or `"unknown"`: the state of the driver that has a lease."""
+    """Whether the driver that has a lease lives: `"alive"`, `"dead"` or `"unknown"`.
+
+    `owner` is what is in the lease's file; None, if there is no lease any more, counts
+    as dead. Of a process on another machine the state is unknown.
+    """
     if owner is None:
         return "dead"  # released just now
     pid = owner.get("process")

@@ -25,13 +25,13 @@ class Job:
 
     Attributes:
       file: The plan file.
-      stage: The index of the stage in `rounds_of`.
+      stage: The index of the stage's round in `rounds_of`.
       location: Round and stage, for errors.
       ops: The operation of each of its partial reductions: sum, mean, max or min.
       size: How many groups a worker works on at once.
       check_nans: Whether a group that yields a NaN has failed.
       drop: Whether to go on without groups that fail.
-      shared: Its global inputs.
+      shared: Its global inputs, in order.
     """
 
     file: File
@@ -44,17 +44,23 @@ class Job:
     shared: list[np.ndarray]
 
     def task(self, block: Block, search: bool = False) -> Task:
-        """The task of a worker that has this block; `search`: see `Task`."""
+        """A `Task` for a worker: to run the stage on a block.
+
+        With `search` the groups run one by one, to find the group that takes long.
+        """
         return Task(
             self.stage, block, self.size, self.check_nans, self.drop, search=search
         )
 
     def run(self, block: Block, failed: dict[int, str]) -> BlockResult:
-        """Run a block in this process.
+        """Run the stage on a block in this process; returns the `BlockResult`.
 
         Args:
           block: The block.
-          failed: Why groups in it cannot take part, by index.
+          failed: Why groups in it cannot take part, by index; the result has these too.
+
+        Raises:
+          RuntimeError: The stage failed, and no single group did.
         """
         result = BlockResult([], [], {}, 0, 0.0)
         if block.valid.any():
@@ -70,7 +76,7 @@ class Job:
         return result
 
     def to_bytes(self) -> bytes:
-        """The job as a file."""
+        """The job as bytes, plan file and global inputs included; not by pickle."""
         header = {
             "stage": self.stage,
             "where": self.location,
@@ -88,7 +94,7 @@ class Job:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Job":
-        """The job that `to_bytes` wrote."""
+        """The job in the bytes that `to_bytes` returned."""
         header, (plan, *shared) = wire_format.from_bytes(data)
         file = File(
             plan.tobytes(),

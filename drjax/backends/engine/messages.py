@@ -24,13 +24,14 @@ from drjax.plan import Plan, Round, Value
 
 @dataclass(frozen=True)
 class File:
-    """A plan file.
+    """A plan file, as workers are sent it.
 
     Attributes:
       data: Its bytes.
-      key: Its SHA-256.
+      key: Its SHA-256, in hexadecimal.
       x64: Whether it holds 64-bit values.
-      custom_calls: What its stages may call, as for `drjax.load_plan`.
+      custom_calls: Names of code outside of the file that its stages may call, besides
+        those on drjax's own list.
     """
 
     data: bytes
@@ -45,8 +46,8 @@ class Block:
 
     Attributes:
       groups: The group indices, int32 `[c]`.
-      valid: Which of them take part, bool `[c]`.
-      slices: Those of each partitioned input of the stage, `[c, ...]`.
+      valid: Which of them take part, bool `[c]`; the others are masked.
+      slices: For each partitioned input of the stage the groups' slices, `[c, ...]`.
     """
 
     groups: np.ndarray
@@ -54,28 +55,32 @@ class Block:
     slices: list[np.ndarray]
 
     def without(self, out: np.ndarray) -> "Block":
-        """The block without the groups for which `out`, bool `[c]`, is true."""
+        """The block with groups masked for which `out`, bool `[c]`, is true."""
         return replace(self, valid=self.valid & ~out)
 
     def without_failed(self, failed: dict[int, str]) -> "Block":
-        """The block without the groups that failed, by index."""
+        """The block with failed groups masked; `failed` has reasons by group index."""
         return self.without(np.isin(self.groups, list(failed)))
 
     def halves(self) -> list["Block"]:
-        """Two blocks, each with half of the groups that take part."""
+        """Two blocks, each with half of the groups that take part, and no others."""
         # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
         middle = len(chosen) // 2
         return [self._only(chosen[:middle]), self._only(chosen[middle:])]
 
     def _only(self, chosen: np.ndarray) -> "Block":
-        """The block of some groups; `chosen`: their positions in this block."""
+        """The block of some of the groups; `chosen` are their positions."""
         return Block(
             self.groups[chosen], self.valid[chosen], [x[chosen] for x in self.slices]
         )
 
     def padded(self, size: int) -> "Block":
-        """The block with `size` slots; those added are masked copies of a group."""
+        """The block with `size` slots, so that all blocks have one shape.
+
+        Slots that are added are masked copies of a group that takes part; some group
+        must.
+        """
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))
         valid = np.zeros(size, bool)
@@ -94,14 +99,15 @@ class Task:
     """A block and what to do with it: what a worker is sent.
 
     Attributes:
-      stage: The index of the stage in `rounds_of`.
+      stage: The index of the stage's round in `rounds_of`.
       block: The groups.
       size: How many groups the stage works on at once.
-      check_nans: Whether to look for groups that yield a NaN.
-      drop: Whether groups that fail are left out of the results; else there are none.
+      check_nans: Whether a group that yields a NaN has failed.
+      drop: Whether results leave out groups that fail; if not, a block in which a group
+        fails has no results.
       number: Unique among the tasks of a driver.
       search: Whether the groups run one by one, without results, while `state` reports
-        the one at work: to find the group that takes long.
+        the group at work: to find the group that takes long.
     """
 
     stage: int
@@ -119,12 +125,12 @@ class BlockResult:
 
     Attributes:
       partials: For each reduction but gathers the partial reduction over the block;
-        None if no group takes part.
-      slices: Those of each output that is read later, `[c, ...]`.
+        None if no group takes part. [] if the block has no results.
+      slices: For each output that is read later the groups' slices, `[c, ...]`.
       failed: Why groups failed, by index. Unless they are dropped, partial reductions
         and slices are empty.
       pid: The id of the worker's process; 0 if no worker ran.
-      seconds: How long it took.
+      seconds: How long the block took.
     """
 
     partials: Sequence[np.ndarray | None]
@@ -139,9 +145,9 @@ class WorkerState:
     """What a worker is doing.
 
     Attributes:
-      pid: Its process.
+      pid: The id of its process.
       groups: The indices of the first and last group at work; None if it is idle.
-      since: `time.time()` when it began with them.
+      since: `time.time()` when it began with these groups.
       task: The number of the task.
       seconds: How long ago that was, by the clock of the worker.
     """
@@ -154,7 +160,10 @@ class WorkerState:
 
 
 def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
-    """All rounds of a plan and of its loops, each with its plan, in a fixed order."""
+    """All rounds of a plan and of bodies of its loops, each with its plan, in order.
+
+    The driver and the workers number stages in this order.
+    """
     for a_round in plan.rounds:
         yield plan, a_round
         for loop in a_round.loops:
@@ -163,7 +172,10 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 
 
 def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
-    """The outputs of a round's groups of which slices are read later."""
+    """The outputs of a round's local stage of which slices are read later.
+
+    `plan` is the plan, or the body of a loop, that has the round.
+    """
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
     return [v for v in a_round.local.outputs if v.name in kept]

@@ -30,11 +30,11 @@ from drjax.plan import Plan, Round
 
 @dataclass(frozen=True)
 class GroupsStage:
-    """The stage of the groups, for a pipeline.
+    """The stage of the groups, for a user's pipeline.
 
     Attributes:
       job: What workers run.
-      lazy: Its partitioned inputs, which take a group's slices from its data.
+      lazy: Its partitioned inputs, whose slices are leaves of a group's data.
     """
 
     job: Job
@@ -44,15 +44,18 @@ class GroupsStage:
 def split(
     plan: Plan, args: Sequence[Any], options: EngineOptions
 ) -> "tuple[GroupsStage, ResultsFromTotals]":
-    """The groups' stage, and the function from its totals to the results.
+    """Split a plan of one round into the groups' stage and the server's work after it.
 
     Args:
       plan: A plan of one round, without loops and without partitioned results.
       args: Its arguments; `...` for the one that the groups have.
       options: How it runs.
 
+    Returns:
+      The stage, and a function from its totals to the results of the planned function.
+
     Raises:
-      DrjaxTypeError, DrjaxValueError: Other plans and arguments.
+      DrjaxTypeError, DrjaxValueError: The plan is another one, or arguments do not fit.
     """
     if sum(x is ... for x in args) != 1:
         raise DrjaxTypeError(
@@ -82,7 +85,11 @@ def split(
 
 
 def _check_one_round(plan: Plan) -> None:
-    """Refuse a plan whose groups work more than once, or return their slices."""
+    """Check that a plan has one round, which reduces, no loop, no partitioned result.
+
+    Raises:
+      DrjaxValueError: It is another plan.
+    """
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
         reduces = [] if first.loops or others else first.reduces
@@ -97,7 +104,16 @@ def _check_one_round(plan: Plan) -> None:
 def _inputs_of_groups(
     executable: ExecutablePlan, a_round: Round, args: Sequence[Any]
 ) -> Environment:
-    """The values of a plan when the groups of its first round begin."""
+    """The arrays that are known when the groups of the first round begin.
+
+    The server stage before them has run, and slices are scattered.
+
+    Args:
+      executable: The plan.
+      a_round: Its round.
+      args: The arguments of the planned function; `...` for the one that the groups
+        have.
+    """
     plan, env = executable.plan, Environment()
     # An empty `Groups` has the place of the data, and is never read.
     with_groups = tuple([Groups([]) if x is ... else x for x in args])
@@ -109,12 +125,12 @@ def _inputs_of_groups(
 
 
 class ResultsFromTotals:
-    """From totals to results of the planned function; can be pickled.
+    """The server's work on totals; it can be pickled, for a pipeline's last step.
 
     Args:
       file: The plan file.
-      values: The global values that the last server stage reads, or the plan returns,
-        but for the reduced ones, by name.
+      values: Arrays by name: the global values that the last server stage reads or the
+        plan returns, without the reduced ones.
       options: How the plan runs.
     """
 
@@ -122,14 +138,14 @@ class ResultsFromTotals:
         self.file, self.values, self.options = file, values, options
 
     def __call__(self, totals: Totals) -> Any:
-        """The results.
+        """The results of the planned function, from the totals of the groups' stage.
 
         Args:
           totals: The stage's partial reductions over all groups, then the number of
-            groups.
+            groups; each None if no group took part.
 
         Raises:
-          EngineError: They are of other than n groups, or of too few.
+          EngineError: They are of more than n groups, or of too few.
         """
         *partials, count = totals
         n, executable = int(count or 0), ExecutablePlan.from_file(self.file)

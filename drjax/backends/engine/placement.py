@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 
 class PlacedTask(NamedTuple):
-    """A task at a worker.
+    """A task, with the worker to which it was sent.
 
     Attributes:
       worker: The worker.
-      number: The task's own number, `Task.number`.
+      number: The number of the task, `Task.number`.
     """
 
     worker: Any
@@ -33,7 +33,7 @@ class Placement:
       workers: The workers.
 
     Attributes:
-      workers: Those that are not replaced.
+      workers: The workers, without those that were replaced.
       abandoned: The tasks whose results are not needed, by their handles.
     """
 
@@ -44,36 +44,45 @@ class Placement:
         self._files: dict[Any, set[str]] = {}
 
     def least_loaded(self) -> Any:
-        """The worker with the fewest tasks, the first of several."""
+        """The worker with the fewest tasks; the first one if several have as few."""
         load = {id(worker): 0 for worker in self.workers}
         for task in (*self._in_flight.values(), *self.abandoned.values()):
             load[id(task.worker)] = load.get(id(task.worker), 0) + 1
         return min(self.workers, key=lambda worker: load[id(worker)])
 
     def first_use(self, worker: Any, file: str) -> bool:
-        """Whether a worker lacks a plan file; from now on it counts as sent."""
+        """Whether a worker lacks a plan file; from now on it counts as sent there.
+
+        `file` is the name of the file.
+        """
         known = self._files.setdefault(worker, set())
         lacks = file not in known
         known.add(file)
         return lacks
 
     def submitted(self, handle: Any, worker: Any, number: int) -> None:
-        """A task is in flight."""
+        """Register a task that was sent to a worker.
+
+        Args:
+          handle: The pool's handle of the task.
+          worker: The worker.
+          number: The number of the task, `Task.number`.
+        """
         self._in_flight[handle] = PlacedTask(worker, number)
 
     def finished(self, handle: Any) -> Any:
-        """A task is not in flight any more; returns its worker."""
+        """Remove a task that is no longer in flight; returns its worker."""
         return self._in_flight.pop(handle).worker
 
     def abandon(self, handle: Any) -> PlacedTask | None:
-        """The result of a task is not needed; None if it is not in flight."""
+        """Mark a task whose result is not needed; returns it, None if not in flight."""
         task = self._in_flight.pop(handle, None)
         if task is not None:
             self.abandoned[handle] = task
         return task
 
     def replace(self, worker: Any, new: Any) -> None:
-        """A worker has ended, and `new` takes its place, without files or tasks."""
+        """Put `new`, without files or tasks, in place of a worker that has ended."""
         self.abandoned = {
             handle: task
             for handle, task in self.abandoned.items()
@@ -88,14 +97,14 @@ class Placement:
         replace_worker: Callable[[Any], None],
         timeout: float | None,
     ) -> None:
-        """Let go of the abandoned tasks that are done, and of workers that are stuck.
+        """Forget abandoned tasks that are done, and replace workers that are stuck.
 
         Args:
-          wait: From handles, a count and seconds to handles that are done and others,
-            as soon as so many are done.
+          wait: Takes handles, a count and seconds; returns `(done, not done)` handles,
+            as soon as `count` of them are done or the seconds are over.
           replace_worker: Ends a worker and starts another.
           timeout: Seconds that abandoned tasks get to end; then their workers are
-            replaced. None: no task is late, and none is waited for.
+            replaced. None: no worker is replaced, and no task is waited for.
         """
         if not self.abandoned:
             return

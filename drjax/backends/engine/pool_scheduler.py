@@ -38,7 +38,7 @@ class _BlockState:
         `(3, 0)` or `(3, 1)`.
       block: The groups.
       failed: Why groups of it could not even be sent, by index.
-      retries_left: How often its worker may still be lost.
+      retries_left: How often it may still be sent again after its worker was lost.
       deadline: When it is late, by `time.monotonic`.
       alone: Whether its worker has no other block.
       task_number: The number of its latest `Task`.
@@ -57,7 +57,10 @@ class _BlockState:
     searched: bool = False
 
     def halves(self) -> list["_BlockState"]:
-        """For a block that ends its workers: to find the group that does."""
+        """The two halves of the block, of which each is tried once.
+
+        A block that ends its workers is halved, to find the group that does.
+        """
         first, second = self.block.halves()
         position, searched = self.position, self.searched
         return [
@@ -67,7 +70,7 @@ class _BlockState:
         ]
 
     def after_search(self) -> "_BlockState":
-        """The block, to be run as a whole again."""
+        """The block without its search, to be run as a whole again."""
         return (
             self if self.search is None else replace(self, search=None, searched=True)
         )
@@ -78,7 +81,10 @@ _Finished = tuple[_BlockState, BlockResult | None]
 
 
 def results(pool: Pool, call: StageCall) -> Results:
-    """`Engine.results` of an engine that is a pool: each block, in order."""
+    """Run the blocks of a stage in the workers of a pool: each block with its result.
+
+    It is `Engine.results` of engines that are pools. Pairs come in the order of groups.
+    """
     # The plan file is shared once for a generation of workers, not once for a stage.
     key = f"{call.job.file.key} {pool.generation}"
     if key not in call.cache:
@@ -92,7 +98,7 @@ class _Scheduler:
 
     Args:
       in_flight: The blocks that workers have.
-      call: The stage.
+      call: The run of the stage.
     """
 
     def __init__(self, in_flight: "_InFlight", call: StageCall):
@@ -100,7 +106,10 @@ class _Scheduler:
         self._queue: list[_BlockState] = []  # to be sent again, or after a split
 
     def run(self) -> Results:
-        """All blocks with their results, in order."""
+        """Run all blocks; yields them with their results, in order.
+
+        Tasks in flight are released at the end.
+        """
         call = self.call
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
         try:
@@ -110,7 +119,10 @@ class _Scheduler:
             self.in_flight.forget()
 
     def _run(self, loaded: Iterable[LoadedBlock]) -> Results:
-        """As `run`; `loaded`: the blocks, as `blocks_of_groups` reads them."""
+        """Run all blocks; yields them with their results, in order: the loop of `run`.
+
+        `loaded` are the blocks, as `blocks_of_groups` reads them.
+        """
         unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
         while more or ordered.waiting:
             # Blocks are read at most this far ahead of the oldest without a result:
@@ -140,7 +152,11 @@ class _Scheduler:
             yield from ordered.ready()
 
     def _finished(self) -> Iterator[_Finished]:
-        """Blocks that are over, once some tasks have ended or are late."""
+        """Wait for tasks that end or are late; yields the blocks that are over.
+
+        Each has its result, or None if it is to be halved. Blocks that are to be sent
+        again go to the queue.
+        """
         for state, result in self.in_flight.wait():
             if isinstance(result, Lost):
                 yield from self._lost(state.after_search(), str(result))
@@ -157,7 +173,15 @@ class _Scheduler:
     def _out_of_time(
         self, state: _BlockState, group: int | None
     ) -> Iterator[_Finished]:
-        """The next step for a late block; `group`: the late one, if it is known."""
+        """Decide what is next for a late block: a search, a retry, or a failure.
+
+        Args:
+          state: The block.
+          group: The index of the group that took too long; None if it is not known.
+
+        Yields:
+          The block if it is over, as `_finished` does. Else it goes to the queue.
+        """
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
         if state.search is not None and group is not None:
@@ -179,7 +203,15 @@ class _Scheduler:
             yield from self._lost(state.after_search(), f"a block {why}")
 
     def _lost(self, state: _BlockState, why: str) -> Iterator[_Finished]:
-        """The next step for a block whose worker is gone."""
+        """Decide what is next for a block whose worker is gone: retry, halve, or fail.
+
+        Args:
+          state: The block.
+          why: Why the worker is gone.
+
+        Yields:
+          The block if it is over, as `_finished` does. Else it goes to the queue.
+        """
         groups = state.block.groups[state.block.valid]
         self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
         if not state.alone:
@@ -193,7 +225,7 @@ class _Scheduler:
             yield from self._retry(state)
 
     def _retry(self, state: _BlockState) -> Iterator[_Finished]:
-        """Send a block again, if it has retries left."""
+        """Queue a block again if it has retries left; else yield it, to be halved."""
         if state.retries_left:
             state.retries_left -= 1
             self._queue.append(state)
@@ -207,8 +239,8 @@ class _InFlight:
     Args:
       pool: The workers.
       call: The stage.
-      file: The reference that `share` returned for the plan file.
-      shared: That for the global inputs.
+      file: The reference that `Pool.share` returned for the plan file.
+      shared: The reference that `Pool.share` returned for the global inputs.
 
     Attributes:
       limit: How many blocks may be in flight.
@@ -227,15 +259,15 @@ class _InFlight:
         return len(self._states)
 
     def free(self) -> bool:
-        """Whether another block may be sent."""
+        """Whether another block may be sent now."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:
-        """From now on a worker has at most one block."""
+        """Set the limit such that a worker has at most one block from now on."""
         self.limit = self.pool.workers
 
     def send(self, state: _BlockState) -> None:
-        """Send a block, or its search, to a worker."""
+        """Send a block to a worker, or its search if it has one."""
         block = state.search or state.block
         task = self.job.task(block, search=state.search is not None)
         state.task_number = task.number
@@ -247,7 +279,11 @@ class _InFlight:
         self._states[self.pool.submit(task, self.file, self.shared)] = state
 
     def wait(self) -> Iterator[tuple[_BlockState, BlockResult | Lost]]:
-        """Wait for a block; those that are done, or whose worker is gone."""
+        """Wait until a task is done, or may be late.
+
+        Yields the blocks whose tasks are done, each with its result; with a `Lost` if
+        its worker is gone.
+        """
         for handle in self.pool.wait([*self._states], self._patience()):
             state = self._states.pop(handle)
             try:
@@ -258,7 +294,7 @@ class _InFlight:
                 yield state, result
 
     def _patience(self) -> float | None:
-        """How many seconds to wait for a block before looking for what is late."""
+        """Seconds to wait for a block before looking for late ones; None: no limit."""
         if self.timeout is None:
             return None
         first = min(state.deadline for state in self._states.values())
@@ -268,9 +304,9 @@ class _InFlight:
         return min(remaining, self.timeout / 8) if searching else remaining
 
     def abandon_late(self) -> Iterator[tuple[_BlockState, int | None]]:
-        """Blocks that took too long, with the group at work if it is known.
+        """Replace the workers of late blocks; yields these, each with its slow group.
 
-        Their workers are replaced.
+        The group is None if it is not known.
         """
         for handle, group in self._late():
             # A result that came just in time counts, though the deadline is over.
@@ -280,7 +316,10 @@ class _InFlight:
                 yield state, group
 
     def _late(self) -> Iterator[tuple[Any, int | None]]:
-        """As `abandon_late`, by handle, and nothing is replaced."""
+        """The handles of late blocks, each with the index of its slow group.
+
+        The group is None if it is not known.
+        """
         now = time.monotonic()
         for handle, state in [*self._states.items()]:
             if state.deadline <= now:
@@ -294,13 +333,13 @@ class _InFlight:
                     yield handle, worker.groups[0]
 
     def forget(self) -> None:
-        """Release all blocks: their results will not be asked for."""
+        """Release the tasks of all blocks: their results will not be asked for."""
         for handle in self._states:
             self.pool.forget(handle)
 
 
 class _OrderedResults:
-    """Results of blocks, in the order of the blocks, whichever worker is faster.
+    """Puts results in the order of their blocks, whichever worker is faster.
 
     Attributes:
       waiting: The positions of blocks whose result was not yet yielded, in order.
@@ -311,21 +350,25 @@ class _OrderedResults:
         self._results: dict[tuple[int, ...], tuple[Block, BlockResult]] = {}
 
     def add(self, state: _BlockState, result: BlockResult) -> None:
-        """The result of a block; with it fail groups that could not be sent."""
+        """Add the result of a block; groups that could not be sent fail too."""
         result = replace(result, failed=result.failed | state.failed)
         self._results[state.position] = state.block, result
 
     def split(self, state: _BlockState, halves: list[_BlockState]) -> None:
-        """Halves take the place of a block, so that the order stays."""
+        """Put the halves of a block in its place, so that the order stays."""
         i = self.waiting.index(state.position)
         self.waiting[i : i + 1] = [half.position for half in halves]
 
     def ready(self) -> Results:
-        """The results that no earlier block holds up."""
+        """Remove and yield the results that no earlier block holds up."""
         while self.waiting and self.waiting[0] in self._results:
             yield self._results.pop(self.waiting.pop(0))
 
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:
-    """The result of groups that all failed."""
+    """The result of a block without partial reductions and slices.
+
+    `failed` has the reasons by group index; {} for a block in which no group takes
+    part.
+    """
     return BlockResult([], [], failed, 0, 0.0)

@@ -20,10 +20,10 @@ import struct
 
 
 class ListeningProcess:
-    """The process that listens at a socket.
+    """The process that listens at a Unix socket, so that its end is noticed.
 
     Args:
-      path: That of the socket. Where the system cannot tell who listens (other than
+      path: The path of the socket. Where the system cannot tell who listens (other than
         Linux, or in another container) the process never seems to have ended.
     """
 
@@ -43,7 +43,7 @@ class ListeningProcess:
             return
 
     def ended(self) -> bool:
-        """Whether the process has ended, also if it is a zombie."""
+        """Whether the process has ended; True also if it is a zombie."""
         if self._descriptor is None:
             return False
         # A pidfd is readable once its process has ended; a timeout of 0 never waits.

@@ -25,7 +25,7 @@ class StageReport:
       stage: The name of the stage.
       groups: How many groups took part to the end.
       blocks: How many blocks were done.
-      seconds: How long it took.
+      seconds: How long the stage took.
     """
 
     round: str
@@ -37,13 +37,13 @@ class StageReport:
 
 @dataclass
 class Report:
-    """What ran. Print it to read it.
+    """What ran in a call. Print it to read it.
 
     Attributes:
       stages: Each run of a stage of the groups, in order.
       workers: How many blocks each process did, by its id.
       lost: Why blocks were given to another worker, in order.
-      dropped: Why groups were dropped, by number.
+      dropped: Why groups were dropped, by group index.
       resumed: How many stages and steps came from a checkpoint.
       seconds: How long the call took.
     """
@@ -57,7 +57,7 @@ class Report:
     _began: float = field(default_factory=time.perf_counter, repr=False)
 
     def finish(self) -> None:
-        """Set `seconds`: the call has ended."""
+        """Set `seconds` to the time since the call began."""
         self.seconds = time.perf_counter() - self._began
 
     def __str__(self) -> str:

@@ -31,10 +31,10 @@ class StageCall:
     Attributes:
       job: The stage, with everything but the groups; what workers get.
       slices: Its partitioned inputs: arrays with slices along axis 0, or `Lazy`.
-      alive: Which groups take part, bool `[n]`.
+      alive: Which groups take part, bool `[n]`; the others were dropped.
       options: The engine's options.
-      lost: To be called with the reason whenever work is lost and tried again.
-      cache: Kept by the engine between calls of the same `Runner`.
+      lost: A function to call with the reason, whenever work is lost and tried again.
+      cache: What the engine keeps between calls of the same `Runner`, by key.
     """
 
     job: Job
@@ -49,7 +49,7 @@ Results = Generator[tuple[Block, BlockResult], None, None]
 
 
 class Engine(Protocol):
-    """Runs stages of the groups.
+    """What runs the stages of the groups for the driver.
 
     Attributes:
       workers: How many workers there are.
@@ -62,13 +62,13 @@ class Engine(Protocol):
         ...
 
     def results(self, call: StageCall) -> Results:
-        """Blocks with their results, until each group was in one.
+        """Run the stage; yields blocks with their results, until each group was in one.
 
         An engine that combines partial reductions itself yields the totals in the end,
         with an empty block.
 
         Raises:
-          Exception: Of a stage, if no single group causes it.
+          Exception: The stage failed, and no single group causes it.
         """
         ...
 
@@ -78,15 +78,16 @@ class Engine(Protocol):
 
 
 class Lost(Exception):
-    """A block's worker is gone; the block may be tried again on another."""
+    """The worker of a block is gone; the block may be tried again on another worker."""
 
 
 class Pool(Protocol):
     """Workers that run blocks, by `drjax.backends.engine.worker.run`.
 
     Attributes:
-      workers: How many there are.
-      generation: Counts up when the workers are new, so that shared objects are gone.
+      workers: How many workers there are.
+      generation: A count that grows when the workers are new, and shared objects are
+        gone with the former ones.
     """
 
     workers: int
@@ -97,25 +98,31 @@ class Pool(Protocol):
         ...
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
-        """Send a task to the worker with the fewest; returns its handle.
+        """Send a task to the worker that has the fewest; returns the task's handle.
 
         Args:
-          task: For the worker's `run`.
-          file: The reference to the plan file.
-          shared: The reference to the global inputs of the stage.
+          task: The task, for the worker's `run`.
+          file: The reference that `share` returned for the plan file.
+          shared: The reference that `share` returned for the global inputs of the
+            stage.
         """
         ...
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        """Those in-flight tasks that are done: waits for one, or until the timeout."""
+        """Wait until a task is done, or the time is over; returns done tasks' handles.
+
+        Args:
+          handles: The handles of tasks in flight.
+          timeout: In seconds; None: no limit.
+        """
         ...
 
     def result(self, handle: Any) -> BlockResult:
         """The result of a task that is done.
 
         Raises:
-          Lost: Its worker is gone. There is a new one.
-          Exception: The stage's, or one with its text.
+          Lost: The worker is gone, and was replaced by another.
+          Exception: The stage raised it, or it has the text of what the stage raised.
         """
         ...
 
@@ -131,5 +138,5 @@ class Pool(Protocol):
         ...
 
     def states(self) -> list[WorkerState]:
-        """The state of each worker; for pools that can run a search."""
+        """The state of each worker; [] from a pool that cannot run a search."""
         ...

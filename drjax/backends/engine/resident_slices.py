@@ -28,7 +28,7 @@ class _Entry:
       reference: What workers read them by.
       slices: The slices, as views of the store.
       size: Their bytes.
-      used: The last run of a stage that used them.
+      used: The number of the last run of a stage that used them.
     """
 
     reference: Any
@@ -38,11 +38,11 @@ class _Entry:
 
 
 class ResidentSlices:
-    """The slices of blocks that were stored.
+    """The slices of blocks that stay stored, so that each is sent to workers once.
 
     Args:
       put: Stores slices for all workers; returns a reference to them.
-      get: Gives what is stored, without a copy.
+      get: From such a reference to the stored slices, without a copy.
       limit: How many bytes may stay stored.
     """
 
@@ -57,14 +57,14 @@ class ResidentSlices:
         self._size = self._runs = 0
 
     def begin(self) -> None:
-        """Count one more run of a stage; slices that runs do not use grow old."""
+        """Count one more run of a stage, so that slices that no run uses grow old."""
         self._runs += 1
 
     def reference(self, key: Hashable, slices: list[np.ndarray]) -> Any:
-        """A reference to the slices of a block, the same as before if they are.
+        """A reference to the slices of a block, as before if the slices are the same.
 
         Args:
-          key: The block, whatever its slices are.
+          key: What identifies the block, whatever its slices are.
           slices: Its slices.
         """
         entry = self._entries.get(key)
@@ -90,12 +90,15 @@ class ResidentSlices:
         return reference
 
     def _remove(self, key: Hashable) -> None:
-        """Forget a block's slices; the store drops them when no task needs them."""
+        """Forget the slices of the block with this key.
+
+        The store drops them when no task needs them.
+        """
         self._size -= self._entries.pop(key).size
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are the same, bit by bit."""
+    """Whether two arrays have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # As unsigned integers: NaN equals itself, and dtypes unknown to numpy compare.

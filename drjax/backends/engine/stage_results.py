@@ -32,7 +32,7 @@ class StageResults:
 
     Attributes:
       groups: How many groups took part to the end.
-      blocks: How many blocks a worker has done.
+      blocks: How many blocks workers have done.
       full_blocks: The results of full blocks without their arrays, for their times.
     """
 
@@ -46,7 +46,14 @@ class StageResults:
         self.full_blocks: list[BlockResult] = []
 
     def add(self, block: Block, block_result: BlockResult, alive: np.ndarray) -> None:
-        """Add the result of a block; `alive`: which groups take part, bool `[n]`."""
+        """Add the result of a block.
+
+        Args:
+          block: The block.
+          block_result: Its result.
+          alive: Which groups take part, bool `[n]`, without those that failed in this
+            block.
+        """
         # A group that failed in this very block is not alive any more.
         good = block.valid & alive[block.groups]
         if good.any():
@@ -64,7 +71,7 @@ class StageResults:
             self.full_blocks.append(replace(block_result, partials=[], slices=[]))
 
     def finish(self) -> list[np.ndarray]:
-        """The reduced values, then all groups' slices of each kept output."""
+        """The reduced values, then all groups' slices `[n, *s]` of each kept output."""
         reduced = [
             result(reduce, total, self.groups)
             for reduce, total in zip(self._reduces, self._totals, strict=True)
@@ -75,7 +82,15 @@ class StageResults:
 def stage_error(
     plan: Plan, location: str, stage: Stage, why: str, group: int | None = None
 ) -> EngineError:
-    """The error of a stage; `group`: the index of the group that caused it."""
+    """An `EngineError` to raise for a stage.
+
+    Args:
+      plan: The plan.
+      location: The round, as in `StageReport`.
+      stage: The stage.
+      why: The reason.
+      group: The index of the group that failed; None: no single group did.
+    """
     who = "The groups' work" if group is None else f"Group {group}"
     return EngineError(
         f"{who} failed in round {location} of {plan.name}, in "
@@ -90,6 +105,13 @@ def check_survivors(
     plan: Plan, location: str, stage: Stage, groups: int, min_groups: int
 ) -> None:
     """Check that enough groups took part in a stage to the end.
+
+    Args:
+      plan: The plan.
+      location: The round, as in `StageReport`.
+      stage: The stage.
+      groups: How many groups took part.
+      min_groups: How many must.
 
     Raises:
       EngineError: They are fewer than `min_groups`.

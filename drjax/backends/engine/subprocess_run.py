@@ -36,11 +36,11 @@ _CACHE_SETTINGS = {
 
 
 class SubprocessRun:
-    """A function in a process: a `drjax.backends.engine.file_exchange.Run`.
+    """A function in a process of its own: a `drjax.backends.engine.file_exchange.Run`.
 
     Args:
       fn: The function, which cloudpickle can pickle.
-      folder: A folder for the function, the log and compiled code.
+      folder: A local folder for the pickled function, the log and compiled code.
     """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
@@ -68,7 +68,7 @@ class SubprocessRun:
             )
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long; returns whether it has ended."""
+        """Wait at most so many seconds; returns whether the process has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ class SubprocessRun:
         return True
 
     def error(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """Why the function failed, once the process has ended; None if it did not."""
         if self._process.returncode == 0:
             return None
         if self._error_file.exists():
@@ -85,7 +85,7 @@ class SubprocessRun:
         return f"exit status {self._process.returncode}: {log[-2000:]}"
 
     def end(self) -> None:
-        """End the process and its workers."""
+        """Kill the process and its workers."""
         try:
             # The whole group: workers of the runner would outlive its process.
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -97,7 +97,11 @@ class SubprocessRun:
 class ThreadRun:
     """A function in a thread of this process, which can be waited for but not ended.
 
-    It has the methods and arguments of `SubprocessRun`.
+    It is a `drjax.backends.engine.file_exchange.Run`, whose `end` waits.
+
+    Args:
+      fn: The function.
+      folder: Not used; `SubprocessRun` needs it.
     """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
@@ -107,6 +111,7 @@ class ThreadRun:
         self._thread.start()
 
     def _run(self) -> None:
+        """Call the function, and keep its exception for `error`; runs in the thread."""
         try:
             self._fn()
         except Exception as error:
@@ -124,7 +129,10 @@ class ThreadRun:
 
 
 def _end_with(parent: int) -> None:
-    """End this process and its workers once its parent has ended."""
+    """Wait for the end of the parent process, then kill this process and its workers.
+
+    `parent` is the id of the parent. Runs in a thread.
+    """
     # A process whose parent dies gets another parent, without a signal.
     while os.getppid() == parent:
         time.sleep(1)
@@ -132,7 +140,13 @@ def _end_with(parent: int) -> None:
 
 
 def _main(path: Path, parent: int) -> None:
-    """Run the function in a file; `parent`: the id of the parent process."""
+    """Run the function that is pickled in a file; the entry point of the new process.
+
+    Args:
+      path: The file. If the function fails, the reason is written to `error` next to
+        it.
+      parent: The id of the parent process, with which this one ends.
+    """
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     messages: list[str] = []
 

@@ -26,7 +26,7 @@ _folders = set[Path]()
 
 
 def make() -> Path:
-    """A new folder, which is removed when the process ends."""
+    """Make a new folder; it is removed when the process ends."""
     if not _folders and threading.current_thread() is threading.main_thread():
         # A program's own handler knows better what to do.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -37,7 +37,7 @@ def make() -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove such a folder with all that is in it."""
+    """Remove a folder that `make` returned, with all files in it."""
     # Workers that are just ending may still write there.
     shutil.rmtree(path, ignore_errors=True)
     _folders.discard(path)
@@ -47,11 +47,12 @@ def remove(path: Path) -> None:
 
 
 def _exit(number: int, frame: Any) -> None:
-    """The handler of SIGTERM: an exception, so that folders are removed."""
+    """Handle SIGTERM: raise `SystemExit`, so that folders are removed."""
     sys.exit(128 + number)  # as a shell reports a process that a signal ended
 
 
 @atexit.register
 def _remove_all() -> None:
+    """Remove all folders that `make` returned, when the process ends."""
     for path in [*_folders]:
         remove(path)

@@ -30,7 +30,7 @@ _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in charact
 
 
 class BadReply(Exception):
-    """A reply does not fit the plan; the text says why."""
+    """A reply of a worker does not fit the plan; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Partial:
     """The planned partial reduction of a group: what a reply must hold.
 
     Attributes:
-      op: The operation: sum, mean, max or min.
-      name: The reduced value, for errors.
-      shape: The shape of the partial result.
+      op: The operation: sum, mean, max or min; empty for the group index and the mask.
+      name: The name of the reduced value, for errors.
+      shape: The shape of the partial reduction.
       dtype: Its dtype.
     """
 
@@ -51,7 +51,7 @@ class Partial:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the partial reduction in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -63,7 +63,10 @@ _VALID = Partial("", "its mask", (1,), np.dtype(bool))
 
 
 def partials_of(file: File) -> list[list[Partial]]:
-    """The planned partial reductions of each stage, in the order of `rounds_of`."""
+    """Read a plan file: the planned partial reductions of each stage.
+
+    Stages are in the order of `rounds_of`.
+    """
     with jax.enable_x64(file.x64):
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         planned = []
@@ -82,24 +85,27 @@ def partials_of(file: File) -> list[list[Partial]]:
 
 
 def failure(group: int, why: str) -> BlockResult:
-    """The result of a group that failed; `why` may be text of an untrusted worker."""
+    """The result of a block of one group that failed.
+
+    `why` is the reason, which may be text of an untrusted worker.
+    """
     return BlockResult([], [], {group: readable(why)}, 0, 0.0)
 
 
 def validate_reply(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """The result of a group, from the reply of its worker.
+    """Check the reply of a group's worker, and return the group's result.
 
     Args:
       data: The reply; of honest workers what `wire_format.result_to_bytes` gives.
-      group: The group that the worker was asked for.
+      group: The index of the group that the worker was asked for.
       partials: The planned partial reductions.
       check_nans: Whether the group has failed if it gives a NaN, or an infinity that
         would decide the result of the reduction.
 
     Raises:
-      BadReply: It does not fit.
+      BadReply: The reply does not fit.
     """
     try:
         return _validated(data, group, partials, check_nans)
@@ -111,7 +117,10 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """As `validate_reply`; a header that is nested too deeply raises RecursionError."""
+    """Check a reply as `validate_reply` does: the same arguments, result and errors.
+
+    But a header that is nested too deeply raises `RecursionError`.
+    """
     record, kinds, offset = _header(data)
     why, pid, seconds = _parse_record(record, group, len(partials))
     # A group that failed sends no values.
@@ -140,7 +149,14 @@ def _validated(
 
 
 def _header(data: Any) -> tuple[Any, Any, int]:
-    """`(record, kinds of the arrays, offset of the first array)` from a reply."""
+    """Parse the header of a reply: `(record, kinds, offset)`.
+
+    The record and the kinds, dtypes and shapes of the arrays, are JSON data that is not
+    checked yet; the offset is that of the first array in bytes.
+
+    Raises:
+      BadReply: The reply is not of type bytes, or has no such header.
+    """
     # `type` and not isinstance: a subclass may override anything.
     if type(data) is not bytes:
         raise BadReply(f"it is of type {type(data).__name__}, not bytes")
@@ -163,7 +179,10 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs of name and value; names may not repeat."""
+    """A JSON object from `(name, value)` pairs; raise `ValueError` if a name repeats.
+
+    A hook for `json.loads`.
+    """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name is there twice")
@@ -171,14 +190,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    """Refuse NaN and Infinity, which JSON does not have."""
+    """Raise `ValueError` for NaN and Infinity, which JSON does not have.
+
+    A hook for `json.loads`; `text` is the constant.
+    """
     raise ValueError(f"{text} is no number")
 
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
-    """The values of a JSON object that has these names and no other.
+    """The values of a JSON object that has exactly these names, in their order.
 
-    `what` names it in errors.
+    Args:
+      x: The object, JSON data.
+      what: What errors call it.
+      *names: The names.
+
+    Raises:
+      BadReply: It is no object, or has other names.
     """
     # Unknown names are refused, so that a reply has one meaning.
     if type(x) is not dict or set(x) != {*names}:
@@ -190,14 +218,17 @@ def _fields(x: Any, what: str, *names: str) -> list[Any]:
 def _parse_record(
     record: Any, group: int, partials: int
 ) -> tuple[str | None, int, float]:
-    """`(why, pid, seconds)` from the record of a reply.
+    """Check the record of a reply: `(why, pid, seconds)`.
 
-    `why` is why the group failed, None if it did not.
+    `why` is why the group failed; None if it did not fail.
 
     Args:
-      record: The record, as JSON has it.
-      group: The group that was asked.
+      record: The record, JSON data.
+      group: The index of the group that the worker was asked for.
       partials: How many partial reductions are planned.
+
+    Raises:
+      BadReply: The record does not fit.
     """
     failures, pid, seconds, count = _fields(
         record, "its record", "failed", "pid", "seconds", "partials"
@@ -224,7 +255,16 @@ def _parse_record(
 
 
 def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
-    """Check that a reply has the planned arrays, and exactly the bytes of these."""
+    """Check that a reply has the planned arrays, and exactly the bytes of these.
+
+    Args:
+      kinds: The dtypes and shapes of its arrays, JSON data.
+      expected: The planned arrays.
+      nbytes: How many bytes follow the header of the reply.
+
+    Raises:
+      BadReply: It has other arrays.
+    """
     if type(kinds) is not list or len(kinds) != len(expected):
         count = len(kinds) if type(kinds) is list else repr(kinds)
         raise BadReply(f"it has {count} arrays, but the plan is for {len(expected)}")
@@ -241,7 +281,17 @@ def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
 
 
 def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> None:
-    """Refuse NaN, and infinities but the identity of the reduction."""
+    """Check that a group's partial reductions are finite, or the reduction's identity.
+
+    The identity of a maximum is -inf, which a group without entries gives.
+
+    Args:
+      partials: The planned partial reductions.
+      arrays: Those of the reply.
+
+    Raises:
+      BadReply: There is a NaN, or another infinity.
+    """
     for partial, x in zip(partials, arrays, strict=True):
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
             continue
@@ -253,7 +303,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
 
 
 def readable(text: Any) -> str:
-    """A worker's text as one printable line of bounded length."""
+    """A worker's text as one printable line of bounded length, for logs and errors."""
     text = str(text)
     if len(text) > _TEXT:
         text = f"{text[:_TEXT]}... ({len(text)} characters)"

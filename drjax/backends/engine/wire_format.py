@@ -23,7 +23,7 @@ from drjax.backends.engine.messages import Block, BlockResult
 
 
 def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
-    """Arrays of any dtype and a header of JSON data, as bytes."""
+    """Serialize a header, JSON data, and arrays of any dtype."""
     # By name: bfloat16 and the like have no code in numpy's own format.
     kinds = [[str(x.dtype), [*x.shape]] for x in arrays]
     text = json.dumps({"about": header, "arrays": kinds}).encode()
@@ -36,7 +36,10 @@ def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The header and the arrays of such bytes, as `to_bytes` takes them."""
+    """The header and the arrays in bytes that `to_bytes` returned.
+
+    The arrays are read-only views of the bytes.
+    """
     offset = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:offset])
     arrays = []
@@ -48,7 +51,7 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def result_to_bytes(block: Block, result: BlockResult) -> bytes:
-    """The result of a block."""
+    """Serialize the result of a block, with the indices and the mask of its groups."""
     failed = {str(group): why for group, why in result.failed.items()}
     # All or none are None: a block either has a group that takes part or not.
     partials = [x for x in result.partials if x is not None]
@@ -58,7 +61,7 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
-    """The block without its slices, and its result, from `result_to_bytes`."""
+    """The block, without its slices, and its result, from `result_to_bytes`."""
     header, (groups, valid, *arrays) = from_bytes(data)
     failed = {int(group): why for group, why in header["failed"].items()}
     partials, slices = arrays[: header["partials"]], arrays[header["partials"] :]

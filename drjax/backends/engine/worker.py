@@ -42,7 +42,11 @@ _HALVINGS = 128  # most batches to find them
 
 
 class LoadedPlan:
-    """A plan file in a worker, with its stages as they are compiled."""
+    """A plan file in a worker, with its compiled stages.
+
+    Args:
+      file: The plan file.
+    """
 
     def __init__(self, file: File):
         self.file = file
@@ -59,12 +63,20 @@ class LoadedPlan:
         ]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """Run a block; `shared`: the global inputs of the stage, in order."""
+        """Run a block; returns its result, with the reasons why groups of it failed.
+
+        Args:
+          task: The block, and the stage to run.
+          shared: The global inputs of the stage, in order.
+
+        Raises:
+          Exception: The stage failed, and no single group causes it.
+        """
         with jax.enable_x64(self.file.x64):
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """As `run`, in the plan's precision."""
+        """Run a block, in the plan's precision: the work of `run`."""
         start, stage = time.perf_counter(), self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
         # The partial reductions include the groups that failed, so the block runs
@@ -109,12 +121,12 @@ class LoadedPlan:
         shared: list[np.ndarray],
         begin: Callable[[int, int], None],
     ) -> BlockResult:
-        """Run the groups that take part one by one, to find one that takes long.
+        """Run the groups that take part one by one, to find a group that takes long.
 
         Args:
-          task: The task.
-          shared: The global inputs of the stage.
-          begin: Called before each group with its index, twice: first and last.
+          task: The block, and the stage to run.
+          shared: The global inputs of the stage, in order.
+          begin: Called before each group with its index, as first and as last argument.
 
         Returns:
           A result without values.
@@ -148,25 +160,26 @@ class CompiledStage:
 
     @functools.cached_property
     def batched(self) -> functools.partial:
-        """`(mask, groups, *inputs)` of a block to partial reductions and slices."""
+        """The function of a block: `(mask, groups, *inputs)` to partials and slices."""
         return self._compiled(self.stage.exported.batched)
 
     @functools.cached_property
     def per_group(self) -> functools.partial:
-        """`(group, *inputs)` of one group to the outputs of the stage."""
+        """The function of one group: `(group, *inputs)` to the outputs of the stage."""
         return self._compiled(self.stage.exported.per_group)
 
     def _compiled(self, exported: ExportedFunction) -> functools.partial:
+        """An exported function under `jax.jit`, with the stage's constants bound."""
         # The exported function itself, without the guards against vmap and grad.
         compiled = jax.jit(exported.function.call)
         return functools.partial(compiled, *self.stage.exported.consts)
 
     def run_batch(self, block: Block, shared: list[np.ndarray], size: int) -> list:
-        """The partial reductions of a block, then slices of its `size` slots.
+        """Run a block; returns partial reductions, then slices `[size, ...]`.
 
         Args:
           block: The block.
-          shared: The global inputs of the stage.
+          shared: The global inputs of the stage, in order.
           size: To how many groups the block is padded.
         """
         # One shape for all blocks, so that XLA compiles the stage once.
@@ -179,20 +192,33 @@ class CompiledStage:
     def args_of_group(
         self, block: Block, shared: list[np.ndarray], position: int
     ) -> list:
-        """The arguments of `per_group` for the group at a position of a block."""
+        """The arguments of `per_group` for one group of a block.
+
+        Args:
+          block: The block.
+          shared: The global inputs of the stage, in order.
+          position: The position of the group in the block.
+        """
         slices = [x[position] for x in block.slices]
         return [block.groups[position], *self._inputs(shared, slices)]
 
     def _inputs(self, shared: list, slices: list) -> list:
-        """The inputs of the stage, in order, from its global and partitioned ones."""
+        """The inputs of the stage, in order.
+
+        Args:
+          shared: The global ones, in order.
+          slices: The partitioned ones, in order.
+        """
         shared_, slices_ = iter(shared), iter(slices)
         inputs = self.stage.inputs
         return [next(slices_ if v.partitioned else shared_) for v in inputs]
 
     def has_nan(self, outs: list, block: Block) -> bool:
-        """Whether outputs of `run_batch` for a block have a NaN.
+        """Whether outputs of a block have a NaN; slices of masked groups do not count.
 
-        Slices of padding and of masked groups do not count.
+        Args:
+          outs: What `run_batch` returned for the block.
+          block: The block.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
         return any(map(_has_nan, partials)) or any(
@@ -203,15 +229,15 @@ class CompiledStage:
 def _suspects(
     stage: CompiledStage, block: Block, shared: list[np.ndarray], size: int
 ) -> np.ndarray:
-    """The positions in a block of some groups; all that yield NaN are among them.
+    """The positions in a block of some groups, among which are all that yield NaN.
 
-    Halving the block leaves few of many groups. Where many groups yield a NaN it ends,
-    as trying each is then faster.
+    Halving the block leaves few of many groups. If many groups yield a NaN, halving
+    ends early, as trying each group is then faster.
 
     Args:
       stage: The stage.
       block: The block, which yields a NaN.
-      shared: The global inputs of the stage.
+      shared: The global inputs of the stage, in order.
       size: To how many groups blocks are padded.
     """
     suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
@@ -237,12 +263,12 @@ def _failures(
     suspects: np.ndarray,
     check_nans: bool,
 ) -> dict[int, str]:
-    """Why groups fail, by index: each runs alone, by the per-group function.
+    """Run groups alone to find which fail; returns the reasons by group index.
 
     Args:
       stage: The stage.
       block: The block.
-      shared: The global inputs of the stage.
+      shared: The global inputs of the stage, in order.
       suspects: The positions in the block of the groups to try.
       check_nans: Whether a group that yields a NaN has failed.
     """
@@ -264,7 +290,7 @@ def _failures(
 
 
 def _has_nan(x: np.ndarray) -> bool:
-    """Whether an array of floats has a NaN."""
+    """Whether an array has a NaN; False if its dtype has none, as integers."""
     return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
 
@@ -279,7 +305,15 @@ _MOST = 4
 
 
 def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
-    """The result of a task in this process, by the plan file that it keeps."""
+    """Run a task in this process; returns its result. Plan files are kept.
+
+    It is the entry point of a worker.
+
+    Args:
+      file: The plan file.
+      task: The block, and the stage to run.
+      shared: The global inputs of the stage, in order.
+    """
     # Its driver gave up; the pid 0 marks a result that does not count.
     if task.number in _skipped:
         _skipped.remove(task.number)
@@ -306,10 +340,10 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
 
 
 def skip(number: int) -> None:
-    """Do not begin a task that this process was sent: its result is not needed."""
+    """Do not begin the task with this number: its result is not needed."""
     _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 
 def state() -> WorkerState:
-    """What this process is doing."""
+    """What this process is doing, as a `WorkerState`."""
     return replace(_state, seconds=time.time() - _state.since)
