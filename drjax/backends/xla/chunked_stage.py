@@ -41,12 +41,14 @@ from drjax.plan import Reduce, Stage, Value
 class ChunkedStage:
     """The work of a round's groups on one device, chunk by chunk.
 
+    A device has k slots for groups; a chunk is the c slots that run at once.
+
     Args:
       layout: How the partition is laid out on the mesh.
       stage: The groups' stage.
       reduces: The round's reductions but gathers.
       kept: The outputs of the stage that are kept as slices.
-      shared: The global inputs of the stage.
+      shared: The global inputs of the stage, in order.
     """
 
     def __init__(
@@ -68,12 +70,16 @@ class ChunkedStage:
         self._effects = stage.exported is None and _compat.effects_of(stage.jaxpr)
 
     def run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """The device's partial reductions, and the slices to keep.
+        """Run the device's groups: `(partial reductions, slices to keep)`.
 
         Args:
-          first: The index of the device's first group.
+          first: The group index of the device's first slot, int32 `[]`.
           slices: The device's part of each partitioned input, `[k, ...]`.
           step: How many groups run at once; None: all.
+
+        Returns:
+          For each reduction the device's partial reduction, and for each output in
+          `kept` its slices, `[k, ...]`.
         """
         layout = self.layout
         work = lambda: self._run(first, slices, step)
@@ -91,7 +97,10 @@ class ChunkedStage:
         return work() if self._effects else unless_empty(layout, first, work, nothing)
 
     def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """As `run`, on a device that has at least one group."""
+        """Run the groups of a device that has at least one group: the work of `run`.
+
+        Args and results are those of `run`.
+        """
         count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
         step = count if step is None else max(1, min(step, count))
@@ -141,13 +150,14 @@ class ChunkedStage:
     def _chunk(
         self, first, indices, slices: list, few: int, alone: bool = False
     ) -> tuple[list, list]:
-        """The partial reductions of a chunk's groups, and their slices to keep.
+        """Run one chunk: partial reductions over its groups, and their slices to keep.
 
         Args:
-          first: The index of the device's first group.
+          first: The group index of the device's first slot, int32 `[]`.
           indices: The group indices of the chunk's slots, int32 `[c]`.
           slices: The slots' part of each partitioned input, `[c, ...]`.
-          few: How many of the slots are groups, where some are padding.
+          few: How many slots of the chunk are groups, on the device that has both
+            groups and padding.
           alone: Whether this is the only chunk.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
@@ -182,7 +192,13 @@ class ChunkedStage:
         return totals, [outs[i] for i in self._kept]
 
     def _reduce(self, reduce: Reduce, x, indices):
-        """The partial reduction of a chunk's slices, without those of padding."""
+        """The partial reduction of a chunk's slices, without those of padding.
+
+        Args:
+          reduce: The reduction.
+          x: The slices, `[c, *s]`.
+          indices: The group indices of the chunk's slots, int32 `[c]`.
+        """
         op = REDUCE_OPS[reduce.op]
         if self.layout.uneven:
             x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
@@ -192,15 +208,18 @@ class ChunkedStage:
 def _summed_in_map(
     stage: Stage, ops: dict[int, ReduceOp], partitioned: list[bool], args: list
 ) -> dict[int, Any]:
-    """Sums that are computed without their summands, by the index of the output.
+    """Sums over the groups that need no summands, by the index of the stage's output.
 
-    They are matrix products that contract the groups; see `contract_groups.py`.
+    Such a sum is a matrix product that contracts over the groups, as in a gradient of
+    shared weights, so that each group's summand need not be in memory. Outputs that are
+    no such products, or whose reduction is not additive, are not in the result.
 
     Args:
       stage: The groups' stage.
       ops: The reductions, by the index of the output that each of them reduces.
       partitioned: For each argument whether it has a slice for each group.
-      args: The arguments of the stage; the first are the group indices.
+      args: The arguments of the stage for c groups; first the group indices, int32
+        `[c]`.
     """
     count = args[0].shape[0]
     if count == 1:
@@ -218,7 +237,7 @@ def _summed_in_map(
 def _empty_accumulators(
     layout: Layout, reduces: list[Reduce], steps: int, chunk: Callable[[], tuple]
 ) -> list[Running]:
-    """Accumulators of no groups, for the reductions: a scan over chunks adds to them.
+    """Accumulators without any group yet, with which a scan over chunks starts.
 
     Args:
       layout: How the partition is laid out on the mesh.
@@ -245,14 +264,23 @@ def _empty_accumulators(
 
 
 def sum_dtype(reduce: Reduce):
-    """The dtype of a device's running reduction."""
+    """The dtype of a device's running total of a reduction."""
     return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
 def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """Combine the devices' partial reductions, and finish each reduction.
 
-    All additive ones share one psum.
+    All additive reductions share one psum. Called for one device, inside the
+    `shard_map` if there is one.
+
+    Args:
+      layout: How the partition is laid out on the mesh.
+      reduces: The reductions.
+      totals: For each of them the partial reduction `[*s]` of this device.
+
+    Returns:
+      The global value of each reduction, `[*s]`, in the dtype of the program.
     """
     n, results = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in reduces]
@@ -283,12 +311,15 @@ def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 
 
 def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
-    """`fn` of one group, mapped over `count` groups; one has no batch dimension.
+    """Map `fn`, a function of one group, over `count` groups by `jax.vmap`.
+
+    A single group is no batch: `fn` runs on its slices as it is.
 
     Args:
-      fn: The function.
+      fn: The function; it returns a list.
       count: The number of groups.
-      partitioned: For each argument whether it has a slice for each group.
+      partitioned: For each argument whether it has a slice for each group, along axis
+        0.
     """
     if count > 1:
         return jax.vmap(fn, [0 if p else None for p in partitioned], axis_size=count)
@@ -301,7 +332,10 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
 
 
 def call(stage: Stage, args: Sequence) -> list:
-    """The outputs of a stage as JAX arrays, also where its jaxpr has numbers."""
+    """Run a stage; returns its outputs as JAX arrays, also where its jaxpr has numbers.
+
+    `args` are the arguments of its jaxpr.
+    """
     outs = evaluate_on_mesh(stage.jaxpr, args)
     return [
         y if isinstance(y, jax.Array) else jnp.asarray(y, value.dtype)

@@ -96,11 +96,11 @@ def run_flat(
     step: step_size.GroupsPerStep = None,
     mesh: Any = None,
 ) -> list:
-    """The results of a plan, flat.
+    """Run a plan, or trace it; returns the leaves of its results.
 
     Args:
       plan: The plan.
-      inputs: Its inputs.
+      inputs: The leaves of its arguments, as arrays.
       step: How many of a device's groups work at once.
       mesh: The mesh. Default: the one in context.
     """
@@ -112,12 +112,17 @@ def run_flat(
 
 
 def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
-    """The largest number of groups at once that fits in memory.
+    """The largest number of a device's groups at once that fits in memory.
+
+    It compiles the program several times.
 
     Args:
       plan: The plan.
       layout: How its partition is laid out on the mesh.
       budget: Bytes of temporary memory for each device; None: what is free.
+
+    Raises:
+      DrjaxValueError: One group does not fit, or no device can be asked for its memory.
     """
     mesh = layout.mesh
     if isinstance(mesh, AbstractMesh):
@@ -158,7 +163,15 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:
-    """The inputs of a plan, so that a surrounding jit sees a concrete mesh."""
+    """The inputs of a plan, constrained to its mesh, so that a surrounding jit sees it.
+
+    They are unchanged without a mesh, and under `jax.set_mesh`, which jit sees anyway.
+    That leaves a concrete mesh, as of a `with mesh:` block.
+
+    Args:
+      plan: The plan.
+      inputs: The arrays of its inputs, in order.
+    """
     layout = _layout_of(plan)
     if layout is None or not isinstance(layout.mesh, jax.sharding.Mesh):
         return inputs
@@ -166,7 +179,10 @@ def on_mesh(plan: Plan, inputs: list) -> list:
 
 
 def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
-    """How the partition of a plan is laid out on the mesh; None without one."""
+    """How the partition of a plan is laid out on the mesh; None without a partition.
+
+    `mesh` is as for `find_mesh`: by default the one in context.
+    """
     if plan.partition is None:
         return None
     return make_layout(plan.partition, find_mesh(plan.partition, mesh))
@@ -230,7 +246,14 @@ class _MeshInterpreter(PlanInterpreter):
     def _reuse_accumulators(
         self, layout: Layout, reuse: AccumulatorReuse, totals: list, env: Environment
     ) -> None:
-        """Combine the devices, and run the next server stage, in the sums' buffers."""
+        """Combine the devices, and run the next server stage, in the sums' buffers.
+
+        Args:
+          layout: How the partition is laid out on the mesh.
+          reuse: Which outputs take the buffer of which running sum.
+          totals: The partial reductions `[m, *s]` of the m devices.
+          env: The arrays so far; results are written to it.
+        """
 
         def server(results: dict[str, Any]) -> dict[str, Any]:
             # A copy: tracers of the loop's step must not leave it.
@@ -271,9 +294,14 @@ class _MeshInterpreter(PlanInterpreter):
         return [*carry, *ys]
 
     def _typed(self, value: Value, x: Any) -> Any:
-        """A value as a loop takes it: with the type that the groups' work returns.
+        """The array of a loop's input, with the type that the groups' work returns.
 
         On Explicit axes, a carried value must not change its sharding between steps.
+        Global values stay as they are.
+
+        Args:
+          value: The input.
+          x: Its array.
         """
         layout = self.layout
         if not value.partitioned or layout is None or layout.spec_entry is None:
@@ -290,19 +318,20 @@ def _run_groups(
     step: int | None,
     combine: bool,
 ) -> tuple[list, list]:
-    """The work of all groups of a round, on all devices.
+    """Run all groups of a round, on all devices.
 
     Args:
       layout: How the partition is laid out on the mesh.
       a_round: The round.
       kept: The outputs of its stage that are kept as slices.
-      env: The values so far.
+      env: The arrays so far.
       step: How many of a device's groups run at once; None: all.
       combine: Whether to combine the devices' partial reductions.
 
     Returns:
-      `(totals, stacks)`: results of the reductions, or with `combine=False` the partial
-      reductions `[m, *s]` of the m devices; and kept slices `[n, *s]`.
+      `(totals, stacks)`: for each reduction but gathers its result `[*s]`, or with
+      `combine=False` the partial reductions `[m, *s]` of the m devices; and for each
+      output in `kept` the slices of all groups, `[n, *s]`.
     """
     stage, reduces = a_round.local, a_round.partials
     shared = env.read(v for v in stage.inputs if not v.partitioned)
@@ -338,7 +367,10 @@ def _run_groups(
 
 
 def _check_known_shapes(stage: Stage) -> None:
-    """Refuse symbolic dimensions in a loop in a `shard_map`, where XLA crashes."""
+    """Check that a stage has no symbolic dimensions; raise `PlanError` if it has some.
+
+    In a loop in a `shard_map` XLA crashes on them.
+    """
     for value in (*stage.inputs, *stage.outputs):
         if not all(isinstance(size, int) for size in value.shape):
             raise PlanError(

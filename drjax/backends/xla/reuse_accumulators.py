@@ -39,19 +39,22 @@ LARGE = 2**24
 
 
 class AccumulatorReuse:
-    """The reductions of a round, and the server stage after it, in the sums' buffers.
+    """Which results of a round's end take the buffers of which running sums.
+
+    The end of a round is its reductions and the server stage after it.
 
     Args:
       plan: The plan.
-      index: The index of the round.
+      index: The index of the round, from 0.
 
     Attributes:
-      outputs: The values that it computes: results of reductions and of the server,
-        as far as they are needed later.
-      reduces: The reductions.
+      server: The server stage after the round.
+      outputs: The values that the end of the round computes: results of reductions and
+        of the server stage, as far as they are needed later.
+      reduces: The round's reductions but gathers.
       aliases: From the index of a reduction to that of the output that reuses the
         buffer of its running sum.
-      rest: The other outputs.
+      rest: The indices of the other outputs.
     """
 
     def __init__(self, plan: Plan, index: int):
@@ -75,24 +78,32 @@ class AccumulatorReuse:
 
     @property
     def reused_bytes(self) -> int:
-        """Bytes of results that reuse the buffers of running sums."""
+        """Bytes of results that reuse the buffers of running sums.
+
+        No int if they have symbolic dimensions.
+        """
         return sum(self.outputs[i].nbytes for i in self.aliases.values())
 
     @property
     def possible(self) -> bool:
-        """Whether it can be a loop's step: effects and random keys cannot."""
+        """Whether a loop's step can compute the outputs.
+
+        It cannot if the server stage has effects or an output is a random key.
+        """
         keys = [jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in self.outputs]
         return not self.server.jaxpr.effects and not any(keys)
 
     def run(
         self, layout: Layout, totals: Sequence[Any], server: Callable[[dict], dict]
     ) -> dict[str, Any]:
-        """The outputs by name.
+        """Run the end of the round; returns the arrays of the outputs by name.
 
         Args:
           layout: How the partition is laid out on the mesh.
-          totals: The sums of each device, `[m, *s]`.
-          server: From results of reductions by name to outputs of the server's stage.
+          totals: The partial reductions `[m, *s]` of the m devices, one for each
+            reduction.
+          server: Runs the server stage: from results of reductions by name to its
+            outputs by name.
         """
         aliases, names = self.aliases, [r.result.name for r in self.reduces]
 
@@ -133,7 +144,13 @@ class AccumulatorReuse:
 
 
 def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | None:
-    """The end of a round that reuses accumulator buffers; None if that does not pay."""
+    """The reuse of accumulator buffers at the end of a round; None if it does not pay.
+
+    Args:
+      plan: The plan.
+      index: The index of the round, from 0.
+      layout: How the partition is laid out on the mesh.
+    """
     # A loop that starts with the round's results needs them before the next stage. In a
     # user's shard_map (`manual`) sums cannot be stacked over devices.
     if plan.rounds[index].loops or layout.manual:
@@ -145,7 +162,16 @@ def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | Non
 
 
 def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
-    """The reduced values, from the partial reductions `[m, *s]` of the m devices."""
+    """Combine the devices' partial reductions outside of a `shard_map`.
+
+    Args:
+      layout: How the partition is laid out on the mesh.
+      reduces: The reductions.
+      totals: For each of them the partial reductions `[m, *s]` of the m devices.
+
+    Returns:
+      The global value of each reduction, `[*s]`.
+    """
 
     def reduced(*sums):
         return finish(layout, reduces, [x[0] for x in sums])
@@ -154,20 +180,26 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 
 
 def _zeros(like):
-    """Zeros of the type of `like`."""
+    """Zeros of the shape, dtype and sharding of `like`, an abstract array."""
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     sharding = like.sharding if explicit else None
     return lax.full(like.shape, 0, like.dtype, sharding=sharding)
 
 
 def _server_after(plan: Plan, index: int):
-    """The server stage that follows a round."""
+    """The server stage that follows a round: of the next round, or of the plan's end.
+
+    `index` is the index of the round, from 0.
+    """
     after = index + 1
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
 
 def _needed_after(plan: Plan, index: int) -> set[str]:
-    """Names of the values needed once a round and the server's next stage are done."""
+    """Names of the values needed once a round and the server stage after it are done.
+
+    `index` is the index of the round, from 0.
+    """
     needed = {v.name for v in plan.outputs}
     for i, a_round in enumerate(plan.rounds[index + 1 :]):
         needed |= {v.name for v in a_round.server.inputs if i}
@@ -178,21 +210,26 @@ def _needed_after(plan: Plan, index: int) -> set[str]:
 
 
 def _fits(reduce: Reduce, value: Value) -> bool:
-    """Whether a running sum has the type of a value."""
+    """Whether the running sum of a reduction has the shape and dtype of a value.
+
+    Then the value can take its buffer.
+    """
     return (reduce.source.shape, sum_dtype(reduce)) == (value.shape, value.dtype)
 
 
 def _on_each(
     layout: Layout, fn: Callable, stacked: bool, stack: bool, check_vma: bool = True
 ) -> Callable:
-    """`fn` on each device, in a `shard_map` if the partition is sharded.
+    """`fn` on each device, in a `shard_map` if the partition is sharded over a mesh.
 
     Args:
       layout: How the partition is laid out on the mesh.
-      fn: The function.
-      stacked: Whether it takes its device's part of `[m, *s]`, or the same everywhere.
-      stack: Whether its results are stacked to `[m, *s]`, or the same everywhere.
-      check_vma: Whether types are checked.
+      fn: The function; it takes arrays, and returns a list of arrays.
+      stacked: Whether each device takes its part of arguments `[m, ...]`, of m devices;
+        else each takes the whole.
+      stack: Whether results of devices are stacked to `[m, ...]`; else they are the
+        same on each device.
+      check_vma: Whether JAX checks over which mesh axes values vary.
     """
     if not layout.sharded:
         return fn

@@ -27,7 +27,7 @@ _COMPILATIONS = 8
 
 @dataclass(frozen=True)
 class Fit:
-    """As many groups as fit.
+    """The option `groups_per_step="auto"`: as many groups at once as fit in memory.
 
     Attributes:
       budget: Bytes of temporary memory for each device; None: what the device has left.
@@ -40,10 +40,17 @@ GroupsPerStep = int | None | Fit
 
 
 def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
-    """The options `groups_per_step` and `memory_budget`, as one.
+    """Check the options `groups_per_step` and `memory_budget`, and return them as one.
+
+    Args:
+      groups_per_step: A positive int, `"auto"` or None, which is all.
+      memory_budget: Bytes, only with `"auto"`; None: what a device has left.
+
+    Returns:
+      A number, None for all groups at once, or a `Fit` for `"auto"`.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: They have no meaning.
+      DrjaxTypeError, DrjaxValueError: An option has a value without a meaning.
     """
     if memory_budget is not None:
         memory_budget = _positive("memory_budget", memory_budget, 'bytes with "auto"')
@@ -65,12 +72,16 @@ def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
 
 
 def _positive(name: str, value: Any, otherwise: str) -> int:
-    """The value of an option as a positive int.
+    """Check that an option is a positive integer, and return it as an int.
 
     Args:
       name: The name of the option.
       value: Its value.
       otherwise: What else it may be, for errors.
+
+    Raises:
+      DrjaxTypeError: It is no integer.
+      DrjaxValueError: It is less than 1.
     """
     # numpy integers are fine, True is not.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -89,13 +100,15 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
     """The largest number of groups at once, up to `count`, that fits in the budget.
 
     The search assumes that memory grows with the number of groups, guesses that it
-    does so linearly, and compiles at most eight times; so of very many groups it may
-    miss the largest number by a little, but what it gives was seen to fit.
+    does so linearly, and compiles at most eight times. So of very many groups it may
+    miss the largest number by a little, but the number that it returns was compiled and
+    seen to fit.
 
     Args:
-      count: The number of groups of a device.
-      temp_bytes: Temporary memory of the program with so many groups at once.
-      budget: Bytes.
+      count: The number of slots for groups of a device.
+      temp_bytes: Compiles the program with so many groups at once; returns the bytes of
+        its temporary memory.
+      budget: The bytes that it may have.
 
     Raises:
       DrjaxValueError: One group does not fit.
@@ -134,7 +147,10 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
 
 
 def free_bytes(devices: Sequence[Any]) -> int:
-    """What the fullest of these devices has left; on CPUs, its share of the host's."""
+    """The bytes of memory that the fullest of these devices has left.
+
+    A CPU has its share of the host's free memory.
+    """
     free = []
     for device in devices:
         # None on CPUs, and on some accelerators without the limit.
