@@ -99,12 +99,12 @@ def __getattr__(name: str) -> Any:
 
 
 class Pipelines(FileExchange):
-    """An engine that runs each stage as a pipeline.
+    """An engine that runs each stage as a Beam pipeline.
 
     Args:
       workers: How many worker processes there are.
       flags: The options of pipelines, as on a command line.
-      folder: The shared folder. Default: a temporary one.
+      folder: The folder that driver and workers share. Default: a temporary one.
       in_thread: Whether pipelines run in a thread of this process.
     """
 

@@ -28,7 +28,7 @@ def read(path: str) -> bytes:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file whole or not at all; it may be there already."""
+    """Write a file whole or not at all; a file of that name is replaced."""
     # A crash must not leave half of a file under the name that readers look for.
     systems, part = _systems(), f"{path}.part"
     with systems.create(part) as file:
@@ -40,7 +40,7 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """The paths of the files whose names begin so."""
+    """The paths of the files that begin with `prefix`, without unfinished files."""
     (match,) = _systems().match([f"{prefix}*"])
     paths = [x.path for x in match.metadata_list]
     return [path for path in paths if not path.endswith(".part")]

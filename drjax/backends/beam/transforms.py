@@ -30,7 +30,11 @@ from drjax.plan import Plan
 
 
 class Sums(beam.CombineFn):
-    """Partial reductions of blocks, combined by `drjax.backends.engine.combine`."""
+    """Combines partial reductions of blocks by `drjax.backends.engine.combine`.
+
+    Args:
+      ops: The operation of each partial reduction, as `"sum"`.
+    """
 
     def __init__(self, ops: tuple[str, ...]):
         self.ops = ops
@@ -52,14 +56,15 @@ class Sums(beam.CombineFn):
 
 
 class RunBlocks(beam.DoFn):
-    """Runs blocks through a stage.
+    """Runs blocks of groups through a stage.
 
-    It yields the partial reductions of each block, with the number of its groups as one
-    more; and under the tag `"failed"` pairs of a group index and why it failed.
+    It yields for each block the list of its partial reductions, with the number of its
+    groups as one more; and under the tag `"failed"` pairs of a group index and the
+    reason for which that group failed.
 
     Args:
       load: Returns the job; called once in each worker.
-      report: Called with each block and its result.
+      report: Called with each block and its result; None: nothing is reported.
     """
 
     def __init__(self, load: Callable[[], Job], report: Callable | None = None):
@@ -69,7 +74,13 @@ class RunBlocks(beam.DoFn):
         self.job = self.load()
 
     def process(self, element: LoadedBlock) -> Iterator[Any]:
-        """The partial reductions of a block, or why groups in it failed."""
+        """Run a block; yields its partial reductions, and groups in it that failed.
+
+        `element` is a block with the reasons why groups in it could not be read.
+
+        Raises:
+          RuntimeError: A group failed, and the job does not drop groups.
+        """
         (block, failed), job = element, self.job
         result = job.run(block, failed)
         if self.report is not None:
@@ -86,9 +97,10 @@ class RunBlocks(beam.DoFn):
 
 
 class _Stage(beam.PTransform):
-    """From blocks to the totals of `RunBlocks` and the groups that failed.
+    """A transform from blocks to the totals of a stage and the groups that failed.
 
-    The totals are one list, with the number of groups last.
+    Its outputs are a dict: of `"totals"`, one list with the number of groups last; and
+    `"failed"`, pairs of a group index and the reason.
 
     Args:
       ops: The operations of the stage's partial reductions.
@@ -100,6 +112,7 @@ class _Stage(beam.PTransform):
         self.ops, self.job = ops, job
 
     def expand(self, input_or_inputs: Any) -> Any:
+        """Apply the transform to a collection of `LoadedBlock`s."""
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
         outputs = input_or_inputs | "Work" >> run
         # The last is the number of groups.
@@ -111,10 +124,10 @@ class _Stage(beam.PTransform):
 
 
 def run(stage_run: StageRun, flags: list[str]) -> None:
-    """Execute a stage run as a pipeline, and wait for its end.
+    """Run a stage on blocks of groups as a pipeline, and wait for its end.
 
     Args:
-      stage_run: The stage run.
+      stage_run: The stage and its blocks; results go to its files.
       flags: The options of the pipeline, as on a command line.
     """
     p = beam.Pipeline(options=PipelineOptions(flags))
