@@ -39,23 +39,26 @@ class Environment:
         self.arrays[value.name] = array
 
     def read(self, values: Iterable[Value]) -> list:
-        """The arrays of these values, in order."""
+        """The arrays of these values, in the order of the values."""
         return [self[value] for value in values]
 
     def write(self, values: Iterable[Value], arrays: Iterable) -> None:
-        """Set the arrays of these values."""
+        """Set the arrays of these values, in the order of the values."""
         for value, array in zip(values, arrays, strict=True):
             self[value] = array
 
     def updated(self, arrays: dict[str, Any]) -> "Environment":
-        """A copy, with more arrays by name; this one stays as it is."""
+        """A copy of the environment in which some arrays, by name, are set."""
         copy = Environment()
         copy.arrays = self.arrays | arrays
         return copy
 
 
 class PlanInterpreter(abc.ABC):
-    """Runs a plan round by round: `interpreter(inputs)` returns its outputs, flat.
+    """Runs a plan round by round: `interpreter(inputs)` returns its outputs.
+
+    Inputs and outputs are lists of arrays, in the order of `plan.inputs` and
+    `plan.outputs`.
 
     Attributes:
       plan: The plan.
@@ -83,24 +86,38 @@ class PlanInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Write the outputs of a server stage."""
+        """Run a server stage: read its inputs from `env`, write its outputs there."""
 
     @abc.abstractmethod
     def scatter(self, slices: Value, whole: Any) -> Any:
-        """The array of a partitioned value, from the global array of all slices."""
+        """The array of a partitioned value, from the global array that is scattered.
+
+        Args:
+          slices: The partitioned value.
+          whole: The global array `[..., n, ...]`, whose slices lie along `slices.axis`.
+        """
 
     @abc.abstractmethod
     def run_groups(self, index: int, env: Environment) -> None:
-        """Write the results of a round's reductions, and slices that are read later.
+        """Run the groups of a round.
+
+        It writes to `env` the results of the round's reductions, and the slices that
+        are needed later.
 
         Args:
           index: The index of the round in the plan, from 0.
-          env: The values so far.
+          env: The arrays so far.
         """
 
     @abc.abstractmethod
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
-        """The outputs of a loop; `index`: that of its round."""
+        """Run a loop; returns the arrays of its outputs.
+
+        Args:
+          index: The index of the loop's round in the plan, from 0.
+          loop: The loop.
+          inputs: The arrays of its inputs.
+        """
 
 
 # ---------------------------------------------------------------------------------
@@ -117,9 +134,10 @@ def reads_after_server(a_round: Round) -> Iterator[Value]:
 
 
 def names_read_last(plan: Plan) -> list[list[str]]:
-    """For each round the names of the values that no later round reads.
+    """For each round the names of the values that it reads and no later round does.
 
-    What the last server stage reads, or the plan returns, is in none of the lists.
+    So a backend can drop them. Values that the last server stage reads, or that the
+    plan returns, are in none of the lists.
     """
     last: dict[str, int] = {}
     for index, a_round in enumerate(plan.rounds):
@@ -141,18 +159,31 @@ T = TypeVar("T")
 
 
 def split_while(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """`(constants of the condition, constants of the body, carried values)`.
+    """Split the inputs of a while loop.
 
     Args:
-      loop: A while loop.
-      xs: One item for each of its inputs, such as its array.
+      loop: The loop.
+      xs: One item for each of its inputs, such as the array.
+
+    Returns:
+      `(constants of the condition, constants of the body, carried values)`, items of
+      `xs`.
     """
     first, second = loop.consts[0], sum(loop.consts)
     return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
 
 
 def split_scan(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """`(constants, carried values, stacks)`; see `split_while`."""
+    """Split the inputs of a scan.
+
+    Args:
+      loop: The scan.
+      xs: One item for each of its inputs, such as the array.
+
+    Returns:
+      `(constants, carried values, stacks)`, items of `xs`. Each step takes one entry of
+      every stack.
+    """
     first = sum(loop.consts)
     second = first + loop.carry
     return [*xs[:first]], [*xs[first:second]], [*xs[second:]]

@@ -26,11 +26,22 @@ from drjax.plan import Stage
 
 
 class _Located(Exception):
-    """The cause of a failure: an equation, or an argument of the stage."""
+    """Raised where a failure is located.
+
+    Its argument is the equation that fails, or the variable of a stage's input.
+    """
 
 
 def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
-    """The line of the equation that raises; None: none does, or it is not known."""
+    """Rerun a failed stage to find the line of the user's code that raises.
+
+    Args:
+      stage: The stage.
+      inputs: The arrays with which it failed, for a local stage the group index first.
+
+    Returns:
+      The line, as text; None if no equation raises, or the line is not known.
+    """
     if stage.exported is not None:
         return None
     try:
@@ -41,7 +52,15 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
 
 
 def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
-    """What makes the NaN in the results: an equation of numbers, or an input."""
+    """Rerun a stage to find what makes a NaN in its outputs; returns text for errors.
+
+    The text names an equation of which no operand has a NaN, or an input that has one.
+
+    Args:
+      stage: The stage.
+      inputs: The arrays with which it yields a NaN, for a local stage the group index
+        first.
+    """
     if stage.exported is not None:
         return "a plan file does not hold the lines of its source"
     program = inline_calls(stage.jaxpr)
@@ -58,15 +77,20 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
 
 
 def has_nan(x: Any) -> bool:
-    """Whether an array of floats has a NaN."""
+    """Whether an array has a NaN; False if its dtype has none, as integers and keys."""
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 
 def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
-    """The results of a program, equation by equation.
+    """Run a program equation by equation; returns the arrays of its outputs.
+
+    Args:
+      program: The inlined jaxpr.
+      args: The arrays of its inputs.
+      find_nan: Whether to look for the origin of a NaN in the outputs.
 
     Raises:
-      _Located: An equation raises; or, with `find_nan`, a result has a NaN.
+      _Located: An equation raises; or, with `find_nan`, an output has a NaN.
     """
     values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
 
@@ -91,7 +115,17 @@ def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> 
 
 
 def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
-    """The equation that makes a NaN of numbers, or the argument that has it."""
+    """The equation that makes a NaN from operands without NaN, or the input with a NaN.
+
+    Args:
+      program: The inlined jaxpr.
+      var: The variable of an output with a NaN.
+      bad: All variables whose arrays have a NaN.
+      read: From a variable or literal to its array.
+
+    Raises:
+      _Located: The equation is inside a loop or branch.
+    """
     definition = definitions(program.eqns)
     while var in definition:
         eqn = definition[var]
@@ -108,7 +142,17 @@ def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
 
 
 def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) -> list:
-    """The results of an equation: of a loop or branch, step by step."""
+    """The results of one equation; loops and branches run step by step.
+
+    Args:
+      program: The inlined jaxpr of the equation.
+      eqn: The equation.
+      operands: The arrays of its inputs.
+      find_nan: Whether to look in loops and branches for the origin of a NaN.
+
+    Raises:
+      _Located: As `_run`, for an equation in the body of a loop or branch.
+    """
     if eqn.primitive.name not in CONTROL:
         return _compat.bind_equation(eqn, operands)
     bodies = [
@@ -125,7 +169,13 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
 
 
 def _scan(eqn, body: Callable, operands: list) -> list:
-    """The results of a scan, whose `body` runs step by step."""
+    """The results of a scan, whose body runs step by step.
+
+    Args:
+      eqn: The equation of the scan.
+      body: From constants, carried values and slices of the stacks to the outputs.
+      operands: The arrays of the equation's inputs.
+    """
     consts, carry, stacks = split_scan(eqn, operands)
     n_carry = len(carry)
     steps = range(eqn.params["length"])

@@ -21,17 +21,17 @@ from drjax.plan import Loop, Value
 
 
 class Steps:
-    """The progress of a loop. This class saves nothing; a subclass may."""
+    """The progress of a loop. This class saves nothing; an engine's subclass does."""
 
     def load(self) -> tuple[int, list, list] | None:
-        """The saved progress, as `(done, carry, outs)`; None: the loop has not begun.
+        """The saved progress as `(done, carry, outs)`; None if the loop has not begun.
 
-        `done` counts the finished steps, `carry` are the carried values after them,
-        and `outs` are for each finished step the values that a scan stacks.
+        `done` counts the finished steps, `carry` are the carried values after them, and
+        `outs` has for each finished step the list of values that a scan stacks.
         """
 
     def save(self, done: int, carry: list, outs: list) -> None:
-        """Save the progress; called after each step."""
+        """Save the progress, in the terms of `load`; called after each step."""
 
 
 def run(
@@ -42,12 +42,15 @@ def run(
     numpy: Any,
     steps: Steps | None = None,
 ) -> list:
-    """The outputs of a loop. Partitioned values are stacks of slices along axis 0.
+    """Run a loop; returns the arrays of its outputs.
+
+    Partitioned values are stacks of slices along axis 0, in inputs and in outputs.
 
     Args:
       loop: The loop.
-      bodies: For each of its bodies a function from inputs to outputs.
-      inputs: Its inputs.
+      bodies: For each of its bodies a function from the list of its inputs to the list
+        of its outputs.
+      inputs: The arrays of the loop's inputs.
       size: n, the number of groups.
       numpy: The module that stacks arrays: `jax.numpy`, or `numpy` for raw values.
       steps: Its progress. Default: it starts from the beginning, and saves nothing.
@@ -69,7 +72,16 @@ def run(
 
 
 def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> list:
-    """The outputs of a scan; see `run`."""
+    """Run a scan; returns its carried values, then its stacked outputs.
+
+    Args:
+      loop: The scan.
+      body: A function from the list of a step's inputs to the list of its outputs.
+      inputs: The arrays of the scan's inputs.
+      size: n, the number of groups.
+      numpy: The module that stacks arrays: `jax.numpy`, or `numpy` for raw values.
+      steps: The progress, a `Steps`.
+    """
     consts, init, stacks = split_scan(loop, inputs)
     _, _, stacked_values = split_scan(loop, loop.inputs)
     done, carry, past = steps.load() or (0, init, [])
@@ -102,7 +114,16 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
 
 
 def _empty_stack(value: Value, size: int, numpy: Any):
-    """The stack of no steps: `[n, 0, ...]` of a partitioned value, else `[0, ...]`."""
+    """The stack of an output of a scan without steps: zeros of size 0.
+
+    Args:
+      value: The stacked output.
+      size: n, the number of groups.
+      numpy: The module that makes arrays: `jax.numpy`, or `numpy` for raw values.
+
+    Returns:
+      `[n, 0, ...]` for a partitioned value, `[0, ...]` for a global one.
+    """
     groups, raw = (size,) * value.partitioned, raw_type(value)
     zeros = numpy.zeros((*groups, *raw.shape), raw.dtype)
     return zeros if numpy is np else from_raw(zeros, value.dtype)

@@ -162,18 +162,31 @@ class _Messages:
         return {*self._grid.get_node_ids()}
 
     def query(self, client: int) -> str | None:
-        """Ask a node for its group; the number of the query, None if it fails."""
+        """Ask a node for its group; returns the query's number, None if it fails."""
         return self.push({}, client, "query")
 
     def claim(self, number: str) -> Any:
-        """The group that a node claims; None if it has not answered yet."""
+        """The group in a node's answer, of any type, by the number of the query.
+
+        None if the node has not answered yet.
+
+        Raises:
+          ClientFailed: The client could not answer.
+          BadReply: The answer cannot be read.
+        """
         reply = self.pull(number)
         if reply is not None and reply.has_error():
             raise ClientFailed
         return None if reply is None else _content(reply, "group")
 
     def push(self, content: dict, node: int, kind: str) -> str | None:
-        """Send a message; its number, None if the SuperLink does not take it."""
+        """Send a message; returns its number, None if the SuperLink does not take it.
+
+        Args:
+          content: The fields of the message: text, numbers or bytes by name.
+          node: The id of the node.
+          kind: Which function of the client it is for: `"query"` or `"train"`.
+        """
         content = {"nonce": secrets.token_bytes(16), **content}
         # One message at a time: an error of one must not concern others.
         record = self._flwr.RecordDict({"drjax": self._flwr.ConfigRecord(content)})
@@ -182,13 +195,13 @@ class _Messages:
         return numbers[0] if numbers else None
 
     def pull(self, number: str) -> Any:
-        """The reply to a message; None if there is none yet.
+        """The reply to the message with this number; None if there is none yet.
 
-        Flower waits for hours for what a client announces and does not send: what takes
-        long goes on in its own thread, so that it holds up no other client.
+        Flower waits for hours for what a client announces and does not send. So a pull
+        that takes long goes on in its own thread, and holds up no other client.
 
         Raises:
-          BadReply: It is no message.
+          BadReply: The reply cannot be read.
         """
 
         def pull() -> Any:
@@ -207,13 +220,19 @@ class _Messages:
             raise BadReply(why) from error
 
     def forget(self, number: str) -> None:
-        """Release a message whose reply will not be pulled."""
+        """Release the message with this number: its reply will not be pulled."""
         self._pulls.forget(number)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A request to the client of a group; without a number, why it was not sent."""
+    """A request to the client of a group.
+
+    Attributes:
+      number: The number of the message; None if it was not sent.
+      group: The group index.
+      why: Why the message was not sent; of no meaning if it was.
+    """
 
     number: str | None
     group: int
@@ -319,7 +338,7 @@ class Nodes:
 
 
 def _content(reply: Any, name: str) -> Any:
-    """A field of a reply.
+    """The field of this name in a reply.
 
     Raises:
       BadReply: The reply has no such field.

@@ -32,7 +32,7 @@ from drjax.plan import Plan, Value
 
 
 class Indexed(Protocol):  # items that are read one by one
-    """Items that are read one by one, by index."""
+    """Items that are read one by one, by index from 0, as those of a list."""
 
     def __len__(self) -> int: ...
 
@@ -89,7 +89,7 @@ class Groups:
 
 
 class _Indexed(Iterator):
-    """The items of a sequence from `start` on; it goes on after one that raises."""
+    """The items of a sequence from `start` on; it goes on after an item that raises."""
 
     def __init__(self, items: Any, start: int):
         self._items, self._next = items, start
@@ -185,7 +185,13 @@ class Parquet(Groups):
             yield from itertools.islice(rows, max(0, group - first), None)
 
     def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
-        """The rows of a row group, or why they cannot be read."""
+        """The items of a row group; in place of those that cannot be read, an error.
+
+        Args:
+          path: The file.
+          part: The index of the row group in it.
+          count: The number of rows of the row group, by the file's footer.
+        """
         count_read = 0
         try:
             system, name = _storage.split(path)
@@ -202,7 +208,11 @@ class Parquet(Groups):
             yield from itertools.repeat(DrjaxValueError(text), count - count_read)
 
     def _group(self, row: dict[str, Any]) -> Any:
-        """The group's pytree from a row of the table; an error if `columns` raises."""
+        """The group's item, a pytree, from a row of the table.
+
+        `row` has the values of the columns by name. If `columns` raises, the item is a
+        `DrjaxValueError`, with which that group fails.
+        """
         if self.columns is None:
             return row if len(row) > 1 else next(iter(row.values()))
         try:
@@ -213,12 +223,16 @@ class Parquet(Groups):
 
 
 def _parquet() -> Any:
-    """pyarrow's module for Parquet files."""
+    """The module `pyarrow.parquet`; raise `EngineError` if pyarrow is not installed."""
     return needed("pyarrow.parquet", "ray", "Reading Parquet files")
 
 
 def _cells(column: Any) -> Any:
-    """The values of a column, for each row of the table; ragged lists one by one."""
+    """The values of a column of an Arrow table, one for each row of the table.
+
+    An array `[rows, ...]`; or a list of arrays, if lists differ in length or have
+    nulls.
+    """
     part = column
     while hasattr(part.type, "value_type"):
         lengths = part.value_lengths()
@@ -230,7 +244,10 @@ def _cells(column: Any) -> Any:
 
 
 def _one_by_one(column: Any) -> list[np.ndarray]:
-    """The values of a column; those with nulls are arrays of objects."""
+    """The values of a column of an Arrow table as a list, one array for each row.
+
+    Values with nulls are arrays of objects, which fit no plan.
+    """
     kind = column.type
     while hasattr(kind, "value_type"):
         kind = kind.value_type
@@ -242,7 +259,11 @@ def _one_by_one(column: Any) -> list[np.ndarray]:
 
 
 def _array(column: Any) -> np.ndarray:
-    """A column as an array, without a Python object for each number."""
+    """A column of an Arrow table as an array `[rows, ...]`.
+
+    It has no nulls, and its lists have one length, so no Python object is made for each
+    number.
+    """
     shape, count = [], len(column)
     while hasattr(column.type, "value_type"):  # lists, of one length
         column = column.flatten()
@@ -259,9 +280,10 @@ class Lazy:
     Args:
       source: What reads the `Groups`.
       leaf: The index of the leaf in a group's item.
-      value: The value.
+      value: The value in the plan.
       n: The number of groups.
-      steps: Indices into a group's leaf: the steps of loops that it is in.
+      steps: Of a stack that loops consume, the index of the step in each loop: indices
+        into the leading axes of a group's leaf.
 
     Attributes:
       shape: The shape of the whole array.
@@ -274,17 +296,26 @@ class Lazy:
         self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
 
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
-        """All groups' slices for one step of a loop: `x[:, t]`."""
+        """All groups' slices for one step of a loop: `x[:, t]`, still unread."""
         return Lazy(self.source, self.leaf, self.value, self.n, (*self.steps, index[1]))
 
     def slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
-        """The slice of a group, whose leaves of the argument these are."""
+        """A group's slice of this value, from the leaves of the group's item.
+
+        Empty if the data is with the workers.
+        """
         if isinstance(self.source.groups, Remote):
             return np.zeros(0)
         return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
 
     def whole(self) -> np.ndarray:
-        """All groups' slices along axis 0, for what needs them at once."""
+        """Read all groups' slices: one array, with the slices along axis 0.
+
+        Groups that cannot be read have NaN or zero there.
+
+        Raises:
+          DrjaxTypeError: The data stays with the workers.
+        """
         if isinstance(self.source.groups, Remote):
             raise DrjaxTypeError(
                 f"{self.value.name} stays with the groups, but the plan returns it, or "
@@ -303,9 +334,12 @@ class Source:
 
     Args:
       groups: The groups.
-      tree: The planned structure of a group's item.
+      tree: The planned structure of a group's item, a `PyTreeDef` or a `Tree`.
       values: The plan's values of its leaves.
       n: The number of groups.
+
+    Raises:
+      DrjaxValueError: Files have another number of groups.
     """
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
@@ -319,12 +353,15 @@ class Source:
         return {**self.__dict__, "_tree": None}  # of classes that others may lack
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Pairs `(group, leaves)` of the groups from `start` to `stop`.
+        """Pairs `(group, leaves)` of the groups from `start` to before `stop`.
 
-        Leaves are raw arrays; or the error, if the group's data does not fit the plan.
+        Leaves are a list of raw arrays; or an error, if the group's data cannot be read
+        or does not fit the plan. For data that stays with the workers the list is
+        empty.
 
         Raises:
           DrjaxValueError: There are too few items, or more than n.
+          EngineError: An iterator raised, so that no later group can be read.
         """
         if isinstance(self.groups, Remote):
             yield from ((group, []) for group in range(start, stop))
@@ -354,6 +391,11 @@ class Source:
     def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
         """The error for a group whose item raised when it was read.
 
+        Args:
+          items: The iterator.
+          group: The group index.
+          error: What it raised.
+
         Raises:
           EngineError: No later item can be read either.
         """
@@ -369,17 +411,22 @@ class Source:
         raise EngineError(why, group=group) from error
 
     def leaves(self, item: Any) -> list[np.ndarray]:
-        """The leaves of a group's item as raw arrays.
+        """Check the item of a group against the plan; returns its leaves as raw arrays.
 
         Raises:
-          DrjaxError: They do not have the planned structure, shapes and dtypes.
+          DrjaxError: They do not have the planned structure, shapes and dtypes; or the
+            item is such an error, as its data could not be read.
         """
         # Workers may have another setting than the driver; the plan decides.
         with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
             return self._leaves(item)
 
     def _leaves(self, item: Any) -> list[np.ndarray]:
-        """As `leaves`, in the plan's precision."""
+        """The leaves of a group's item as raw arrays, in the plan's precision.
+
+        Raises:
+          DrjaxError: They do not have the planned structure, shapes and dtypes.
+        """
         if isinstance(item, DrjaxError):
             raise item
         leaves, tree = jax.tree_util.tree_flatten(item)
@@ -404,10 +451,12 @@ class Source:
 
 
 def _uncast(value: Value, leaf: Any) -> Any:
-    """A leaf of a group as an array; numpy's arrays keep their dtype.
+    """A leaf of a group's item as an array; numpy's arrays keep their dtype.
+
+    `value` is its value in the plan, for errors.
 
     Raises:
-      DrjaxTypeError: It is no array.
+      DrjaxTypeError: The leaf is no array.
     """
     if isinstance(leaf, np.ndarray | np.generic):
         return np.asarray(leaf)
@@ -419,7 +468,10 @@ def _uncast(value: Value, leaf: Any) -> Any:
 
 
 def as_array(x: Any) -> Any:
-    """A leaf as an array of its dtype in JAX; numpy's arrays stay numpy's."""
+    """An argument's leaf as an array in a dtype that JAX has; `Lazy` passes unchanged.
+
+    numpy's arrays stay numpy's; whatever else becomes an array of JAX.
+    """
     if isinstance(x, Lazy):
         return x
     if isinstance(x, np.ndarray | np.generic):
@@ -428,7 +480,19 @@ def as_array(x: Any) -> Any:
 
 
 def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
-    """The inputs of a plan as raw numpy arrays, slices along axis 0, or `Lazy`."""
+    """The inputs of a plan from the arguments of a call, for an engine's driver.
+
+    Args:
+      plan: The plan.
+      args: Arguments given by position; some may be `Groups`.
+      kwargs: Arguments given by name; likewise.
+
+    Returns:
+      For each input a raw numpy array, with slices along axis 0, or a `Lazy`.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: They do not fit the plan.
+    """
     positions = plan.in_tree.unflatten(range(len(plan.inputs)))
     args = tuple(
         _lazy(plan, a, positions[0][i] if i < len(positions[0]) else None)
@@ -447,13 +511,17 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
-    """An argument; a `Groups` becomes a pytree of `Lazy`.
+    """Replace a `Groups` by a pytree of `Lazy`; any other argument stays as it is.
 
     Args:
       plan: The plan.
       x: The argument.
       positions: The index of the plan's input for each leaf of the argument; None if
         the plan has no such argument.
+
+    Raises:
+      DrjaxTypeError: A leaf is a global value in the plan.
+      DrjaxValueError: Files have another number of groups.
     """
     if not isinstance(x, Groups) or positions is None:
         return x
@@ -471,19 +539,22 @@ def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
 
 
 def empty_slices(value: Value, n: int) -> np.ndarray:
-    """The slices `[n, ...]` of dropped groups: NaN, or zero for what is no float."""
+    """Slices `[n, ...]` of a value for groups without results: NaN if float, else zero.
+
+    Random keys are raw, so zero.
+    """
     raw = raw_type(value)
     inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
     return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
 
 
 def survivors(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
-    """A partitioned value in which dropped groups have empty slices.
+    """All groups' slices of a value `[n, ...]`, with empty slices for dropped groups.
 
     Args:
-      value: The value.
+      value: The partitioned value.
       slices: All groups' slices along axis 0, or `Lazy`.
-      alive: Which groups take part, bool `[n]`.
+      alive: Which groups take part, bool `[n]`; the others were dropped.
     """
     slices = slices.whole() if isinstance(slices, Lazy) else slices
     if alive.all():

@@ -48,7 +48,11 @@ def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
 
 
 class InProcess:
-    """A pool without processes, which runs each block when it is submitted."""
+    """A `Pool` without processes, which runs each block when it is submitted.
+
+    Args:
+      workers: How many workers to pretend, for the size of blocks.
+    """
 
     def __init__(self, workers: int = 1):
         self.workers, self.generation = workers, 0
@@ -88,7 +92,12 @@ class InProcess:
 
 
 class _FinishedTask:
-    """The handle of a task: its result, or what it raised."""
+    """The handle of a task, which runs when the handle is made.
+
+    Attributes:
+      result: Its `BlockResult`; None if the task raised.
+      error: What the task raised; None if it did not.
+    """
 
     def __init__(self, file: File, task: Task, shared: Any):
         self.result: Any = None

@@ -93,11 +93,13 @@ class _Connection:
     """The Ray that a pool uses: one that runs already, or one that is started for it.
 
     Args:
-      address: That of a Ray cluster, as for `ray.init`.
+      address: The address of a Ray cluster, as for `ray.init`; None: Ray on this
+        machine.
       on_end: Called when the raylet has ended by itself, and all actors with it.
 
     Attributes:
-      module: Ray. For anything that talks to the raylet use `live()` instead.
+      module: The module `ray`. For anything that talks to the raylet use `live()`
+        instead.
       store_bytes: The size of the object store on this machine.
     """
 
@@ -108,7 +110,7 @@ class _Connection:
         self._raylet: ListeningProcess | None = None
 
     def open(self, workers: int) -> None:
-        """Connect to Ray; one that is started has a CPU for each worker."""
+        """Connect to Ray, or start it with at least one CPU for each worker."""
         ray = self.live()
         _open.add(self)
         if not ray.is_initialized():
@@ -131,7 +133,7 @@ class _Connection:
                 self.store_bytes = node["Resources"].get("object_store_memory", 0)
 
     def live(self) -> Any:
-        """Ray, unless it has ended: to use it would then end this process too.
+        """The module `ray`, if Ray still runs; else using it would end this process.
 
         Raises:
           EngineError: The raylet has ended. All pools of this process are reset.
@@ -154,7 +156,16 @@ class _Connection:
     def wait(
         self, handles: Sequence[Any], count: int, timeout: float | None
     ) -> tuple[list, list]:
-        """`(done, not done)`, as soon as `count` are done or the time is over."""
+        """Wait until `count` results are done or time is over: `(done, not done)`.
+
+        Args:
+          handles: Ray's references to the results.
+          count: The number of results to wait for.
+          timeout: In seconds; None: no limit.
+
+        Raises:
+          EngineError: The raylet has ended.
+        """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             # Short waits: only between them can a dead raylet be noticed.
@@ -164,7 +175,7 @@ class _Connection:
                 return waited
 
     def reset(self) -> None:
-        """Watch no raylet."""
+        """Watch no raylet any more."""
         self.store_bytes = 0.0
         if self._raylet is not None:
             self._raylet.close()
@@ -197,7 +208,7 @@ class Actors:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all actors and what they have."""
+        """Forget all actors, their tasks, and the slices that they can read."""
         self._placement = Placement()
         self._slices = ResidentSlices(self.share, self._get, 0)
 
@@ -220,7 +231,7 @@ class Actors:
         self._wait_until_started(self._placement.workers)
 
     def _start(self) -> Any:
-        """A new actor, which may not have begun to run."""
+        """Start an actor, and return it; it may have to wait for resources."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
@@ -231,7 +242,7 @@ class Actors:
         return kind.options(max_restarts=0, **options).remote()
 
     def _wait_until_started(self, actors: list[Any]) -> None:
-        """Wait until actors answer.
+        """Wait until all of these actors answer.
 
         Raises:
           EngineError: Ray has no room for them; this pool is closed.
@@ -249,7 +260,10 @@ class Actors:
         self._ray.get(ready)
 
     def _replace(self, actor: Any) -> None:
-        """Start another actor in place of one that is dead or too slow."""
+        """Kill an actor that is dead or too slow, and start another in its place.
+
+        Nothing happens if it was replaced already.
+        """
         if actor not in self._placement.workers:
             return  # it was replaced already
         # What is taken for dead may live, and would keep what the next one needs.
@@ -282,7 +296,10 @@ class Actors:
         return self._connection.live().put(x)
 
     def _get(self, reference: Any) -> Any:
-        """The object of a reference that `share` returned, as a view of the store."""
+        """The object that `share` stored, from the reference that it returned.
+
+        It is a view of the object store; small lists of arrays are their own reference.
+        """
         stored = not isinstance(reference, list)
         return self._connection.live().get(reference) if stored else reference
 
@@ -336,5 +353,12 @@ class Actors:
 
 
 def _ask(method: Any, *args: Any) -> Any:
-    """Call a method of an actor that may be at work."""
+    """Call a method of an actor in its second thread; returns a handle.
+
+    The first thread may be at work.
+
+    Args:
+      method: The method of the actor's handle.
+      *args: Its arguments.
+    """
     return method.options(concurrency_group="asked").remote(*args)

@@ -83,7 +83,12 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
 
 
 class _GroupByGroup(PlanInterpreter):
-    """Runs a plan in this process; partitioned values have slices along axis 0."""
+    """Runs a plan in this process; partitioned values have slices along axis 0.
+
+    Args:
+      plan: The plan.
+      check_nans: Whether a group that yields a NaN has failed.
+    """
 
     def __init__(self, plan: Plan, check_nans: bool):
         self.plan, self.check_nans = plan, check_nans
@@ -113,10 +118,16 @@ class _GroupByGroup(PlanInterpreter):
     def _run_group(
         self, group: int, stage: Stage, env: Environment, location: str
     ) -> list:
-        """The outputs of one group.
+        """Run the local stage for one group; returns the list of its outputs.
+
+        Args:
+          group: The group index.
+          stage: The stage.
+          env: The arrays so far.
+          location: The round, for errors.
 
         Raises:
-          GroupError: Its work raises, or with `check_nans` yields a NaN.
+          GroupError: The work raises, or with `check_nans` yields a NaN.
         """
         # A local stage takes the group index first.
         inputs = [np.int32(group)]
@@ -146,12 +157,15 @@ class _GroupByGroup(PlanInterpreter):
 
 
 def _call(stage: Stage, args: list) -> list:
-    """The outputs of a stage, one equation after another."""
+    """Evaluate a stage, one equation after another; returns the list of its outputs."""
     return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
 
 
 def _stack(slices: tuple) -> Any:
-    """All groups' slices of a value as one array, along axis 0."""
+    """Stack the slices of a value, one for each group, into an array along axis 0.
+
+    They may be tracers, or random keys.
+    """
     if any(isinstance(x, Tracer) for x in slices):
         return jnp.stack(slices)
     # By numpy: XLA would take minutes to compile a stack of many thousand arrays.
@@ -160,7 +174,15 @@ def _stack(slices: tuple) -> Any:
 
 
 def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> None:
-    """Raise `GroupError` if an output of a group has a NaN."""
+    """Check that no output of a group has a NaN; raise `GroupError` if one has.
+
+    Args:
+      outs: The outputs of the stage for the group.
+      group: The group index.
+      stage: The stage.
+      inputs: The arrays that the stage took, the group index first.
+      location: The round, for errors.
+    """
     for value, out in zip(stage.outputs, outs, strict=True):
         if _locate_failure.has_nan(out):
             raise GroupError(
@@ -173,7 +195,10 @@ def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> 
 
 
 def _reduced(reduce: Reduce, slices: Any) -> Any:
-    """The global value of all groups' slices; sums are accumulated in float64."""
+    """Reduce the slices of all groups, `[n, *s]`: the global value `[*s]`.
+
+    Floats are added up in float64. A gather returns all slices.
+    """
     if reduce.op == "gather":
         return slices
     op, host = REDUCE_OPS[reduce.op], np.asarray(slices)
