@@ -67,11 +67,13 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     try:
         _run(program, inputs, find_nan=True)
     except _Located as located:
-        if located.args[0] in program.invars:
-            position = program.invars.index(located.args[0])
+        eqn = located.args[0]
+        if eqn in program.invars:
+            position = program.invars.index(eqn)
             first = len(program.invars) - len(stage.inputs)  # after the group index
             return f"there is one in its input {stage.inputs[position - first].name}"
-        eqn = located.args[0]
+        if eqn in program.consts:
+            return "there is one in a constant that its functions close over"
         return f"made by {eqn.primitive.name} at {source_line(eqn)}"
     return "made by work that gives none when it runs operation by operation"
 

@@ -81,6 +81,13 @@ def test_an_input_that_has_a_nan_already():
     assert str(error).endswith("there is one in its input x.")
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_constant_that_has_a_nan_already(wrap):
+    constant = np.array([1, np.nan], np.float32)
+    error = fails(wrap(lambda a: a * constant), jnp.ones((N, 2)), check_nans=True)
+    assert re.search("in (its input|a) constant", str(error))
+
+
 @pytest.mark.parametrize("wrap", ["none", "scan", "while", "cond"])
 def test_the_line_that_raises(wrap):
     def check(a):
