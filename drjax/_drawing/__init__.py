@@ -1,5 +1,5 @@
 """Plans as text and as pictures.
 
-`text` (print), `columns` (texts of a picture), `render` (positions), `draw`
+`text` (print), `columns` (texts of a picture), `positions` (positions), `draw`
 (matplotlib).
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drjax._drawing.columns import LINE, PAD
-from drjax._drawing.render import TITLE, Arrow, Box, Picture, layout
+from drjax._drawing.positions import TITLE, Arrow, Box, Picture, layout
 from drjax._errors import DrjaxValueError
 from drjax.plan import Plan, check_known_shapes
 

@@ -10,13 +10,13 @@ The passes, in the order in which `make_plan` runs them:
     scan_over_groups       scans that are maps, and
     index_groups           reads and updates of some groups, by
     bind_blocks            their primitives
-  rematerialize            rematerialize residuals of loops, unless
-    no_rematerialize       they are bitwise-observable
+  rematerialize_loops      rematerialize residuals of loops, unless
+    bitwise_observable     they are bitwise-observable
   rounds                   the round of each equation, as few as possible
   build_stages             split into stages, as jaxprs of their own, with
     stage_values           the values that stages exchange,
     naming                 their names,
-    local_work             the equations of each local stage,
+    local_work             the equations of each local stage, rematerialized ones too,
     trace_stages           their jaxprs, and
     group_index            the group index as an argument
 

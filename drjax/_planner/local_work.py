@@ -10,7 +10,7 @@ rounds have saved. What leaves it: operands of reductions and loops, results of 
 program, and slices that a later round needs and cannot rematerialize.
 
 Invariants: no equation with effects is in two stages. No bitwise-observable variable,
-one whose exact bits the program may compare (see `no_rematerialize.py`), is computed
+one whose exact bits the program may compare (see `bitwise_observable.py`), is computed
 twice. Sharp edges: the stage of a later round may contain all local work of an earlier
 one; without rematerialization, its results are saved for all groups instead.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drjax import primitives
-from drjax._planner.no_rematerialize import bitwise_observable
+from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import Kind
 from drjax._planner.rounds import RoundAssignment

@@ -35,7 +35,7 @@ from drjax._planner.partitioning.consistency import check_partitioning
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.infer import infer_partitioning
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
-from drjax._planner.rematerialize import rematerialize_residuals
+from drjax._planner.rematerialize_loops import rematerialize_residuals
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 

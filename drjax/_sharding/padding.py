@@ -15,7 +15,8 @@ flow, nor effects:
 * Work with effects runs for exactly the groups of a device. Their number is one of
   three that are known when the work is traced, so there is a branch for each.
 
-Results of padded slots are masked by every reduction, and cut off elsewhere.
+Results of padded slots are masked by every reduction, with `Layout.mask_padding`, and
+cut off elsewhere.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxValueError
-from drjax.backends.engine import client_data, pool_scheduler, untrusted
+from drjax.backends.engine import client_data, pool_scheduler, untrusted_replies
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
 from drjax.backends.engine.claim_queries import ClaimQueries, ClientFailed
@@ -39,7 +39,7 @@ from drjax.backends.engine.messages import (
 )
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Results, StageCall
-from drjax.backends.engine.untrusted import BadReply
+from drjax.backends.engine.untrusted_replies import BadReply
 from drjax.backends.groups import Remote
 from drjax.plan import Plan
 
@@ -268,7 +268,7 @@ class Nodes:
         self._requests = client_data.Requests(call)
         # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
-            call.cache["partials"] = untrusted.partials_of(call.job.file)
+            call.cache["partials"] = untrusted_replies.partials_of(call.job.file)
         self._checks = call.cache["partials"][call.job.stage], call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
@@ -307,21 +307,21 @@ class Nodes:
     def result(self, handle: Any) -> BlockResult:
         group = handle.group
         if handle.number is None:
-            return untrusted.failure(group, handle.why)
+            return untrusted_replies.failure(group, handle.why)
         reply = self._replies.pop(handle)
         try:
             if isinstance(reply, BadReply):
                 raise reply
             if reply.has_error():
                 why = f"{reply.error.reason} (code {reply.error.code})"
-                return untrusted.failure(group, f"its client failed: {why}")
+                return untrusted_replies.failure(group, f"its client failed: {why}")
             data = _content(reply, "done")
-            return untrusted.validate_reply(data, group, *self._checks)
+            return untrusted_replies.validate_reply(data, group, *self._checks)
         except BadReply as error:
             # The node, so that an operator can find the client.
             whose = f"its client, node {self._clients[group]}"
             why = f"the reply of {whose}, does not fit the plan: {error}"
-            return untrusted.failure(group, why)
+            return untrusted_replies.failure(group, why)
 
     def abandon(self, handle: Any) -> None:
         self.forget(handle)

@@ -1,9 +1,9 @@
 """Flower with clients that lie.
 
-What a reply may hold is tested without Flower, in `test_untrusted.py`; here, that the
-server asks, and what becomes of the run.
+What a reply may hold is tested without Flower, in `test_untrusted_replies.py`; here,
+that the server asks, and what becomes of the run.
 
-Covers: drjax.backends.flower, drjax.backends.engine.untrusted.
+Covers: drjax.backends.flower, drjax.backends.engine.untrusted_replies.
 """
 
 # pyright: reportMissingImports=false

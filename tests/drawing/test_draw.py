@@ -1,6 +1,6 @@
 """Pictures of plans: what they show, and that nothing covers anything else.
 
-Covers: drjax._drawing.draw, drjax._drawing.columns, drjax._drawing.render.
+Covers: drjax._drawing.draw, drjax._drawing.columns, drjax._drawing.positions.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import pytest
 import drjax
 from drjax._drawing import draw
 from drjax._drawing.columns import SHOWN
-from drjax._drawing.render import Box, Picture, layout
+from drjax._drawing.positions import Box, Picture, layout
 from tests.helpers.run_python import run
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")

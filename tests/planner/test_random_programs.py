@@ -9,10 +9,11 @@ one per core, and prints its count, its seed, and which rules it has reached. It
 hours; after an interruption the same command runs the remaining batches. `python -m
 tests.helpers.random_run SEED NUMBER` minimizes a program that failed.
 
-Covers: drjax._planner.inline, drjax._planner.group_index, drjax._planner.rematerialize,
-drjax._planner.partitioning.infer, drjax._planner.partitioning.environment,
-drjax._planner.partitioning.propagation_rules, drjax._planner.partitioning.control_flow,
-drjax._planner.partitioning.kind, drjax._planner.unbatching.rules.
+Covers: drjax._planner.inline, drjax._planner.group_index,
+drjax._planner.rematerialize_loops, drjax._planner.partitioning.infer,
+drjax._planner.partitioning.environment, drjax._planner.partitioning.propagation_rules,
+drjax._planner.partitioning.control_flow, drjax._planner.partitioning.kind,
+drjax._planner.unbatching.rules.
 """
 
 import collections

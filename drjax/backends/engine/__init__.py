@@ -10,6 +10,6 @@ then what they use: `executable_plan`, `stage_results` with `combine`,
 `blocks_of_groups`, `block_size`, `checkpoint` with `checkpoint_files` and
 `folder_lock`, `options`, `progress`. For single engines: `file_exchange`,
 `wire_format`, `subprocess_run`, `temporary_folders`, `one_round` (Beam), `actor`,
-`placement`, `resident_slices`, `process_exit` (Ray), `client_data`, `untrusted`,
-`assignment`, `claim_queries`, `background` (Flower).
+`placement`, `resident_slices`, `process_exit` (Ray), `client_data`,
+`untrusted_replies`, `assignment`, `claim_queries`, `background` (Flower).
 """

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from drjax._errors import DrjaxValueError
-from drjax.backends.engine.untrusted import BadReply, readable
+from drjax.backends.engine.untrusted_replies import BadReply, readable
 
 
 class Assignment:

@@ -6,7 +6,8 @@ step holds all entries of a moment:
 
     text "drjax checkpoint 1\\n" | header: length as 8 bytes, JSON | arrays | SHA-256
 
-The header has the fingerprint of the call, and names, dtypes and shapes of the entries.
+The header has the fingerprint of the call, by `checkpoint.call_fingerprint`, and names,
+dtypes and shapes of the entries.
 
 Invariants: the hash is that of all before it, so that a step that was damaged or cut
 off is recognized, and the one before it is used. Two steps are kept, and the older goes

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from drjax._errors import EngineError
 from drjax.backends.engine.assignment import Assignment
-from drjax.backends.engine.untrusted import BadReply
+from drjax.backends.engine.untrusted_replies import BadReply
 
 _INTERVAL = 0.1  # seconds between looks for clients and answers
 _logger = logging.getLogger("drjax")

@@ -9,7 +9,8 @@ min ever mixes in. If no group takes part at all, a mean is NaN and everything e
 zero.
 
 Sharp edges: `add` reuses the buffers of `totals`, so its argument must not be read
-again. What each reduction does is in `_primitives/reduce_ops.py`.
+again. What each reduction does is in `_primitives/reduce_ops.py`; a mean is a sum of
+sums, divided once by the number of groups that took part.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ import drjax
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.claim_queries import ClaimQueries, ClientFailed
 from drjax.backends.engine.placement import Placement
-from drjax.backends.engine.untrusted import BadReply
+from drjax.backends.engine.untrusted_replies import BadReply
 from tests.helpers.raising import raises
 
 A, B, C = (), (1,), (2,)  # workers are compared by identity

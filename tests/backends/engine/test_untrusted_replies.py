@@ -1,6 +1,6 @@
 """Replies of untrusted workers, and which client has which group: no engine needed.
 
-Covers: drjax.backends.engine.untrusted, drjax.backends.engine.assignment,
+Covers: drjax.backends.engine.untrusted_replies, drjax.backends.engine.assignment,
 drjax.backends.engine.background, drjax.backends.engine.wire_format.
 """
 
@@ -17,11 +17,11 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
-from drjax.backends.engine import untrusted, wire_format
+from drjax.backends.engine import untrusted_replies, wire_format
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
 from drjax.backends.engine.messages import Block, BlockResult
-from drjax.backends.engine.untrusted import BadReply, Partial
+from drjax.backends.engine.untrusted_replies import BadReply, Partial
 from tests.helpers.raising import raises
 
 GROUP = 3
@@ -46,7 +46,7 @@ def reply(values=VALUES, failed=None, slices=(), group=GROUP, valid=True, **done
 
 
 def checked(data, check_nans=True):
-    return untrusted.validate_reply(data, GROUP, PARTIALS, check_nans)
+    return untrusted_replies.validate_reply(data, GROUP, PARTIALS, check_nans)
 
 
 def header(data):
@@ -216,11 +216,11 @@ def test_what_is_checked_is_what_stages_give():
 
     class Checking(in_process.InProcess):
         def results(self, call):
-            expected = untrusted.partials_of(call.job.file)[call.job.stage]
+            expected = untrusted_replies.partials_of(call.job.file)[call.job.stage]
             for block, done in super().results(call):
                 data = wire_format.result_to_bytes(block, done)
                 group = int(block.groups[0])
-                again = untrusted.validate_reply(data, group, expected, True)
+                again = untrusted_replies.validate_reply(data, group, expected, True)
                 seen.append({str(partial) for partial in expected})
                 yield block, again
 
@@ -234,7 +234,7 @@ def test_what_is_checked_is_what_stages_give():
     with jax.enable_x64(True):
         wide = drjax.make_plan(drjax.program(clients=2)(drjax.reduce_sum))(np.ones(2))
         file = in_process.compile(wide).file
-    assert [*map(str, untrusted.partials_of(file)[0])] == ["float64[]"]
+    assert [*map(str, untrusted_replies.partials_of(file)[0])] == ["float64[]"]
 
 
 def test_random_changes_of_a_reply():
@@ -293,7 +293,7 @@ def test_random_changes_of_a_reply():
 
 
 def test_words_of_a_worker_are_made_readable():
-    done = untrusted.failure(1, "a\x1b[31m\r\nb\ud800 é" + "x" * 5000)
+    done = untrusted_replies.failure(1, "a\x1b[31m\r\nb\ud800 é" + "x" * 5000)
     text = done.failed[1]
     assert text.startswith("a\\x1b[31m  b\\ud800 éxx") and text.isprintable()
     assert text.endswith("(5012 characters)") and len(text) < 2100

@@ -1,6 +1,6 @@
 """Slices that a later round compares with a reduction's result: bitwise equal.
 
-Covers: drjax._planner.no_rematerialize, drjax._planner.rematerialize.
+Covers: drjax._planner.bitwise_observable, drjax._planner.rematerialize_loops.
 """
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._planner import no_rematerialize
+from drjax._planner import bitwise_observable
 from drjax._planner.inline import inline_calls
 from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
 from drjax.backends import xla
@@ -141,7 +141,7 @@ def test_values_that_are_moved_before_they_are_compared(name):
     inlined = inline_calls(jax.make_jaxpr(program(fn))(ARGS[1][:, 0]))
     doubling, moving, _ = inlined.eqns
     assert name in str(moving.params["jaxpr"])
-    assert doubling.outvars[0] in no_rematerialize.bitwise_observable(inlined)
+    assert doubling.outvars[0] in bitwise_observable.bitwise_observable(inlined)
 
 
 def test_each_primitive_moves_values_or_computes_new_ones():
@@ -151,8 +151,8 @@ def test_each_primitive_moves_values_or_computes_new_ones():
         scatter-add scatter-mul scatter-sub select_and_scatter_add sort svd
         triangular_solve""".split()
     rules = set(UNBATCHING_RULES) - ELEMENTWISE
-    assert rules == (set(computes) | set(no_rematerialize.MOVED_OPERANDS)) & rules
-    assert not set(computes) & set(no_rematerialize.MOVED_OPERANDS)
+    assert rules == (set(computes) | set(bitwise_observable.MOVED_OPERANDS)) & rules
+    assert not set(computes) & set(bitwise_observable.MOVED_OPERANDS)
 
 
 def test_only_they_are_kept():

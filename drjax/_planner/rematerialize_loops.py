@@ -1,5 +1,8 @@
 """Rematerialize the residuals of a loop over rounds instead of stacking them.
 
+What a round outside of loops rematerializes of earlier ones is decided in
+`local_work.py`.
+
 Input: the kinds of an inlined jaxpr. Output: an equivalent one in which one more scan,
 or pair of scans, is rewritten; None when there is no more.
 
@@ -21,7 +24,7 @@ arguments and at every equation that communicates. Then
   scan, and carried and reduced values are stacked by F' itself;
 * so step t of B' computes y_t by the same equations from the same values. It is equal
   up to the compiler's rounding; variables where rounding could be observed are never
-  in S (`no_rematerialize.py`).
+  in S (`bitwise_observable.py`).
 
 A start that is carried or communicated must be global; if it is partitioned, stacking
 it would cost what y_t costs, and y_t is saved.
@@ -50,8 +53,8 @@ from drjax._jaxprs.walk import (
     substitute,
     variables,
 )
+from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.inline import InlinedJaxpr
-from drjax._planner.no_rematerialize import bitwise_observable
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.rounds import is_reduction
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
