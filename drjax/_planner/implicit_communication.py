@@ -56,11 +56,17 @@ class ImplicitCommunication:
 def implicit_communication(
     eqn, axes: Sequence[int | None]
 ) -> ImplicitCommunication | None:
-    """Recognize the communication that an equation implies; None if it implies none.
+    """Recognize an equation of JAX that combines or moves slices of groups.
+
+    For example, a `lax.reduce_sum` over the group axis is a `drjax.reduce_sum`.
 
     Args:
       eqn: The equation, of any primitive.
       axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      The same work written with building blocks; None if the equation communicates
+      nothing, or nothing that has a plan.
     """
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)

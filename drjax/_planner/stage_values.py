@@ -224,7 +224,14 @@ class StageValues:
         return BroadcastOperand(atom)
 
     def is_slice(self, atom, axis: int) -> bool:
-        """Whether groups store the slices of an operand; they derive all other ones."""
+        """Whether a local stage takes the slices of an operand as an input of its own.
+
+        Otherwise each group derives them from global values or from its group index.
+
+        Args:
+          atom: The operand, a variable or literal.
+          axis: Its group axis.
+        """
         return isinstance(self.slice_of(atom, axis), SliceOperand)
 
     def operands(self, eqn) -> list[Operand]:

@@ -76,9 +76,11 @@ def _lowered_equations(ctx) -> _LoweredEquations:
 
 
 def broadcast_rule(execute: Callable) -> Callable:
-    """Make the lowering rule of `broadcast`, which records what is broadcast.
+    """Make the lowering rule of `broadcast`, which also records its operand.
 
-    `execute(x, partition=, mesh=)` is the execution function of the primitive.
+    A map that is lowered later, and takes the copies, finds the record and reads the
+    global value instead of n copies of it. `execute(x, partition=, mesh=)` is the
+    execution function of the primitive.
     """
 
     def rule(ctx, x, **placement):

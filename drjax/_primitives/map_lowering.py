@@ -182,6 +182,10 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
     """Rewrite a per-group jaxpr for the lowering that will run it.
 
+    In a `shard_map`, types are on the mesh with the partition's axes Manual. Under a
+    `vmap` axes stay as they are, and a model's own shard_maps map over the partition's
+    axes, too.
+
     Args:
       layout: The layout of the groups.
       jaxpr: The jaxpr; None for a stage from a plan file, and returned as it is.

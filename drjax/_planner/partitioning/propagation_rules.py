@@ -47,7 +47,11 @@ class PropagationRule(abc.ABC):
 
 
 class BuildingBlock(PropagationRule):
-    """The rule of a drjax primitive over this partition: all operands have one kind."""
+    """The rule of a drjax primitive over the partition that is inferred.
+
+    The primitive fixes the kinds: those of a map are all partitioned; a broadcast takes
+    global values and gives partitioned ones; a reduction, the reverse.
+    """
 
     def kinds(self, env, eqn) -> EquationKinds:
         signature = env.signature(eqn)
