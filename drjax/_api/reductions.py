@@ -343,6 +343,7 @@ def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
             totals[key] = reduce_sum_p.bind(wide_weight, **params)
         share = reduce_sum_p.bind(map_leaves(_weigh, weight, leaf, **params), **params)
         total = lax.expand_dims(totals[key], range(totals[key].ndim, share.ndim))
+        # 0 / 0, a NaN, if no group takes part.
         means.append(lax.convert_element_type(share / total, _mean_dtype(leaf.dtype)))
     return tree.unflatten(means)
 

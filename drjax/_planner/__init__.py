@@ -16,7 +16,7 @@ The passes, in the order in which `make_plan` runs them:
   build_stages             split into stages, as jaxprs of their own, with
     stage_values           the values that stages exchange,
     naming                 their names,
-    local_work             the equations of each local stage, rematerialized ones too,
+    rematerialize_rounds   the equations of each local stage, rematerialized ones too,
     trace_stages           their jaxprs, and
     group_index            the group index as an argument
 

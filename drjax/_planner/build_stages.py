@@ -4,10 +4,10 @@ Input: the kinds of an inlined jaxpr, and the plan's names and kinds of results.
 a `Plan`, whose rounds are those of `RoundAssignment` and whose loops hold plans of
 their bodies.
 
-For each round, `local_work.py` determines what its local stage takes, computes and
-returns. The server's stage holds the global equations that something needs, by
-liveness, from the last round back to the first: it computes in each round what the
-local stages and loops of this one and of later rounds take, and the results.
+For each round, `rematerialize_rounds.py` determines what its local stage takes,
+computes and returns. The server's stage holds the global equations that something
+needs, by liveness, from the last round back to the first: it computes in each round
+what the local stages and loops of this one and of later rounds take, and the results.
 
 Invariants: the names of values depend on the order in which stages ask for them, which
 is that of the rounds: local stages first, then loops. Sharp edges: constants that
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from drjax._jaxprs.walk import split_scan, split_while, variables
-from drjax._planner.local_work import LocalStageParts, LocalWork
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
+from drjax._planner.rematerialize_rounds import LocalStageParts, LocalWork
 from drjax._planner.rounds import RoundAssignment, reduction
 from drjax._planner.stage_values import StageValues
 from drjax._planner.trace_stages import trace_local_stage, trace_server_stage

@@ -1,7 +1,7 @@
 """Rematerialize the residuals of a loop over rounds instead of stacking them.
 
 What a round outside of loops rematerializes of earlier ones is decided in
-`local_work.py`.
+`rematerialize_rounds.py`.
 
 Input: the kinds of an inlined jaxpr. Output: an equivalent one in which one more scan,
 or pair of scans, is rewritten; None when there is no more.

@@ -17,9 +17,9 @@ from jax.extend.core import Literal
 from drjax import _compat, primitives
 from drjax._jaxprs.walk import variables
 from drjax._planner import group_index
-from drjax._planner.local_work import LocalStageParts
 from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
+from drjax._planner.rematerialize_rounds import LocalStageParts
 from drjax._planner.stage_values import (
     BroadcastOperand,
     ConstantOperand,

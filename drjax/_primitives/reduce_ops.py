@@ -97,7 +97,8 @@ class ReduceOp:
       selects: Whether the result is bitwise the value of some group, as a maximum is.
         No accumulator is wider, and no other stage may rematerialize that value.
       additive: Whether partial reductions are sums.
-      if_no_group: The result, as a float, if no group takes part.
+      if_no_group: The result, as a float, if an engine has dropped every group; with
+        `where=`, reductions over no group are defined in `_api/reductions.py`.
       lax_primitives: The reductions of `jax.lax` that are this one over the group axis:
         `lax.reduce_sum_p` is, as `jnp.sum(x, axis=0)` of a partitioned value binds it.
         Of bools the disjunction is the maximum, and the conjunction the minimum.

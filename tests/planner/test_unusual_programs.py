@@ -1,7 +1,8 @@
 """Plans of unusual programs: against `jax.jit`, and one group at a time.
 
 Covers: drjax._planner.build_stages, drjax._planner.stage_values,
-drjax._planner.arguments, drjax._planner.local_work, drjax._planner.trace_stages.
+drjax._planner.arguments, drjax._planner.rematerialize_rounds,
+drjax._planner.trace_stages.
 """
 
 from typing import Any

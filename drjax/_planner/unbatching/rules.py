@@ -38,7 +38,9 @@ from drjax._planner.unbatching.core import (
     without,
 )
 
-# Primitives whose operands and results have the same shape, up to scalars.
+# Primitives whose operands and results have the same shape, up to scalars. A pointwise
+# primitive of a new JAX only needs its name here. `rematerialize_loops` takes all of
+# them to be cheap.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma

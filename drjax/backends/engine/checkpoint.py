@@ -6,7 +6,8 @@ folder of files, and after a crash the entries that it holds.
 The unit is an *entry*: the results of one round's groups, or how far a loop is. Entries
 of rounds inside a loop are dropped when the step is done, so that what is saved does
 not grow with the number of rounds, except by what a loop stacks. Server stages run
-again: they are cheap, and deterministic. `checkpoint_files` writes all entries of a
+again: they are cheap, and deterministic. `driver` asks for the entry of each round, and
+runs the groups only if there is none. `checkpoint_files` writes all entries of a
 moment as one file, a *step*.
 
 Invariants: one driver at a time has the folder. A checkpoint of another call is an

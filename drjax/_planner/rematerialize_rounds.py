@@ -1,4 +1,4 @@
-"""The work of the local stage of each round: equations, inputs and outputs.
+"""What the local stage of each round computes, rematerializes, takes and saves.
 
 Input: the kinds of an inlined jaxpr, its rounds, and the operands of its equations.
 Output: `LocalWork`, and of it for each round its `LocalStageParts`.
