@@ -4,8 +4,9 @@ What goes in: a path, as text or as an object, or a URL such as `gs://bucket/run
 any file system that fsspec knows. What comes out: bytes, or a folder to keep files in.
 
 A local file is written whole or not at all: under another name, flushed to the disk,
-then renamed. An object store does the same by itself. Errors are `OSError`s that name
-the file, and `ImportError`s that name what to install, for callers to put in context.
+then renamed. An object store does the same by itself. Only a local lock file, by
+`Folder.create`, may be cut off by a crash. Errors are `OSError`s that name the file,
+and `ImportError`s that name what to install, for callers to put in context.
 """
 
 import glob
@@ -173,7 +174,7 @@ class Folder(Protocol):
     """A folder, local or remote, that holds files by name, such as checkpoints."""
 
     def make(self) -> None:
-        """Create the folder if it does not exist; an `OSError` if it is a file."""
+        """Create the folder where it needs to be; an `OSError` if it is a file."""
         ...
 
     def location(self, name: str) -> str:
@@ -189,7 +190,7 @@ class Folder(Protocol):
         ...
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a new file; a `FileExistsError` if the folder has one of this name."""
+        """Write a new lock file; a `FileExistsError` if there is one of this name."""
         ...
 
     def write(self, name: str, chunks: Iterable[Any]) -> None:
