@@ -8,7 +8,17 @@ from drjax._plan_file.inspect import inspect
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line, and return the exit status.
+
+    Args:
+      arguments: The arguments after the name of the program; None: those of `sys.argv`.
+
+    Returns:
+      0; or 1 if the plan file cannot be read or drawn.
+
+    Raises:
+      SystemExit: The arguments are wrong, or ask for help.
+    """
     parser = argparse.ArgumentParser(prog="python -m drjax", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(

@@ -18,12 +18,12 @@ from drjax._partition import Partition, as_partition
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The ambient partition and mesh of a building block.
+    """The ambient partition and mesh, on which building blocks act by default.
 
     Attributes:
-      partition: The partition of the innermost program, or None directly inside a
-        mapped function.
-      mesh: The mesh given to that program, or None for the mesh in context.
+      partition: The partition of the innermost program; None outside of programs and
+        directly inside a mapped function.
+      mesh: The mesh given to that program; None for the mesh in context.
       mapped: The partitions whose mapped functions are being traced, outermost first.
     """
 
@@ -40,19 +40,21 @@ _OUTSIDE = Scope()
 
 
 def current_scope() -> Scope:
-    """The scope of the code that is running; an empty one outside of programs."""
+    """The `Scope` of the code that is running; an empty one outside of programs."""
     return scope_context.value or _OUTSIDE
 
 
 def program_scope(partition: Partition, mesh: Any) -> Callable[[], Any]:
-    """Make `enter`, which takes nothing and returns the context of a program's body.
-
-    Each call of the program enters the context. `enter` raises a `ScopeError` inside a
-    mapped function over a partition with the same name or mesh axes.
+    """Make the function that enters a program's scope, for each call of the program.
 
     Args:
       partition: The partition of the program.
       mesh: The mesh of the program, or None for the mesh in context.
+
+    Returns:
+      `enter`, which takes no arguments and returns a context manager for the program's
+      body. It raises `ScopeError` inside a mapped function over a partition with the
+      same name or one of the same mesh axes.
     """
     alone = Scope(partition, mesh)  # made once: entering a program must cost little
 
@@ -67,7 +69,10 @@ def program_scope(partition: Partition, mesh: Any) -> Callable[[], Any]:
 
 
 def enter_mapped(partition: Partition):
-    """The context in which the function of a `map_fn` over `partition` is traced."""
+    """The context manager for tracing the function of a `map_fn` over `partition`.
+
+    Inside it, `current_scope()` has no partition, and its `mapped` ends with this one.
+    """
     return scope_context(Scope(None, None, (*current_scope().mapped, partition)))
 
 
@@ -76,16 +81,20 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
 
     Args:
       block: The name of the building block, for errors.
-      mesh: Its argument `mesh=`; None: that of the program.
-      partition: Its argument `partition=`; None: that of the program.
+      mesh: Its argument `mesh=`, a `jax.sharding.Mesh` or `AbstractMesh`; None: that of
+        the program.
+      partition: Its argument `partition=`, a `Partition`, a mapping such as
+        `{"clients": 100}`, or a program; None: that of the program.
 
     Returns:
-      `(partition, mesh)`; the mesh is None, for the mesh in context, if neither the
-      block nor the program has one, or if the program is over another partition.
+      `(partition, mesh)`. The mesh is the argument of the block; by default that of the
+      program, if the program is over this partition; else None, for the mesh in
+      context.
 
     Raises:
-      ScopeError: No partition is given outside of a program or directly inside a mapped
-        function, or the one that is given is already mapped over.
+      ScopeError: No partition is passed, outside of a program or directly inside a
+        mapped function; or the one passed has the same name, or one of the same mesh
+        axes, as the partition of an enclosing mapped function.
     """
     scope = current_scope()
     if partition is not None:
@@ -113,15 +122,18 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
 
 
 def _check_not_mapped(what: str, partition: Partition, scope: Scope) -> None:
-    """Check that no mapped function around has the partition's name or mesh axes.
+    """Check that no enclosing mapped function uses a partition's name or mesh axes.
 
     Args:
-      what: The program or building block that needs the partition, for the error.
-      partition: The partition: its name and all of its mesh axes must be new.
-      scope: The scope, with the partitions that are mapped over.
+      what: The program or building block that needs the partition: the first words of
+        the error.
+      partition: The partition that the program or block is over.
+      scope: The current scope; `scope.mapped` has the partitions of the enclosing
+        mapped functions.
 
     Raises:
-      ScopeError: One of these has the same name, or one of the mesh axes.
+      ScopeError: An enclosing mapped function is over a partition with the same name,
+        or with one of the same mesh axes.
     """
     for outer in scope.mapped:
         if outer.name == partition.name or set(outer.mesh_axes) & set(

@@ -19,7 +19,7 @@ class DrjaxValueError(DrjaxError, ValueError):
 
 
 class ScopeError(DrjaxError, RuntimeError):
-    """A building block called where no partition, or the wrong one, is in force."""
+    """A building block without a partition in scope, or over one already mapped."""
 
 
 class MeshError(DrjaxError, ValueError):
@@ -27,7 +27,7 @@ class MeshError(DrjaxError, ValueError):
 
 
 class PlanError(DrjaxError, ValueError):
-    """A program, or a use of one, that has no plan."""
+    """A program that has no plan, or a plan that cannot be used as requested."""
 
 
 class PlanFileError(PlanError):
@@ -35,12 +35,18 @@ class PlanFileError(PlanError):
 
 
 class EngineError(DrjaxError, RuntimeError):
-    """A plan that did not come to its end on an engine.
+    """A plan that an engine could not run to its end, or could not start.
+
+    Args:
+      message: The text of the error.
+      round: The round that failed, by its number from 1, as text: `2`, or `2.scan.0.1`
+        for round 1 in the first body of the loop `scan` of round 2. None if no round
+        did.
+      stage: The name of the local stage that failed; None if no stage did.
+      group: The index of the group that failed; None if it was not one group.
 
     Attributes:
-      round: The round: `2`, or in the first body of a loop `2.scan.0.1`.
-      stage: The name of the groups' stage.
-      group: The index of the group that failed; None if it was not one group.
+      round, stage, group: As given to the constructor.
     """
 
     def __init__(

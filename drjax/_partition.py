@@ -83,29 +83,56 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
     )
 
 
+def integer_of(value: Any) -> int | None:
+    """The `int` that a value stands for; None if it is no integer, or a bool.
+
+    `value` may be an int, or an object with `__index__`, such as a NumPy integer.
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _check_size(name: str, size: Any) -> int:
-    """Check that a size is a positive integer, and return it as an `int`."""
-    if not isinstance(size, bool):
-        try:
-            size = operator.index(size)
-        except TypeError:
-            pass
-        else:
-            if size >= 1:
-                return size
-            raise DrjaxValueError(
-                f"Partition {name!r} needs a size that is a positive integer, got "
-                f"{size}: there is at least one group."
-            )
-    raise DrjaxTypeError(
-        f"Partition {name!r} needs a size that is a positive integer, got "
-        f"{type(size).__name__}: {size!r}. Write for instance "
-        f"@drjax.program({name if name.isidentifier() else 'clients'}=100)."
-    )
+    """Check that a partition's size is a positive integer, and return it as an `int`.
+
+    Args:
+      name: The name of the partition, for errors.
+      size: The size: an int, or an object with `__index__`, such as a NumPy integer.
+
+    Raises:
+      DrjaxTypeError: The size is not an integer.
+      DrjaxValueError: The size is below one.
+    """
+    number = integer_of(size)
+    if number is None:
+        raise DrjaxTypeError(
+            f"Partition {name!r} needs a size that is a positive integer, got "
+            f"{type(size).__name__}: {size!r}. Write for instance "
+            f"@drjax.program({name if name.isidentifier() else 'clients'}=100)."
+        )
+    if number < 1:
+        raise DrjaxValueError(
+            f"Partition {name!r} needs a size that is a positive integer, got "
+            f"{number}: there is at least one group."
+        )
+    return number
 
 
 def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
-    """Check mesh axes: different names, one or several; none stands for `(name,)`."""
+    """Check the mesh axes of a partition, and return them as a tuple of names.
+
+    Args:
+      name: The name of the partition.
+      axes: The name of a mesh axis, or a sequence of names; an empty one: `(name,)`.
+
+    Raises:
+      DrjaxTypeError: An axis is not a nonempty string.
+      DrjaxValueError: An axis is named twice.
+    """
     if isinstance(axes, str):
         axes = (axes,)
     if not isinstance(axes, Sequence):

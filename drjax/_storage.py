@@ -4,7 +4,8 @@ What goes in: a path, as text or as an object, or a URL such as `gs://bucket/run
 any file system that fsspec knows. What comes out: bytes, or a folder to keep files in.
 
 A local file is written whole or not at all: under another name, flushed to the disk,
-then renamed. An object store does the same by itself. Only a local lock file, by
+then renamed. An object store does the same by itself. Each writer has a temporary file
+of its own, `.NAME.DIGITS.part`, which a crash leaves behind. Only a local lock file, by
 `Folder.create`, may be cut off by a crash. Errors are `OSError`s that name the file,
 and `ImportError`s that name what to install, for callers to put in context.
 """
@@ -12,6 +13,7 @@ and `ImportError`s that name what to install, for callers to put in context.
 import glob
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable
@@ -23,11 +25,11 @@ _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
 
 
 def locate(path: Any) -> Path | str:
-    """Tell local paths from URLs: a `Path`, or the URL as text.
+    """Distinguish local paths from URLs: returns a `Path`, or the URL as text.
 
     Args:
-      path: A text, bytes, or an object for a path, also of universal_pathlib. A
-        `file://` URL is a local path.
+      path: A text, bytes, or an object that stands for a path: `os.PathLike`, or one of
+        universal_pathlib. A `file://` URL is a local path.
 
     Raises:
       TypeError: `path` has another type.
@@ -55,7 +57,14 @@ def locate(path: Any) -> Path | str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """`(fsspec's file system of a URL, path in this file system)`.
+    """Open the file system of a URL by fsspec.
+
+    Args:
+      url: The URL of a file or folder, such as `gs://bucket/run`.
+
+    Returns:
+      `(file system, path)`: an `fsspec.AbstractFileSystem`, and the path of the URL in
+      it.
 
     Raises:
       ImportError: fsspec, or what it needs for this file system, is not installed.
@@ -77,7 +86,10 @@ class NotRegularError(OSError):
 
 
 def read_file(path: Path | str) -> bytes:
-    """All bytes of a file.
+    """Read a file, and return all of its bytes.
+
+    Args:
+      path: A local `Path`, or a URL as text.
 
     Raises:
       OSError: The file cannot be read, or is no regular file.
@@ -91,11 +103,11 @@ def read_file(path: Path | str) -> bytes:
 
 
 def open_regular(path: Path) -> Any:
-    """Open a local file for reading, as a binary file object.
+    """Open a local file for reading, as a binary file object; only a regular file.
 
     Raises:
-      NotRegularError: The path is a folder, or a pipe or a device, which may have no
-        end, or no process that writes it.
+      NotRegularError: The path is a folder, or a pipe or a device. Those may have no
+        end, or block because no process writes to them.
       OSError: The file cannot be opened.
     """
     # Without O_NONBLOCK, to open a pipe waits for one who writes.
@@ -115,7 +127,11 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def write_file(path: Path | str, data: bytes) -> None:
-    """Write a file, and create the folders that it is in.
+    """Write a file as a whole, and create the folders that it is in.
+
+    Args:
+      path: A local `Path`, or a URL as text.
+      data: The contents of the file; an earlier file is replaced.
 
     Raises:
       OSError: The file cannot be written. A local file is then as it was before.
@@ -134,17 +150,19 @@ def write_file(path: Path | str, data: bytes) -> None:
     folder.write(path.name, [data])
 
 
-def match(pattern: Path | str) -> list[str]:
-    """The files whose names match a glob pattern, sorted; [] if there is none.
+def list_files(pattern: Path | str) -> list[str]:
+    """List the files whose names match a glob pattern.
 
     Args:
-      pattern: A local path, or a URL, with wildcards.
+      pattern: A local `Path`, or a URL as text, with the wildcards of `glob`.
 
     Returns:
-      Local paths, or URLs.
+      The sorted list of local paths or, for a URL, of URLs; [] if no file matches.
 
     Raises:
-      OSError, ImportError, ValueError: The file system cannot be asked.
+      OSError: The file system cannot be listed.
+      ImportError, ValueError: The pattern is a URL whose file system fsspec cannot
+        open.
     """
     if isinstance(pattern, Path):
         return sorted(glob.glob(str(pattern)))
@@ -153,62 +171,118 @@ def match(pattern: Path | str) -> list[str]:
     return sorted(map(system.unstrip_protocol, paths))
 
 
-def split(path: str) -> tuple[Any, str]:
-    """`(file system, path)` of a path that `match` returned.
+def file_system_of(path: str) -> tuple[Any, str]:
+    """Split a local path or a URL into a file system and a path in it.
 
-    The file system is fsspec's if the path is a URL, and None if it is a local path.
+    Args:
+      path: The local path or the URL of a file, as text.
+
+    Returns:
+      `(file system, path)`. The file system of a URL is an `fsspec.AbstractFileSystem`;
+      that of a local path is None.
+
+    Raises:
+      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
     """
     place = locate(path)
     return (None, str(place)) if isinstance(place, Path) else file_system(place)
 
 
 def file_size(path: str) -> int:
-    """The size in bytes of a file, by a path that `match` returned."""
-    system, name = split(path)
+    """The size of a file in bytes.
+
+    Args:
+      path: The local path or the URL of the file, as text.
+
+    Raises:
+      OSError: The file does not exist, or cannot be accessed.
+      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
+    """
+    system, name = file_system_of(path)
     if system is None:
         return os.path.getsize(name)
     return _call(path, lambda: system.size(name))
 
 
 class Folder(Protocol):
-    """A folder, local or remote, that holds files by name, such as checkpoints."""
+    """The interface of a local or remote folder, whose files have names and no paths.
+
+    `LocalFolder` and `RemoteFolder` implement it, for instance for checkpoints.
+    """
 
     def make(self) -> None:
-        """Create the folder where it needs to be; an `OSError` if it is a file."""
+        """Create the folder, if its file system has folders.
+
+        Raises:
+          OSError: The path is that of a file, or the folder cannot be created.
+        """
         ...
 
     def location(self, name: str) -> str:
-        """The path or URL of the file `name` in the folder, for messages to users."""
+        """The path or URL of the file `name` in the folder as text, for errors."""
         ...
 
     def names(self) -> list[str]:
-        """The names of the files in the folder, in any order."""
+        """The names of the files and folders in the folder, in any order.
+
+        [] if a remote folder does not exist yet.
+        """
         ...
 
     def read(self, name: str) -> bytes:
-        """All bytes of the file `name`; an `OSError` if it cannot be read."""
+        """The contents of the file `name`; raise `OSError` if it cannot be read."""
         ...
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a new lock file; a `FileExistsError` if there is one of this name."""
+        """Write a file that does not exist yet, such as a lock file.
+
+        Unlike `write`, this is not atomic for local files: a crash may leave a part of
+        one.
+
+        Args:
+          name: The name of the file.
+          data: Its contents.
+
+        Raises:
+          FileExistsError: The folder has a file of this name.
+          OSError: The file cannot be written.
+        """
         ...
 
     def write(self, name: str, chunks: Iterable[Any]) -> None:
-        """Write a file from chunks of bytes; an old one is replaced as a whole."""
+        """Write a file; a file of the same name is replaced atomically.
+
+        Args:
+          name: The name of the file.
+          chunks: Its contents, as bytes-like objects that are written one after
+            another.
+
+        Raises:
+          OSError: The file cannot be written.
+        """
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file, if the folder has one of this name."""
+        """Remove the file `name`; nothing happens if the folder has no such file."""
         ...
 
 
-def part_name(name: str) -> str:
-    """The name of the temporary file to which a local file `name` is first written."""
-    return f".{name}.part"
+def part_names(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern of the temporary files that `LocalFolder.write` leaves behind.
+
+    Args:
+      pattern: A regular expression of the names that the files would have got.
+    """
+    # Earlier versions of drjax wrote names without random digits.
+    return re.compile(rf"\.(?:{pattern})(?:\.[0-9a-f]+)?\.part")
 
 
 class LocalFolder:
-    """A `Folder` of this machine's file systems."""
+    """A `Folder` on this machine's file systems.
+
+    Args:
+      path: The path of the folder, which need not exist yet.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -231,7 +305,9 @@ class LocalFolder:
 
     def write(self, name: str, chunks: Iterable[Any]) -> None:
         final = self.path / name
-        part = self.path / part_name(name)
+        # Two writers of one file must not write into one temporary file. `part_names`
+        # matches this name.
+        part = self.path / f".{name}.{secrets.token_hex(8)}.part"
         try:
             with open(part, "wb") as file:
                 for chunk in chunks:
@@ -254,7 +330,7 @@ class LocalFolder:
 
 
 def _sync(folder: Path) -> None:
-    """Flush a folder's names to the disk, if the operating system has a way to."""
+    """Flush the entries of a local folder to the disk by `fsync`; ignore errors."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -264,7 +340,10 @@ def _sync(folder: Path) -> None:
 
 
 class RemoteFolder:
-    """A `Folder` of a file system that fsspec knows; a prefix, on an object store.
+    """A `Folder` on a file system that fsspec knows; on an object store, a prefix.
+
+    Args:
+      url: The URL of the folder, which need not exist yet.
 
     Raises:
       ImportError: fsspec, or what it needs for this file system, is not installed.
@@ -331,11 +410,19 @@ class RemoteFolder:
             )
 
     def _path_of(self, name: str) -> str:
+        """The path of the file `name` in fsspec's file system."""
         return f"{self._path}/{name}"
 
 
 def folder(path: Path | str) -> LocalFolder | RemoteFolder:
-    """The folder of a path or URL that `locate` returned; it need not exist yet."""
+    """The folder at a local path or a URL; it need not exist yet.
+
+    Args:
+      path: A local `Path`, or a URL as text, as `locate` returns them.
+
+    Raises:
+      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
+    """
     if isinstance(path, str):
         return RemoteFolder(path)
     return LocalFolder(path.absolute())
@@ -345,10 +432,13 @@ def _write_remote(system: Any, path: str, url: str, write: Callable[[], Any]) ->
     """Write a remote file; if its folder is missing, create the folder and try again.
 
     Args:
-      system: fsspec's file system.
-      path: The path of the file in it.
+      system: The `fsspec.AbstractFileSystem`.
+      path: The path of the file in this file system.
       url: The URL of the file, for errors.
-      write: Writes the file.
+      write: A function without arguments that writes the file; its result is not used.
+
+    Raises:
+      OSError: The file cannot be written.
     """
     try:
         _call(url, write)
@@ -369,13 +459,19 @@ _KNOWN_ERRORS = (
 
 
 def _call(url: str, action: Callable[[], Any]) -> Any:
-    """Run an action on a remote file, and convert its errors to `OSError`s.
-
-    Errors differ by file system; the new ones name the URL.
+    """Run an operation on a remote file, and convert its errors to `OSError`s.
 
     Args:
       url: The URL of the file, for errors.
-      action: A function without arguments, whose result is returned.
+      action: A function without arguments.
+
+    Returns:
+      The result of `action`.
+
+    Raises:
+      OSError: `action` raised an error. The new one names the URL; it has the same
+        class if that is `OSError` or one of its common subclasses, such as
+        `FileNotFoundError`.
     """
     try:
         return action()

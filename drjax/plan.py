@@ -10,28 +10,31 @@ partitioned value, whose slice i only group i keeps. This module holds data only
 `drjax.make_plan` builds plans, and backends run them.
 """
 
+import collections
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from drjax._errors import PlanError
-from drjax._partition import Partition
+from drjax._errors import DrjaxTypeError, DrjaxValueError, PlanError
+from drjax._partition import Partition, integer_of
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that stages exchange.
+    """A value that stages exchange: its name and type, without an array.
 
     Attributes:
       name: Unique in the plan; derived from names of arguments and functions.
       shape: Its shape; of a partitioned value, the shape of one group's slice.
       dtype: Its dtype.
-      partitioned: Whether it lives once for each group, or once.
+      partitioned: Whether it is a partitioned value, with a slice for each group; if
+        not, it is a global value.
       nbytes: Its size in bytes; of a partitioned value, that of one slice.
-      axis: Of a partitioned value, the axis along which whole arrays stack the slices.
+      axis: Of a partitioned value, the group axis of the whole array; of a global value
+        0.
     """
 
     name: str
@@ -45,29 +48,52 @@ class Value:
         return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+class Exported(Protocol):
+    """The facts that a plan needs of the exported functions of a stage.
+
+    The functions themselves are `drjax._plan_file.exported_stage.ExportedStage`.
+    """
+
+    @property
+    def custom_calls(self) -> tuple[str, ...]:
+        """The names of the custom calls in the code of the functions."""
+        ...
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """How the functions were exported, as JSON data for a plan file's manifest.
+
+        The dict has the versions of the software, the platforms, the precision, and the
+        implementations of random keys.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Stage:
     """Computation without communication.
 
     Attributes:
       name: For people: the functions that it fuses.
-      inputs: A local stage takes global values whole, and of partitioned values the
-        group's slice.
-      outputs: Global values on the server, slices in a group.
+      inputs: The values that it takes. A local stage takes global values whole, and of
+        partitioned values the group's slice.
+      outputs: The values that it returns: global values on the server, slices in a
+        group.
       jaxpr: A `jax.extend.core.ClosedJaxpr` from inputs to outputs. That of a local
         stage takes the group index, int32 `[]`, as its first argument.
-      exported: Of a stage read from a file, its functions as the file has them: a
-        `drjax._plan_file.exported_stage.ExportedStage`.
+      exported: Its functions as a plan file has them, if it was exported or loaded from
+        a file; else None.
     """
 
     name: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     jaxpr: Any
-    exported: Any = None
+    exported: Exported | None = None
 
     @property
     def empty(self) -> bool:
+        """Whether the stage has no outputs, so that backends skip it."""
         return not self.outputs
 
 
@@ -77,13 +103,43 @@ class Reduce:
 
     Attributes:
       op: `sum`, `mean`, `max`, `min` or `gather` (all slices, in order).
-      source: The partitioned value.
-      result: The global value.
+      source: The partitioned value that is reduced.
+      result: The global value that it gives.
     """
 
     op: str
     source: Value
     result: Value
+
+
+# The moves of slices between groups, by the names of their primitives.
+MOVES = ("permute", "take", "put_add")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move of slices from groups to groups.
+
+    Attributes:
+      op: `permute`, `take` or `put_add`, as the primitives in `drjax.primitives`.
+      source: The partitioned value whose slices move.
+      result: The partitioned value that it gives, of the type of `source`.
+      sources: Of a permute, for each group the group whose slice it gets; else ().
+      index: Of a take, a global value, int32 `[n]`: for each group the group whose
+        slice it gets. Of a put_add, for each group the group to whose slice its own is
+        added; n: to none. Of a permute None.
+    """
+
+    op: str
+    source: Value
+    result: Value
+    sources: tuple[int, ...] = ()
+    index: Value | None = None
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The values that the move reads: `source`, and `index` if there is one."""
+        return (self.source,) if self.index is None else (self.source, self.index)
 
 
 @dataclass(frozen=True)
@@ -93,15 +149,18 @@ class Loop:
     Attributes:
       op: `scan`, `while` or `cond`.
       name: Unique in the plan.
-      inputs: Of a scan constants, carried values and stacks; of a while the constants
-        of its condition and of its body, and carried values; of a cond the index of
-        the branch and what every branch takes.
-      outputs: Of a scan the carried values and stacks. In a stack of partitioned
-        values each slice has the steps along its axis 0.
-      bodies: (body,) of a scan, (condition, body) of a while, the branches of a cond.
-      consts: How many constants a scan has; those of a while's condition and body.
-      carry: How many carried values.
-      length: The number of steps of a scan.
+      inputs: Of a scan constants, carried values and stacks (`xs`); of a while the
+        constants of its condition and of its body, and carried values; of a cond the
+        index of the branch and the operands of every branch.
+      outputs: Of a scan the carried values and stacks (`ys`); of a while the carried
+        values; of a cond the results of the branch. In a stack of partitioned values
+        each slice has the steps along its axis 0.
+      bodies: A plan for each body: (body,) of a scan, (condition, body) of a while, the
+        branches of a cond.
+      consts: The number of constants: (of the body,) of a scan, (of the condition, of
+        the body) of a while, () of a cond.
+      carry: The number of carried values; 0 of a cond.
+      length: The number of steps of a scan; None of a while or a cond.
       reverse: Whether a scan runs from its last step to its first.
     """
 
@@ -121,12 +180,13 @@ class Round:
     """One round of the program: everything between two communications.
 
     Attributes:
-      server: Global computation that the round's communication needs.
+      server: The server stage: global computation that the round's communication needs.
       broadcast: Global values of which each group receives a copy.
       scatter: Pairs (global `[n, *s]`, partitioned `[*s]`): group i receives slice i.
-      local: The computation of one group.
+      local: The local stage: the computation of one group.
       reduces: Reductions of the groups' results, communicated together.
-      loops: Loops that start after the reductions.
+      moves: Moves of slices between groups, after the local stage.
+      loops: Loops that start after the reductions and moves.
     """
 
     server: Stage
@@ -134,11 +194,12 @@ class Round:
     scatter: tuple[tuple[Value, Value], ...]
     local: Stage
     reduces: tuple[Reduce, ...]
+    moves: tuple[Move, ...] = ()
     loops: tuple[Loop, ...] = ()
 
     @property
     def partials(self) -> list[Reduce]:
-        """The reductions that partial reductions compose: all but gathers."""
+        """The reductions that consist of partial reductions: all except gathers."""
         return [r for r in self.reduces if r.op != "gather"]
 
 
@@ -152,11 +213,11 @@ class Plan:
         that the server computes everything.
       rounds: As few as its dependencies allow: as many reduce as there are reductions
         in sequence.
-      server: The global work after the last round.
-      inputs: The program's arguments, flat.
-      outputs: Its results, flat.
-      in_tree: Structure of `(args, kwargs)`.
-      out_tree: Structure of the result.
+      server: The server stage after the last round.
+      inputs: The values of the program's arguments, flat.
+      outputs: The values of its results, flat.
+      in_tree: The pytree structure of `(args, kwargs)`; None in the body of a loop.
+      out_tree: The pytree structure of the result; None in the body of a loop.
     """
 
     name: str
@@ -174,7 +235,11 @@ class Plan:
         return 0 if self.partition is None else self.partition.size
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
-        """All stages in the order in which they run, each with its location."""
+        """All stages in the order in which they run, as `(location, stage)` pairs.
+
+        A location is text, such as `round 1, groups` or `round 1, scan, round 2,
+        server`. The stages of a loop's bodies are listed once.
+        """
         for number, a_round in enumerate(self.rounds, 1):
             yield f"round {number}, server", a_round.server
             yield f"round {number}, groups", a_round.local
@@ -185,12 +250,17 @@ class Plan:
         yield "server", self.server
 
     def kept(self) -> frozenset[str]:
-        """Names of the partitioned values that are live after their stage."""
+        """The names of the values that are needed after their stage, not only reduced.
+
+        They are the inputs of local stages, moves and loops, the operands of gathers,
+        and the plan's outputs. Of these a local stage returns the groups' slices; of
+        its other outputs backends need partial reductions only.
+        """
         kept = {v.name for v in self.outputs}
         for a_round in self.rounds:
             kept |= {v.name for v in a_round.local.inputs}
             kept |= {r.source.name for r in a_round.reduces if r.op == "gather"}
-            kept |= {v.name for loop in a_round.loops for v in loop.inputs}
+            kept |= {v.name for x in (*a_round.moves, *a_round.loops) for v in x.inputs}
         return frozenset(kept)
 
     def communication(self, devices: int = 1) -> "Ledger":
@@ -199,6 +269,10 @@ class Plan:
         Args:
           devices: m, the number of devices over which the groups are divided.
 
+        Raises:
+          DrjaxTypeError: `devices` is not an integer.
+          DrjaxValueError: It is less than 1.
+
         Example:
           >>> import drjax, jax.numpy as jnp
           >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
@@ -206,7 +280,16 @@ class Plan:
           >>> plan.communication().up()
           40
         """
-        return Ledger(self.partition, devices, tuple(_communicated(self, "", ())))
+        count = integer_of(devices)
+        if count is None:
+            raise DrjaxTypeError(
+                f"communication needs devices as a positive int, got {devices!r}."
+            )
+        if count < 1:
+            raise DrjaxValueError(
+                f"communication needs at least one device, got devices={devices}."
+            )
+        return Ledger(self.partition, count, tuple(_communicated(self, "", ())))
 
     def draw(self, path: str | Path) -> None:
         """Write a picture: the server on top, groups below, time from left to right.
@@ -263,11 +346,13 @@ class Message:
 
     Attributes:
       round: The round, from 1; in a loop `2.scan.1`, the first round of its body.
-      op: `broadcast` or `scatter` (down), or the reduction (up).
+      op: `broadcast` or `scatter` (down); the reduction (up): `sum`, `mean`, `max`,
+        `min` or `gather`; or a move between groups: `permute`, `take` or `put_add`.
       value: The value that is communicated.
       nbytes: Bytes for each group, each time.
-      times: How often, one factor for each loop around it: its number of steps, or
-        its name if only a run determines it. A branch counts as run.
+      times: How often, as one factor for each loop around it: its number of steps, or
+        its name if only a run determines that number. A branch counts as run.
+      sources: Of a permute, for each group the group whose slice it gets; else ().
     """
 
     round: str
@@ -275,9 +360,16 @@ class Message:
     value: Value
     nbytes: int
     times: tuple[int | str, ...] = ()
+    sources: tuple[int, ...] = ()
+
+    @property
+    def between(self) -> bool:
+        """Whether the value is communicated from groups to groups."""
+        return self.op in MOVES
 
     @property
     def down(self) -> bool:
+        """Whether the value is communicated from the server to the groups."""
         return self.op in ("broadcast", "scatter")
 
     def __str__(self) -> str:
@@ -291,12 +383,13 @@ class Ledger:
     """The communication of a plan. Print it to read it.
 
     On m devices a broadcast costs nothing (every device has the server's value) and a
-    reduction is one message a device; a gather is as large as the device's slices.
+    reduction is one message a device; a gather is as large as the device's slices, a
+    permute as those that leave the device, another move as the slices of all groups.
 
     Attributes:
-      partition: The plan's partition.
+      partition: The plan's partition; None if it calls no building block.
       devices: m, the number of devices.
-      messages: One for each value and round.
+      messages: A `Message` for each value that is communicated, in each round.
     """
 
     partition: Partition | None
@@ -304,30 +397,70 @@ class Ledger:
     messages: tuple[Message, ...]
 
     def down(self, round: int | str | None = None) -> int:
-        """Bytes from the server to each group, in one round or in all."""
+        """Bytes from the server to each group, in one round or in all.
+
+        Args:
+          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
+        """
         return self._total(round, lambda m: m.nbytes * m.down)
 
     def up(self, round: int | str | None = None) -> int:
-        """Bytes from each group to the server, in one round or in all."""
-        return self._total(round, lambda m: m.nbytes * (not m.down))
+        """Bytes from each group to the server, in one round or in all.
+
+        Args:
+          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
+        """
+        return self._total(round, lambda m: m.nbytes * (not m.down and not m.between))
+
+    def between(self, round: int | str | None = None) -> int:
+        """Bytes from each group to other groups, in one round or in all.
+
+        Args:
+          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
+        """
+        return self._total(round, lambda m: m.nbytes * m.between)
 
     def reduced_per_device(self, round: int | str | None = None) -> int:
-        """Bytes that each device puts into collectives, in one round or in all."""
+        """Bytes that each device puts into collectives, in one round or in all.
+
+        Args:
+          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
+        """
         if self.devices == 1 or self.partition is None:
             return 0
-        slices = -(-self.partition.size // self.devices)
-        return self._total(
-            round,
-            lambda m: 0 if m.down else m.nbytes * (slices if m.op == "gather" else 1),
-        )
+        return self._total(round, lambda m: m.nbytes * self._slices_per_device(m))
+
+    def _slices_per_device(self, message: Message) -> int:
+        """The number of slices that a device puts into the collective of a message."""
+        size = 0 if self.partition is None else self.partition.size
+        per_device = -(-size // self.devices)
+        if message.down:
+            return 0
+        if message.op == "gather":
+            return per_device
+        if message.op == "permute":
+            leaving = collections.Counter(
+                source // per_device
+                for group, source in enumerate(message.sources)
+                if source // per_device != group // per_device
+            )
+            return max(leaving.values(), default=0)
+        # A take is one reduce-scatter of zeros and slices, for all groups.
+        return size if message.between else 1
 
     @property
     def open_loops(self) -> tuple[str, ...]:
-        """Loops with an unknown number of steps: totals count one step of them."""
+        """The names of loops with an unknown number of steps; totals count one step."""
         times = [t for m in self.messages for t in m.times]
         return tuple(dict.fromkeys(t for t in times if isinstance(t, str)))
 
     def _total(self, round, nbytes) -> int:
+        """Sum a number of bytes over messages, each multiplied by its number of times.
+
+        Args:
+          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
+          nbytes: A function from a `Message` to its bytes, each time.
+        """
         total = 0
         for message in self.messages:
             if round is None or message.round == str(round):
@@ -337,9 +470,11 @@ class Ledger:
 
     def __str__(self) -> str:
         head = f"{'round':>9}  {'':9}  {'bytes a group':>13}  value"
+        between = self.between()
+        between = f" and {_digits(between)} between groups" if between else ""
         total = (
-            f"total: {_digits(self.down())} bytes down and {_digits(self.up())} up for "
-            f"each group; on {self.devices} devices "
+            f"total: {_digits(self.down())} bytes down and {_digits(self.up())} up"
+            f"{between} for each group; on {self.devices} devices "
             f"{_digits(self.reduced_per_device())} bytes reduced per device"
         )
         if self.open_loops:
@@ -348,11 +483,18 @@ class Ledger:
 
 
 def _digits(number) -> str:
-    """A number for people; one with symbolic dimensions as it is."""
+    """A number as text: `12,300`; a symbolic one as JAX prints it."""
     return f"{number:,}" if isinstance(number, int) else str(number)
 
 
 def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iterator:
+    """The `Message`s of a plan, in the order of its rounds, also those in loops.
+
+    Args:
+      plan: The plan, or the plan of a loop's body.
+      prefix: The common prefix of its rounds: empty, or for a body `2.scan.`.
+      times: `Message.times` of its messages: one factor for each loop around the plan.
+    """
     for number, a_round in enumerate(plan.rounds, 1):
         label = f"{prefix}{number}"
         for value in a_round.broadcast:
@@ -362,6 +504,9 @@ def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iter
         for reduce in a_round.reduces:
             source = reduce.source
             yield Message(label, reduce.op, source, source.nbytes, times)
+        for move in a_round.moves:
+            source, nbytes = move.source, move.source.nbytes
+            yield Message(label, move.op, source, nbytes, times, move.sources)
         for loop in a_round.loops:
             steps: tuple[int | str, ...] = ()
             if loop.op != "cond":
@@ -371,7 +516,12 @@ def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iter
 
 
 def check_known_shapes(plan: Plan, what: str) -> None:
-    """Refuse a plan with symbolic dimensions.
+    """Check that no input of a plan has symbolic dimensions.
+
+    Args:
+      plan: The plan.
+      what: The operation that needs known shapes, as a participle for the error:
+        `saved`.
 
     Raises:
       PlanError: An input has symbolic dimensions, so other values may have some too.

@@ -20,6 +20,10 @@ i belongs to group i; n is `partition.size`.
 | `gather_p`          | `[n, *s]` -> `[n, *s]` (global) | y[i] = x_i                  |
 | `scatter_p`         | `[n, *s]` (global) -> `[n, *s]` | y_i = x[i]                  |
 | `partition_index_p` | none -> int32 `[n]`             | y_i = i                     |
+| `permute_p`         | `[n, *s]` -> `[n, *s]`          | y_i = x_sources[i]          |
+| `take_p`            | `[n, *s]`, index -> `[n, *s]`   | y_i = x_index[i]            |
+| `put_add_p`         | `[n, *s]`, index -> `[n, *s]`   | sum of x_j, index[j] = i    |
+| `map_columns_p`     | k values -> l values, see below | y[c] = jaxpr(x[:, c])       |
 
 Parameters (`eqn.params`) of every equation:
 
@@ -42,10 +46,28 @@ Of `partition_index_p` also:
   at any depth: there the equation has no operands and yields the index of the
   group, int32 `[]`, in the partition that it names.
 
+Of `permute_p` also:
+
+* `sources`: a permutation of 0 to n - 1, a tuple of integers.
+
+The index of `take_p` and `put_add_p` is a global value, int32 `[n]`. That of `take_p`
+is in bounds; `put_add_p` drops what is not.
+
+`map_columns_p` applies a jaxpr to each coordinate c, an index into the shape `s` that
+is its parameter `coordinates`. Of it also:
+
+* `jaxpr`: a closed jaxpr without constants, for one coordinate.
+* `kinds_in`, `kinds_out`: for each operand and result a string. "groups": it is
+  partitioned, `[n, *s, *t]`, and the jaxpr takes or returns `[n, *t]`. "coordinates":
+  it is global, `[*s, *t]`, and the jaxpr takes or returns `[*t]`. "whole": an operand
+  `[*t]` is the same for all coordinates; a result is the sum over them.
+* `name`: the name of the function of one coordinate.
+
 Results have the dtype of their operands: promotions of integers (as by `jnp.sum` and
 `jnp.mean`) are explicit equations before the reduction. `reduce_mean_p` has inexact
-operands only. `weighted_mean`, `select` and `where=` are compositions. A nested
-program stands inside the jaxpr of a `map_fn_p`, with another partition.
+operands only. Other blocks, such as `select`, and the arguments `where=`, `by=` and
+`default=` are compositions. A nested program stands inside the jaxpr of a `map_fn_p`,
+with another partition.
 
 `examples/count_rounds.py` is an interpreter written against this page only.
 """
@@ -57,5 +79,9 @@ from drjax._primitives.collectives import reduce_sum_p as reduce_sum_p
 from drjax._primitives.collectives import scatter_p as scatter_p
 from drjax._primitives.extrema import reduce_max_p as reduce_max_p
 from drjax._primitives.extrema import reduce_min_p as reduce_min_p
+from drjax._primitives.map_columns import map_columns_p as map_columns_p
 from drjax._primitives.map_fn import map_fn_p as map_fn_p
 from drjax._primitives.partition_index import partition_index_p as partition_index_p
+from drjax._primitives.routes import permute_p as permute_p
+from drjax._primitives.routes import put_add_p as put_add_p
+from drjax._primitives.routes import take_p as take_p

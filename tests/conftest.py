@@ -4,6 +4,7 @@ Every test process has eight virtual CPU devices.
 """
 
 import gc
+import os
 
 import jax
 import pytest
@@ -11,11 +12,24 @@ import pytest
 # What JAX keeps is long-lived, and looking through it often takes a fifth of the time.
 gc.set_threshold(100_000, 20, 50)
 
+DEFAULT = "not slow and not engines"  # as in pyproject.toml
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # With leak checks everything is traced again: only with the newest JAX.
 jax.config.update("jax_check_tracer_leaks", jax.__version_info__ >= (0, 12))
+
+
+def pytest_configure(config):
+    """Compile the default tests in two thirds of the time, with the newest JAX.
+
+    LLVM does not optimize their code. It does so in the slow tests, and in all tests
+    with the oldest JAX.
+    """
+    if config.option.markexpr == DEFAULT and jax.__version_info__ >= (0, 12):
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Paths and URLs: of plan files, of groups, and of what is no place for files.
 
-Covers: drjax._storage.
+Covers: drjax._storage, drjax.backends.parquet.
 """
 
 import pickle
@@ -19,7 +19,7 @@ import drjax
 from drjax import _storage
 from drjax.__main__ import main
 from drjax.backends import in_process
-from drjax.backends.groups import Parquet
+from drjax.backends.parquet import Parquet
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.plan_files import sgd_plan
 from tests.helpers.raising import raises
@@ -159,6 +159,20 @@ def test_a_plan_file_is_written_whole_or_not_at_all(tmp_path):
     raises(drjax.PlanFileError, "cannot be written", plan.save, path / "below")
 
 
+def test_two_writers_of_one_file(tmp_path):
+    folder = _storage.LocalFolder(tmp_path)
+
+    def chunks():
+        yield b"first "
+        folder.write("x", [b"of another writer"])
+        assert folder.read("x") == b"of another writer"
+        yield b"second"
+
+    folder.write("x", chunks())
+    assert folder.read("x") == b"first second"
+    assert folder.names() == ["x"]
+
+
 def test_groups_from_parquet_files_at_urls(url):
     n = 20
     x = np.arange(n, dtype=np.float32)
@@ -183,3 +197,16 @@ def test_groups_from_parquet_files_at_urls(url):
     put(f"{url}/no.parquet", b"no")
     text = "/below/no.parquet is no Parquet file"
     raises(drjax.DrjaxValueError, text, Parquet, f"{url}/no.parquet")
+
+
+@pytest.mark.parametrize("bad", [[[1], [2, 3]], [None, [2, 3]], [[1]]])
+def test_one_bad_row_of_a_parquet_file(bad, tmp_path):
+    good = [[1, 2], [3, 4]]
+    column = pa.array([good, bad, good], pa.list_(pa.list_(pa.float32())))
+    pq.write_table(pa.table({"x": column}), tmp_path / "x.parquet")
+    program = drjax.program(clients=3)(drjax.reduce_sum)
+    plan = drjax.make_plan(program)(jax.ShapeDtypeStruct((3, 2, 2), np.float32))
+    run = in_process.compile(plan, on_error="drop")
+    total = run(Parquet(tmp_path / "x.parquet"))
+    np.testing.assert_array_equal(total, 2 * np.array(good))
+    assert [*run.report.dropped] == [1]

@@ -7,7 +7,6 @@ Invariants: every leaf is checked before a primitive is bound.
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import core
 
@@ -25,6 +24,7 @@ from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten, flatten_partitioned
 from drjax._context import current_scope, resolve_partition
 from drjax._errors import DrjaxTypeError
+from drjax._jaxprs.prng_keys import on_raw
 from drjax._partition import Partition, as_partition
 from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
 from drjax._primitives.partition_index import partition_index_p
@@ -40,7 +40,7 @@ def broadcast(
     Args:
       x: Tree of global arrays `[*s]` (numbers too), any dtype, typed keys included.
       mesh: The mesh. Default: the program's, then the one in context.
-      partition: Where to broadcast. Default: the program's partition.
+      partition: The partition to broadcast over. Default: the program's partition.
 
     Returns:
       The same tree with leaves `[n, *s]`, partitioned.
@@ -260,11 +260,16 @@ def shard(
 
 
 def _place(leaf, sharding):
-    """Place an array in a sharding, also if several processes hold parts of it.
+    """Put an array on the devices of a sharding, also if there are several processes.
 
     Args:
-      leaf: The array: of this process, or one of all processes.
-      sharding: The sharding; None: the array is returned as it is.
+      leaf: The array, typed keys included, or a tracer. It may be an array of this
+        process, with the whole value, or a global array held by several processes.
+      sharding: A `jax.sharding.Sharding`; None: `leaf` is returned unchanged.
+
+    Returns:
+      An array of the same shape and dtype with this sharding. With several processes,
+      each one stores the shards of its own devices.
     """
     if sharding is None:
         return leaf
@@ -272,21 +277,26 @@ def _place(leaf, sharding):
         return jax.device_put(leaf, sharding)
     if not leaf.is_fully_addressable:  # several processes hold it already
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _place(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)  # each process places the slices of its own devices
-    return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
+
+    def placed(x):
+        host = np.asarray(x)  # each process places the slices of its own devices
+        return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
+
+    return on_raw(placed, leaf)
 
 
 def _mapped_partition(partition: PartitionLike) -> Partition | None:
-    """The partition of a surrounding mapped function to which a block refers.
-
-    None if the block refers to the program's partition, or to none.
+    """The partition of the surrounding mapped function that `partition=` refers to.
 
     Args:
-      partition: The block's argument. None: it refers to the innermost mapped function,
-        unless a program runs inside of that function.
+      partition: The argument `partition=` of a building block: a `Partition`, a mapping
+        `{"clients": n}` or a program. None refers to the innermost mapped function,
+        unless that function has called a program that is still running.
+
+    Returns:
+      The partition, if the code runs inside a function mapped over it. None if it does
+      not: then the building block acts on the program's partition, or on an explicit
+      partition that is not mapped over.
     """
     scope = current_scope()
     if partition is None:

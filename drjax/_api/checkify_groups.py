@@ -26,10 +26,13 @@ from drjax._primitives.map_fn import map_fn_p
 class GroupCheckError(checkify_rules.CheckError):
     """An error of checkify for a check that failed in one group.
 
+    It is a pytree, like all errors of checkify. Its leaves are those of `error`, and
+    `group`.
+
     Attributes:
-      error: The error of checkify in that group.
-      group: The index of the group.
-      partition: The partition, for the message.
+      error: The error of checkify in that group, a `JaxException`.
+      group: The group index, an integer or an int32 scalar array.
+      partition: The partition of the group, for the error text.
     """
 
     def __init__(self, error, group, partition: Partition):
@@ -52,30 +55,39 @@ class GroupCheckError(checkify_rules.CheckError):
 
 
 def _in_group(effect):
-    """The kind of a `GroupCheckError`, from that of the error in it.
+    """Convert the `CheckEffect` of an error to that of a `GroupCheckError` around it.
 
-    A kind, `CheckEffect`, has the type of the error, and the shapes and dtypes of its
-    leaves, to which the group index is added.
+    A `CheckEffect` is the key by which checkify tells kinds of errors apart: the class
+    of the error, and the shapes and dtypes of its leaves.
+
+    Args:
+      effect: The `CheckEffect` of an error in one group.
+
+    Returns:
+      A `CheckEffect` with the same class, and with the leaves of `effect` and one more:
+      the group index, an int32 scalar.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return checkify_rules.CheckEffect(effect.error_type, (*effect.shape_dtypes, number))
 
 
 def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str):
-    """Check a `map_fn` equation: `checkify` calls this rule for it.
+    """Checkify rule of `map_fn`: run the equation, and check its mapped function.
 
-    It maps the function with checks, whose errors are partitioned.
+    The mapped function becomes one that also returns an error; the errors of the groups
+    are then combined into one.
 
     Args:
-      enabled: The kinds of errors that `checkify` looks for.
+      enabled: The set of error classes that `checkify` looks for.
       *args: The operands of the equation, `[n, *s]`.
-      jaxpr: The per-group jaxpr.
+      jaxpr: The closed per-group jaxpr.
       partition: The partition.
-      mesh: The mesh, or None.
+      mesh: The mesh to shard the partition over; None: the program runs locally.
       name: The name of the mapped function.
 
     Returns:
-      `(global error, list of results [n, *t])`.
+      `(error, results)`: a `checkify.Error` with global leaves, and the list of the
+      equation's results, `[n, *t]`.
     """
     run: Any = _compat.jaxpr_as_fun(jaxpr)
     checked: Any = checkify.checkify(run, enabled)
@@ -93,12 +105,16 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
 def _first_error(errors, partition: Partition, mesh: Any):
     """Combine the errors of all groups into one global error.
 
-    For each kind of error it has that of the first group that has one.
+    For each kind of error, it has the error of the first group in which one happened.
 
     Args:
-      errors: An error of checkify with leaves `[n, ...]`, a slice for each group.
+      errors: A `checkify.Error` with leaves `[n, ...]`, a slice for each group.
       partition: The partition.
-      mesh: The mesh, or None.
+      mesh: The mesh to shard the partition over; None: the program runs locally.
+
+    Returns:
+      A `checkify.Error` with global leaves. Its errors are `GroupCheckError`s, which
+      have the group index.
     """
     gathered = jax.tree.map(
         lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
@@ -118,7 +134,15 @@ def _first_error(errors, partition: Partition, mesh: Any):
 
 
 def _name_group(tree, partition: Partition):
-    """The tree structure of a `GroupCheckError`, from that of the error in it."""
+    """Convert the tree structure of an error to that of a `GroupCheckError` around it.
+
+    Args:
+      tree: The `PyTreeDef` of an error of checkify in one group, a `JaxException`.
+      partition: The partition of the group.
+
+    Returns:
+      The `PyTreeDef` of the `GroupCheckError`. It has one more leaf, the group index.
+    """
     error = tree.unflatten([0] * tree.num_leaves)
     return jax.tree.structure(GroupCheckError(error, 0, partition))
 

@@ -83,15 +83,20 @@ def program(
 def _declared_partition(
     args: tuple, keywords: dict[str, Any], mesh_axes: Any
 ) -> Partition:
-    """The partition that the arguments of `drjax.program` declare.
+    """Make the partition that the arguments of `drjax.program` declare.
 
     Args:
-      args: Its positional arguments, of which it takes none.
-      keywords: The keywords that are not parameters: the partition, or misspelt ones.
-      mesh_axes: The parameter of that name.
+      args: The positional arguments of `drjax.program`; any of them is an error.
+      keywords: The keyword arguments that are not parameters of `drjax.program`. One is
+        expected: `{name: size}`, or `{"placements": {name: size}}`.
+      mesh_axes: The mesh axis or axes to shard the partition over, a string or a tuple;
+        None: the axis with the partition's name.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: The arguments do not declare one partition.
+      DrjaxTypeError: There is a positional argument, a misspelt keyword, or not exactly
+        one keyword; or a name, size or mesh axis has the wrong type.
+      DrjaxValueError: The size is below one, `placements` has not exactly one entry, or
+        a mesh axis is named twice.
     """
     if args:
         raise DrjaxTypeError(
@@ -126,7 +131,10 @@ def _declared_partition(
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise `MeshError` unless `mesh` is a mesh or None; its axes are checked later."""
+    """Raise `MeshError` unless `mesh`, an argument of a program, is a mesh or None.
+
+    The axes of the mesh are not checked: building blocks do that when they are called.
+    """
     if mesh is not None and not hasattr(mesh, "axis_names"):
         raise MeshError(
             "drjax.program(mesh=) needs a jax.sharding.Mesh or AbstractMesh, got "
@@ -135,10 +143,14 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _check_plain_function(fn: Any) -> None:
-    """Raise `DrjaxTypeError` for what `drjax.program` cannot decorate.
+    """Raise `DrjaxTypeError` if `drjax.program` cannot decorate `fn`.
 
-    That is no function, with a hint for class methods and properties, or a function
-    whose body runs after it has returned: async functions and generators.
+    It cannot decorate objects that are not callable; the error has a hint for class
+    methods and properties. It cannot decorate async functions and generator functions
+    either, as their bodies run after the call has returned.
+
+    Args:
+      fn: The object to decorate.
     """
     if not callable(fn):
         hint = ""

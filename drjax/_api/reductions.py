@@ -1,9 +1,10 @@
-"""The reductions, and `select`, over pytrees.
+"""Sums and means over the groups, and `select`, over pytrees.
 
 Input: a tree of partitioned leaves `[n, *s]`. Output: the tree with global leaves.
-Invariants: all but the sum, mean, maximum and minimum are compositions of primitives.
+Invariants: all but the plain sum and mean are compositions of primitives.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from drjax import _compat
+from drjax._api.participation import (
+    check_default,
+    check_where,
+    keep_slices,
+    or_default,
+    participation_mask,
+    place,
+)
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
@@ -23,19 +32,35 @@ from drjax._api.resolve import (
     map_leaves,
     resolve,
 )
+from drjax._api.trace_map import call_mapped
 from drjax._api.validate import check_weights, flatten_partitioned
 from drjax._errors import DrjaxTypeError, DrjaxValueError
-from drjax._primitives.collectives import broadcast_p, reduce_mean_p, reduce_sum_p
-from drjax._primitives.extrema import reduce_max_p, reduce_min_p
-from drjax._primitives.partition_index import partition_index_p
+from drjax._primitives.collectives import (
+    broadcast_p,
+    gather_p,
+    reduce_mean_p,
+    reduce_sum_p,
+    scatter_p,
+)
+from drjax._primitives.select_slice import (
+    as_int32,
+    count_from_end,
+    index_pair,
+    select_slice,
+)
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
+
+Mask = ArrayLike | Sequence[bool] | None
+Segments = ArrayLike | Sequence[int] | None
 
 
 def reduce_sum(
     x: PyTree,
-    where: ArrayLike | Sequence[bool] | None = None,
+    where: Mask = None,
     *,
+    by: Segments = None,
+    num: int | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -46,37 +71,53 @@ def reduce_sum(
         `jnp.sum`. 16-bit floats are added in float32 on each device; the
         communication between devices has the dtype of the input.
       where: Optional bool `[n]`: the groups to sum. If no group takes part: 0.
+      by: Optional integers `[n]`: the segment of each group, as for
+        `jax.ops.segment_sum`. Groups whose segment is not in 0 to num - 1 do not take
+        part. Each group reduces `num` slices, so `num` should be small.
+      num: The number of segments, a positive Python integer; given if `by` is.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
     Returns:
-      The same tree with global leaves `[*s]`.
+      The same tree with global leaves `[*s]`; with `by`, `[num, *s]`.
 
     Raises:
       ScopeError: No partition in force.
-      DrjaxValueError: A leaf, or `where`, has another leading axis than n.
-      DrjaxTypeError: A leaf is not a numeric array, or `where` is not bool.
+      DrjaxValueError: A leaf, `where` or `by` has another leading axis than n, or `num`
+        is not positive.
+      DrjaxTypeError: A leaf is not a numeric array, `where` is not bool, `by` or `num`
+        is not an integer, or only one of `by` and `num` is given.
 
     Example:
       >>> import drjax, jax.numpy as jnp
       >>> print(drjax.program(partition_size=3)(drjax.reduce_sum)(jnp.arange(3.0)))
       3.0
+      >>> f = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.reduce_sum(x, by=[0, 1, 1], num=2)
+      ... )
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      [ 5. 13.]
 
     Source: Rush et al. 2024, section 3.
     """
-    x = _zero_left_out("reduce_sum", x, where, mesh, partition)
+    params = resolve("reduce_sum", mesh, partition)
+    mask = participation_mask("reduce_sum", where, by, num, params)
 
     def bind(leaf, **params):
-        _check_numeric("reduce_sum", leaf)
-        return reduce_sum_p.bind(_promote_sum(leaf), **params)
+        check_numeric("reduce_sum", leaf)
+        kept = keep_slices(mask, leaf, 0, **params)
+        return reduce_sum_p.bind(promote_sum(kept), **params)
 
     return bind_partitioned("reduce_sum", x, mesh, partition, bind)
 
 
 def reduce_mean(
     x: PyTree,
-    where: ArrayLike | Sequence[bool] | None = None,
+    where: Mask = None,
     *,
+    by: Segments = None,
+    num: int | None = None,
+    default: ArrayLike | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -85,33 +126,46 @@ def reduce_mean(
     Args:
       x: Tree of partitioned arrays `[n, *s]`. Integers and bools become float32 (of 64
         bits: float64), as by `jnp.mean`. 16-bit floats are added in float32 on each
-        device and communicated, divided by n, in 16 bits; with `where=`, in float32.
-      where: Optional bool `[n]`: the groups to average. If no group takes part: NaN, as
-        by `jnp.mean`.
+        device and communicated, divided by n, in 16 bits; with `where=` or `by=`, in
+        float32.
+      where: Optional bool `[n]`: the groups to average. If no group takes part:
+        `default`.
+      by: As for `drjax.reduce_sum`. The mean of a segment without groups is `default`.
+      num: As for `drjax.reduce_sum`.
+      default: The mean over no group, a number for all leaves. Its derivatives with
+        respect to `x` are 0. Default: NaN, as by `jnp.mean`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
     Returns:
-      The same tree with global leaves `[*s]`.
+      The same tree with global leaves `[*s]`; with `by`, `[num, *s]`.
 
     Raises:
-      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
+        `default` is not a number that the dtypes of the result hold.
 
     Example:
       >>> import drjax, jax.numpy as jnp
       >>> print(drjax.program(partition_size=3)(drjax.reduce_mean)(jnp.arange(3.0)))
       1.0
+      >>> f = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.reduce_mean(x, where=x > 9, default=0)
+      ... )
+      >>> print(f(jnp.arange(3.0)))
+      0.0
 
     Source: Rush et al. 2024, section 3.
     """
-    if where is not None:
-        weights = _check_where("reduce_mean", where, mesh, partition)
-        x = _zero_left_out("reduce_mean", x, where, mesh, partition)
-        return _weighted_mean("reduce_mean", x, weights, mesh, partition)
+    params = resolve("reduce_mean", mesh, partition)
+    mask = participation_mask("reduce_mean", where, by, num, params)
+    default = check_default("reduce_mean", default)
+    if mask is not None:
+        return _weighted_mean("reduce_mean", x, None, mask, default, params)
 
     def bind(leaf, **params):
-        _check_numeric("reduce_mean", leaf)
-        return reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **params)
+        check_numeric("reduce_mean", leaf)
+        mean = reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **params)
+        return or_default("reduce_mean", mean, None, default)
 
     return bind_partitioned("reduce_mean", x, mesh, partition, bind)
 
@@ -120,6 +174,10 @@ def reduce_weighted_mean(
     x: PyTree,
     w: PyTree,
     *,
+    where: Mask = None,
+    by: Segments = None,
+    num: int | None = None,
+    default: ArrayLike | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -131,16 +189,21 @@ def reduce_weighted_mean(
         `jnp.mean`.
       w: Real weights: one array `[n]`, or a tree with the structure of `x` whose
         leaves have the leading axes of the leaves of `x`. If they add up to zero
-        the result is NaN. A NaN in a group of weight zero makes the result NaN; to
-        leave groups out, use `drjax.reduce_mean(x, where=...)`.
+        the result is `default`. A NaN in a group of weight zero makes the result NaN;
+        to leave groups out, use `where`.
+      where: Optional bool `[n]`: the groups to average.
+      by: As for `drjax.reduce_mean`.
+      num: As for `drjax.reduce_sum`.
+      default: The mean if the weights add up to zero, a number for all leaves. Its
+        derivatives with respect to `x` and `w` are 0. Default: NaN.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
     Returns:
-      The same tree with global leaves `[*s]`.
+      The same tree with global leaves `[*s]`; with `by`, `[num, *s]`.
 
     Raises:
-      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and the
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_mean`; and the
         trees or shapes do not match.
 
     Example:
@@ -151,62 +214,18 @@ def reduce_weighted_mean(
 
     Source: McMahan et al. 2017, "Federated averaging", algorithm 1.
     """
-    return _weighted_mean("reduce_weighted_mean", x, w, mesh, partition)
-
-
-def reduce_max(
-    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
-) -> PyTree:
-    """Maximum over the groups, elementwise. One all-reduce on a mesh.
-
-    Args:
-      x: Tree of partitioned real or bool arrays `[n, *s]`.
-      mesh: As for `drjax.broadcast`.
-      partition: As for `drjax.broadcast`.
-
-    Returns:
-      The same tree with global leaves `[*s]` and unchanged dtypes. NaN wins, and in
-      the gradient ties share equally, as for `jnp.max`.
-
-    Raises:
-      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
-
-    Example:
-      >>> import drjax, jax.numpy as jnp
-      >>> print(drjax.program(partition_size=3)(drjax.reduce_max)(jnp.arange(3.0)))
-      2.0
-    """
-    return _reduce_extremum("reduce_max", reduce_max_p, x, mesh, partition)
-
-
-def reduce_min(
-    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
-) -> PyTree:
-    """Minimum over the groups, elementwise. One all-reduce on a mesh.
-
-    Args:
-      x: Tree of partitioned real or bool arrays `[n, *s]`.
-      mesh: As for `drjax.broadcast`.
-      partition: As for `drjax.broadcast`.
-
-    Returns:
-      As `drjax.reduce_max`.
-
-    Raises:
-      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`.
-
-    Example:
-      >>> import drjax, jax.numpy as jnp
-      >>> print(drjax.program(partition_size=3)(drjax.reduce_min)(jnp.arange(3.0)))
-      0.0
-    """
-    return _reduce_extremum("reduce_min", reduce_min_p, x, mesh, partition)
+    block = "reduce_weighted_mean"
+    params = resolve(block, mesh, partition)
+    mask = participation_mask(block, where, by, num, params)
+    default = check_default(block, default)
+    return _weighted_mean(block, x, w, mask, default, params)
 
 
 def select(
     x: PyTree,
     i: ArrayLike,
     *,
+    where: Mask = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -216,12 +235,15 @@ def select(
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
       i: The group, an integer; negative counts from the end. A traced index out of
         bounds is clamped, as by JAX indexing.
+      where: Optional bool `[n]`: the groups to select from, by a gather of n bools.
+        `i` counts these groups only, in the order of their indices, and is clamped to
+        their number.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
     Returns:
       The same tree with global leaves `[*s]`. Infinities and NaNs of other groups
-      do not leak in.
+      do not leak in. If `where` is False for all groups: zeros.
 
     Raises:
       ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
@@ -232,21 +254,22 @@ def select(
       >>> f = drjax.program(partition_size=3)(lambda x: drjax.select(x, 1))
       >>> print(f(jnp.array([5.0, 6.0, 7.0])))
       6.0
+      >>> f = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.select(x, 0, where=x > 6)
+      ... )
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      7.0
     """
     params = resolve("select", mesh, partition)
-    n = params["partition"].size
-    i = _check_index(i, n)
-    index = partition_index_p.bind(**params, per_group=False)
-    selected = broadcast_p.bind(jnp.where(i < 0, i + n, i).clip(0, n - 1), **params)
+    i = _check_index(i, params["partition"].size)
+    if where is None:
+        indices = index_pair(i, **params)
+    else:
+        indices = _rank_pair(i, check_where("select", where, params), params)
 
     def bind(leaf, **params):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = bind(map_leaves(jax.random.key_data, leaf, **params), **params)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        kept = map_leaves(_keep_chosen_group, index, selected, leaf, **params)
-        if leaf.dtype == jnp.bool_:
-            return reduce_max_p.bind(kept, **params)
-        return reduce_sum_p.bind(kept, **params)
+        map_one = functools.partial(map_leaves, **params)
+        return select_slice(leaf, indices, map_one, **params)
 
     return bind_partitioned("select", x, mesh, partition, bind)
 
@@ -255,155 +278,143 @@ def select(
 # What several blocks need
 
 
-def _zero_left_out(block: str, x: PyTree, where, mesh, partition) -> PyTree:
-    """Set the slices of the groups that the mask `where` leaves out to zero.
+def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
+    """Compute the partitioned values by which one of the groups of a mask is selected.
 
     Args:
-      block: The name of the building block, for errors.
-      x: A tree of partitioned leaves, `[n, *s]`.
-      where: Bool `[n]`, which is checked; None: `x` is returned as it is.
-      mesh: The block's argument, a mesh or None.
-      partition: The block's argument, or None for the program's partition.
+      i: The position of the group among those of the mask, int32 `[]`; negative ones
+        count from the end. It is clamped.
+      where: The mask, partitioned bool `[n]`.
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+
+    Returns:
+      `(rank, selected)`, both partitioned, int32 `[n]`, as of `index_pair`: the number
+      of groups of the mask before each group of the mask, n for another group; and the
+      rank of the selected group, -1 if the mask has no group.
     """
-    if where is None:
-        return x
-    where = _check_where(block, where, mesh, partition)
-
-    def bind(leaf, **params):
-        return map_leaves(_zero_unless, where, leaf, **params)
-
-    return bind_partitioned(block, x, mesh, partition, bind)
-
-
-def _check_where(block: str, where, mesh, partition):
-    """Check the argument `where=` of a reduction, and return it as a bool `[n]`.
-
-    Args:
-      block: The name of the reduction, for errors.
-      where: The argument, an array or what `jnp.asarray` takes.
-      mesh: The reduction's argument, a mesh or None.
-      partition: The reduction's argument, or None for the program's partition.
-
-    Raises:
-      DrjaxTypeError: It is no array of bools.
-      DrjaxValueError: Its shape is not `[n]`.
-    """
-    params = resolve(block, mesh, partition)
-    size = group_axis_size(params)
-    if not isinstance(where, jax.Array):
-        try:
-            where = jnp.asarray(where)
-        except (TypeError, ValueError):
-            raise DrjaxTypeError(
-                f"drjax.{block} needs where= as bool [{size}], got "
-                f"{type(where).__name__}: {where!r}."
-            ) from None
-    if where.dtype != jnp.bool_:
-        raise DrjaxTypeError(
-            f"drjax.{block} needs where= as bool [{size}], got dtype {where.dtype}. "
-            "Write for instance where=counts > 0."
-        )
-    if where.shape != (size,):
-        raise DrjaxValueError(
-            f"drjax.{block} needs where= as bool [{size}], one for each group of "
-            f"{params['partition']}, got shape {where.shape}."
-        )
-    return jnp.asarray(where)
+    layout = make_layout(**params)
+    taken = gather_p.bind(as_operand(where, layout, True), **params)
+    ranks = jnp.cumsum(taken, dtype=jnp.int32) - 1
+    ranks = jnp.where(taken, ranks, params["partition"].size)
+    count = jnp.sum(taken, dtype=jnp.int32)
+    # jnp.clip lets the upper bound win: -1 if no group takes part.
+    selected = count_from_end(i, count).clip(0, count - 1)
+    ranks, selected = (as_operand(x, layout, False) for x in (ranks, selected))
+    return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
 
 
-def _weighted_mean(block: str, x: PyTree, w: PyTree, mesh, partition) -> PyTree:
-    """`sum_i w_i x_i / sum_i w_i`, over the groups i; accumulated in at least float32.
+def _weighted_mean(
+    block: str, x: PyTree, w: PyTree | None, mask, default, params: dict[str, Any]
+) -> PyTree:
+    """Compute `sum_i w_i x_i / sum_i w_i` over the groups i, for each leaf of a tree.
+
+    Both sums are accumulated in float32 or wider.
 
     Args:
       block: The name of the reduction, for errors.
       x: A tree of partitioned arrays, `[n, *s]`.
-      w: One array of weights, or a tree of them like `x`; they are checked.
-      mesh: The reduction's argument, a mesh or None.
-      partition: The reduction's argument, or None for the program's partition.
+      w: The weights, which are checked: one real array `[n]`, or a tree of them with
+        the structure of `x`, in which the shape of a weight is a leading part of
+        `[n, *s]`. None: each group that takes part has the weight 1.
+      mask: What `participation_mask` returns. Not None if `w` is None.
+      default: What `check_default` returns: the mean if the weights add up to zero.
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
 
     Returns:
-      The tree of means, `[*s]`.
+      The tree of means, global arrays `[*s]`, or with segments `[num, *s]`, in the
+      dtypes that `jnp.mean` has. NaN if the weights add up to zero, without default.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
+        the weights or the default do not fit.
     """
-    params = resolve(block, mesh, partition)
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)
     )
-    weights = check_weights(w, tree, leaves, params["partition"])
+    weights = [None] * len(leaves)
+    if w is not None:
+        weights = check_weights(w, tree, leaves, params["partition"])
     layout = make_layout(**params)
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
     means = []
     for leaf, weight in zip(leaves, weights, strict=True):
-        _check_numeric(block, leaf)
+        check_numeric(block, leaf)
         real = jnp.finfo(_wide(leaf.dtype)).dtype
         key = (id(weight), real)
         if key not in totals:
-            wide_weight = lax.convert_element_type(
-                as_operand(weight, layout, True), real
-            )
+            kept = mask if weight is None else keep_slices(mask, weight, 0, **params)
+            wide_weight = lax.convert_element_type(as_operand(kept, layout, True), real)
             totals[key] = reduce_sum_p.bind(wide_weight, **params)
-        share = reduce_sum_p.bind(map_leaves(_weigh, weight, leaf, **params), **params)
-        total = lax.expand_dims(totals[key], range(totals[key].ndim, share.ndim))
-        # 0 / 0, a NaN, if no group takes part.
-        means.append(lax.convert_element_type(share / total, _mean_dtype(leaf.dtype)))
+        # A tree, as a mapped function has no argument None.
+        operands, structure = jax.tree.flatten((mask, weight, leaf))
+        product = call_mapped(_weigh, operands, structure, **params)
+        share = reduce_sum_p.bind(product, **params)
+        mean = _divide(block, share, totals[key], default)
+        means.append(lax.convert_element_type(mean, _mean_dtype(leaf.dtype)))
     return tree.unflatten(means)
 
 
 def _wide(dtype):
-    """The dtype, float32 or wider, in which a weighted mean of `dtype` accumulates."""
+    """The dtype in which a weighted mean of arrays of `dtype` is accumulated.
+
+    It is the dtype that `jnp.mean` has, but at least float32.
+    """
     dtype = _mean_dtype(dtype)
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def _weigh(weight, leaf):
-    """One group's `weight * leaf`, in the dtype in which a weighted sum accumulates.
+def _weigh(mask: Any, weight: Any, leaf: jax.Array) -> jax.Array:
+    """Multiply one group's slice by its weight, in float32 or wider.
 
-    The shape of `weight` is the leading part of the shape of `leaf`, `[*s]`.
+    Args:
+      mask: The group's mask, a bool `[]`, or with segments `[num]`. None: True.
+      weight: The weight, a real array. Its shape is a leading part of that of `leaf`; a
+        scalar for one weight a group. None: 1.
+      leaf: The group's slice, `[*s]`.
+
+    Returns:
+      The product in the dtype in which a weighted mean is accumulated: `[*s]`, or with
+      segments `[num, *s]`. Zeros where the mask is False.
     """
     wide = _wide(leaf.dtype)
-    weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
-    return weight.astype(jnp.finfo(wide).dtype) * leaf.astype(wide)
+    if mask is not None:
+        # Also the factors: 0 * NaN would spread in the derivative of the product.
+        taken = jnp.any(mask)
+        weight = weight if weight is None else place(taken, weight, 0)
+        leaf = place(taken, leaf, 0)
+    product = leaf.astype(wide)
+    if weight is not None:
+        weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
+        product = weight.astype(jnp.finfo(wide).dtype) * product
+    return product if mask is None else place(mask, product, 0)
 
 
-def _zero_unless(condition, leaf):
-    """One group's slice `leaf` if `condition`, a bool scalar, holds; else zeros."""
-    return jnp.where(condition, leaf, jnp.zeros((), leaf.dtype))
-
-
-def _keep_chosen_group(index, selected, leaf):
-    """One group's slice `leaf` if the group's `index` is `selected`, else zeros."""
-    return _zero_unless(index == selected, leaf)
-
-
-def _reduce_extremum(block: str, primitive, x: PyTree, mesh, partition) -> PyTree:
-    """Run `reduce_max` or `reduce_min` over a tree.
+def _divide(block: str, share, total, default):
+    """Divide a sum by the sum of the weights; by zero, return the default.
 
     Args:
       block: The name of the reduction, for errors.
-      primitive: `reduce_max_p` or `reduce_min_p`.
-      x: A tree of partitioned arrays, `[n, *s]`.
-      mesh: The reduction's argument, a mesh or None.
-      partition: The reduction's argument, or None for the program's partition.
-
-    Raises:
-      DrjaxTypeError: A leaf is complex, or no array of numbers.
+      share: The weighted sum, a global array `[*s]`, or with segments `[num, *s]`.
+      total: The sum of the weights. Its shape is a leading part of that of `share`.
+      default: What `check_default` returns. None: the quotient is NaN.
     """
-
-    def bind(leaf, **params):
-        _check_numeric(block, leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise DrjaxTypeError(
-                f"drjax.{block} needs leaves with an order, got dtype {leaf.dtype}. "
-                "Reduce the magnitude, or the real and imaginary part."
-            )
-        return primitive.bind(leaf, **params)
-
-    return bind_partitioned(block, x, mesh, partition, bind)
+    empty = None
+    if default is not None:
+        empty = total == 0
+        # In the derivative, too, nothing is divided by zero.
+        total = jnp.where(empty, jnp.ones((), total.dtype), total)
+    total = lax.expand_dims(total, range(total.ndim, share.ndim))
+    return or_default(block, share / total, empty, default)
 
 
-def _check_numeric(block: str, leaf) -> None:
-    """Raise `DrjaxTypeError` for a leaf that has no arithmetic.
+def check_numeric(block: str, leaf) -> None:
+    """Raise `DrjaxTypeError` if an array has a dtype without arithmetic.
 
-    That is a tangent of integers (dtype float0), or an array of typed keys.
+    Such dtypes are float0, of the tangents of integers, and those of typed keys.
+
+    Args:
+      block: The name of the reduction, for the error.
+      leaf: The array.
     """
     if leaf.dtype == jax.dtypes.float0:
         raise DrjaxTypeError(
@@ -417,8 +428,8 @@ def _check_numeric(block: str, leaf) -> None:
         )
 
 
-def _promote_sum(leaf):
-    """Cast `leaf` to the dtype in which `jnp.sum` would add it up."""
+def promote_sum(leaf):
+    """Cast an array to the dtype of its `jnp.sum`, which promotes ints and bools."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
     return leaf.astype(_sum_dtype(leaf.dtype))
@@ -426,27 +437,32 @@ def _promote_sum(leaf):
 
 @_compat.cache()
 def _sum_dtype(dtype):
-    """The dtype that `jnp.sum` of an array of `dtype` has."""
+    """The dtype of the result of `jnp.sum` for an array of dtype `dtype`."""
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _mean_dtype(dtype):
-    """The dtype that `jnp.mean` of an array of `dtype` has."""
+    """The dtype of the result of `jnp.mean` for an array of dtype `dtype`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
 
 
 def _check_index(i, n: int):
-    """Check the group index given to `select`, and return it as an int32 scalar.
+    """Check the group index that is passed to `drjax.select`.
 
     Args:
-      i: The index, a Python or NumPy integer or a scalar JAX array.
+      i: The index: a Python or NumPy integer, or a scalar JAX array or tracer. Negative
+        indices count from the end.
       n: The number of groups.
 
+    Returns:
+      The index as an int32 scalar; a negative index stays negative. One that is traced
+      and out of bounds stays out of bounds, or becomes the nearest one in bounds.
+
     Raises:
-      DrjaxTypeError: It is no integer scalar.
-      DrjaxValueError: It is known, and not in -n to n - 1.
+      DrjaxTypeError: The index is not an integer scalar.
+      DrjaxValueError: The index is concrete, not traced, and not between -n and n - 1.
     """
     if isinstance(i, jax.Array | np.ndarray | np.generic):
         is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
@@ -457,8 +473,10 @@ def _check_index(i, n: int):
             "drjax.select needs the number of one group, an integer scalar, got "
             f"{type(i).__name__}: {i!r}."
         )
-    if _compat.is_concrete(i) and not -n <= int(i) < n:
-        raise DrjaxValueError(
-            f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
-        )
-    return jnp.asarray(i, jnp.int32)
+    if _compat.is_concrete(i):
+        if not -n <= int(i) < n:
+            raise DrjaxValueError(
+                f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
+            )
+        return jnp.asarray(i, jnp.int32)
+    return as_int32(jnp.asarray(i), -n, n - 1)

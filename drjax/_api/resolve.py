@@ -21,17 +21,23 @@ PartitionLike = Any
 
 
 def resolve(block: str, mesh, partition) -> dict[str, Any]:
-    """The parameters `partition` and `mesh` with which a block binds its primitives.
+    """Resolve the partition and the mesh on which a building block acts.
 
     Args:
       block: The name of the building block, for errors.
-      mesh: The block's argument, or None for the program's mesh, or that in context.
-      partition: The block's argument, or None for the program's partition.
+      mesh: Its argument `mesh=`; None: the program's mesh, or else the one in context.
+      partition: Its argument `partition=`, a `Partition`, a mapping `{"clients": n}` or
+        a program; None: the program's partition.
+
+    Returns:
+      `{"partition": partition, "mesh": mesh}`, the parameters with which the building
+      block binds its primitives. The mesh is None if the block runs locally: there is
+      no mesh, or it has none of the partition's axes.
 
     Raises:
-      ScopeError: There is no partition, or the block may not be called in the
+      ScopeError: There is no partition, or the building block may not be called in the
         surrounding mapped function.
-      DrjaxTypeError, DrjaxValueError: The argument `partition` is no partition.
+      DrjaxTypeError, DrjaxValueError: `partition` does not define a partition.
       MeshError: The mesh does not fit the partition.
     """
     resolved, mesh = resolve_partition(block, mesh, partition)
@@ -39,26 +45,39 @@ def resolve(block: str, mesh, partition) -> dict[str, Any]:
 
 
 def group_axis_size(params: dict[str, Any]) -> int:
-    """The size of the group axis that partitioned arguments need.
+    """The size of the group axis that partitioned arguments of a building block need.
 
-    `params` are the parameters that `resolve` returns.
+    It is n, the number of groups; inside a user's `shard_map` over the partition's
+    axes, the number of groups of a device.
+
+    Args:
+      params: `{"partition": partition, "mesh": mesh}`. If the mesh is None, the program
+        runs locally.
     """
     return make_layout(**params).group_axis_size
 
 
 def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
-    """Bind the primitives of a block for each leaf of its partitioned argument.
+    """Bind the primitives of a building block for each leaf of a partitioned argument.
 
     Args:
       block: The name of the building block, for errors.
-      x: Its argument, a tree of leaves `[n, *s]`, which are checked.
-      mesh: The block's argument, or None for the program's mesh, or that in context.
-      partition: The block's argument, or None for the program's partition.
-      bind: Binds primitives for one leaf, `bind(leaf, partition=, mesh=)`, and returns
-        the result.
+      x: The argument, a tree of arrays `[n, *s]`, which are checked.
+      mesh: The argument `mesh=` of the building block; None: the program's mesh, or
+        else the one in context.
+      partition: Its argument `partition=`; None: the program's partition.
+      bind: `bind(leaf, partition=, mesh=)` binds primitives for one leaf, and returns
+        the result, an array.
 
     Returns:
-      The tree of results.
+      A tree with the structure of `x`, of the results of `bind`.
+
+    Raises:
+      ScopeError: There is no partition, or the building block may not be called in the
+        surrounding mapped function.
+      DrjaxTypeError: A leaf is not an array or number, or `partition` is no partition.
+      DrjaxValueError: A leaf has another leading axis than n.
+      MeshError: The mesh does not fit the partition.
     """
     params = resolve(block, mesh, partition)
     leaves, tree = flatten_partitioned(
@@ -69,16 +88,17 @@ def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> 
 
 
 def bind_global(leaves, params: dict[str, Any], bind: Callable) -> list:
-    """Bind the primitives of a block for each leaf of its global argument.
+    """Bind the primitives of a building block for each leaf of a global argument.
 
     Args:
-      leaves: The leaves, arrays.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
-      bind: Binds primitives for one leaf, `bind(leaf, partition=, mesh=)`, and returns
-        the result.
+      leaves: The leaves of the argument, JAX arrays.
+      params: `{"partition": partition, "mesh": mesh}`. If the mesh is None, the program
+        runs locally.
+      bind: `bind(leaf, partition=, mesh=)` binds primitives for one leaf, and returns
+        the result, an array.
 
     Returns:
-      The list of results.
+      The list of results, one for each leaf.
     """
     layout = make_layout(**params)
     return [bind(as_operand(x, layout, False), **params) for x in leaves]
@@ -88,14 +108,16 @@ def map_leaves(fn, *leaves, partition, mesh):
     """Bind `map_fn` for a function of arrays.
 
     Args:
-      fn: The function of one group, from arrays to an array or a tree of arrays; it is
-        traced at each call.
-      *leaves: Partitioned values, `[n, *s]`.
+      fn: The mapped function, `fn(*slices)`: it takes one group's slice `[*s]` of each
+        of `leaves`, and returns an array or a tree of arrays. It is traced at each
+        call.
+      *leaves: Partitioned arrays, `[n, *s]`.
       partition: The partition.
-      mesh: The mesh, or None.
+      mesh: The mesh to shard the partition over; None: the program runs locally.
 
     Returns:
-      What `fn` returns, with leaves `[n, *t]`.
+      A tree with the structure of the result of `fn`, with partitioned leaves
+      `[n, *t]`.
     """
     tree = jax.tree_util.tree_structure((0,) * len(leaves))
     return call_mapped(fn, list(leaves), tree, partition=partition, mesh=mesh)

@@ -8,7 +8,6 @@ structural hash of the jaxpr (`_primitives/dispatch_cache.py`), so that nothing 
 compiled twice.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +28,24 @@ from drjax._sharding.layout import Layout, make_layout
 
 
 def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
-    """Bind `map_fn` for a function of pytrees.
+    """Trace a function of pytrees for one group, and bind `map_fn` for it.
 
     Args:
-      fn: The function of one group.
-      leaves: The leaves of its positional arguments, `[n, *s]`, checked.
-      tree: The structure of the tuple of these arguments.
+      fn: The mapped function. It takes pytrees of one group's arrays `[*s]` as
+        positional arguments, and returns a pytree of arrays or numbers.
+      leaves: The leaves of all its arguments, partitioned arrays `[n, *s]`.
+      tree: The `PyTreeDef` of the tuple of its arguments.
       partition: The partition.
-      mesh: The mesh, or None.
+      mesh: The mesh to shard the partition over; None: the program runs locally.
 
     Returns:
-      What `fn` returns, with leaves `[n, *t]`.
+      A tree with the structure of the result of `fn`, with partitioned leaves
+      `[n, *t]`.
+
+    Raises:
+      DrjaxTypeError: `fn` is async or a generator function, its signature does not fit
+        its arguments, or it returns a leaf that is neither an array nor a number.
+      MeshError: `fn` communicates or shards over the partition's own mesh axes.
     """
     layout = make_layout(partition, mesh)
     leaves = [as_operand(x, layout, True) for x in leaves]
@@ -54,22 +60,24 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
 
 
 def _trace(fn, tree, avals, layout: Layout, name: str):
-    """Trace a function of pytrees for one group.
+    """Trace a function of pytrees for one group, and check what it does.
 
     Args:
-      fn: The function of one group.
-      tree: The structure of the tuple of its positional arguments.
-      avals: The types of their leaves, `[n, *s]`.
+      fn: The mapped function, from pytrees of arrays to a pytree of arrays or numbers.
+      tree: The `PyTreeDef` of the tuple of its positional arguments.
+      avals: The types of the partitioned leaves of these arguments, `[n, *s]`.
       layout: The layout of the groups.
       name: The name of the function, for errors.
 
     Returns:
-      `(per-group jaxpr, structure of its result, closed-over values)`; the jaxpr takes
-      these values as its first inputs.
+      `(jaxpr, out_tree, consts)`: the closed per-group jaxpr, the `PyTreeDef` of the
+      result of `fn`, and the list of the arrays and tracers that `fn` closes over. The
+      inputs of the jaxpr are `consts`, and then the leaves of the arguments.
 
     Raises:
-      DrjaxTypeError: `fn` has another signature, or returns no arrays.
-      MeshError: It communicates or shards over the partition's own axes.
+      DrjaxTypeError: `fn` is async or a generator function, its signature does not fit
+        its arguments, or it returns a leaf that is neither an array nor a number.
+      MeshError: `fn` communicates or shards over the partition's own mesh axes.
     """
     out_tree: Any = None
 
@@ -86,12 +94,12 @@ def _trace(fn, tree, avals, layout: Layout, name: str):
     except DrjaxError:
         raise
     except (NameError, NotImplementedError, TypeError, ValueError) as error:
-        if isinstance(error, NameError) and _names_own_axis(str(error), layout):
+        if isinstance(error, NameError) and names_own_axis(error, layout):
             raise _collective_error(layout, name) from error
         if isinstance(error, TypeError):
             check_accepts(fn, tree.unflatten(avals))
         raise
-    if _collective_axes(jaxpr) & set(layout.partition.mesh_axes):
+    if collective_axes(jaxpr) & set(layout.partition.mesh_axes):
         raise _collective_error(layout, name)
     if layout.sharded:
         _check_shardings(jaxpr, consts, layout, name)
@@ -99,17 +107,17 @@ def _trace(fn, tree, avals, layout: Layout, name: str):
 
 
 def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
-    """Raise `MeshError` if a mapped function shards over the partition's own axes.
+    """Raise `MeshError` if a mapped function shards a value over the partition's axes.
 
-    The groups lie along these axes, and the function sees one group only.
+    The groups are sharded over these mesh axes, and the function sees one group only.
 
     Args:
-      jaxpr: The per-group jaxpr.
-      consts: The values that the function closes over.
+      jaxpr: The closed per-group jaxpr.
+      consts: The arrays and tracers that the function closes over.
       layout: The layout of the groups.
       name: The name of the function, for the error.
     """
-    if any(_mentions(_compat.typeof(c).sharding, layout.axes) for c in consts):
+    if any(mentions(_compat.typeof(c).sharding, layout.axes) for c in consts):
         raise MeshError(
             f"The function {name} given to drjax.map_fn closes over an array that is "
             f"sharded over {layout.axes}, along which the groups of "
@@ -125,22 +133,30 @@ def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
 
 
 def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
-    """Whether a sharding or a spec in a jaxpr mentions one of these mesh axes.
+    """Whether a jaxpr has a sharding or a spec over one of these mesh axes.
 
-    Equations with a parameter `partition`, the building blocks, do not count.
+    The parameters of all equations are searched, and inner jaxprs at any depth.
+    Equations of building blocks, which have a parameter `partition`, are skipped.
+
+    Args:
+      jaxpr: The jaxpr, open or closed.
+      axes: The names of the mesh axes.
     """
     return any(
-        any(_mentions(value, axes) for value in eqn.params.values())
+        any(mentions(value, axes) for value in eqn.params.values())
         or any(_lays_out_over(inner, axes) for inner in _compat.jaxprs_in(eqn.params))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
         if "partition" not in eqn.params
     )
 
 
-def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
-    """Whether `value`, a parameter, is a sharding or spec over one of these mesh axes.
+def mentions(value: Any, axes: tuple[str, ...]) -> bool:
+    """Whether a value is a sharding or spec over one of these mesh axes.
 
-    A tuple or list is if one of its elements is.
+    Args:
+      value: A `NamedSharding`, a `PartitionSpec`, a tuple or list, which is searched,
+        or any other parameter of an equation, for which the result is False.
+      axes: The names of the mesh axes.
     """
     if isinstance(value, jax.sharding.NamedSharding):
         value = value.spec
@@ -148,22 +164,33 @@ def _mentions(value: Any, axes: tuple[str, ...]) -> bool:
         named = (a if isinstance(a, tuple) else (a,) for a in value)
         return any(axis in axes for entry in named for axis in entry)
     if isinstance(value, tuple | list):
-        return any(_mentions(part, axes) for part in value)
+        return any(mentions(part, axes) for part in value)
     return False
 
 
-def _names_own_axis(text: str, layout: Layout) -> bool:
-    """Whether a message of JAX says that one of the partition's axes is unbound."""
-    match = re.search(r"unbound axis name: (\w+)", text)
-    return match is not None and match[1] in (
-        layout.partition.name, *layout.partition.mesh_axes,
-    )  # fmt: skip
+def names_own_axis(error: NameError, layout: Layout) -> bool:
+    """Whether JAX's error says that an axis name of the partition is unbound.
+
+    That is how JAX refuses a collective of a mapped function over its own partition.
+
+    Args:
+      error: The error that tracing the mapped function raised.
+      layout: The layout of the partition. The axis names are the name of the partition
+        and those of its mesh axes.
+    """
+    own = layout.partition.name, *layout.partition.mesh_axes
+    return _compat.unbound_axis(error) in own
 
 
 def _collective_error(layout: Layout, name: str) -> MeshError:
     """Make the error for a mapped function that communicates over the partition's axes.
 
-    `name` is the name of the function.
+    Args:
+      layout: The layout of the partition.
+      name: The name of the mapped function.
+
+    Returns:
+      The error, for the caller to raise.
     """
     return MeshError(
         f"The function {name} given to drjax.map_fn uses a collective over the axis of "
@@ -174,8 +201,12 @@ def _collective_error(layout: Layout, name: str) -> MeshError:
     )
 
 
-def _collective_axes(jaxpr) -> set[str]:
-    """The mesh axes over which a jaxpr communicates or has an axis index."""
+def collective_axes(jaxpr) -> set[str]:
+    """The names of the axes over which a jaxpr has collectives or takes an axis index.
+
+    Args:
+      jaxpr: The jaxpr, open or closed; its inner jaxprs at any depth are searched.
+    """
     axis_names: set[str] = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name not in ("pvary", "pcast"):  # casts of types only
@@ -183,5 +214,5 @@ def _collective_axes(jaxpr) -> set[str]:
             axes = axes if isinstance(axes, tuple | list) else (axes,)
             axis_names.update(axis for axis in axes if isinstance(axis, str))
         for inner in _compat.jaxprs_in(eqn.params):
-            axis_names |= _collective_axes(inner)
+            axis_names |= collective_axes(inner)
     return axis_names

@@ -20,18 +20,18 @@ from drjax._partition import Partition
 
 
 def flatten(block: str, tree: Any, name: str = "x"):
-    """Flatten the argument of a block, with numbers and NumPy arrays as JAX arrays.
+    """Flatten an argument of a building block, and convert its leaves to JAX arrays.
 
     Args:
       block: The name of the building block, for errors.
-      tree: The argument, a tree.
+      tree: The argument, a tree of arrays and numbers.
       name: The name of the argument, for errors.
 
     Returns:
-      `(leaves, tree structure)`.
+      `(leaves, treedef)`: the list of leaves as JAX arrays, and the `PyTreeDef`.
 
     Raises:
-      DrjaxTypeError: A leaf is no array or number.
+      DrjaxTypeError: A leaf is neither an array nor a number.
       DrjaxValueError: A Python integer does not fit JAX's default dtype.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -41,22 +41,24 @@ def flatten(block: str, tree: Any, name: str = "x"):
 def flatten_partitioned(
     block: str, tree: Any, partition: Partition, size: int, name: str = "x"
 ):
-    """Flatten the partitioned argument of a block, and check its leaves.
+    """Flatten a partitioned argument of a building block, and check its leading axes.
 
     Args:
       block: The name of the building block, for errors.
-      tree: The argument, a tree.
+      tree: The argument, a tree of arrays.
       partition: The partition, for errors.
-      size: The leading axis that leaves need: n, or in a user's `shard_map` the number
-        of groups of a device.
+      size: The required size of the leading axis of each leaf: n, or inside a user's
+        `shard_map` the number of groups of a device.
       name: The name of the argument, for errors.
 
     Returns:
-      `(leaves as JAX arrays [size, *s], tree structure)`.
+      `(leaves, treedef)`: the list of leaves as JAX arrays `[size, *s]`, and the
+      `PyTreeDef`.
 
     Raises:
-      DrjaxTypeError: A leaf is no array or number.
-      DrjaxValueError: A leaf has another leading axis.
+      DrjaxTypeError: A leaf is neither an array nor a number.
+      DrjaxValueError: A leaf is a scalar or has another leading axis, or a Python
+        integer does not fit JAX's default dtype.
     """
     leaves, treedef = flatten(block, tree, name)
     if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != size for x in leaves):
@@ -68,18 +70,23 @@ _CLOSE_OVER = "Close over values that are not arrays instead of passing them."
 
 
 def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
-    """A leaf of the argument `name` as a JAX array, or an error that names its path.
+    """Convert a leaf of an argument to a JAX array; errors name the path of the leaf.
 
     Args:
       block: The name of the building block, for errors.
       name: The name of the argument, for errors.
-      path: The path of the leaf in it, as in `jax.tree_util`.
-      leaf: The leaf: an array or a number.
-      fix: What to do if it is neither, for the error.
+      path: The path of the leaf in the argument, a tuple of keys as
+        `jax.tree_util.tree_flatten_with_path` returns it.
+      leaf: The leaf. Arrays, NumPy arrays and numbers can be converted.
+      fix: The sentence at the end of the `DrjaxTypeError`, about how to fix it.
+
+    Returns:
+      The leaf as a JAX array.
 
     Raises:
-      DrjaxTypeError: JAX has no array for the leaf.
-      DrjaxValueError: It is a Python integer that does not fit JAX's default dtype.
+      DrjaxTypeError: The leaf is neither an array nor a number, or JAX lacks its dtype.
+      DrjaxValueError: The leaf is a Python integer that does not fit JAX's default
+        dtype.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -110,13 +117,14 @@ def _short(leaf: Any) -> str:
 
 
 def _raise_not_partitioned(block, tree, partition, size, name):
-    """Raise `DrjaxValueError`, with all leaves whose leading axis is not `size`.
+    """Raise a `DrjaxValueError` that lists the leaves with a wrong leading axis.
 
     Args:
-      block: The name of the building block.
-      tree: Its argument, a tree.
+      block: The name of the building block. For `scatter` and `shard` the error asks
+        for one slice for each group, otherwise for partitioned values.
+      tree: Its argument, a tree of arrays and numbers.
       partition: The partition.
-      size: The leading axis that leaves need.
+      size: The required size of the leading axis of each leaf.
       name: The name of the argument.
     """
     wrong = []
@@ -144,20 +152,22 @@ def _raise_not_partitioned(block, tree, partition, size, name):
 
 
 def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
-    """Check the weights of a weighted mean, and return one for each leaf of the value.
+    """Check the weights of a weighted mean against its value.
 
     Args:
-      weights: The argument: one array, or a tree with the structure of the value.
-      value_tree: The structure of the value.
-      value_leaves: Its leaves, `[n, *s]`.
+      weights: The weights: one array `[n]`, or a tree with the structure of the value,
+        in which the shape of a weight is a leading part of that of its leaf.
+      value_tree: The `PyTreeDef` of the value, of which the mean is taken.
+      value_leaves: The leaves of the value, arrays `[n, *s]`.
       partition: The partition, for errors.
 
     Returns:
-      The list of weights; a single array for all leaves is repeated.
+      The list of weights as JAX arrays, one for each leaf of the value. If `weights` is
+      one array, it is repeated.
 
     Raises:
-      DrjaxTypeError: A weight is no array of real numbers or bools.
-      DrjaxValueError: The structures differ, or the shape of a weight is not the
+      DrjaxTypeError: A weight is not an array of real numbers or bools.
+      DrjaxValueError: The tree structures differ, or the shape of a weight is not a
         leading part of that of its leaf.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(weights)
@@ -180,18 +190,18 @@ def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
 
 
 def _check_weight(key: str, w, x_key: str, full, partition: Partition) -> None:
-    """Check that a weight is real, and that its shape is the leading part of `full`.
+    """Check that a weight is real, and that its shape is a leading part of its leaf's.
 
     Args:
-      key: The path of the weight, for errors.
+      key: The name of the weight with its path, such as `w['a']`, for errors.
       w: The weight, an array.
-      x_key: The path of the leaf of the value that it weighs, for errors.
+      x_key: The name of the weighted leaf with its path, such as `x['a']`, for errors.
       full: The shape of this leaf, a tuple.
       partition: The partition, for errors.
 
     Raises:
       DrjaxTypeError: The weight is not real.
-      DrjaxValueError: Its shape does not fit.
+      DrjaxValueError: The weight is a scalar, or its shape does not fit.
     """
     shape = w.shape
     if not shape or shape != full[: len(shape)]:
@@ -220,17 +230,19 @@ _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_GEN
 
 
 def function_name(fn: Any) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """The name of a function, or of the class of a callable object without a name."""
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def check_plain_function(caller: str, fn: Any) -> None:
-    """Raise `DrjaxTypeError` for a function whose body runs only after it has returned.
+    """Raise `DrjaxTypeError` if `fn` is async or a generator function.
 
-    That is: async functions and generators, as the partition is out of scope then.
+    The body of such a function runs after the call has returned, when the partition is
+    no longer in scope.
 
     Args:
-      caller: The public name of what takes the function, for errors.
+      caller: The public name of the function or decorator that takes `fn`, such as
+        `drjax.map_fn`, for the error.
       fn: The function, or a callable object.
     """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:  # neither wrapped
@@ -247,9 +259,15 @@ def check_plain_function(caller: str, fn: Any) -> None:
 
 
 def check_accepts(fn: Callable, args: tuple) -> None:
-    """Raise a `DrjaxTypeError` if the signature of `fn` does not fit `fn(*args)`.
+    """Raise `DrjaxTypeError` if a mapped function cannot be called as `fn(*args)`.
 
-    Nothing is raised if Python knows no signature of `fn`.
+    Only the signature is checked; nothing is called. Nothing is raised if Python knows
+    no signature of `fn`.
+
+    Args:
+      fn: The mapped function.
+      args: Its positional arguments, trees with types as leaves. Only the number of
+        arguments matters.
     """
     try:
         signature = inspect.signature(fn)

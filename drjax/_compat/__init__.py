@@ -5,6 +5,7 @@
     jaxprs            tracing, and transformations of jaxprs and equations
     rule_registries   how a primitive's rules are registered
     retype_mesh       jaxprs on another mesh
+    error_texts       what errors are about that have no class of their own
     checkify_rules    what `jax.experimental.checkify` keeps for itself
 
 Only this folder imports `jax._src`. Supported: JAX 0.10.2 to 0.12.0.1. What changed
@@ -15,6 +16,8 @@ between them:
 * DCE rules receive the live inputs from 0.11 on.
 """
 
+from drjax._compat.error_texts import is_about_a_mesh as is_about_a_mesh
+from drjax._compat.error_texts import unbound_axis as unbound_axis
 from drjax._compat.jax_types import JAX_VERSION as JAX_VERSION
 from drjax._compat.jax_types import JAXPR_TYPES as JAXPR_TYPES
 from drjax._compat.jax_types import MERGED as MERGED
@@ -76,9 +79,10 @@ from drjax._compat.rule_registries import register_remat_policy as register_rema
 from drjax._compat.trace_context import check_vma as check_vma
 from drjax._compat.trace_context import concrete_mesh as concrete_mesh
 from drjax._compat.trace_context import disable_jit as disable_jit
-from drjax._compat.trace_context import group_aval as group_aval
 from drjax._compat.trace_context import is_concrete as is_concrete
 from drjax._compat.trace_context import legacy_mesh as legacy_mesh
+from drjax._compat.trace_context import replace_aval as replace_aval
 from drjax._compat.trace_context import under_trace as under_trace
 from drjax._compat.trace_context import varying as varying
 from drjax._compat.trace_context import without_mesh as without_mesh
+from drjax._compat.trace_context import without_vma as without_vma

@@ -18,8 +18,10 @@ def register_error_check(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: From the enabled errors, the operands and the parameters, `rule(enabled,
-        *args, **params)`, to `(error of the equation, its results)`.
+      rule: `rule(enabled, *args, **params)`, with the set of error classes that
+        checkify looks for, the operands and the parameters of the equation. It returns
+        `(error, results)`: the `checkify.Error` of this equation alone, and the list of
+        its results.
     """
 
     def check(*args, **params):
@@ -35,16 +37,22 @@ def register_error_check(primitive, rule: Callable) -> None:
 
 
 def error_parts(error) -> tuple[dict, dict, dict, dict]:
-    """Take an error of checkify apart, into four dicts in the order of its constructor.
+    """Split a `checkify.Error` into the four dicts that its constructor takes.
+
+    Args:
+      error: The `checkify.Error`. Its leaves are arrays or tracers.
 
     Returns:
-      For each effect whether an error happened; for each effect its code; for each code
-      the tree structure of the error; for each effect the leaves of its error.
+      `(happened, codes, trees, leaves)`, in the order of the constructor, with a
+      `CheckEffect` as key for each kind of error: `happened` has bool arrays, whether
+      the error happened; `codes` has integer arrays, its code; `leaves` has lists of
+      arrays, the leaves of the exception. `trees` has codes as keys, and the
+      `PyTreeDef` of the exception.
     """
     return error._pred, error._code, error._metadata, error._payload
 
 
 def register_nan_check(primitive) -> None:
-    """Let `checkify` look for NaN in the results of equations of `primitive`."""
+    """Let `checkify.nan_checks` check the results of equations of `primitive`."""
     check = functools.partial(checkify.nan_error_check, primitive)
     checkify.error_checks[primitive] = check

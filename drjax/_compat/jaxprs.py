@@ -18,7 +18,6 @@ from drjax._compat.jax_types import (
     Jaxpr,
     ShapedArray,
     flattree,
-    jaxpr_as_fun,
     weakref_lru_cache,
 )
 
@@ -27,13 +26,13 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
     """Trace a function of arrays to a closed jaxpr that has no constants.
 
     Args:
-      fn: Takes and returns flat sequences of arrays.
+      fn: Takes arrays as positional arguments, and returns a flat sequence of arrays.
       avals: The types of its arguments.
       name: Its name, for debug information.
 
     Returns:
-      `(jaxpr, consts)`: `consts` holds the arrays and tracers that `fn` closed over,
-      in the order of the first inputs of the jaxpr.
+      `(jaxpr, consts)`: the closed jaxpr, and the list of the arrays and tracers that
+      `fn` closes over. The inputs of the jaxpr are `consts`, and then the arguments.
     """
     # Without the names of the arguments: finding them costs as much as a small trace.
     source = api_util.fun_sourceinfo(fn)
@@ -48,7 +47,8 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
 def open_jaxpr(jaxpr):
     """The open jaxpr in a closed one, with `.invars`, `.outvars` and `.eqns`.
 
-    An open jaxpr is returned as it is, and so is any jaxpr from JAX 0.11 on.
+    An open jaxpr is returned unchanged. From JAX 0.11 on there is one class for both,
+    and any jaxpr is returned unchanged.
     """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -60,9 +60,11 @@ def jaxpr_consts(jaxpr) -> Sequence[Any]:
 
 @weakref_lru_cache
 def without_consts(jaxpr):
-    """Make the constants of a closed jaxpr its first inputs.
+    """Turn the constants of a closed jaxpr into its first inputs; cached.
 
-    Returns `(jaxpr, tuple of constants)`; the same jaxpr and () if it has none.
+    Returns:
+      `(jaxpr, consts)`: the closed jaxpr without constants, and the tuple of their
+      values. If there are none, the same jaxpr and ().
     """
     consts = jaxpr_consts(jaxpr)
     if not consts:
@@ -72,21 +74,22 @@ def without_consts(jaxpr):
 
 
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
-    """Eliminate dead code, with the inputs that only dead code uses; cached.
+    """Eliminate dead code of a jaxpr, and the inputs that only dead code uses; cached.
 
     Args:
       jaxpr: A closed jaxpr without constants.
-      used_outputs: For each result whether to keep it.
+      used_outputs: For each result whether the new jaxpr returns it.
 
     Returns:
-      `(smaller jaxpr, for each input whether the smaller jaxpr takes it)`.
+      `(new closed jaxpr, list of bools)`; the bools say for each input of the old jaxpr
+      whether the new one takes it.
     """
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
     return (new if MERGED else pe.close_jaxpr(new)), used
 
 
 def without_dead_code(jaxpr):
-    """Eliminate dead code of a closed jaxpr, and keep all of its inputs and results."""
+    """Eliminate dead code of a closed jaxpr, but none of its inputs and results."""
     new, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
     return new if MERGED else Jaxpr(new, jaxpr.consts)
 
@@ -96,12 +99,13 @@ def backward_pass(jaxpr, args, cts):
 
     Args:
       jaxpr: A closed jaxpr.
-      args: Its inputs: values, or `UndefinedPrimal` for the linear ones.
-      cts: The cotangents of its results, arrays or symbolic zeros (`Zero`).
+      args: For each input its value, or an `UndefinedPrimal` if the jaxpr is linear in
+        it.
+      cts: For each result its cotangent, an array or a symbolic zero (`Zero`).
 
     Returns:
-      A cotangent for each input, an array or a `Zero`; only those of the linear inputs
-      have a meaning.
+      A list with a cotangent for each input, an array or a `Zero`. For inputs that are
+      not linear it has no meaning.
     """
     return ad.backward_pass(jaxpr.jaxpr, False, jaxpr.consts, args, cts)
 
@@ -114,28 +118,38 @@ def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
       nonzeros: For each input whether its tangent is not a symbolic zero.
 
     Returns:
-      `(jaxpr, for each result whether its tangent is not a symbolic zero)`. The jaxpr
-      takes the primals and the nonzero tangents; it returns the results and their
-      nonzero tangents.
+      `(closed jaxpr, list of bools)`; the bools say for each result whether its tangent
+      is not a symbolic zero. The new jaxpr takes the primals and the nonzero tangents;
+      it returns the results and their nonzero tangents.
     """
     return ad.jvp_jaxpr(jaxpr, list(nonzeros), False)
 
 
 def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
-    """Split a jaxpr into a part that computes and a part that is linear.
+    """Linearize a jaxpr: split it into a primal jaxpr and a linear tangent jaxpr.
+
+    There are two sorts of residuals. Flat ones are arrays. Structured ones, from JAX
+    0.11 on, are the pytrees that the linearization rules of some primitives return
+    separately.
 
     Args:
       jaxpr: A closed jaxpr.
       nonzeros: For each input whether its tangent is not a symbolic zero.
-      is_vjp: Whether the linear part will be transposed.
+      is_vjp: Whether the tangent jaxpr will be transposed.
 
     Returns:
-      `(primal jaxpr, number of flat residuals that it returns, which output tangents
-      are nonzero, for each flat residual of the tangent jaxpr the position of the input
-      that it is or None, tangent jaxpr)`. The primal jaxpr returns its results, the
-      flat residuals that are not inputs, and (from 0.11 on) the structured residuals.
-      The tangent jaxpr takes all flat residuals, the nonzero tangents, and the
-      structured residuals.
+      `(primal, n_flat, nonzeros_out, forwarded, tangent)`:
+
+      * `primal`: The closed jaxpr that takes the inputs, and returns the results, the
+        flat residuals that are not themselves inputs, and the leaves of the structured
+        residuals.
+      * `n_flat`: The number of flat residuals that `primal` returns.
+      * `nonzeros_out`: For each result whether its tangent is not a symbolic zero.
+      * `forwarded`: For each flat residual that `tangent` takes, the position of the
+        input that it is; None if `primal` returns it.
+      * `tangent`: The closed jaxpr that takes all flat residuals, the nonzero tangents
+        of inputs, and the structured residuals; it returns the nonzero tangents of
+        results.
     """
     split: Any = ad.linearize_jaxpr(jaxpr, tuple(nonzeros), is_vjp=is_vjp)
     primal, out, nzs_out, forwarded, tangent = split
@@ -148,27 +162,33 @@ def batch_jaxpr(jaxpr, axis_data, in_axes):
 
     Args:
       jaxpr: A closed jaxpr.
-      axis_data: What JAX's batching rules get of the vmap: its size and name.
-      in_axes: The batch dimension of each input, or None.
+      axis_data: JAX's `AxisData` of the vmap, which has its axis name and size; JAX
+        passes it to batching rules.
+      in_axes: For each input its batch dimension; None: it is not batched.
 
     Returns:
-      `(batched jaxpr, the batch dimension of each result, or None if it has none)`.
+      `(batched closed jaxpr, for each result its batch dimension or None)`.
     """
     return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
 
 
 def effects_of(jaxpr) -> frozenset:
-    """The effects of a jaxpr that a caller can observe.
+    """The effects of a jaxpr, open or closed, that its caller can observe.
 
-    They leave out those on mutable arrays that the jaxpr itself creates.
+    An effect on mutable arrays that the jaxpr itself creates is left out.
     """
     return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
 
 
 def new_eqn(eqn, invars, outvars, params, effects):
-    """Copy an equation with other operands, result variables, parameters and effects.
+    """Copy an equation; its primitive and its source line stay.
 
-    Its primitive and its source line stay.
+    Args:
+      eqn: The equation.
+      invars: The list of the new operands, variables or literals.
+      outvars: The list of the new result variables.
+      params: The dict of all new parameters.
+      effects: The set of the new effects.
     """
     return eqn.replace(invars=invars, outvars=outvars, params=params, effects=effects)
 
@@ -176,22 +196,27 @@ def new_eqn(eqn, invars, outvars, params, effects):
 def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
     """Split a jaxpr into what is computed from known inputs, and the rest.
 
-    The known jaxpr returns the known results, and then the residuals. The unknown jaxpr
-    takes the residuals, and then the unknown inputs.
-
     Args:
       jaxpr: A closed jaxpr.
       unknown_in: For each input whether it is unknown.
 
     Returns:
-      `(known jaxpr, unknown jaxpr, for each result whether it is unknown, types of the
-      residuals)`.
+      `(known, unknown, unknown_out, residual types, forwarded)`. The closed jaxpr
+      `known` takes the known inputs; it returns the known results, and then the
+      residuals that it computes, of the residual types. The closed jaxpr `unknown`
+      takes all residuals, and then the unknown inputs; it returns the unknown results.
+      `unknown_out` says for each result whether it is unknown. `forwarded` has for each
+      residual its position among the known inputs, if it is one of them, else None.
     """
-    return pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown_in), instantiate=False)
+    unknown_in = list(unknown_in)
+    return pe.partial_eval_jaxpr_nounits_fwd(jaxpr, unknown_in, instantiate=False)
 
 
 def jaxprs_in(params) -> list:
-    """The jaxprs among an equation's parameters, `eqn.params`; [] if there is none."""
+    """The jaxprs, open or closed, among an equation's parameters `eqn.params`.
+
+    Jaxprs in tuples and lists count. [] if there is none.
+    """
     return list(core.jaxprs_in_params(params))
 
 
@@ -204,7 +229,9 @@ def is_bound_to_devices(jaxpr) -> bool:
 def holds(jaxpr, names: tuple[str, ...]) -> bool:
     """Whether a jaxpr has an equation of a primitive with one of these names.
 
-    Inner jaxprs, at any depth, count.
+    Args:
+      jaxpr: The jaxpr, open or closed; its inner jaxprs at any depth are searched.
+      names: The names of primitives.
     """
     return any(
         eqn.primitive.name in names
@@ -214,9 +241,15 @@ def holds(jaxpr, names: tuple[str, ...]) -> bool:
 
 
 def bind_equation(eqn, operands, **params) -> list:
-    """Bind the primitive of an equation to `operands`; returns the list of results.
+    """Bind the primitive of an equation to other operands, with its source line.
 
-    `params` replace parameters of the equation. The source line is the equation's.
+    Args:
+      eqn: The equation.
+      operands: The operands, arrays or tracers.
+      **params: Parameters that replace those of the equation; the others stay.
+
+    Returns:
+      The list of results, also if the primitive has a single one.
     """
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
     with source_info_util.user_context(eqn.source_info.traceback):
@@ -225,22 +258,22 @@ def bind_equation(eqn, operands, **params) -> list:
 
 
 def select_outputs(jaxpr, outvars: list):
-    """Make a function that computes only some variables of a jaxpr.
+    """Copy a jaxpr so that it computes only some variables, without dead code.
 
     Args:
-      jaxpr: A closed jaxpr.
-      outvars: The variables, results of any of its equations or inputs.
+      jaxpr: A closed jaxpr without constants.
+      outvars: The variables to compute: inputs, or results of any of its equations.
 
     Returns:
-      `(function, for each input of the jaxpr whether the function takes it)`; the
-      function returns a list with the values of these variables.
+      `(live, used)`: `live` is the closed jaxpr from the inputs that it needs to
+      `outvars`, and `used` says for each input of `jaxpr` whether it is one of them.
     """
     raw = open_jaxpr(jaxpr)
     debug_info = raw.debug_info.with_unknown_names()
     changed = raw.replace(outvars=outvars, debug_info=debug_info)
     changed = changed if MERGED else pe.close_jaxpr(changed)
     live, used = dce_jaxpr(changed, [True] * len(outvars))
-    return jaxpr_as_fun(live), used
+    return live, used
 
 
 def new_var(aval):
@@ -254,17 +287,29 @@ def stacked_aval(aval, length: int):
 
 
 def user_frames(eqn):
-    """The frames of users' code in the traceback of an equation, innermost first."""
+    """The frames of users' code in the traceback of an equation, innermost first.
+
+    It is an iterator of JAX's `Frame`s. JAX and the standard library are left out;
+    drjax is not.
+    """
     return source_info_util.user_frames(eqn.source_info.traceback)
 
 
 def closed(jaxpr):
-    """An open jaxpr without constants as a closed one; a closed jaxpr as it is."""
+    """Close an open jaxpr that has no constants; return a closed jaxpr unchanged."""
     return jaxpr if isinstance(jaxpr, Jaxpr) else Jaxpr(jaxpr, ())
 
 
 def scan_sizes(eqn) -> tuple[int, int]:
-    """`(number of constants, number of carried values)` of the operands of a scan."""
+    """The numbers of constants and of carried values among the operands of a scan.
+
+    Args:
+      eqn: The equation of the scan. Its operands are the constants, the carried values,
+        and then the stacks over whose slices the scan runs.
+
+    Returns:
+      `(number of constants, number of carried values)`.
+    """
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -272,15 +317,17 @@ def scan_sizes(eqn) -> tuple[int, int]:
 
 
 def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, Any]:
-    """The parameters that say how many operands a scan has of each sort.
-
-    JAX's versions have different ones. The caller replaces them in a changed scan.
+    """The parameters of a scan that hold its numbers of operands, for a changed scan.
 
     Args:
-      eqn: The equation of the scan.
-      n_consts: The number of operands that are constants.
-      n_carry: The number of carried values.
-      n_xs: The number of operands over whose slices the scan runs.
+      eqn: The equation of the scan, which shows what parameters this version of JAX
+        has.
+      n_consts: The new number of operands that are constants.
+      n_carry: The new number of carried values.
+      n_xs: The new number of stacks over whose slices the scan runs.
+
+    Returns:
+      A dict of parameters, to replace those of the same names in the equation.
     """
     if "num_consts" in eqn.params:
         return {"num_consts": n_consts, "num_carry": n_carry}
@@ -289,7 +336,7 @@ def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, A
 
 
 def with_equations(jaxpr, eqns: list):
-    """Copy a jaxpr with `eqns` instead of its equations; open or closed, as it is."""
+    """Copy a jaxpr, open or closed, with the list `eqns` in place of its equations."""
     raw = open_jaxpr(jaxpr)
     changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
     if MERGED:

@@ -25,10 +25,14 @@ from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
 
 @contextlib.contextmanager
 def spmd_axes(axes: Sequence[str]):
-    """The context of code that a `vmap(spmd_axis_name=axes)` will surround.
+    """The context for tracing code that a `vmap(spmd_axis_name=axes)` will surround.
 
-    In it, the derivative of a `shard_map` that maps over all axes of the mesh does not
-    add up over the mesh axes `axes`, along which each device works on something else.
+    Inside of such a vmap, each device along the mesh axes `axes` works on other batch
+    members. So in this context the derivative rule of a `shard_map` over all axes of
+    the mesh does not sum over `axes`.
+
+    Args:
+      axes: The names of the mesh axes.
     """
     outer = core.trace_ctx.axis_env
     names = _SpmdAxes(outer.spmd_axis_names | set(axes))
@@ -41,14 +45,19 @@ def spmd_axes(axes: Sequence[str]):
 
 
 class _SpmdAxes(frozenset):
-    """A set of axes that is false as a condition, though it is not empty.
+    """A set of mesh axis names whose truth value is False, though it is not empty.
 
-    The derivative rules of `shard_map` leave out the axes that are in it.
+    It is for `AxisEnv.spmd_axis_names` in JAX's trace context, which JAX reads in two
+    places:
 
-    JAX's batching rules ask whether there are such axes, and if so, make what they
-    insert vary over them. That is right in a batching rule of the surrounding vmap. It
-    is wrong in a vmap of the user's inside of a `shard_map(check_vma=True)`, whose
-    other values do not vary over these axes. So to these rules there are none.
+    * The derivative rules of `shard_map` leave out the axes that are in the set.
+    * Batching rules test whether the set is empty. If it is not, they make what they
+      insert vary over its axes.
+
+    For the vmap that will surround the code, the second is right. For a user's vmap
+    inside of a `shard_map(check_vma=True)` it is wrong, as the other values there do
+    not vary over these axes. So the truth value tells batching rules that the set is
+    empty.
     """
 
     def __bool__(self):
@@ -65,7 +74,11 @@ def with_manual_axes(jaxpr, axes: tuple[str, ...]):
     """Copy a jaxpr as if traced where these mesh axes are Manual: inside a `shard_map`.
 
     Each `shard_map` in the jaxpr no longer maps over these axes, as the surrounding
-    `shard_map` does.
+    `shard_map` does. Cached.
+
+    Args:
+      jaxpr: The jaxpr, open or closed.
+      axes: The names of the mesh axes.
     """
     return _Retyped(_manual(axes), lambda manual: manual - set(axes)).jaxpr(jaxpr)
 
@@ -74,26 +87,39 @@ def with_manual_axes(jaxpr, axes: tuple[str, ...]):
 def with_whole_shard_maps(jaxpr, axes: tuple[str, ...]):
     """Copy a jaxpr so that each `shard_map` in it maps over these mesh axes, too.
 
-    `vmap(spmd_axis_name=axes)` needs that.
+    A `vmap(spmd_axis_name=axes)` of the jaxpr needs that. Cached.
+
+    Args:
+      jaxpr: The jaxpr, open or closed.
+      axes: The names of the mesh axes.
     """
     return _Retyped(lambda mesh: mesh, lambda manual: manual | set(axes)).jaxpr(jaxpr)
 
 
 @weakref_lru_cache
 def without_mesh_types(jaxpr):
-    """Copy a jaxpr as if traced without any mesh.
+    """Copy a jaxpr as if traced without any mesh; cached.
 
-    Equations of `reshard` and `mesh_cast`, which change only shardings, are dropped.
-    What is bound to devices stays as it is: a `shard_map`, a sharding constraint.
+    Equations of `reshard` and `mesh_cast`, which change only shardings, are removed.
+    The copy of a `shard_map` or of a sharding constraint has no mesh, so it cannot be
+    lowered.
+
+    Args:
+      jaxpr: The jaxpr, open or closed.
     """
     empty = jax.sharding.AbstractMesh((), ())
     return _Retyped(lambda mesh: empty, lambda manual: manual).jaxpr(jaxpr)
 
 
 def _manual(axes: Sequence[str]) -> Callable:
-    """Make a function from an `AbstractMesh` to one in which these axes are Manual.
+    """Make a function that copies an `AbstractMesh` with some of its axes Manual.
 
-    Axes that a mesh does not have are left out.
+    Args:
+      axes: The names of the axes.
+
+    Returns:
+      A function from an `AbstractMesh` to an `AbstractMesh`. Names in `axes` that are
+      no axes of the mesh have no effect.
     """
 
     def changed(mesh):
@@ -105,10 +131,13 @@ def _manual(axes: Sequence[str]) -> Callable:
 
 
 def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
-    """Whether `eqn` constrains a sharding, and all axes of the new mesh are Manual.
+    """Whether an equation is a sharding constraint without effect on the new mesh.
 
-    Nothing is left to shard, and vmap refuses such a constraint. `change_mesh` maps the
-    old `AbstractMesh` to the new one.
+    It has none if all axes of the new mesh are Manual; vmap refuses such a constraint.
+
+    Args:
+      eqn: The equation.
+      change_mesh: A function from the old `AbstractMesh` to the new one.
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
@@ -120,7 +149,7 @@ def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
 
 
 def _without_devices(x):
-    """Copy an array or typed keys to the default device, through the host."""
+    """Copy an array or typed keys through the host to the default device."""
     if dtypes.issubdtype(x.dtype, dtypes.prng_key):
         data: Any = np.asarray(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -128,7 +157,7 @@ def _without_devices(x):
 
 
 class _Retyped:
-    """Copies a jaxpr with other axis types of the mesh under which it was traced.
+    """Copies jaxprs, as if traced under a mesh with other axis types, or under none.
 
     The mesh is part of the types of variables, of the context of each equation, and of
     parameters: shardings, meshes, types and jaxprs, also within tuples and dicts.
@@ -136,9 +165,10 @@ class _Retyped:
     copy is for use after all derivatives have been taken.
 
     Args:
-      mesh: From an `AbstractMesh` to the one in its place.
-      shard_map_axes: From the axes that a `shard_map` makes Manual to new ones. If it
-        adds some, they are Manual inside.
+      mesh: A function from an `AbstractMesh` in the jaxpr to the one that replaces it.
+      shard_map_axes: A function from the set of mesh axes that a `shard_map` equation
+        makes Manual, `newly_manual_axes`, to the set that its copy makes Manual. Axes
+        that it adds are Manual in the inner jaxpr of the copy, too.
     """
 
     _LAYOUT_ONLY = ("reshard", "mesh_cast")
@@ -150,7 +180,7 @@ class _Retyped:
         self._contexts: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr):
-        """Copy a jaxpr, open or closed; the same jaxpr object has the same copy."""
+        """Copy a jaxpr, open or closed; the same object always has the same copy."""
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
@@ -172,7 +202,9 @@ class _Retyped:
     def _const(self, value):
         """Copy a constant of a jaxpr to the default device, if the new mesh is empty.
 
-        Other constants are returned as they are.
+        Args:
+          value: The constant, an array. It is returned unchanged if the new mesh is not
+            empty, or if its sharding has no mesh.
         """
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
@@ -180,7 +212,10 @@ class _Retyped:
         return _without_devices(value)
 
     def _atom(self, atom):
-        """Copy a variable or literal; the same variable has the same copy."""
+        """Copy a variable or literal, with its type on the new mesh.
+
+        The same variable always has the same copy. A `DropVar` is returned unchanged.
+        """
         if isinstance(atom, core.Literal):
             return core.Literal(self._literal(atom.val), self._aval(atom.aval))
         if atom not in self._vars:
@@ -191,9 +226,11 @@ class _Retyped:
         return self._vars[atom]
 
     def _literal(self, value: Any):
-        """Move the value of a literal to the new mesh.
+        """Copy the value of a literal, if it has a type with a mesh.
 
-        Only a NumPy array of JAX's own class has a type, `.aval`, with a mesh.
+        Args:
+          value: The value, a Python or NumPy scalar or a NumPy array. Only NumPy arrays
+            of JAX's own subclass have a type, `.aval`; others are returned unchanged.
         """
         known: Any = getattr(value, "aval", None)
         if known is None or not isinstance(value, np.ndarray):
@@ -202,7 +239,11 @@ class _Retyped:
         return value if aval is known else make(np.asarray(value), aval)
 
     def _aval(self, aval):
-        """Move a type to the new mesh; for a mutable array, its inner type."""
+        """Copy a type with the new mesh.
+
+        Of the type of a mutable array, the inner type changes. A type is returned
+        unchanged if it has no mesh, or if its mesh does not change.
+        """
         inner = getattr(aval, "inner_aval", None)
         if inner is not None:
             return aval.update(inner_aval=self._aval(inner))
@@ -217,7 +258,11 @@ class _Retyped:
         return aval.update(sharding=aval.sharding.update(mesh=new))
 
     def _context(self, context):
-        """Move the context in which an equation was traced to the new mesh."""
+        """Copy the context in which an equation was traced, with the new mesh.
+
+        Args:
+          context: A `JaxprEqnContext`.
+        """
         if context not in self._contexts:
             new = self._mesh(context.cur_abstract_mesh)
             if new != context.cur_abstract_mesh:
@@ -227,9 +272,11 @@ class _Retyped:
         return self._contexts[context]
 
     def _eqn(self, eqn):
-        """Copy an equation; None if it is dropped, as it changes only a sharding.
+        """Copy an equation, with its variables, parameters and context on the new mesh.
 
-        The operands of a dropped equation take the place of its results.
+        Returns:
+          The copy. None if the equation changes only a sharding that the new mesh does
+          not have: then copies of its operands replace its results.
         """
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
@@ -254,7 +301,17 @@ class _Retyped:
         )
 
     def _param(self, value):
-        """Move a parameter of an equation, or a part of one, to the new mesh."""
+        """Copy a parameter of an equation with the new mesh.
+
+        Args:
+          value: The parameter, or a part of it. Jaxprs, meshes, `NamedSharding`s and
+            types change, also within tuples, lists and dicts; other values are returned
+            unchanged.
+
+        Returns:
+          The new value. A `Mesh` that changes becomes an `AbstractMesh`; a
+          `NamedSharding` becomes None if the new mesh is empty.
+        """
         if isinstance(value, JAXPR_TYPES):
             return self.jaxpr(value)
         if isinstance(value, jax.sharding.AbstractMesh):

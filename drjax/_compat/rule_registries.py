@@ -23,10 +23,12 @@ def register_linearization(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(is_vjp, nonzeros, *primals, **params)`, where `nonzeros` says for each
-        operand whether its tangent is not a symbolic zero. It returns `(results, which
-        of their tangents are nonzero, residuals, linear)`, where `linear(residuals,
-        *tangents)` returns the tangents of the results.
+      rule: `rule(is_vjp, nonzeros, *primals, **params)` returns
+        `(results, nonzeros_out, residuals, linear)`. `is_vjp` says whether the linear
+        part will be transposed. `nonzeros` and `nonzeros_out` say for each operand and
+        for each result whether its tangent is not a symbolic zero. `residuals` is a
+        pytree of arrays. `linear(residuals, *tangents)` takes the tangents of all
+        operands, and returns those of all results; either may be symbolic zeros.
     """
     if not MERGED:
         ad.primitive_linearizations[primitive] = rule
@@ -47,8 +49,10 @@ def register_dce(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(used_outputs, eqn)`, with a bool for each result, returns `(for each
-        operand whether it is used, new equation)`; None as equation: it is dead.
+      rule: `rule(used_outputs, eqn)` returns `(used_inputs, new_eqn)`. `used_outputs`
+        is a list of bools, for each result whether it is used; `used_inputs` is one for
+        the operands. `new_eqn` has the used operands and results only; None: it is
+        dead.
     """
     pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
@@ -58,9 +62,10 @@ def register_partial_eval(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(trace, *tracers, **params)`, with JAX's `JaxprTrace` and the operands,
-        returns the results: known values, or tracers. `partial_eval_by_tracers` can
-        compute them.
+      rule: `rule(trace, *tracers, **params)` takes JAX's `JaxprTrace`, the operands as
+        `JaxprTracer`s, known or unknown, and the parameters. It returns the list of
+        results: values if they are known, else tracers. `partial_eval_by_tracers`
+        computes such a list.
     """
     pe.custom_partial_eval_rules[primitive] = rule
 
@@ -70,9 +75,10 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      jaxpr_param: The name of its parameter that holds the jaxpr.
-      res_aval: From the equation's parameters and the type of a residual in the jaxpr
-        to the type of this residual outside, as a result of the equation.
+      jaxpr_param: The name of its parameter that holds the closed jaxpr.
+      res_aval: `res_aval(params, aval)` converts the type of a residual inside the
+        jaxpr to its type outside, as a result of the equation; `params` are the
+        parameters of the equation.
     """
 
     def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
@@ -96,22 +102,26 @@ def partial_eval_by_tracers(
     Args:
       primitive: The primitive of the equation.
       trace: JAX's `JaxprTrace`, which the partial evaluation rule gets.
-      tracers: The operands.
+      tracers: The operands, `JaxprTracer`s.
       unknown_in: For each operand whether it is unknown.
       params: The parameters, of which `params["jaxpr"]` is the closed jaxpr.
-      split: What `partial_eval_jaxpr` returned for `params["jaxpr"]`.
-      to_outer: Turns a type inside the jaxpr into the type of the value outside.
+      split: This jaxpr, split: what `partial_eval_jaxpr` returns.
+      to_outer: A function from the type of a value inside the jaxpr to its type as a
+        result of the equation.
 
     Returns:
-      The results: values, or tracers if they are unknown.
+      The list of results: values, or tracers if they are unknown.
     """
-    known_jaxpr, unknown_jaxpr, unknown_out, res_avals = split
+    known_jaxpr, unknown_jaxpr, unknown_out, res_avals, forwarded = split
     known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
     known_outs = []
     if known_jaxpr.out_avals or known_jaxpr.effects:  # else it would bind no work
         known_outs = primitive.bind(*known_in, **{**params, "jaxpr": known_jaxpr})
     n_known = len(known_outs) - len(res_avals)
-    known_iter, residuals = iter(known_outs[:n_known]), known_outs[n_known:]
+    known_iter, computed = iter(known_outs[:n_known]), iter(known_outs[n_known:])
+    # Operands that are residuals do not pass through the known part: transposing again
+    # and again would otherwise add a known part each time.
+    residuals = [next(computed) if i is None else known_in[i] for i in forwarded]
     in_tracers = [
         *map(trace.new_instantiated_const, residuals),
         *(t for t, unknown in zip(tracers, unknown_in, strict=True) if unknown),
@@ -139,7 +149,7 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 
     Args:
       primitive: The primitive.
-      hidden: From the name and the value of a parameter to whether it is left out.
+      hidden: `hidden(name, value)` says whether to leave out a parameter.
     """
 
     def rule(eqn, context, settings):
@@ -150,18 +160,25 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 
 
 def register_lowering(primitive, fn: Callable) -> None:
-    """Lower `primitive` as JAX would lower the function `fn(*args, **params)`.
+    """Lower equations of `primitive` as JAX would lower a function.
 
-    `fn` has to be traceable; `args` and `params` are those of the equation.
+    Args:
+      primitive: The primitive.
+      fn: The function, `fn(*args, **params)`, with the operands and the parameters of
+        the equation. It is traced. It returns a sequence of results, or a single result
+        if the primitive has one.
     """
     rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
 
 
 def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
-    """Lower `primitive` as the closed jaxpr `jaxpr_of(*avals, **params)`.
+    """Lower equations of `primitive` as a jaxpr.
 
-    `avals` are the types of the operands, and `params` the parameters of the equation.
+    Args:
+      primitive: The primitive.
+      jaxpr_of: `jaxpr_of(*avals, **params)`, with the types of the operands and the
+        parameters of the equation, returns the closed jaxpr, from operands to results.
     """
 
     def rule(ctx, *args, **params):
@@ -188,21 +205,25 @@ def register_lowering_rule(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(ctx, *values, **params)`, from the context of the lowering and the
-        MLIR values of the operands to those of the results, in a list.
+      rule: `rule(ctx, *values, **params)` takes JAX's `LoweringRuleContext`, the MLIR
+        values of the operands, and the parameters of the equation. It returns the list
+        of the MLIR values of the results.
     """
     mlir.register_lowering(primitive, rule, cacheable=False)
 
 
 def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params):
-    """Lower a traceable function; returns the MLIR values of its results, in a list.
+    """Lower a traceable function within a lowering rule.
 
     Args:
-      ctx: The context that JAX gave to the calling lowering rule.
+      ctx: The `LoweringRuleContext` of the calling lowering rule.
       fn: The function, `fn(*operands, **params)`.
-      operands: Pairs of an MLIR value and its type.
-      multiple_results: Whether `fn` returns a sequence.
+      operands: For each operand the pair of its MLIR value and its type.
+      multiple_results: Whether `fn` returns a sequence of results or a single one.
       **params: Keywords of `fn`.
+
+    Returns:
+      The list of the MLIR values of its results.
     """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
     avals = [aval for _, aval in operands]
@@ -210,17 +231,19 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
 
 
 def module_token(ctx):
-    """An object that stands for the module that is being lowered.
+    """An object that identifies the MLIR module that is being lowered.
 
-    It is the same one for all equations of the module, and JAX deletes it with the
-    module: a key for a `WeakKeyDictionary`. JAX's `ModuleContext` cannot be that key,
-    as it is copied for inner code, and has no weak references. `ctx` is the context
-    that JAX gave to a lowering rule.
+    It is the same object for all equations of the module, and is deleted with the
+    module, so it can be a key of a `WeakKeyDictionary`. JAX's `ModuleContext` cannot be
+    that key, as it is copied for inner code, and has no weak references.
+
+    Args:
+      ctx: The `LoweringRuleContext` that JAX passes to a lowering rule.
     """
     return ctx.module_context.shape_poly_state
 
 
 def current_block():
-    """The MLIR block (of a function, a branch) into which JAX now lowers equations."""
+    """The MLIR block, of a function or branch, into which JAX now lowers equations."""
     point: Any = ir.InsertionPoint.current
     return point.block

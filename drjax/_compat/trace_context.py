@@ -13,11 +13,16 @@ from jax._src import config, core, mesh
 
 
 def check_vma() -> bool:
-    """Whether the code being traced stands in a `shard_map(check_vma=True)`.
+    """Whether the code being traced is inside a `shard_map(check_vma=True)`.
 
-    Only there do types say over which Manual axes a value varies.
+    Only then do types say over which Manual axes a value varies.
     """
     return config._check_vma.value
+
+
+def without_vma():
+    """A context in which no VMA is checked, as in a `shard_map(check_vma=False)`."""
+    return config._check_vma(False)
 
 
 def disable_jit() -> bool:
@@ -26,12 +31,12 @@ def disable_jit() -> bool:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of `x` is known: `x` is no tracer, or has a known value."""
+    """Whether the value of `x` is known: no tracer, or a tracer of a known value."""
     return core.is_concrete(x)
 
 
 def under_trace() -> bool:
-    """Whether a transformation or jit is active, so that binds are not eager."""
+    """Whether a transformation or jit is active, so that nothing runs eagerly."""
     return not isinstance(core.trace_ctx.trace, core.EvalTrace)
 
 
@@ -44,15 +49,20 @@ def legacy_mesh() -> jax.sharding.Mesh | None:
 def concrete_mesh() -> jax.sharding.Mesh:
     """The mesh that `jax.set_mesh` set, with its devices, also while tracing.
 
-    An empty mesh if none was set.
+    It is an empty mesh if none is set.
     """
     return mesh.get_concrete_mesh()
 
 
-def group_aval(aval, shape, sharding, varying):
-    """Copy the type `aval` with another shape and sharding.
+def replace_aval(aval, shape, sharding, varying):
+    """Copy a type with another shape, sharding, and set of varying axes.
 
-    `varying` are the Manual mesh axes over which a value of the new type varies.
+    Args:
+      aval: The type, a `ShapedArray`.
+      shape: The new shape.
+      sharding: The new sharding, a `NamedSharding` on an abstract mesh.
+      varying: The names of the Manual mesh axes over which a value of the new type
+        varies.
     """
     mat = aval.manual_axis_type.update(varying=frozenset(varying))
     return aval.update(shape=shape, sharding=sharding, manual_axis_type=mat)
@@ -65,7 +75,7 @@ def varying(aval) -> frozenset[str]:
 
 @contextlib.contextmanager
 def without_mesh():
-    """A context with no mesh at all, neither set nor of a `with mesh:` block."""
+    """A context without any mesh, of `jax.set_mesh` or of a `with mesh:` block."""
     resources, legacy = mesh.thread_resources, config.mesh_context_manager
     env, entered = resources.env, legacy.swap_local(())
     resources.env = env.with_mesh(mesh.Mesh(np.empty((), object), ()))

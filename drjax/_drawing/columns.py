@@ -24,16 +24,19 @@ Lines = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """The texts of one round; the inputs and outputs of the plan are columns too.
+    """The texts of one column of a plan's picture: a round, or its inputs or outputs.
+
+    `Lines` are the lines of one text, a tuple of strings.
 
     Attributes:
-      location: The round, as `round 1`; or `inputs`, `outputs`, `end`.
-      head: Its name and total sizes.
-      server: Text in the box of the server, empty without a box.
-      down: Text of each value that is sent to the groups.
-      up: Text of each value that is sent by the groups.
-      local: Text in the box of each group.
-      kind: `stage` or `value` (inputs, outputs).
+      location: The round, such as `round 1` or, in a loop, `round 1, scan, branch 0,
+        round 2`; or `inputs`, `outputs`, or `end` for the last server stage.
+      head: The lines above the column: its name, and the bytes sent and received.
+      server: The lines in the box of the server; () for no box.
+      down: For each value that is sent to the groups its lines.
+      up: For each value that the groups send its lines.
+      local: The lines in the box of each group; () for no box.
+      kind: `stage` for a round, `value` for inputs and outputs.
     """
 
     location: str
@@ -56,10 +59,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Frame:
-    """A loop, or one of its bodies.
+    """A frame around columns: a loop, or one of its bodies.
 
     Attributes:
-      lines: Its title.
+      lines: The lines of its title, a tuple of strings.
       items: The `Column`s and `Frame`s inside, from left to right.
     """
 
@@ -78,30 +81,35 @@ def text_height(lines: Lines) -> float:
 
 
 def stairs(side: tuple[Lines, ...]) -> float:
-    """The width in points of a staircase of boxes; `side` has the lines of each box."""
+    """The width in points of a staircase of boxes; each next one is shifted by `STEP`.
+
+    Args:
+      side: For each box its lines of text; at least one box.
+    """
     return max(map(text_width, side)) + STEP * (len(side) - 1)
 
 
 def _short(text: str) -> str:
-    """A text of at most `LONGEST` letters: a longer one loses its middle."""
+    """Shorten a text to at most `LONGEST` letters, by an ellipsis in its middle."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def _type(value: Value) -> str:
-    """The dtype and the shape of a value as text: `float32[3]`."""
+    """The dtype and the shape of a value as text, such as `float32[3]`."""
     return str(value)[len(value.name) + 2 :]
 
 
 def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], Lines]:
-    """The values to show, in their order, and a summary of the others.
+    """Choose the values to show, in their order, and summarize the others.
 
     Args:
-      named: Pairs of a text and a value.
+      named: `(label, value)` pairs.
 
     Returns:
-      `(pairs, summary)`: all pairs and (), or the `SHOWN` largest values and two lines
-      on the number and the bytes of the others.
+      `(pairs, summary)`. Of at most `SHOWN + 1` pairs, all pairs and (). Of more pairs,
+      those of the `SHOWN` largest values, and two lines of text: the number of the
+      others and their bytes.
     """
     pairs = list(named)
     if len(pairs) <= SHOWN + 1:
@@ -113,10 +121,15 @@ def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], L
 
 
 def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
-    """The lines of text of each value that is sent: its name, type and size.
+    """The lines of text of each value that is sent: its label, then its type and size.
 
-    The last are a summary, if there are more values than are shown. `named` are pairs
-    of a text and a value.
+    Of many values the largest are shown; a summary of the others comes last.
+
+    Args:
+      named: `(label, value)` pairs.
+
+    Returns:
+      For each box of text a tuple of its lines.
     """
     shown, more = _few(named)
     lines = [(_short(name), f"{_type(v)}  {size(v.nbytes)}") for name, v in shown]
@@ -124,7 +137,15 @@ def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
 
 
 def listed(title: Lines, values: Iterable[Value]) -> Lines:
-    """The lines of a box: a title, then the largest of the values; () if none."""
+    """The lines of a box: a title, then names and types of the largest values.
+
+    Args:
+      title: The lines of the title.
+      values: The values to list.
+
+    Returns:
+      The lines; () if there is no value. The last one summarizes values left out.
+    """
     shown, more = _few((v.name, v) for v in values)
     room = [LONGEST - len(_type(v)) for _, v in shown]
     lines = [
@@ -135,27 +156,35 @@ def listed(title: Lines, values: Iterable[Value]) -> Lines:
 
 
 def _column(plan: Plan, number: int, location: str) -> Column:
-    """The `Column` of a round; `number` is that of the round in the plan, from 1."""
+    """Collect the texts of a round for its column in the plan's picture.
+
+    Args:
+      plan: The plan, or the plan of a loop's body, that has the round.
+      number: The number of the round in this plan, from 1.
+      location: The location of the round in the whole plan, such as `round 1`.
+    """
     a_round = plan.rounds[number - 1]
     # Values that are live after this round are saved in the groups.
     live = {v.name for v in plan.outputs}
     for r in plan.rounds[number:]:
         live |= {v.name for v in r.local.inputs} | {r.source.name for r in r.reduces}
     for r in plan.rounds[number - 1 :]:
-        live |= {v.name for loop in r.loops for v in loop.inputs}
+        live |= {v.name for x in (*r.moves, *r.loops) for v in x.inputs}
     down = [(v.name, v) for v in a_round.broadcast]
     down += [(f"slice i of {whole.name}", part) for whole, part in a_round.scatter]
     up = [(f"{r.op} of {r.source.name}", r.source) for r in a_round.reduces]
+    between = [(m.op, m.source) for m in a_round.moves]
     local: Lines = ()
     if not a_round.local.empty:
         local = tuple(textwrap.wrap(a_round.local.name, LONGEST)[:3])
         kept = (v for v in a_round.local.outputs if v.name in live)
         local += listed(("keeps",), kept)
-    elif down or up:
+        local += listed(("to other groups",), (v for _, v in between))
+    elif down or up or between:
         local = ("no work",)
     sums = [
         f"{sign} {size(sum(v.nbytes for _, v in side))}"
-        for sign, side in (("↓", down), ("↑", up))
+        for sign, side in (("↓", down), ("↑", up), ("↔", between))
         if side
     ]
     head = (f"round {number}", *([f"{'  '.join(sums)} a group"] if sums else []))
@@ -164,10 +193,17 @@ def _column(plan: Plan, number: int, location: str) -> Column:
 
 
 def items_of(plan: Plan, prefix: str = "") -> list:
-    """The `Column`s and `Frame`s of a plan or of a loop's body, from left to right.
+    """Collect the columns of a plan's rounds and the frames of its loops.
 
-    `prefix` is what the locations of its rounds begin with: empty, or of a body the
-    location of the loop.
+    A round that neither computes nor communicates has no column.
+
+    Args:
+      plan: The plan, or the plan of a loop's body.
+      prefix: The common prefix of its rounds' locations: empty, or for a body such as
+        `round 1, scan, branch 0, `.
+
+    Returns:
+      The `Column`s and `Frame`s, from left to right.
     """
     items: list = []
     for number, a_round in enumerate(plan.rounds, 1):
@@ -183,12 +219,15 @@ def items_of(plan: Plan, prefix: str = "") -> list:
 
 
 def _frame(loop: Loop, number: int, location: str) -> Frame:
-    """The `Frame` of a loop, around the columns of its bodies.
+    """Make the frame of a loop, around the columns of its bodies.
+
+    A scan has one frame. A while or cond has a frame with one more inside for each
+    body.
 
     Args:
       loop: The loop.
       number: The number of its round in the plan, from 1.
-      location: The location of its round.
+      location: The location of its round in the whole plan, such as `round 1`.
     """
     title = f"round {number}: {loop.op}"
     if loop.length is not None:
@@ -216,7 +255,10 @@ def _frame(loop: Loop, number: int, location: str) -> Frame:
 
 
 def columns_of(plan: Plan) -> list:
-    """All `Column`s and `Frame`s of a picture, with the plan's inputs and outputs."""
+    """The `Column`s and `Frame`s of a plan's picture, from left to right.
+
+    The first column is that of the plan's inputs, the last one that of its outputs.
+    """
     ends = []
     for name, values in (("inputs", plan.inputs), ("outputs", plan.outputs)):
         server = listed((), (v for v in values if not v.partitioned))
@@ -226,9 +268,13 @@ def columns_of(plan: Plan) -> list:
 
 
 def every(items: list) -> Iterator[tuple[Column | Frame, int]]:
-    """All columns and frames, also those inside frames, each with its depth.
+    """All columns and frames, also those inside frames, as `(item, depth)` pairs.
 
-    The depth is the number of frames around.
+    Args:
+      items: `Column`s and `Frame`s, from left to right.
+
+    Returns:
+      An iterator. The depth is the number of frames around the item, 0 for `items`.
     """
     for item in items:
         yield item, 0

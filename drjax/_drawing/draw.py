@@ -34,6 +34,10 @@ _STYLES = {  # fill, edge, line width
 def draw(plan: Plan, path: str | Path) -> None:
     """Write a picture of a plan to a file; the implementation of `Plan.draw`.
 
+    Args:
+      plan: The plan.
+      path: A file that ends in `.svg` or `.png`. Missing folders are created.
+
     Raises:
       DrjaxValueError: The path does not end in `.svg` or `.png`.
       PlanError: The plan has symbolic dimensions.
@@ -50,7 +54,15 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _paint(picture: Picture, path: Path) -> None:
-    """Write a picture to an SVG or PNG file; raise `ImportError` without matplotlib."""
+    """Write a picture to a file; missing folders are created.
+
+    Args:
+      picture: The boxes and arrows.
+      path: The file, whose suffix is `.svg` or `.png`.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -67,7 +79,7 @@ def _paint(picture: Picture, path: Path) -> None:
 
 
 def figure_of(picture: Picture) -> Any:
-    """A picture as a `matplotlib.figure.Figure`, of which one unit is one point."""
+    """Draw a picture as a `matplotlib.figure.Figure`; its units are points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(picture.width / 72, picture.height / 72))
@@ -82,7 +94,7 @@ def figure_of(picture: Picture) -> Any:
 
 
 def _paint_arrow(axes: Any, arrow: Arrow) -> None:
-    """Add an arrow to a `matplotlib.axes.Axes`."""
+    """Add an arrow to `axes`, a `matplotlib.axes.Axes` in points."""
     color = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
     if "bar" in arrow.kind:
         color = _DOWN if "down" in arrow.kind else _UP
@@ -98,7 +110,7 @@ def _paint_arrow(axes: Any, arrow: Arrow) -> None:
 
 
 def _paint_box(axes: Any, box: Box) -> None:
-    """Add a box and its text to a `matplotlib.axes.Axes`."""
+    """Add a box with its text to `axes`, a `matplotlib.axes.Axes` in points."""
     from matplotlib.patches import FancyBboxPatch
 
     order = {"band": 0, "frame": 1}.get(box.kind, 3)

@@ -34,14 +34,15 @@ TITLE = 1.6  # times larger than other text
 
 @dataclass(frozen=True)
 class Box:
-    """Lines of text at a position.
+    """Lines of text at a position, with or without a rectangle around them.
 
     Attributes:
       kind: `title`, `label`, `band` (the server, a group), `frame` (a loop), `server`
         and `local` (stages), `value` (inputs, outputs), `down` and `up` (values sent).
-      x, y, width, height: Its position and size.
-      lines: Its text.
-      location: The round that it belongs to, such as `round 1`.
+      x, y: The position of its top left corner, in points from the picture's.
+      width, height: Its size in points.
+      lines: Its lines of text.
+      location: The round that it belongs to, such as `round 1`; of a band its name.
     """
 
     kind: str
@@ -55,13 +56,15 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A line through points, with a head at its end.
+    """A line through points; most kinds have an arrowhead at the last one.
 
     Attributes:
-      kind: `down` and `up` for values sent, `fan down` and `fan up` for their
-        branches to all groups, `time` along the server and the groups.
-      points: Its corners.
-      location: The round that it belongs to.
+      kind: `down` and `up` for values sent, `fan down` and `fan up` for the branches of
+        these to each group, `fan down bar` and `fan up bar` for the lines that connect
+        the branches, `time` along the server and the groups, `key down` and `key up` in
+        the legend. `fan up` and the bars have no head.
+      points: The `(x, y)` of its corners, in points from the picture's top left.
+      location: The round that it belongs to, such as `round 1`.
     """
 
     kind: str
@@ -71,7 +74,13 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes and arrows, in points from the top left, and the size of the whole."""
+    """A picture as data: boxes and arrows with positions, independent of matplotlib.
+
+    Attributes:
+      width, height: The size of the picture in points.
+      boxes: The boxes; their positions are in points from the top left.
+      arrows: The arrows, in the same unit.
+    """
 
     width: float
     height: float
@@ -80,7 +89,7 @@ class Picture:
 
 
 def layout(plan: Plan) -> Picture:
-    """The picture of a plan: boxes and arrows with their positions."""
+    """Lay out the picture of a plan: boxes and arrows with their positions."""
     items = columns_of(plan)
     n = plan.partition.size if plan.partition else 0
     groups = f"partition {plan.partition}" if plan.partition else "no groups"
@@ -91,13 +100,25 @@ class _Layout:
     """Places the columns and frames of a plan, and collects boxes and arrows.
 
     Heights are computed first, over all columns; then columns are placed from left to
-    right.
+    right. All positions and sizes are in points, and y grows downwards.
 
     Args:
-      items: The `Column`s and `Frame`s of the picture.
+      items: The `Column`s and `Frame`s of the picture, from left to right.
       n: The number of groups; 0 without a partition.
-      name: The name of the plan.
-      groups: The line under it, on the partition.
+      name: The name of the plan, the title.
+      groups: The line under the title, which names the partition.
+
+    Attributes:
+      boxes, arrows: The `Box`es and `Arrow`s that were added so far, lists.
+      depth: The largest number of nested frames.
+      frames_y, head_y: The tops of the outermost frame and of the columns' heads.
+      server_y, server_end: The top and the bottom of the server's band.
+      value_height: The height of one value that is sent, with the space to the next.
+      values_height: The height of all values of the round that sends most of them.
+      bus_y: The y of the lines that connect sent values to the groups' branches.
+      lane: The height of a group's band.
+      lanes: A dict from the index of each group that is drawn to the top of its band.
+      bottom: The bottom of the lowest band.
     """
 
     def __init__(self, items: list, n: int, name: str, groups: str):
@@ -110,12 +131,17 @@ class _Layout:
         tallest = max([24.0, *(text_height(c.server) for c in columns)])
         self.server_end = self.server_y + tallest + 12
         sides = [side for c in columns for side in (c.down, c.up)]
-        self.row = text_height(("", "")) + 6
-        self.rows = max(map(len, sides)) * self.row
-        self.bus_y = self.server_end + 18 + self.rows + (24 if self.rows else 0)
+        self.value_height = text_height(("", "")) + 6
+        self.values_height = max(map(len, sides)) * self.value_height
+        self.bus_y = (
+            self.server_end
+            + 18
+            + self.values_height
+            + (24 if self.values_height else 0)
+        )
         self.lane = max([24.0, *(text_height(c.local) for c in columns)]) + 12
         self.lanes = {}
-        y = self.bus_y + (12 if self.rows else 0)
+        y = self.bus_y + (12 if self.values_height else 0)
         for group in sorted({*range(min(n, 2)), *range(max(n - 1, 0), n)}):
             y += 22 if n > 3 and group == n - 1 else 0
             self.lanes[group] = y
@@ -124,13 +150,23 @@ class _Layout:
         self.name, self.groups = name, groups
 
     def add(self, kind, x, y, lines, location="", width=None, height=None) -> Box:
-        """Add a box of this kind, as large as its text by default, and return it."""
+        """Add a box, and return it.
+
+        Args:
+          kind: One of the kinds of a `Box`, such as `server`.
+          x: The left edge.
+          y: The top.
+          lines: The lines of text, a tuple of strings.
+          location: The round that it belongs to; empty for none.
+          width: The width; None: that of the text.
+          height: The height; None: that of the text.
+        """
         size = width or text_width(lines), height or text_height(lines)
         self.boxes.append(Box(kind, x, y, *size, lines, location))
         return self.boxes[-1]
 
     def picture(self) -> Picture:
-        """Place everything, and return the picture. To be called once."""
+        """Place everything, and return the picture; to be called once."""
         names = ["server", *(f"group {i}" for i in self.lanes)]
         left = MARGIN + text_width((max([*names, self.count], key=len),)) + 8
         right = self.place(self.items, left + 10, 0) - GAP + 10
@@ -154,11 +190,11 @@ class _Layout:
 
     @property
     def count(self) -> str:
-        """Text on the number of groups, if not all of them are drawn; else empty."""
+        """The number of groups as text if not all are drawn; else an empty string."""
         return f"… {self.n:,} in all" if self.n > 3 else ""
 
     def legend(self, y: float) -> None:
-        """Add the legend; `y` is its top."""
+        """Add the legend, which explains the arrows down and up; `y` is its top."""
         x = MARGIN + PAD
         for kind, text in (
             ("down", "to every group, bytes for each"),
@@ -171,12 +207,15 @@ class _Layout:
             x += text_width(line) + 50
 
     def place(self, items: list, x: float, depth: int) -> float:
-        """Add the boxes and arrows of columns and frames; return the x of the next.
+        """Add the boxes and arrows of columns and frames, from left to right.
 
         Args:
-          items: The `Column`s and `Frame`s, from left to right.
-          x: The left edge of the first.
+          items: The `Column`s and `Frame`s.
+          x: The left edge of the first one.
           depth: The number of frames around them.
+
+        Returns:
+          The left edge of the next column or frame, to the right of these.
         """
         for item in items:
             if isinstance(item, Frame):
@@ -192,7 +231,12 @@ class _Layout:
         return x
 
     def column(self, column: Column, x: float) -> None:
-        """Add the boxes and arrows of a column; `x` is its left edge."""
+        """Add the boxes and arrows of a column.
+
+        Args:
+          column: The texts of the column.
+          x: Its left edge.
+        """
         kinds = ("server", "local") if column.kind == "stage" else ("value", "value")
         width, location = column.width, column.location
         self.add("label", x, self.head_y, column.head, location)
@@ -215,17 +259,22 @@ class _Layout:
         """Add the values that a round sends, as a staircase, with arrows to all groups.
 
         Args:
-          kind: `"down"`, from the server to the groups, or `"up"`.
-          side: The text of each value, as in `Column`.
+          kind: `"down"`, from the server to the groups, or `"up"`, from them to the
+            server.
+          side: For each value its lines of text; at least one value.
           left: The left edge of the staircase.
           x: The left edge of the column.
           width: The width of the column.
-          location: The round.
+          location: The round that the boxes and arrows belong to, such as `round 1`.
         """
         wide, ends = max(map(text_width, side)), []
-        top = self.server_end + 18 + (self.rows - len(side) * self.row) / 2
+        top = (
+            self.server_end
+            + 18
+            + (self.values_height - len(side) * self.value_height) / 2
+        )
         for i, lines in enumerate(side):
-            box_x, y = left + (len(side) - 1 - i) * STEP, top + i * self.row
+            box_x, y = left + (len(side) - 1 - i) * STEP, top + i * self.value_height
             box = self.add(kind, box_x, y, lines, location, width=wide)
             middle = y + box.height / 2
             alone = len(side) == 1

@@ -9,14 +9,30 @@ from typing import Any
 
 from drjax._primitives.reduce_ops import REDUCE_OPS
 
+# The words for communication that is no reduction in a printed plan.
+_PHRASES = {
+    "gather": "all groups' slices",
+    "permute": "permuted slices",
+    "take": "slices of others",
+    "put_add": "added to others",
+}
+
 
 def _phrase(op: str) -> str:
-    """What a plan's text says of a reduction; `op` is its name, or `gather`."""
-    return "all groups' slices" if op == "gather" else REDUCE_OPS[op].phrase
+    """The words for a communication in a printed plan, such as `mean over groups`.
+
+    Args:
+      op: The name of a reduction, such as `mean`, of a move, or `gather`.
+    """
+    return _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
 
 
 def lines(plan: Any) -> Iterator[str]:
-    """The lines of `print(plan)`; `plan` is a `drjax.plan.Plan`."""
+    """The lines of `print(plan)`: name, partition, inputs, outputs, and all rounds.
+
+    Args:
+      plan: A `drjax.plan.Plan`.
+    """
     over = "calls no building block"
     if plan.partition is not None:
         rounds = _count(len(plan.rounds), "round")
@@ -28,12 +44,16 @@ def lines(plan: Any) -> Iterator[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """A number and a noun, with `s` for the plural."""
+    """A number and a noun as text, with `s` for the plural: `2 rounds`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes for people: `812 B`, `12.3 kB`; also a symbolic one."""
+    """A number of bytes as text for humans: `812 B`, `12.3 kB`.
+
+    Args:
+      nbytes: The number, an int; or a symbolic expression, which is not rounded.
+    """
     if not isinstance(nbytes, int):  # a symbolic dimension
         return f"{nbytes} B"
     units = ("B", "kB", "MB", "GB", "TB")
@@ -42,13 +62,24 @@ def size(nbytes: int) -> str:
 
 
 def _signature(values: tuple) -> str:
-    """The names and types of values, as text."""
+    """The names and types of a plan's inputs or outputs, as one line of text.
+
+    Args:
+      values: The `drjax.plan.Value`s; partitioned ones are marked `in each group`.
+
+    Returns:
+      Text such as `model: float32[3], x: float32[5] in each group`, or `nothing`.
+    """
     shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
     return ", ".join(shown) or "nothing"
 
 
 def _rounds(plan: Any) -> Iterator[str]:
-    """The lines that show the rounds of a plan, or of the body of a loop."""
+    """The lines of text on the rounds of a plan, and on its last server stage.
+
+    Args:
+      plan: A `drjax.plan.Plan`, also that of a loop's body.
+    """
     for number, a_round in enumerate(plan.rounds, 1):
         yield from ("", f"round {number}", *_server_lines(a_round.server))
         for value in a_round.broadcast:
@@ -59,11 +90,10 @@ def _rounds(plan: Any) -> Iterator[str]:
         if not a_round.local.empty:
             yield f"  each group computes  {a_round.local.name}"
             yield from (f"    keeps  {value}" for value in _saved(a_round))
-        for reduce in a_round.reduces:
-            source = reduce.source
+        for x in (*a_round.reduces, *a_round.moves):
             yield (
-                f"  {_phrase(reduce.op):<19}  {source}   {size(source.nbytes)} a group"
-                f" -> {reduce.result.name}"
+                f"  {_phrase(x.op):<19}  {x.source}   {size(x.source.nbytes)} a group"
+                f" -> {x.result.name}"
             )
         for loop in a_round.loops:
             yield from _loop_lines(loop)
@@ -72,7 +102,11 @@ def _rounds(plan: Any) -> Iterator[str]:
 
 
 def _loop_lines(loop: Any) -> Iterator[str]:
-    """The lines that show a loop with the rounds of its bodies."""
+    """The lines of text on a loop: its name and steps, then the rounds of each body.
+
+    Args:
+      loop: A `drjax.plan.Loop`.
+    """
     steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
     backwards = ", backwards" if loop.reverse else ""
     yield f"  {loop.name}{steps}{backwards}"
@@ -85,15 +119,23 @@ def _loop_lines(loop: Any) -> Iterator[str]:
 
 
 def _server_lines(stage: Any) -> list[str]:
-    """The line that shows a server stage; [] if it has no outputs."""
+    """The line of text on a server stage, in a list; [] if the stage has no outputs.
+
+    Args:
+      stage: A `drjax.plan.Stage` of the server.
+    """
     line = "  server computes      " + ", ".join(map(str, stage.outputs))
     return [] if stage.empty else [line]
 
 
 def _saved(a_round: Any) -> list:
-    """The outputs of a round's local stage that none of its reductions reads.
+    """The outputs of a round's local stage that only later rounds read: `Value`s.
 
     The groups save these slices for later rounds or loops, or the plan returns them.
+
+    Args:
+      a_round: A `drjax.plan.Round`.
     """
-    reduced = {reduce.source.name for reduce in a_round.reduces}
-    return [v for v in a_round.local.outputs if v.name not in reduced]
+    communicated = (*a_round.reduces, *a_round.moves)
+    sources = {x.source.name for x in communicated}
+    return [v for v in a_round.local.outputs if v.name not in sources]

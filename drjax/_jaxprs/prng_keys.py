@@ -4,6 +4,7 @@ Input and output: arrays, or their types. Other dtypes than keys pass unchanged.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,13 +14,13 @@ from drjax.plan import Value
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of typed keys, as `jax.random.key` makes them."""
+    """Whether a dtype is that of typed keys, such as `jax.random.key` returns."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=64)
 def key_impl(dtype: Any) -> str:
-    """The name of the implementation of random keys of a dtype, as "threefry2x32"."""
+    """The name of the implementation of keys of a dtype, such as "threefry2x32"."""
     impls: list[str] = []
     # JAX names the implementation of a key, not of a dtype: trace with an abstract key.
     record = lambda key: impls.append(str(jax.random.key_impl(key)))
@@ -28,23 +29,60 @@ def key_impl(dtype: Any) -> str:
 
 
 def key_dtype(impl: str) -> Any:
-    """The dtype of random keys of the implementation with the name `impl`."""
+    """The dtype of typed keys of the implementation with the name `impl`."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def to_raw(x: Any) -> Any:
-    """Convert random keys to their raw data, uint32; return other arrays unchanged."""
+    """Convert an array of typed keys `[*s]` to raw data, uint32 `[*s, k]`.
+
+    An array of another dtype is returned unchanged.
+    """
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
 def from_raw(x: Any, dtype: Any) -> Any:
-    """Convert raw data to random keys if `dtype` is one of keys; else return `x`."""
+    """Convert raw data back to typed keys, if `dtype` is a dtype of keys.
+
+    Args:
+      x: An array; for keys, their raw data, uint32 `[*s, k]`.
+      dtype: The dtype of the value. If it is not one of keys, `x` is returned
+        unchanged.
+
+    Returns:
+      The value, an array of `dtype`.
+    """
     if is_key(dtype):
         return jax.random.wrap_key_data(x, impl=key_impl(dtype))
     return x
 
 
+def on_raw(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function of arrays to `x`; of typed keys, to their raw data.
+
+    Unlike `from_raw`, it takes keys of any implementation, registered or not.
+
+    Args:
+      fn: From an array to an array of the same dtype, which keeps the trailing axis of
+        raw data.
+      x: An array of any dtype.
+
+    Returns:
+      An array of the dtype of `x`.
+    """
+    if not is_key(x.dtype):
+        return fn(x)
+    return jax.random.wrap_key_data(
+        fn(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+    )
+
+
 def raw_type(value: Value) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a plan's value, as raw data if it is random keys."""
+    """The shape and dtype in which stages exchange a value; of keys, those of raw data.
+
+    Args:
+      value: The value of a plan. If it is partitioned, the type is that of one group's
+        slice.
+    """
     typed = jax.ShapeDtypeStruct(value.shape, value.dtype)
     return jax.eval_shape(to_raw, typed) if is_key(value.dtype) else typed

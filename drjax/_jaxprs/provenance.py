@@ -12,13 +12,19 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def _user_frame(eqn):
-    """The innermost frame outside of drjax in an equation's traceback, or None."""
+    """The innermost frame outside of JAX and drjax in an equation's traceback, or None.
+
+    It is JAX's `Frame`, with `file_name`, `start_line` and `function_name`.
+    """
     frames = _compat.user_frames(eqn)
     return next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
 
 
 def source_line(eqn) -> str:
-    """The user's file, line and function of an equation, or "an unknown line"."""
+    """The user's code that an equation comes from, as the text `file:line (function)`.
+
+    "an unknown line" if the equation has no traceback with user code.
+    """
     frame = _user_frame(eqn)
     if frame is None:
         return "an unknown line"
@@ -26,11 +32,14 @@ def source_line(eqn) -> str:
 
 
 def called_by(call, eqn):
-    """Give an equation of a callee the source line of its call if it has none itself.
+    """Give an equation the source line of a call, if it has no line of user code.
 
     Args:
-      call: The equation that calls the jaxpr.
-      eqn: The equation of the jaxpr.
+      call: The equation that calls a jaxpr.
+      eqn: An equation of that jaxpr.
+
+    Returns:
+      `eqn`, or a copy of it with the source information of `call`.
     """
     if _user_frame(eqn) is not None:
         return eqn

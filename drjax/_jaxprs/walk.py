@@ -17,28 +17,37 @@ from drjax import _compat
 
 
 def definitions(eqns: Iterable[Any]) -> dict[Any, Any]:
-    """For each variable the equation that defines it."""
+    """Map each variable that some equations define to the equation that defines it."""
     return {var: eqn for eqn in eqns for var in eqn.outvars}
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are variables, not literals."""
+    """The atoms that are variables, in order; `Literal`s are left out."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def substitute(atoms: Iterable[Any], names: dict[Any, Any]) -> list[Any]:
-    """Replace the variables that are keys of `names`; other atoms stay."""
+    """Replace variables in a list of atoms.
+
+    Args:
+      atoms: Variables and literals.
+      names: From a variable to the atom that replaces it. Other atoms stay.
+
+    Returns:
+      The list of atoms after the replacement, in the same order.
+    """
     return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
 
 
 def deep_equations(
     jaxpr: Any, enters: Callable[[Any], bool] = lambda eqn: True
 ) -> Iterator[Any]:
-    """All equations of a jaxpr, and of the jaxprs in their parameters at any depth.
+    """Iterate over all equations of a jaxpr, and of its inner jaxprs at any depth.
 
     Args:
       jaxpr: The jaxpr, open or closed.
-      enters: Whether to visit the jaxprs in the parameters of an equation.
+      enters: `enters(eqn)` says whether to visit the jaxprs in the parameters of an
+        equation. Default: all are visited.
     """
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -52,6 +61,13 @@ def live_equations(eqns: list, outvars: Iterable[Any]) -> list:
 
     Liveness is propagated backward: a variable is live if it is a result or an operand
     of a live equation. One pass suffices, as definitions precede uses.
+
+    Args:
+      eqns: The equations, definitions before uses.
+      outvars: The results, variables or literals.
+
+    Returns:
+      The live equations, in the same order.
     """
     live = set(variables(outvars))
     kept = []
@@ -67,16 +83,20 @@ def backward_slice(
     definition: dict[Any, Any],
     enters: Callable[[Any, Any], bool] = lambda var, eqn: True,
 ) -> tuple[dict[int, Any], list[Any]]:
-    """The equations on which variables depend, and the variables they start from.
+    """Collect the equations on which some variables depend: their backward slice.
 
     Args:
-      roots: Variables, or literals, which are ignored.
-      definition: For each variable the equation that defines it, as of `definitions`.
-      enters: `enters(var, eqn)`: whether to continue from `var` through `eqn`, which
-        defines it, to the operands of `eqn`. Otherwise the slice starts from `var`.
+      roots: The variables, or literals, which are ignored.
+      definition: For each variable the equation that defines it, as `definitions`
+        returns it. A variable that is not in it, such as an input, has no equation.
+      enters: `enters(var, eqn)` says whether to continue from `var` through `eqn`,
+        which defines it, to the operands of `eqn`. If not, the slice starts from `var`.
+        Default: always.
 
     Returns:
-      `({id(equation): equation}, variables from which the slice starts)`.
+      `(eqns, starts)`: the equations, as a dict `{id(eqn): eqn}` in the order of a
+      depth-first search; and the list of variables from which the slice starts: those
+      without an equation, and those for which `enters` returned False.
     """
     eqns: dict[int, Any] = {}
     starts: dict[Any, None] = {}
@@ -102,7 +122,8 @@ def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, li
       starts: The variables that `eqns` use and do not define.
 
     Returns:
-      `({old variable: fresh variable}, copies)`.
+      `(names, copies)`: a dict from each variable of `starts` and each one that `eqns`
+      define to its fresh variable, and the list of copied equations.
     """
     names: dict[Any, Any] = {v: _compat.new_var(v.aval) for v in starts}
     copies = []
@@ -114,11 +135,15 @@ def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, li
 
 
 def split_scan(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
-    """Split a list into `(constants, carried values, stacks)` of a scan.
+    """Split a list with one element for each operand of a scan by the sort of operand.
 
     Args:
-      eqn: The scan.
-      values: Anything that stands for each operand: variables, arrays, kinds or names.
+      eqn: The equation of the scan.
+      values: One element for each operand, such as its variable, array, kind or name.
+
+    Returns:
+      `(constants, carried values, stacks)`, three lists of elements of `values`. The
+      scan runs over the slices of the stacks.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
@@ -126,14 +151,15 @@ def split_scan(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
 
 
 def split_while(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
-    """Split a list into the three parts of the operands of a while.
+    """Split a list with one element for each operand of a while by the sort of operand.
 
     Args:
-      eqn: The while.
-      values: Anything that stands for each operand: variables, arrays, kinds or names.
+      eqn: The equation of the while.
+      values: One element for each operand, such as its variable, array, kind or name.
 
     Returns:
-      `(constants of the condition, constants of the body, carried values)`.
+      `(constants of the condition, constants of the body, carried values)`, three lists
+      of elements of `values`.
     """
     n_cond, n_body = (eqn.params[f"{name}_nconsts"] for name in ("cond", "body"))
     n = n_cond + n_body

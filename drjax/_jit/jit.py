@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from drjax import _compat
 from drjax._errors import DrjaxValueError
-from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace
+from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._planner.naming import argument_names, function_name
+from drjax._sharding.execute import vary
 from drjax._sharding.planning_context import is_bound
 from drjax.backends import xla
 from drjax.backends.xla import step_size
@@ -59,6 +60,8 @@ def jit(
 
     Raises:
       PlanError: (when called) the program has no plan; `jax.jit` still runs it.
+      MeshError: (when called) the partition does not fit the mesh; or the call is
+        inside a `jax.shard_map` over the partition's axes, where `jax.jit` runs it.
       DrjaxValueError, DrjaxTypeError: A wrong option.
 
     Example:
@@ -79,17 +82,22 @@ def jit(
         )
 
     planned = _planned(fn, groups, residuals == "recompute")
-    return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn)
+    # Without its attributes: those of a `jax.jit` say what is traced and lowered.
+    return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn, updated=())
 
 
 class _Planned:
-    """A function with its options, for `jax.jit`, which caches by this object.
+    """A function and its options, as the callable that `drjax.jit` passes to `jax.jit`.
+
+    `jax.jit` caches what it compiles by the identity of this object.
 
     Args:
-      fn: `fn()` returns the function. It is a weak reference if the cache has this
-        object: what `drjax.jit` returns keeps the function alive.
-      groups: How many of a device's groups run at once.
-      rematerialize: Whether a round rematerializes what it needs of an earlier one.
+      fn: `fn()` returns the function. It is a weak reference if this object is cached:
+        then the function is kept alive by the result of `drjax.jit`.
+      groups: How many of a device's groups run at once: a number, None for all, or a
+        `Fit` for as many as fit in memory.
+      rematerialize: Whether a round rematerializes what it needs of an earlier round's
+        results in the groups, instead of saving it.
     """
 
     __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_rematerialize")
@@ -103,7 +111,19 @@ class _Planned:
         return self._fn()
 
     def __call__(self, *args, **kwargs):
-        """Trace and plan the function for these arguments, and bind `planned_p`."""
+        """Trace and plan the function for these arguments, and bind `planned_p`.
+
+        Args:
+          *args: Positional arguments of the function, pytrees. Leaves that are not JAX
+            arrays are static.
+          **kwargs: Its keyword arguments.
+
+        Returns:
+          The result of the function, a pytree of arrays.
+
+        Raises:
+          PlanError: The function has no plan.
+        """
         flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
         # Other leaves are static: jax.jit has them in its key.
         dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
@@ -131,6 +151,9 @@ class _Planned:
         options = Options(name, operand_names, self._groups, self._rematerialize, bound)
         plan = plan_of(jaxpr, options)  # raises PlanError here, not when it is lowered
         operands = xla.on_mesh(plan, [*consts, *arrays])
+        # Outside the primitive, so that JAX sums the cotangents of what did not vary.
+        axes = varying_axes([_compat.typeof(x) for x in operands])
+        operands = [vary(x, axes) for x in operands]
         outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
         return out_tree.unflatten(outs)
 
@@ -140,10 +163,17 @@ _cache: Any = weakref.WeakKeyDictionary()
 
 
 def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
-    """The same object for the same function and options, as long as `fn` lives.
+    """The `_Planned` of a function and its options, cached while the function lives.
 
     Functions that are compared by value (methods, some callable objects) get a new
-    object each time, as an equal function may outlive the first.
+    `_Planned` at each call, as an equal function may outlive the first.
+
+    Args:
+      fn: The function.
+      groups: How many of a device's groups run at once: a number, None for all, or a
+        `Fit` for as many as fit in memory.
+      rematerialize: Whether a round rematerializes what it needs of an earlier round's
+        results in the groups, instead of saving it.
     """
     try:
         if type(fn).__hash__ is not object.__hash__:

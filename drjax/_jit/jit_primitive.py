@@ -30,7 +30,7 @@ from drjax import _compat
 from drjax._compat import checkify_rules
 from drjax._planner.make_plan import plan_of_jaxpr
 from drjax._primitives import registration
-from drjax._sharding.execute import with_sharding_of
+from drjax._sharding.execute import vary, with_sharding_of
 from drjax._sharding.planning_context import planning, trace_without_mesh
 from drjax.backends import xla
 from drjax.backends.xla.step_size import GroupsPerStep
@@ -38,14 +38,16 @@ from drjax.backends.xla.step_size import GroupsPerStep
 
 @dataclass(frozen=True)
 class Options:
-    """How a plan is built and run.
+    """How the plan of a jaxpr is built and run.
 
     Attributes:
       name: The name of the program.
-      names: The names of its arguments.
-      groups_per_step: How many of a device's groups run at once.
-      rematerialize: Whether a round rematerializes what it needs of an earlier one.
-      bound: Whether the program is traced under the mesh in context.
+      names: A name for each input of the jaxpr, for the plan.
+      groups_per_step: How many of a device's groups run at once: a number, None for
+        all, or a `Fit` for as many as fit in memory.
+      rematerialize: Whether a round rematerializes what it needs of an earlier round's
+        results in the groups, instead of saving it.
+      bound: Whether the program is traced under the mesh in context; else under none.
     """
 
     name: str
@@ -55,9 +57,12 @@ class Options:
     bound: bool = False
 
     def of(self, count: int) -> "Options":
-        """The options of a program derived from this one, with `count` arguments.
+        """The options of a program derived from this one, such as its derivative.
 
-        The arguments, such as residuals and tangents, are numbered: `step.0`, `step.1`.
+        Args:
+          count: The number of inputs of its jaxpr, such as residuals and tangents. They
+            are named by position: `step.0`, `step.1`, if `step` is the name of the
+            program.
         """
         names = tuple(f"{self.name}.{i}" for i in range(count))
         return replace(self, names=names)
@@ -70,7 +75,13 @@ def _cached(fn: Callable) -> Callable:
     """Cache the results of a function by its arguments and JAX's trace context.
 
     JAX represents a context without a mesh in two ways, which would be two keys of its
-    cache. The cached function is always called in the same one.
+    cache, so the cached function is always called in the same one.
+
+    Args:
+      fn: `fn(jaxpr, *rest)`. The cache holds the jaxpr weakly; `rest` must be hashable.
+
+    Returns:
+      A function with the same arguments and results.
     """
     cached = _compat.weakref_lru_cache(fn)
 
@@ -84,7 +95,18 @@ def _cached(fn: Callable) -> Callable:
 
 @_cached
 def plan_of(jaxpr, options: Options):
-    """Make the plan of a closed jaxpr; a `PlanError` if it has none."""
+    """Make the plan of a jaxpr; cached.
+
+    Args:
+      jaxpr: The closed jaxpr of a program.
+      options: How the plan is built.
+
+    Returns:
+      A `drjax.plan.Plan` with flat arguments and results.
+
+    Raises:
+      PlanError: The jaxpr has no plan.
+    """
     undeclared = [None] * len(jaxpr.in_avals)
     with planning(options.bound):
         return plan_of_jaxpr(
@@ -98,45 +120,92 @@ def plan_of(jaxpr, options: Options):
 
 @_cached
 def _traced(jaxpr, options: Options, avals: tuple):
-    """Trace the run of the plan of a jaxpr, on the mesh in context, as a jaxpr.
+    """Trace the execution of a jaxpr's plan, on the mesh in context; cached.
 
     Args:
       jaxpr: The closed jaxpr to plan.
       options: How the plan is built and run.
       avals: The types of the arguments, with their shardings.
+
+    Returns:
+      A closed jaxpr with the inputs and results of `jaxpr`, which runs the plan: loops
+      over groups, and collectives.
     """
 
     def run(*args):
         plan = plan_of(jaxpr, options)
         return xla.run_flat(plan, list(args), options.groups_per_step)
 
-    return jax.make_jaxpr(run)(*avals)
+    # As in `_execute`.
+    with _compat.without_vma():
+        return jax.make_jaxpr(run)(*avals)
 
 
 def _execute(*args, jaxpr, options: Options, types):
-    """Execution rule: run the plan of the jaxpr."""
-    traced = _traced(jaxpr, options, tuple(map(_compat.typeof, args)))
-    return _compat.jaxpr_as_fun(traced)(*args)
+    """Execution rule: run the plan of the jaxpr.
+
+    Args:
+      *args: The operands.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: Not used.
+
+    Returns:
+      The list of results.
+    """
+    avals = tuple(map(_compat.typeof, args))
+    traced = _traced(jaxpr, options, avals)
+    # The plan was traced outside the user's shard_map: its types say nothing of VMA.
+    with _compat.without_vma():
+        outs = _compat.jaxpr_as_fun(traced)(*args)
+    axes = varying_axes(avals)
+    return [vary(y, axes) for y in outs]
+
+
+def varying_axes(avals: Sequence[Any]) -> frozenset[str]:
+    """The Manual mesh axes over which a value of any of these types varies.
+
+    In a user's `shard_map(check_vma=True)`, all results of the primitive vary over
+    those of its operands.
+    """
+    return frozenset().union(*map(_compat.varying, avals))
 
 
 def _abstract_eval(*avals, jaxpr, options: Options, types):
-    """Type rule: `(types of the results, effects)`; `types` are used if not None."""
-    result_types = _traced(jaxpr, options, avals).out_avals if types is None else types
-    return list(result_types), _compat.effects_of(jaxpr)
+    """Type rule: the types of the results, and the effects.
+
+    Args:
+      *avals: The types of the operands.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: The types of the results; None: they are taken from the traced plan.
+
+    Returns:
+      `(list of the types of the results, set of effects)`.
+    """
+    if types is None:
+        axes = varying_axes(avals)
+        types = [
+            _compat.replace_aval(t, t.shape, t.sharding, axes)
+            for t in _traced(jaxpr, options, avals).out_avals
+        ]
+    return list(types), _compat.effects_of(jaxpr)
 
 
 def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
-    """Trace a flat function as its plan needs it: without mesh types or shardings.
+    """Trace a flat function to a jaxpr whose types have no mesh, as a plan needs it.
 
     Args:
       fn: Takes and returns flat sequences of arrays.
       avals: The types of its arguments.
       name: Its name, for debug information.
-      bound: Whether the mesh in context stays; else the function is traced outside it.
+      bound: Whether the function is traced under the mesh in context. If not, it is
+        traced under none; if JAX refuses that, under the mesh in context, which is then
+        removed from the types.
 
     Returns:
-      `(closed jaxpr, arrays and tracers that the function closes over)`; these are the
-      first inputs of the jaxpr.
+      `(jaxpr, consts)`: the closed jaxpr, and the list of the arrays and tracers that
+      `fn` closes over. The inputs of the jaxpr are `consts`, and then the arguments.
     """
     if bound:
         with planning(True):
@@ -151,17 +220,21 @@ def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
 
 
 def _without_mesh(aval):
-    """The type of an array without its sharding on a mesh."""
+    """Copy the type of an array without its sharding, as a `ShapedArray` on no mesh."""
     return _compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
 def _bind(fn: Callable, args: Sequence[Any], options: Options):
-    """Trace a flat function that closes over no operand, and bind the primitive for it.
+    """Trace a flat function, and bind `planned_p` for its jaxpr.
 
     Args:
-      fn: Takes and returns flat sequences of arrays.
-      args: Its arguments.
+      fn: Takes and returns flat sequences of arrays. What it closes over becomes the
+        first operands.
+      args: Its arguments, arrays or tracers.
       options: The options of the program that it is derived from.
+
+    Returns:
+      The list of results.
     """
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = trace(fn, avals, options.name, options.bound)
@@ -173,9 +246,19 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
 
 
 def _jvp(primals, tangents, *, jaxpr, options: Options, types):
-    """JVP rule: values and tangents in two equations.
+    """JVP rule: compute the results and their tangents, by two equations.
 
-    Partial evaluation, as in a checkpoint, can then evaluate the values alone.
+    Partial evaluation, as in a checkpoint, can then evaluate the results alone.
+
+    Args:
+      primals: The operands.
+      tangents: For each operand its tangent, an array or a symbolic zero.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: The types of its results; None: they are taken from the plan.
+
+    Returns:
+      `(list of results, list of their tangents)`; a tangent may be a symbolic zero.
     """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     outs, _, residuals, linear = _linearize(
@@ -185,17 +268,21 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    """Linearization rule: bind the primitive for the values and for their tangents.
+    """Linearization rule: bind the primitive for the results and for their tangents.
 
     Args:
       is_vjp: Whether the linear part will be transposed.
-      nonzeros: Which operands have tangents that are not symbolic zeros.
+      nonzeros: For each operand whether its tangent is not a symbolic zero.
       *primals: The operands.
-      jaxpr, options, types: The parameters of the equation.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: The types of its results; None: they are taken from the plan.
 
     Returns:
-      `(results, which of their tangents are nonzero, residuals, linear)`, where
-      `linear(residuals, *tangents)` returns the tangents of all results.
+      `(results, nonzeros_out, residuals, linear)`. `nonzeros_out` says for each result
+      whether its tangent is not a symbolic zero; `residuals` is a pytree of arrays.
+      `linear(residuals, *tangents)` takes the tangents of all operands, and returns the
+      list of those of all results; either may be symbolic zeros.
     """
     # Effects must run once, so their results are saved and not rematerialized.
     saving = functools.partial(_linearize_saving_residuals, is_vjp)
@@ -205,7 +292,7 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
     )
 
     def linear(residuals, *tangents):
-        dense = registration.instantiated(tangents, nonzeros)
+        dense = registration.instantiate_nonzeros(tangents, nonzeros)
         out_tangents = linear_of_dense(residuals, dense)
         return registration.fill_zeros(jaxpr.out_avals, nonzeros_out, out_tangents)
 
@@ -213,11 +300,11 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
 
 
 def _tangent_types(outs, nonzeros_out) -> tuple:
-    """The types of the nonzero tangents of results.
+    """The types of the nonzero tangents of results, as a tuple.
 
     Args:
-      outs: The results.
-      nonzeros_out: Which of them have tangents that are not symbolic zeros.
+      outs: The results, arrays or tracers.
+      nonzeros_out: For each result whether its tangent is not a symbolic zero.
     """
     return tuple(
         _compat.typeof(out).to_tangent_aval()
@@ -226,20 +313,30 @@ def _tangent_types(outs, nonzeros_out) -> tuple:
     )
 
 
-def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types):
-    """Linearize; the linear part rematerializes the residuals that it needs.
+# Two ways to linearize. Both take the operands that have nonzero tangents, the primals
+# and the parameters of the equation, and return `(results, which of their tangents are
+# nonzero, residuals, linear)`. `linear(residuals, tangents)` takes and returns the
+# nonzero tangents only.
 
-    It is the JVP without its primal results: dead-code elimination leaves of the primal
-    computation what the tangents depend on. Residuals are arguments and constants only.
+
+def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types):
+    """Linearize a program; its linear part rematerializes the residuals that it needs.
+
+    The linear part is the JVP without its primal results. Dead-code elimination leaves
+    of the primal computation what the tangents depend on.
 
     Args:
-      nonzeros: Which operands have tangents that are not symbolic zeros.
+      nonzeros: For each operand whether its tangent is not a symbolic zero.
       primals: The operands.
-      jaxpr, options, types: The parameters of the equation.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: The types of its results; None: they are taken from the plan.
 
     Returns:
-      `(results, which of their tangents are nonzero, residuals, linear)`, where
-      `linear(residuals, tangents)` takes and returns the nonzero tangents only.
+      `(results, nonzeros_out, residuals, linear)`. `nonzeros_out` says for each result
+      whether its tangent is not a symbolic zero. `residuals` is a list of constants and
+      operands. `linear(residuals, tangents)` takes the list of nonzero tangents of the
+      operands, and returns that of the results.
     """
     outs = _primal(nonzeros, primals, jaxpr, options, types)
     with planning(options.bound):
@@ -261,18 +358,22 @@ def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types
 def _linearize_saving_residuals(
     is_vjp, nonzeros, primals, jaxpr, options: Options, types
 ):
-    """Linearize; effects run once, and residuals are saved for all groups.
+    """Linearize a program, and save the residuals for all groups: effects run once.
 
     Args:
-      is_vjp: Whether the linear part will be transposed. JAX then returns one that can
-        be transposed only, not run.
-      nonzeros: Which operands have tangents that are not symbolic zeros.
+      is_vjp: Whether the linear part will be transposed. If so, it can only be
+        transposed, and not run: JAX may put the backward rule of a `custom_vjp` in it.
+      nonzeros: For each operand whether its tangent is not a symbolic zero.
       primals: The operands.
-      jaxpr, options, types: The parameters of the equation.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: Not used.
 
     Returns:
-      `(results, which of their tangents are nonzero, residuals, linear)`, where
-      `linear(residuals, tangents)` takes and returns the nonzero tangents only.
+      `(results, nonzeros_out, residuals, linear)`. `nonzeros_out` says for each result
+      whether its tangent is not a symbolic zero. `residuals` is a pair of lists of
+      arrays, flat and structured residuals. `linear(residuals, tangents)` takes the
+      list of nonzero tangents of the operands, and returns that of the results.
     """
     with planning(options.bound):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -290,13 +391,17 @@ def _linearize_saving_residuals(
 
 
 def _bind_jaxpr(jaxpr, args, options: Options, types=None):
-    """Bind the primitive for a derived jaxpr, whose constants become operands.
+    """Bind the primitive for a derived jaxpr; its constants become operands.
 
     Args:
-      jaxpr: The closed jaxpr; rules that derived it may have closed over arrays.
+      jaxpr: The closed jaxpr, such as that of a derivative. It may have constants, as
+        users' derivative rules close over arrays.
       args: Its operands.
       options: The options of the program that it is derived from.
-      types: The types of its results if they are known; None: the plan has them.
+      types: The types of its results; None: they are taken from the plan.
+
+    Returns:
+      The list of results.
     """
     jaxpr, consts = _compat.without_consts(jaxpr)
     args = [*consts, *args]
@@ -305,15 +410,21 @@ def _bind_jaxpr(jaxpr, args, options: Options, types=None):
 
 
 def _primal(nonzeros, primals, jaxpr, options: Options, types):
-    """The results of a program, by the forward rule of each `custom_vjp` in its jaxpr.
+    """Compute the results of a program whose derivatives will be taken.
 
-    A forward rule may compute otherwise than the function, and derivatives must be
-    taken of the same values.
+    If its jaxpr has a `custom_vjp`, they are computed by its forward rule. That rule
+    may compute otherwise than the function, and derivatives must be taken of the same
+    values.
 
     Args:
-      nonzeros: Which operands have tangents that are not symbolic zeros.
+      nonzeros: For each operand whether its tangent is not a symbolic zero.
       primals: The operands.
-      jaxpr, options, types: The parameters of the equation.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: The types of its results; None: they are taken from the plan.
+
+    Returns:
+      The list of results.
     """
     if not _compat.holds(jaxpr, ("custom_vjp_call",)):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
@@ -330,12 +441,14 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
     """Transpose rule: bind the primitive for the transposed jaxpr.
 
     Args:
-      cts: The cotangents of the results, symbolic zeros among them.
-      *args: The operands; an undefined primal for each linear one.
-      jaxpr, options, types: The parameters of the equation.
+      cts: For each result its cotangent, an array or a symbolic zero.
+      *args: For each operand its value, or an `UndefinedPrimal` if it is linear.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: Not used.
 
     Returns:
-      For each operand its cotangent, None if the operand is not linear.
+      A list with the cotangent of each operand, an array; None if it is not linear.
     """
     linear = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, lin in zip(args, linear, strict=True) if not lin]
@@ -369,22 +482,36 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
-    """Batching rule: bind the primitive for the batched jaxpr."""
+    """Batching rule: bind the primitive for the batched jaxpr.
+
+    Args:
+      axis_data: JAX's `AxisData` of the vmap, with its axis name and size.
+      args: The operands.
+      dims: For each operand its batch dimension; None: it is not batched.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: Not used: the batched results have other types.
+
+    Returns:
+      `(list of results, for each result its batch dimension or None)`.
+    """
     with planning(options.bound):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
     return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 
 
 def _check(enabled, *args, jaxpr, options: Options, types):
-    """Checkify rule: bind the primitive for the checkified jaxpr.
+    """Checkify rule: bind the primitive for the jaxpr with checks.
 
     Args:
-      enabled: The error categories that checkify checks.
+      enabled: The set of error classes that checkify looks for.
       *args: The operands.
-      jaxpr, options, types: The parameters of the equation.
+      jaxpr: The closed jaxpr of the program.
+      options: How its plan is built and run.
+      types: Not used: the jaxpr with checks has other results.
 
     Returns:
-      `(error, results)`, as a function that checkify has transformed returns them.
+      `(error, results)`: a `checkify.Error`, and the list of the program's results.
     """
     tree: Any = None
 

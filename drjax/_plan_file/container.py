@@ -26,18 +26,23 @@ _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 
 
 def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
-    """A plan file, a zip, as bytes; equal contents make equal bytes.
+    """Serialize a plan file, a zip archive; equal contents give equal bytes.
 
     Args:
-      manifest: The manifest as JSON data, without the format, the version and the table
-        of members, which are added here.
-      members: The bytes of the other files in the zip, by name.
+      manifest: The contents of `manifest.json`, which describes the plan, as JSON data;
+        without the format, the version and the table of members, which are added.
+      members: The contents of the other files in the zip, by name, such as
+        `stages/1.groups.jexp`.
+
+    Returns:
+      The bytes of the zip.
 
     Raises:
       PlanFileError: The manifest is larger than `MANIFEST_LIMIT`.
     """
     table = {name: _seal(data) for name, data in sorted(members.items())}
     head = {"format": FORMAT, "version": VERSION, **manifest, "members": table}
+    # Python would write NaN, which is no JSON, and which other readers refuse.
     text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False).encode()
     if len(text) > MANIFEST_LIMIT:
         raise PlanFileError(
@@ -50,13 +55,18 @@ def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
         for name, data in ((_MANIFEST, text), *sorted(members.items())):
             info = zipfile.ZipInfo(name)  # the time is always that of 1980
             info.external_attr = 0o644 << 16
+            # Unix, as zipfile's default is the system that saves: equal plans, equal
+            # bytes.
             info.create_system = 3
             archive.writestr(info, data)
     return file.getvalue()
 
 
 def _seal(data: bytes) -> dict[str, Any]:
-    """The size in bytes and the SHA-256 of a member, as the manifest lists them."""
+    """The manifest's entry for a member of the zip with the contents `data`.
+
+    It is `{"size": bytes, "sha256": hexadecimal digest}`.
+    """
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -66,12 +76,13 @@ def read(
     """Read the manifest and all members of a plan file, and check them.
 
     Args:
-      path: The file, or its URL.
-      data: The bytes of the file. Default: the file is opened.
+      path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
+      data: The bytes of the file; None: the file at `path` is opened.
 
     Returns:
-      `(manifest, members)`: JSON data, and bytes by name. Nothing in the manifest is
-      checked but the format, the version and the table of members.
+      `(manifest, members)`: the contents of `manifest.json`, which describes the plan,
+      as JSON data; and the bytes of all other files in the zip, by name. Of the
+      manifest only the format, the version and the table of members are checked.
 
     Raises:
       OSError: The file cannot be opened.
@@ -95,6 +106,7 @@ def read(
             )
         _check_unique(path, names)
         first = infos[names.index(_MANIFEST)]
+        # Before the manifest is read: compressed, it could expand to any size.
         _check_sizes(path, [first], size)
         if first.file_size > MANIFEST_LIMIT:
             raise _bad(
@@ -104,6 +116,7 @@ def read(
                 "Do not trust it; copy it again from where it was saved.",
             )
         manifest = _manifest(path, _read(path, archive, first))
+        # Together, as their total bounds the memory that reading them takes.
         _check_sizes(path, infos, size)
         table = _table(path, manifest, [n for n in names if n != _MANIFEST])
         members = {
@@ -112,6 +125,7 @@ def read(
             if info.filename != _MANIFEST
         }
     for name, data in members.items():
+        # This detects damage, not forgery: a forged member can have a forged hash.
         if _seal(data) != table[name]:
             raise _bad(
                 path,
@@ -122,11 +136,15 @@ def read(
 
 
 def _open(path: Path | str, data: bytes | None) -> Any:
-    """Open a plan file as a binary file: of `data`, its bytes, unless that is None.
+    """Open a plan file for reading, as a binary file object.
+
+    Args:
+      path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
+      data: The bytes of the file, to be read in place of the file at `path`, or None.
 
     Raises:
       OSError: The file cannot be opened.
-      PlanFileError: It is no regular file, or its file system is not known.
+      PlanFileError: It is no regular file, or fsspec cannot open its file system.
     """
     if data is not None:
         return io.BytesIO(data)
@@ -153,6 +171,7 @@ def _check_unique(path: Path | str, names: list[str]) -> None:
       PlanFileError: Two members have the same name.
     """
     if len(set(names)) < len(names):
+        # zipfile takes the last of equal names, and other readers may take another.
         name = _repeated(names)
         raise _bad(
             path,
@@ -166,11 +185,12 @@ def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> N
 
     Args:
       path: The plan file, for errors.
-      infos: What the zip says of its members.
+      infos: The zip's directory entries of the members to check.
       size: The size of the file in bytes.
 
     Raises:
-      PlanFileError: A member is compressed, or the members are larger than the file.
+      PlanFileError: A member is compressed, or these members together are larger than
+        the file.
     """
     compressed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
     if compressed:
@@ -179,6 +199,8 @@ def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> N
             f"has compressed members ({compressed[0]!r}), as plan.save never writes",
             "Do not pack it again.",
         )
+    # The sum: entries that overlap fit one by one, but together could be much larger
+    # than the file. Either size of an entry may be forged.
     total = sum(max(info.file_size, info.compress_size) for info in infos)
     if total > size:
         raise _bad(
@@ -189,9 +211,15 @@ def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> N
 
 
 def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Read a member of an open zip; raise `PlanFileError` if that fails.
+    """Return the contents of one member of an open zip.
 
-    `path`, the plan file, is for errors; `info` says which member.
+    Args:
+      path: The plan file, for errors.
+      archive: The zip.
+      info: The zip's directory entry of the member.
+
+    Raises:
+      PlanFileError: The member cannot be read.
     """
     try:
         return archive.read(info)
@@ -204,18 +232,20 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
-    """Parse the manifest, and check its format and version.
+    """Parse `manifest.json`, and check its format and version; returns its JSON data.
 
     Args:
       path: The plan file, for errors.
-      data: The manifest as JSON text.
+      data: The contents of `manifest.json`.
 
     Raises:
-      PlanFileError: It is no such JSON, or this drjax does not read its version.
+      PlanFileError: `data` is no JSON, or an object in it has a key twice; or the
+        format is not `FORMAT`, or the version is not `VERSION`.
     """
     try:
         manifest = json.loads(data, object_pairs_hook=_unique_keys)
         kind, version = manifest["format"], manifest["version"]
+    # The parser recurses, and a forged manifest may nest as deeply as it likes.
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise malformed(path, error) from error
     if kind != FORMAT:
@@ -230,9 +260,13 @@ def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its `(key, value)` pairs; raise `ValueError` if a key repeats.
+    """A JSON object as a dict; raise `ValueError` if a key repeats.
 
-    A hook for `json.loads`: readers differ in which of two equal keys they believe.
+    A hook for `json.loads`: of equal keys Python uses the last one, but other readers
+    of JSON may use another.
+
+    Args:
+      pairs: The `(key, value)` pairs of the object, in the order of the text.
     """
     table = dict(pairs)
     if len(table) < len(pairs):
@@ -242,17 +276,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(names: list[str]) -> str:
-    """The most frequent name, for errors; callers know that some name repeats."""
+    """The most frequent of `names`, for errors; callers know that some name repeats."""
     return Counter(names).most_common(1)[0][0]
 
 
 def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None:
-    """Check that some stage of the plan uses each member of the file.
+    """Check that each member of a plan file is used by a stage of its plan.
 
     Args:
       path: The plan file, for errors.
       members: The names of all members but the manifest.
-      used: The names of those that the plan's stages need.
+      used: The names of the members that the plan's stages use.
 
     Raises:
       PlanFileError: There is a member that no stage uses.
@@ -266,7 +300,7 @@ def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None
 
 
 def _listed(names: list[str]) -> str:
-    """The first three names, and how many more there are, as text for errors."""
+    """The first three of `names` as text for errors, such as `a, b, c and 2 more`."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(name[:200] for name in names[:3]) + more
 
@@ -274,16 +308,20 @@ def _listed(names: list[str]) -> str:
 def _table(
     path: Path | str, manifest: dict[str, Any], names: list[str]
 ) -> dict[str, Any]:
-    """Check the manifest's table of members, and return it: size and hash by name.
+    """Check the names in the manifest's table of members, and return the table.
 
     Args:
       path: The plan file, for errors.
-      manifest: The manifest.
-      names: The names of the members in the zip; the table must have the same.
+      manifest: The contents of `manifest.json`, as JSON data.
+      names: The names of all other files in the zip, its members.
+
+    Returns:
+      For each name the member's entry, `{"size": ..., "sha256": ...}`. The entries are
+      not checked.
 
     Raises:
-      PlanFileError: There is no table, its names are others, or a name is not of the
-        form `stages/NAME` or `consts/NAME`.
+      PlanFileError: There is no table, its names are not `names`, or a name is not of
+        the form `stages/NAME` or `consts/NAME`.
     """
     table = manifest.get("members")
     if not isinstance(table, dict):
@@ -307,13 +345,21 @@ def _table(
 
 
 def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
-    """A `PlanFileError` to raise: what is wrong with the file, and how to fix it."""
+    """A `PlanFileError` to raise, with the text `The plan file {path} {what}. {fix}`.
+
+    Args:
+      path: The plan file.
+      what: What is wrong with the file: a predicate, such as `is damaged`.
+      fix: How to fix it: a sentence.
+    """
     return PlanFileError(f"The plan file {path} {what}. {fix}")
 
 
 def malformed(path: Path | str, why: object) -> PlanFileError:
-    """A `PlanFileError` to raise for a manifest that is not as `plan.save` writes it.
+    """A `PlanFileError` to raise for a manifest that `plan.save` would not write.
 
-    `why` is the reason: text, or the error that reading the manifest raised.
+    Args:
+      path: The plan file.
+      why: The reason: text, or the error that reading the manifest raised.
     """
     return _bad(path, f"has a malformed manifest: {why}", "Save the plan again.")

@@ -67,20 +67,22 @@ _BYTECODE = b"ML\xefR"
 
 
 def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> None:
-    """Check that a plan declares only custom calls that are on the list or allowed.
+    """Check that a plan declares no custom calls but those in `ALLOWED` or `allowed`.
 
     Args:
       path: The plan file, for errors.
-      plan: The plan, as its manifest describes it.
-      allowed: Names of custom calls that it may make besides `ALLOWED`.
+      plan: The plan, decoded from its manifest. `stage.exported.custom_calls` are the
+        names that the manifest declares for a stage.
+      allowed: The names of custom calls that are accepted in addition to `ALLOWED`.
 
     Raises:
-      PlanFileError: A stage declares a custom call that is neither listed nor allowed.
+      PlanFileError: A stage declares another custom call.
     """
     known = ALLOWED.union(allowed)
     for location, stage in plan.stages():
         calls = () if stage.exported is None else stage.exported.custom_calls
         if unknown := sorted(set(calls) - known):
+            # Cut, as a forged manifest may have any number of names, of any length.
             names = ", ".join(repr(name[:100]) for name in unknown[:5])
             raise PlanFileError(
                 f"The plan file {path} makes custom calls in {location} that are not "
@@ -97,19 +99,25 @@ def check_declared(
 
     Args:
       stage: The name of the stage, for errors.
-      declared: The names of the custom calls in the manifest.
+      declared: The names of the custom calls that the manifest declares for the stage.
       called: For each function of the stage the names of the custom calls in its code.
 
     Raises:
-      ValueError: The functions call more than is declared, or less.
+      ValueError: The union of `called` is not `declared`.
     """
+    # Equal, not a subset: `inspect` prints what is declared, without reading code.
     if set(declared) != set().union(*called):
         raise ValueError(f"stage {stage} calls other code than it is said to")
 
 
 @contextlib.contextmanager
 def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
-    """Parse a portable artifact: an MLIR module that lives as long as the `with` block.
+    """Parse StableHLO: a context manager that gives the MLIR module, an `ir.Module`.
+
+    The module is valid only inside the `with` block.
+
+    Args:
+      stablehlo_code: A StableHLO portable artifact, in MLIR bytecode.
 
     Raises:
       ValueError: The artifact is no MLIR bytecode. MLIR also reads text, which JAX
@@ -124,11 +132,17 @@ def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
 
 
 def custom_calls_in(stablehlo_code: bytes) -> set[str]:
-    """The names of the custom calls in a portable artifact (StableHLO bytecode).
+    """The names of the custom calls in StableHLO code.
 
-    Custom calls of all functions and regions count, also where nothing calls these, and
-    so do operations that exchange data with the host. The shape assertions that JAX
-    adds do not count.
+    Custom calls of all functions and regions count, even of functions that are never
+    called, and so do operations that exchange data with the host, such as
+    `stablehlo.infeed`. The shape assertions that JAX adds do not count.
+
+    Args:
+      stablehlo_code: A StableHLO portable artifact, in MLIR bytecode.
+
+    Raises:
+      ValueError: The artifact is no MLIR bytecode.
     """
     names = set()
 

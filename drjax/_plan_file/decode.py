@@ -25,14 +25,14 @@ import numpy as np
 from drjax._errors import DrjaxError, PlanFileError
 from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
 from drjax._partition import Partition
-from drjax._plan_file import pytrees
+from drjax._plan_file import json_values, pytrees
 from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
 from drjax._planner.stage_values import new_value
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
+from drjax.plan import MOVES, Loop, Move, Plan, Reduce, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
 _LOOPS = ("scan", "while", "cond")
@@ -49,11 +49,15 @@ def decode(
 
     Args:
       path: The file, for errors.
-      manifest: Its manifest: JSON data that is not trusted.
-      members: The bytes of its members, by name.
-      run: Whether the stages are to be run; if not, their bytes are not looked at.
-      allowed: Names of custom calls that stages to be run may make besides
+      manifest: The contents of its `manifest.json`: JSON data that is not trusted.
+      members: The contents of all other members of the file, by name.
+      run: Whether the plan is to be run. If not, no code of a stage is read, and the
+        stages of the plan have no jaxpr.
+      allowed: The names of custom calls that a plan to be run may make in addition to
         `drjax._plan_file.custom_calls.ALLOWED`; None allows all.
+
+    Returns:
+      The plan. Each of its stages with outputs has an `ExportedStage` as `exported`.
 
     Raises:
       PlanFileError: The manifest is malformed, or this JAX cannot read a stage, or a
@@ -61,6 +65,8 @@ def decode(
     """
     try:
         origin = _origin(manifest)
+        # Two passes. The first validates the whole manifest and reads no code, as MLIR,
+        # which parses code, is not hardened against forged input.
         stages = _StageReader(path, members, origin, run=False)
         plan = _PlanReader(stages).plan(manifest["plan"])
         if ledger(plan) != manifest["ledger"]:
@@ -73,6 +79,7 @@ def decode(
             plan = _PlanReader(stages).plan(manifest["plan"])
     except PlanFileError:
         raise
+    # Any part of a manifest may be any JSON value: Python, numpy and drjax raise these.
     except (
         ArithmeticError,
         AssertionError,
@@ -89,19 +96,29 @@ def decode(
 
 
 def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Check the origin of the stages in a manifest, and return it.
+    """Check and return the part of a manifest that says how its stages were exported.
 
-    It has the versions of the producer, platforms, precision, and implementations of
-    random keys. Errors are as in `_PlanReader`.
+    Args:
+      manifest: The contents of `manifest.json`, as JSON data.
+
+    Returns:
+      A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
+      (names), `x64` (whether there are 64-bit values), `prng` (names of implementations
+      of random keys).
+
+    Raises:
+      KeyError, TypeError, ValueError: An entry is missing or malformed; `decode`
+        converts these errors to `PlanFileError`.
     """
     origin = {key: manifest[key] for key in _ORIGIN}
     if type(origin["x64"]) is not bool:
         raise ValueError("x64 must be true or false")
-    _count(origin["calling_convention"])
+    json_values.count(origin["calling_convention"])
     for key in ("platforms", "prng"):
-        origin[key] = [_text(x) for x in _list(origin[key])]
+        origin[key] = [json_values.text(x) for x in json_values.items(origin[key])]
     producer = {**origin["producer"]}
-    origin["producer"] = {_text(name): _text(x) for name, x in producer.items()}
+    text = json_values.text
+    origin["producer"] = {text(name): text(x) for name, x in producer.items()}
     return origin
 
 
@@ -109,24 +126,33 @@ Values = Callable[[Iterable[str]], tuple[Value, ...]]  # from names in one plan
 
 
 class _PlanReader:
-    """Reads plans from the manifest's JSON data, and checks them.
+    """Builds plans from the manifest's JSON data, and checks the data.
 
-    What does not fit raises an error of some built-in class, as `ValueError` or
-    `KeyError`, from which `decode` makes a `PlanFileError`.
+    Malformed data raise built-in exceptions, such as `ValueError` or `KeyError`, which
+    `decode` converts to `PlanFileError`.
 
     Args:
-      stages: What reads their stages.
+      stages: The `_StageReader` that builds the stages of these plans.
     """
 
     def __init__(self, stages: "_StageReader"):
         self.stages = stages
 
     def plan(self, data: dict[str, Any]) -> Plan:
-        """A plan, or the body of a loop, from its JSON data."""
+        """Build a plan, or the plan of a loop's body, from its JSON data.
+
+        Args:
+          data: The entry of the plan in the manifest, which has its name, partition,
+            values, rounds, server stage, inputs, outputs and trees.
+
+        Raises:
+          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+        """
         partition = _partition(data["partition"])
+        # With size 0, `_value` refuses partitioned values.
         size = 0 if partition is None else partition.size
         table = {
-            name: _value(_text(name), entry, size)
+            name: _value(json_values.text(name), entry, size)
             for name, entry in data["values"].items()
         }
 
@@ -135,10 +161,10 @@ class _PlanReader:
             _check_known(names, table.keys())
             return tuple(table[name] for name in names)
 
-        rounds = tuple(self._round(entry, values) for entry in data["rounds"])
+        rounds = tuple(self._round(entry, values, size) for entry in data["rounds"])
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
         plan = Plan(
-            _text(data["name"]),
+            json_values.text(data["name"]),
             partition,
             rounds,
             self.stages.stage(data["server"], values, local=False),
@@ -150,17 +176,28 @@ class _PlanReader:
         _check_order(plan)
         kept = plan.kept()
         for entry, a_round in zip(data["rounds"], rounds, strict=True):
+            # Results of the batched function are identified by their position alone.
             results = batched_results(a_round, kept)
             if results != {key: entry["groups"][key] for key in results}:
                 raise ValueError("a batch gives other results than the round needs")
         return plan
 
-    def _round(self, data: dict[str, Any], values: Values) -> Round:
-        """A round from its JSON data; `values` finds values of its plan by name."""
+    def _round(self, data: dict[str, Any], values: Values, size: int) -> Round:
+        """Build a round of a plan from its JSON data.
+
+        Args:
+          data: The entry of the round in the manifest.
+          values: A function from names to the tuple of the plan's `Value`s with these
+            names.
+          size: n, the number of groups; 0 without a partition.
+
+        Raises:
+          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+        """
         reduces = []
         for entry in data["reduces"]:
             source, result = values(entry["values"])
-            op = _one_of((*REDUCE_OPS, "gather"), entry["op"])
+            op = json_values.one_of((*REDUCE_OPS, "gather"), entry["op"])
             reduces.append(Reduce(op, source, result))
         scatter = []
         for pair in data["scatter"]:
@@ -172,38 +209,89 @@ class _PlanReader:
             tuple(scatter),
             self.stages.stage(data["groups"], values, local=True),
             tuple(reduces),
+            # Files of earlier versions have none.
+            tuple(_move(entry, values, size) for entry in data.get("moves", ())),
             tuple(self._loop(entry, values) for entry in data["loops"]),
         )
 
     def _loop(self, data: dict[str, Any], values: Values) -> Loop:
-        """A loop, with the plans of its bodies, from its JSON data.
+        """Build a loop, with a plan for each of its bodies, from its JSON data.
 
-        `values` finds values of the plan around it by their names.
+        Args:
+          data: The entry of the loop in the manifest.
+          values: A function from names to the tuple of `Value`s with these names, of
+            the plan that has the loop.
+
+        Raises:
+          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
         """
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
         return Loop(
-            _one_of(_LOOPS, data["op"]),
-            _text(data["name"]),
+            json_values.one_of(_LOOPS, data["op"]),
+            json_values.text(data["name"]),
             values(data["inputs"]),
             values(data["outputs"]),
             bodies,
-            tuple(map(_count, consts)),
-            _count(carry),
-            None if length is None else _count(length),
+            tuple(map(json_values.count, consts)),
+            json_values.count(carry),
+            None if length is None else json_values.count(length),
             data["reverse"] is True,
         )
 
 
+def _move(data: dict[str, Any], values: Values, size: int) -> Move:
+    """Build a move of slices between groups from its JSON data.
+
+    Args:
+      data: The entry of the move in the manifest.
+      values: A function from names to the tuple of the plan's `Value`s with these
+        names.
+      size: n, the number of groups; 0 without a partition.
+
+    Raises:
+      ValueError, KeyError, TypeError: The entry is malformed.
+    """
+    op = json_values.one_of(MOVES, data["op"])
+    source, *index, result = values(data["values"])
+    sources = tuple(map(json_values.count, data["sources"]))
+    if not (source.partitioned and result.partitioned):
+        raise ValueError(f"a {op} moves values that are not partitioned")
+    if (source.shape, source.dtype) != (result.shape, result.dtype):
+        raise ValueError(f"a {op} changes the type of slices")
+    if op == "permute":
+        if index or sorted(sources) != [*range(size)]:
+            raise ValueError("a permute has no permutation of the groups")
+        return Move(op, source, result, sources)
+    (by,) = index
+    if sources or by.partitioned or (by.shape, by.dtype) != ((size,), np.int32):
+        raise ValueError(f"a {op} has no index of the groups")
+    return Move(op, source, result, (), by)
+
+
 def _partition(data: dict[str, Any] | None) -> Partition | None:
-    """A partition from its JSON data; None for a plan that calls no building block."""
+    """Build the partition of a plan from its JSON data.
+
+    None for a plan that calls no building block.
+
+    Args:
+      data: The plan's entry `partition` in the manifest: null, or an object with
+        `name`, `size` and `mesh_axes`.
+    """
     if data is None:
         return None
     return Partition(data["name"], data["size"], tuple(data["mesh_axes"]))
 
 
 def _check_order(plan: Plan) -> None:
-    """Check that values are produced before use; raise `ValueError` if not."""
+    """Check that each value of a plan is produced before it is used.
+
+    The bodies of loops are not checked: they are plans of their own.
+
+    Raises:
+      ValueError: A value is used that no input and no earlier step of the plan
+        produces.
+    """
     known = {v.name for v in plan.inputs}
 
     def use(values: Iterable[Value]) -> None:
@@ -221,6 +309,9 @@ def _check_order(plan: Plan) -> None:
         produce(a_round.local.outputs)
         use(reduce.source for reduce in a_round.reduces)
         produce(reduce.result for reduce in a_round.reduces)
+        for move in a_round.moves:
+            use(move.inputs)
+            produce([move.result])
         for loop in a_round.loops:
             use(loop.inputs)
             produce(loop.outputs)
@@ -230,22 +321,30 @@ def _check_order(plan: Plan) -> None:
 
 
 def _check_known(names: Iterable[str], known: Set[str]) -> None:
-    """Check that all names are among `known`; raise `ValueError` if not."""
+    """Check that names of values are known; raise `ValueError` if one is not.
+
+    Args:
+      names: The names of the values that are used.
+      known: The names of the values that exist so far.
+    """
     if unknown := set(names) - known:
         raise ValueError(f"{sorted(unknown)} are used before they are made")
 
 
 class _StageReader:
-    """Reads the stages of plans, and the constants that they share.
+    """Builds stages from the manifest's JSON data and from members of the file.
+
+    Stages may share constants. Malformed data raise built-in exceptions, such as
+    `ValueError` or `KeyError`, which `decode` converts to `PlanFileError`.
 
     Args:
       path: The file, for errors.
-      members: The bytes of the file's members, by name.
-      origin: Where and how the stages were exported, from `_origin`.
-      run: Whether the stages are to be run; if not, their bytes are not looked at.
+      members: The contents of the file's members, by name.
+      origin: How the stages were exported: the dict that `_origin` returns.
+      run: Whether the stages are to be run. If not, their code is not read.
 
     Attributes:
-      used: The names of the members that the stages need.
+      used: The names of the members that the stages built so far need, a set of text.
     """
 
     def __init__(
@@ -257,21 +356,25 @@ class _StageReader:
     ):
         self.path, self.origin, self.run = path, origin, run
         self.used: set[str] = set()
-        self._members, self._consts = members, dict[str, np.ndarray]()
+        self._members, self._consts = members, dict[tuple[str, Any], np.ndarray]()
 
     def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
-        """A stage from its JSON data; it has a jaxpr only if stages are to be run.
+        """Build a stage from its JSON data.
+
+        It has a jaxpr only if stages are to be run.
 
         Args:
-          data: The stage's entry in the manifest.
-          values: A function that finds values of its plan by their names.
-          local: Whether it is a local stage, not one of the server.
+          data: The entry of the stage in the manifest.
+          values: A function from names to the tuple of the plan's `Value`s with these
+            names.
+          local: Whether it is a local stage; if not, it is one of the server.
 
         Raises:
-          ValueError: The entry, or the code, does not fit the manifest.
+          ValueError: The entry is malformed, or the code does not fit it.
+          PlanFileError: This version of JAX cannot read the code.
         """
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
-        name, member = _text(data["name"]), data["member"]
+        name, member = json_values.text(data["name"]), data["member"]
         if (member is None) != (not outputs):
             raise ValueError(f"stage {name} has results and no member, or the reverse")
         exported = None if member is None else self._exported_stage(data, member, local)
@@ -285,12 +388,13 @@ class _StageReader:
     def _exported_stage(
         self, data: dict[str, Any], member: str, local: bool
     ) -> ExportedStage:
-        """The `ExportedStage` of an entry in the manifest; its code is not read yet.
+        """Build the `ExportedStage` of a stage; its code is not deserialized yet.
 
         Args:
-          data: The stage's entry.
-          member: What the names of its members begin with, as `stages/2.server`.
-          local: Whether it is a local stage, not one of the server.
+          data: The entry of the stage in the manifest.
+          member: The common prefix of the names of its members, such as
+            `stages/2.server`.
+          local: Whether it is a local stage; if not, it is one of the server.
         """
         function = lambda end: ExportedFunction(
             self._member(f"{member}{end}.jexp"),
@@ -303,42 +407,49 @@ class _StageReader:
             local and data["in_turn"] is True,  # the key of `sequential` in files
             self._member(f"{member}.jaxpr.txt").decode(),
             tuple(map(self._constant, data["consts"])),
-            tuple(map(_text, data["custom_calls"])),
+            tuple(map(json_values.text, data["custom_calls"])),
             self.origin,
         )
 
     def _constant(self, data: dict[str, Any]) -> np.ndarray:
-        """A constant of a stage, from its JSON data, which names a member and a dtype.
+        """Return a constant of a stage, an array.
 
-        Stages that name the same member share the array.
+        Constants of one member and dtype share the array.
+
+        Args:
+          data: The entry of the constant in the manifest: `member`, the name of a
+            `.npy` file, and `dtype`, the name of the constant's dtype.
         """
-        name = data["member"]
-        if name not in self._consts:
-            array = _array(self._member(name))
-            self._consts[name] = array.view(_dtype(data["dtype"]))
-        return self._consts[name]
+        # Constants of equal bits share a member, also if their dtypes differ.
+        name, dtype = key = data["member"], _dtype(data["dtype"])
+        if key not in self._consts:
+            # Dtypes that numpy does not know are unsigned integers in the file.
+            self._consts[key] = _array(self._member(name)).view(dtype)
+        return self._consts[key]
 
     def _member(self, name: str) -> bytes:
-        """The bytes of the member of this name, which goes to `used`."""
+        """Return the contents of the member `name`, and add the name to `used`."""
         self.used.add(name)
         return self._members[name]
 
 
 def _check_code(name: str, exported: ExportedStage) -> None:
-    """Check that the code of a stage is what the manifest says.
+    """Check that the code of a stage is what the manifest says; this deserializes it.
 
     Args:
       name: The name of the stage, for errors.
-      exported: Its functions.
+      exported: The exported functions of the stage.
 
     Raises:
-      ValueError: Its functions make other custom calls, or its StableHLO for other
-        runtimes is not that of its functions.
+      ValueError: The functions make other custom calls than the manifest declares, or
+        the StableHLO for other runtimes (`.mlirbc`) is not that of the functions.
+      PlanFileError: This version of JAX cannot read the code.
     """
     parts = [f for f in (exported.per_group, exported.batched) if f]
     called = [function.custom_calls for function in parts]
     check_declared(name, exported.custom_calls, called)
     for function in parts:
+        # JAX runs the .jexp, which was checked; other runtimes run the .mlirbc.
         if function.function.mlir_module_serialized != function.stablehlo:
             raise ValueError(
                 f"the .mlirbc of stage {name} is not the code of its .jexp"
@@ -351,13 +462,16 @@ def _jaxpr(
     exported: ExportedStage | None,
     local: bool,
 ) -> Any:
-    """A jaxpr for a stage from a file, which calls its `per_group` function.
+    """Trace a stage from a file: a closed jaxpr that calls its `per_group` function.
+
+    The jaxpr takes the inputs of the stage and returns its outputs; random keys are
+    typed keys. The jaxpr of a local stage takes the group index, int32 `[]`, first.
 
     Args:
-      inputs: The inputs of the stage.
-      outputs: Its outputs.
-      exported: Its functions; None if it has no outputs.
-      local: Whether it is a local stage, whose jaxpr takes the group index first.
+      inputs: The inputs of the stage; of a partitioned value the jaxpr takes one slice.
+      outputs: The outputs of the stage.
+      exported: The exported functions of the stage; None if it has no outputs.
+      local: Whether it is a local stage.
 
     Raises:
       ValueError: The exported function returns other types than those of `outputs`.
@@ -374,6 +488,7 @@ def _jaxpr(
     if local:
         types = [jax.ShapeDtypeStruct((), np.int32), *types]
     if exported is not None:
+        # Results only: JAX checks the types of operands when the call is traced, below.
         avals = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
         if avals != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
             raise ValueError("a stage gives other types than it is said to")
@@ -385,65 +500,83 @@ def _jaxpr(
 
 
 def _value(name: str, data: dict[str, Any], size: int) -> Value:
-    """A value of a plan, from its JSON data.
+    """Build a value of a plan from its JSON data.
 
     Args:
-      name: Its name.
-      data: Its entry in the manifest: shape of one slice, dtype, and group axis.
+      name: The name of the value.
+      data: Its entry in the manifest: `shape`, of a partitioned value that of one
+        slice; `dtype`, a name; and `group_axis`, null for a global value.
       size: n, the number of groups; 0 without a partition.
 
     Raises:
-      ValueError: It cannot have this dtype or group axis.
+      ValueError: A value cannot have this shape, dtype or group axis.
     """
-    shape, axis = tuple(map(_count, data["shape"])), data["group_axis"]
+    shape, axis = tuple(map(json_values.count, data["shape"])), data["group_axis"]
     dtype = _dtype(data["dtype"])
     if axis is not None:
-        if _count(axis) > len(shape) or not size:
+        if json_values.count(axis) > len(shape) or not size:
             raise ValueError(f"{name} has no group axis {axis}")
         shape = (*shape[:axis], size, *shape[axis:])
     return new_value(name, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 
 def _array(data: bytes) -> np.ndarray:
-    """The array in the bytes of a `.npy` file, as a read-only view of them.
+    """Return the array of a `.npy` file, as a read-only view of the file's bytes.
 
-    `numpy.load` would allocate whatever size the file declares; this raises
-    `ValueError` unless the file has exactly the bytes that it declares.
+    `numpy.load` would allocate whatever size the file declares.
+
+    Args:
+      data: The contents of the file.
+
+    Raises:
+      ValueError: The file is not of version 1.0 or 2.0, or its array has Python objects
+        or Fortran order, or the file has more or fewer bytes than its header declares.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
+    # Version 3.0 is for names of fields in UTF-8, and constants have no fields.
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"a constant has version {version} of numpy's format")
     first = np.lib.format.read_array_header_1_0
     second = np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = (first if version == (1, 0) else second)(file)
+    # Of Python's integers, which do not overflow for a forged shape.
     size = math.prod(shape) * dtype.itemsize
+    # Arrays of objects are pickles, which can run code.
     if dtype.hasobject or is_fortran or len(data) - file.tell() != size:
         raise ValueError(f"a constant of {dtype}{[*shape]} has not that many bytes")
     return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape)
 
 
 def _dtype(name: str) -> Any:
-    """The dtype of this name: a number, bool, or `key:IMPL` for random keys.
+    """Return the dtype with a name from the manifest.
+
+    Args:
+      name: The name of a numeric dtype or `bool`, such as `float32`; or `key:IMPL` for
+        typed random keys, such as `key:threefry2x32`.
 
     Raises:
       ValueError, TypeError: There is no such dtype.
     """
-    if match := re.fullmatch(r"key:(\w+)", _text(name)):
+    if match := re.fullmatch(r"key:(\w+)", json_values.text(name)):
         return key_dtype(match[1])
     dtype = np.dtype(name)
     number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
+    # np.dtype has other names for one dtype, such as f4; equal plans have equal files.
     if str(dtype) != name or not number:
         raise ValueError(f"no dtype is called {name}")
     return dtype
 
 
 def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
-    """The structure of arguments or results from its JSON data; None if it is null.
+    """Build the structure of a plan's arguments or results from its JSON data.
 
     Args:
-      data: Its entry in the manifest; null in bodies of loops.
-      values: The values of its leaves.
+      data: The entry `in_tree` or `out_tree` of the plan; null in bodies of loops.
+      values: The plan's inputs or outputs, one for each leaf.
+
+    Returns:
+      A `pytrees.Tree`; None if `data` is null.
 
     Raises:
       ValueError: The entry describes no pytree, or one with another number of leaves.
@@ -454,31 +587,3 @@ def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
     if tree.num_leaves != len(values):
         raise ValueError(f"a pytree of {tree.num_leaves} leaves holds {len(values)}")
     return tree
-
-
-def _text(x: Any) -> str:
-    """Return `x` if it is printable text; raise `ValueError` if not."""
-    if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
-        raise ValueError(f"{x!r:.60} is not a text")
-    return x
-
-
-def _list(x: Any) -> list:
-    """Return `x` if it is a list; raise `ValueError` if not."""
-    if not isinstance(x, list):
-        raise ValueError(f"{str(x)[:60]} is not a list")
-    return x
-
-
-def _count(x: Any) -> int:
-    """Return `x` if it is an integer from 0; raise `ValueError` if not."""
-    if type(x) is not int or x < 0:
-        raise ValueError(f"{str(x)[:60]} is not a count")
-    return x
-
-
-def _one_of(known: tuple[str, ...], x: Any) -> str:
-    """Return `x` if it is one of the known names; raise `ValueError` if not."""
-    if x not in known:
-        raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
-    return x

@@ -20,13 +20,17 @@ import numpy as np
 
 from drjax._jaxprs.prng_keys import is_key, key_impl
 from drjax._plan_file.export_plan import origin_of
-from drjax._plan_file.exported_stage import ExportedStage
+from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.pytrees import Tree, describe
-from drjax.plan import Ledger, Loop, Plan, Round, Stage, Value
+from drjax.plan import Ledger, Loop, Move, Plan, Round, Stage, Value
 
 
 def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Encode an exported plan: `(manifest, members)`, JSON data and bytes by name.
+    """Encode a plan whose stages are exported: the contents of its plan file.
+
+    Returns:
+      `(manifest, members)`: the contents of `manifest.json`, which describes the plan,
+      as JSON data; and the bytes of all other files, by name.
 
     Raises:
       PlanFileError: A pytree of the plan cannot be described without its class.
@@ -38,7 +42,12 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
-    """The communication of a plan as JSON data: an entry for each value and round."""
+    """The communication of a plan as JSON data, for the manifest.
+
+    Returns:
+      A dict for each entry of `plan.communication()`, that is for each value and round:
+      `round`, `op`, `value` (its name), `bytes` (for each group) and `times`.
+    """
     communication: Ledger = plan.communication()
     return [
         {
@@ -53,34 +62,41 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
 
 
 def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
-    """What the batched function of a round's stage returns, by name, as JSON data.
+    """The results of the batched function of a round's local stage, as JSON data.
 
     Args:
       a_round: The round.
-      kept: The names of its outputs of which slices are read later.
+      kept: `Plan.kept()` of its plan: the names of values of which slices are needed
+        after the stage.
+
+    Returns:
+      `{"partials": [{"op": ..., "value": name}, ...], "rows": [name, ...]}`: the
+      partial reductions that the function returns, then the outputs that it returns as
+      slices.
     """
+    # As `export_plan` passes them to the exporter: results have an order, and no names.
     slices = [v.name for v in a_round.local.outputs if v.name in kept]
     partials = [{"op": r.op, "value": r.source.name} for r in a_round.partials]
     return {"partials": partials, "rows": slices}
 
 
 class _Writer:
-    """Writes plans as JSON data for the manifest, and collects the members of the file.
+    """Encodes plans as JSON data for the manifest, and collects the file's members.
 
     Attributes:
-      members: The bytes of the file's members besides the manifest, by name.
+      members: A dict from the name of each member but the manifest to its bytes.
     """
 
     def __init__(self):
         self.members: dict[str, bytes] = {}
 
     def plan(self, plan: Plan, prefix: str) -> dict[str, Any]:
-        """A plan or a loop's body as JSON data; its stages' code goes to `members`.
+        """Encode a plan as JSON data; the code of its stages is added to `members`.
 
         Args:
-          plan: The plan.
-          prefix: What the names of its members begin with: empty, or of a body
-            `2.scan.0.`.
+          plan: The plan, or the plan of a loop's body.
+          prefix: The common prefix of the names of its members: empty, or for the first
+            body of the loop `scan` of round 2 `2.scan.0.`.
         """
         values: dict[str, dict] = {}
 
@@ -88,6 +104,7 @@ class _Writer:
             used = [*used]
             for value in used:
                 entry = _value(value)
+                # Stages refer to values by name: a name has one type in the plan.
                 assert values.setdefault(value.name, entry) == entry, value
             return [v.name for v in used]
 
@@ -107,6 +124,7 @@ class _Writer:
                         {"op": r.op, "values": names((r.source, r.result))}
                         for r in a_round.reduces
                     ],
+                    "moves": [_move(move, names) for move in a_round.moves],
                     "loops": [
                         self._loop(loop, within, names) for loop in a_round.loops
                     ],
@@ -127,13 +145,13 @@ class _Writer:
         }
 
     def _stage(self, stage: Stage, member: str, names) -> dict[str, Any]:
-        """A stage as JSON data; its code and constants go to `members`.
+        """Encode a stage as JSON data; its code and constants are added to `members`.
 
         Args:
-          stage: The stage.
-          member: What the names of its members begin with, as `2.server`.
-          names: A function that registers values in the plan's table, and returns their
-            names.
+          stage: The stage; it is exported, unless it has no outputs.
+          member: The common prefix of the names of its members, such as `2.server`.
+          names: A function from `Value`s to the list of their names, which also adds
+            their entries to the plan's table of values.
         """
         data = {
             "name": stage.name,
@@ -143,10 +161,11 @@ class _Writer:
         }
         if stage.empty:
             return data
-        exported: ExportedStage = stage.exported
+        exported = exported_of(stage)
         member = f"stages/{member}"
         for end, function in (("", exported.per_group), (".batch", exported.batched)):
             if function is not None:
+                # The same code twice, for JAX and for other runtimes.
                 self.members[f"{member}{end}.jexp"] = function.exported
                 self.members[f"{member}{end}.mlirbc"] = function.stablehlo
         self.members[f"{member}.jaxpr.txt"] = exported.text.encode()
@@ -159,9 +178,15 @@ class _Writer:
         return {**data, "in_turn": exported.sequential}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
-        """A constant as JSON data; its bytes go to `members`, of equal ones once."""
+        """Encode a constant: `{"member": name, "dtype": name}`.
+
+        Its `.npy` file is added to `members`; equal constants share one file.
+        """
+        # `decode` requires C order. ascontiguousarray turns a scalar into a 1-d array.
         file, array = io.BytesIO(), np.ascontiguousarray(x).reshape(x.shape)
-        if array.dtype.kind == "V":  # a dtype that numpy does not know: its bits
+        # Dtypes that ml_dtypes registers: numpy writes them, but cannot read them back.
+        # Not by their kind, which is "V" only for most.
+        if array.dtype.isbuiltin == 2:
             array = array.view(f"u{array.dtype.itemsize}")
         np.save(file, array, allow_pickle=False)
         name = f"consts/{hashlib.sha256(file.getvalue()).hexdigest()[:16]}.npy"
@@ -169,13 +194,13 @@ class _Writer:
         return {"member": name, "dtype": str(x.dtype)}
 
     def _loop(self, loop: Loop, prefix: str, names) -> dict[str, Any]:
-        """A loop as JSON data; the code of its bodies' stages goes to `members`.
+        """Encode a loop as JSON data; the code of its bodies is added to `members`.
 
         Args:
           loop: The loop.
-          prefix: What the names of its round's members begin with, as `2.`.
-          names: A function that registers values in the plan's table, and returns their
-            names.
+          prefix: The common prefix of the names of its round's members, such as `2.`.
+          names: A function from `Value`s to the list of their names, which also adds
+            their entries to the plan's table of values.
         """
         bodies = [
             self.plan(body, f"{prefix}{loop.name}.{i}.")
@@ -194,8 +219,26 @@ class _Writer:
         }
 
 
+def _move(move: Move, names) -> dict[str, Any]:
+    """Encode a move of slices between groups as JSON data.
+
+    Args:
+      move: The move.
+      names: A function from `Value`s to the list of their names, which also adds their
+        entries to the plan's table of values.
+    """
+    return {
+        "op": move.op,
+        "values": names((*move.inputs, move.result)),
+        "sources": [*move.sources],
+    }
+
+
 def _partition(plan: Plan) -> dict[str, Any] | None:
-    """The partition of a plan as JSON data; None if it calls no building block."""
+    """Encode the partition of a plan: `{"name": ..., "size": ..., "mesh_axes": [...]}`.
+
+    None if the plan calls no building block.
+    """
     if plan.partition is None:
         return None
     name, size, axes = (
@@ -207,9 +250,10 @@ def _partition(plan: Plan) -> dict[str, Any] | None:
 
 
 def _value(value: Value) -> dict[str, Any]:
-    """A value as JSON data: dtype, shape of one group's slice, and group axis.
+    """Encode a value: `{"dtype": name, "shape": [...], "group_axis": int or None}`.
 
-    A global value has its whole shape, and None as group axis.
+    The shape is that of one group's slice. A global value has its whole shape, and None
+    as group axis. The dtype of typed random keys is `key:IMPL`.
     """
     dtype = str(value.dtype)
     if is_key(value.dtype):
@@ -219,10 +263,15 @@ def _value(value: Value) -> dict[str, Any]:
 
 
 def _tree(tree: Any) -> dict[str, Any] | None:
-    """The structure of arguments or results as JSON data; None if `tree` is None.
+    """Encode the structure of a plan's arguments or results; None if `tree` is None.
 
-    `tree` is a `PyTreeDef`, or a `Tree` of a loaded plan; None in bodies of loops,
-    whose values are flat.
+    Args:
+      tree: A `PyTreeDef`, or a `Tree` of a loaded plan; None in bodies of loops, whose
+        values are flat.
+
+    Returns:
+      `{"node": description, "paths": [...]}`: the description of the pytree as JSON
+      data, and the path of each leaf as text.
     """
     if tree is None:
         return None

@@ -30,7 +30,9 @@ from drjax.plan import Loop, Plan, Round, Stage, check_known_shapes
 
 
 def export_plan(plan: Plan) -> Plan:
-    """Export a plan: a copy in which all stages with results have `exported`.
+    """Export a plan: a copy in which every stage with outputs has an `ExportedStage`.
+
+    Stages that are exported already stay the same objects.
 
     Raises:
       PlanError: The plan has symbolic dimensions.
@@ -40,20 +42,26 @@ def export_plan(plan: Plan) -> Plan:
     origin = origin_of(plan)
     nowhere = jax.sharding.Mesh(np.empty((), object), ())
     # A file holds no mesh and no number of devices, whatever is in context here.
+    # x64 is that of the plan's values: the process that saves may be set otherwise.
     with jax.set_mesh(nowhere), planning(False), jax.enable_x64(origin["x64"]):
         return _Export(origin).plan(plan, "")
 
 
 def origin_of(plan: Plan) -> dict[str, Any]:
-    """The origin of a plan's stages, as JSON data for the manifest.
+    """How the stages of a plan are or will be exported: JSON data for its plan file.
 
-    It has the versions of the producer, platforms, precision, and implementations of
-    random keys. If a stage is exported already, its origin is that of the plan.
+    If a stage is exported already, its origin is that of the plan.
+
+    Returns:
+      A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
+      (names), `x64` (whether there are 64-bit values), `prng` (names of implementations
+      of random keys).
 
     Raises:
-      PlanFileError: A stage that is not exported calls back into Python.
+      PlanFileError: No stage is exported yet, and one calls back into Python.
     """
     stages = [*plan.stages()]
+    # Exported stages of a plan have one origin: the first one has it.
     for _, stage in stages:
         if stage.exported is not None:
             return stage.exported.origin
@@ -62,41 +70,52 @@ def origin_of(plan: Plan) -> dict[str, Any]:
 
 @functools.cache
 def _producer() -> dict[str, str]:
-    """The versions of drjax, JAX, jaxlib and Python in this process, by name."""
+    """The versions of drjax, JAX, jaxlib and Python, by name in lower case; cached."""
     names = ("drjax", "jax", "jaxlib")
     versions = {name: version(name) for name in names}
     return {**versions, "python": platform.python_version()}
 
 
 def _origin(features: StageFeatures) -> dict[str, Any]:
-    """The origin of stages that are exported now, as JSON data for the manifest.
+    """How this process exports stages, as JSON data for the manifest of a plan file.
 
-    `features` are those of all stages of the plan together.
+    Args:
+      features: The features of all stages of the plan, as `merge` combines them.
+
+    Returns:
+      A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
+      (names), `x64` (whether there are 64-bit values), `prng` (names of implementations
+      of random keys).
     """
     return {
         "producer": _producer(),
         "calling_convention": export.maximum_supported_calling_convention_version,
         "platforms": list(PLATFORMS),
         "x64": features.wide,
+        # The iteration of a set of strings differs from process to process.
         "prng": sorted(features.keys),
     }
 
 
 class _Export:
-    """Exports the stages of plans.
-
-    In all methods `location` says for errors which stage it is, as `round 1, groups`;
-    for a plan, a round or a loop it is what the locations of their stages begin with.
+    """Exports the stages of plans; each method returns a copy with exported stages.
 
     Args:
-      origin: The origin of the stages, from `origin_of`.
+      origin: The versions, platforms, precision and implementations of random keys of
+        the export: the dict that `origin_of` returns.
     """
 
     def __init__(self, origin: dict[str, Any]):
         self.origin = origin
 
     def plan(self, plan: Plan, location: str) -> Plan:
-        """A copy of a plan, or of the body of a loop, with exported stages."""
+        """Export the stages of a plan, or of the plan of a loop's body; returns a copy.
+
+        Args:
+          plan: The plan.
+          location: The common prefix of its stages' locations, for errors: empty, or
+            for a body `round 1, scan, `.
+        """
         kept = plan.kept()
         rounds = tuple(
             self._round(a_round, kept, f"{location}round {number}, ")
@@ -106,7 +125,14 @@ class _Export:
         return replace(plan, rounds=rounds, server=server)
 
     def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
-        """A copy of a round with exported stages; `kept` is `kept()` of its plan."""
+        """Export the stages of a round, and those of its loops; returns a copy.
+
+        Args:
+          a_round: The round.
+          kept: `Plan.kept()` of its plan: the names of values of which slices are
+            needed after the local stage.
+          location: The common prefix of its stages' locations, for errors: `round 1, `.
+        """
         return replace(
             a_round,
             server=self._server(a_round.server, f"{location}server"),
@@ -115,15 +141,24 @@ class _Export:
         )
 
     def _loop(self, loop: Loop, location: str) -> Loop:
-        """A copy of a loop with exported stages in its bodies."""
+        """Export the stages in the bodies of a loop; returns a copy.
+
+        Args:
+          loop: The loop.
+          location: The prefix of the locations in its round, for errors: `round 1, `.
+        """
         location = f"{location}{loop.name}, "
         bodies = tuple(self.plan(body, location) for body in loop.bodies)
         return replace(loop, bodies=bodies)
 
     def _server(self, stage: Stage, location: str) -> Stage:
-        """A copy of a server stage with `exported`.
+        """Export a server stage; returns a copy with `exported`.
 
-        The stage itself, if it has no results or is exported already.
+        Returns the stage itself if it has no outputs or is exported already.
+
+        Args:
+          stage: The stage.
+          location: Round and stage, for errors: `round 1, server`.
         """
         # A stage without results has no member in the file.
         if stage.empty or stage.exported is not None:
@@ -131,10 +166,15 @@ class _Export:
         return replace(stage, exported=Exporter(stage, location, self.origin).server())
 
     def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
-        """A copy of a round's local stage with `exported`.
+        """Export the local stage of a round; returns a copy with `exported`.
 
-        The stage itself, if it has no results or is exported already. `kept` is
-        `Plan.kept()` of its plan.
+        Returns the stage itself if it has no outputs or is exported already.
+
+        Args:
+          a_round: The round.
+          kept: `Plan.kept()` of its plan: the names of values of which slices are
+            needed after the stage.
+          location: Round and stage, for errors: `round 1, groups`.
         """
         stage = a_round.local
         if stage.empty or stage.exported is not None:

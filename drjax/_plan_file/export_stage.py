@@ -37,17 +37,20 @@ _MASK = jax.ShapeDtypeStruct((), np.bool_)
 
 
 class Exporter:
-    """Exports the functions of one stage.
+    """Exports one stage, by `jax.export`, as one function or two.
 
     Args:
-      stage: The stage.
-      location: Round and stage in the plan, for errors.
-      origin: The versions and platforms of the export, from `origin_of`.
+      stage: The stage, a server stage or a local stage; it has outputs.
+      location: Round and stage in the plan, for errors: `round 1, groups`.
+      origin: The versions and platforms of the export: the dict that `origin_of`
+        returns.
     """
 
     def __init__(self, stage: Stage, location: str, origin: dict[str, Any]):
         self.stage, self.location, self.origin = stage, location, origin
         self._values = list(_compat.jaxpr_consts(stage.jaxpr))
+        # In the code, a constant would be in up to four members: of two functions, as
+        # .jexp and as .mlirbc.
         self._hoisted = [
             i
             for i, x in enumerate(self._values)
@@ -57,18 +60,22 @@ class Exporter:
         self._types = [raw_type(v) for v in stage.inputs]
 
     def server(self) -> ExportedStage:
-        """This stage, a server stage, exported as one StableHLO function.
+        """Export the stage, a server stage, as one StableHLO function.
 
-        Without groups, it needs no function for a batch.
+        The result has no batched function, as a server stage has no groups.
+
+        Raises:
+          PlanFileError: JAX cannot export the stage.
         """
         return self._exported_stage(*self._export("one", self._per_group, self._types))
 
     def local(self, reduces: Sequence[Reduce], kept: Sequence[Value]) -> ExportedStage:
-        """This stage, a local stage, exported as two functions: per group, and batched.
+        """Export the stage, a local stage, as two functions: per group, and batched.
 
         Args:
-          reduces: The reductions that the batched function computes over its groups.
-          kept: The outputs that the batched function returns as slices.
+          reduces: The reductions of which the batched function returns partial
+            reductions over its groups.
+          kept: The outputs of the stage that the batched function returns as slices.
 
         Raises:
           PlanFileError: JAX cannot export the stage, or it calls back into Python.
@@ -85,10 +92,12 @@ class Exporter:
             fn = self._batched(reduces, kept, over_groups)
             return self._export("batch", fn, types)
 
+        # vmap of a draw from an rbg key raises nothing, but yields other bits.
         sequential = features_of(self.stage.jaxpr, self.location).sequential
         if not sequential:
             try:
                 batched, more = batch(jax.vmap)
+            # An error with another cause is raised again by the sequential export.
             except PlanFileError:  # what JAX cannot batch for an unknown b
                 sequential = True
         if sequential:
@@ -102,24 +111,32 @@ class Exporter:
         batch: ExportedFunction | None = None,
         sequential=False,
     ) -> ExportedStage:
-        """An `ExportedStage`: these functions, the text and constants of the stage.
+        """Build the `ExportedStage` from exported functions, with jaxpr and constants.
 
         Args:
           one: The function of the server or of one group.
-          calls: The names of the custom calls in both functions.
+          calls: The names of the custom calls in the code of `one` and `batch`.
           batch: The function of a batch of groups; None for a server stage.
           sequential: Whether the groups of a batch run one after another.
         """
+        # Addresses of functions differ between processes; equal plans have equal files.
         text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
         consts, calls_ = tuple(self._consts), tuple(sorted(calls))
         return ExportedStage(one, batch, sequential, text, consts, calls_, self.origin)
 
     def _per_group(self, *args):
-        """Evaluate the stage for the server or one group; this function is exported.
+        """Evaluate the stage for the server or for one group.
 
-        `args` are the hoisted constants, for a local stage the group index, int32 `[]`,
-        and the inputs. All of them and the outputs are raw: random keys are their key
-        data.
+        This is the function that is exported.
+
+        Args:
+          *args: First the hoisted constants, which are random keys and arrays of 1 kB
+            or more; then, for a local stage, the group index, int32 `[]`; then the
+            inputs of the stage, one slice of each partitioned value. Random keys are
+            raw key data.
+
+        Returns:
+          The list of the stage's outputs, with random keys as raw key data.
         """
         count, values = len(self._hoisted), list(self._values)
         for i, x in zip(self._hoisted, args[:count], strict=True):
@@ -137,16 +154,20 @@ class Exporter:
         kept: Sequence[Value],
         over_groups: Callable,
     ) -> Callable:
-        """The function of b groups to export, for any b.
-
-        It maps `(*consts, mask, groups, *inputs)` to `[*partials, *slices]`: `mask` is
-        bool `[b]`, `groups` are the group indices, int32 `[b]`, and partitioned inputs
-        are slices `[b, ...]`.
+        """Make the function of b groups that is to be exported, for any b.
 
         Args:
-          reduces: The reductions to compute over the groups whose mask is true.
-          kept: The outputs to return as slices `[b, ...]`.
-          over_groups: Maps the per-group function: `jax.vmap`, or `_sequential`.
+          reduces: The reductions of which it returns partial reductions, over the
+            groups whose mask is true.
+          kept: The outputs of the stage that it returns as slices `[b, ...]`.
+          over_groups: `over_groups(fn, in_axes)` maps `fn` over the groups: `jax.vmap`,
+            or `_sequential`.
+
+        Returns:
+          A function from `(*consts, mask, groups, *inputs)` to the list `[*partials,
+          *slices]`. `consts` are the hoisted constants, `mask` is bool `[b]`, and
+          `groups` are the group indices, int32 `[b]`. Partitioned inputs are slices
+          `[b, ...]`.
         """
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
@@ -169,12 +190,16 @@ class Exporter:
     def _export(
         self, name: str, fn: Callable, types: list
     ) -> tuple[ExportedFunction, set[str]]:
-        """Export a function: `(exported function, names of the custom calls in it)`.
+        """Export a function for all of `PLATFORMS`.
 
         Args:
           name: The name of the function in the StableHLO.
-          fn: The function, which takes the constants first.
-          types: The types of its other arguments.
+          fn: The function to export. It takes the hoisted constants first.
+          types: The types of its other arguments, a list of `jax.ShapeDtypeStruct`s;
+            random keys have the type of raw key data.
+
+        Returns:
+          `(exported function, names of the custom calls in its code)`.
 
         Raises:
           PlanFileError: JAX cannot export it for all of `PLATFORMS`.
@@ -183,26 +208,39 @@ class Exporter:
         def run(*args):
             return fn(*args)
 
+        # jit names the exported function by it; all would be called `run` otherwise.
         run.__name__ = name
         consts = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._consts]
         try:
+            # Other runtimes pass all inputs: jit would remove unused parameters.
             jitted = jax.jit(run, keep_unused=True)
             with _compat.frames_in_locations(0):  # file names of this machine stay out
                 exported = export.export(jitted, platforms=PLATFORMS)(*consts, *types)
             data = bytes(exported.serialize()), bytes(exported.mlir_module_serialized)
-        except (NotImplementedError, TypeError, ValueError) as error:
+        except (KeyError, NotImplementedError, TypeError, ValueError) as error:
+            why = str(error)
+            # JAX looks dtypes up in a table, which lacks some, such as uint2.
+            if isinstance(error, KeyError):
+                why = f"JAX's format has no {why}. Convert it to another dtype."
             raise PlanFileError(
                 f"{self.location} ({self.stage.name}) cannot be exported for "
                 f"{', '.join(PLATFORMS)} such that other versions of JAX can read it: "
-                f"{error}"
+                f"{why}"
             ) from error
         return ExportedFunction(*data, self.location), custom_calls_in(data[1])
 
 
 def _sequential(fn: Callable, axes: list) -> Callable:
-    """Map `fn` over groups, as `jax.vmap` would, but one after another, by `lax.map`.
+    """Map `fn` over groups one after another, by `lax.map`, in place of `jax.vmap`.
 
-    `axes` has 0 for arguments with a slice for each group, and None for global ones.
+    Args:
+      fn: A function of one group, from arrays to a list of arrays.
+      axes: For each argument of `fn` 0 if the groups differ in it, or None if it is
+        global.
+
+    Returns:
+      A function of the same arguments, those with axis 0 as slices `[b, ...]`. It
+      returns the list of results, each stacked to `[b, ...]`.
     """
 
     def run(*args):
@@ -215,6 +253,7 @@ def _sequential(fn: Callable, axes: list) -> Callable:
                 )
             )
 
+        # Never empty, as lax.map needs a length: the group index is one of them.
         slices = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
         return lax.map(one, slices)
 
@@ -222,10 +261,16 @@ def _sequential(fn: Callable, axes: list) -> Callable:
 
 
 def _masked(op: ReduceOp, x, mask):
-    """Replace slices of `x`, `[b, *s]`, by the identity of `op`.
+    """Replace masked slices by the identity, so that they do not change a reduction.
 
-    These are the slices whose `mask`, bool `[b]`, is false: they then do not change the
-    reduction.
+    Args:
+      op: The reduction.
+      x: Slices, `[b, *s]`.
+      mask: Bool `[b]`; slices for which it is false are replaced.
+
+    Returns:
+      An array `[b, *s]` of the dtype of `x`.
     """
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
+    # Not a product with the mask: 0 * NaN is NaN.
     return jnp.where(chosen, x, jnp.asarray(op.identity(x.dtype), x.dtype))

@@ -37,12 +37,13 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 @dataclass(frozen=True)
 class ExportedFunction:
-    """One exported function of a stage.
+    """One function of a stage, exported by `jax.export` for all of `PLATFORMS`.
 
     Attributes:
       exported: The bytes of `jax.export.Exported.serialize`.
-      stablehlo: The StableHLO in it, as a portable artifact.
-      source: What errors call it: its location in a plan, or its member in a file.
+      stablehlo: The bytes of its StableHLO, a portable artifact.
+      source: The name that errors give it: its location in a plan, as `round 1,
+        groups`, or its member in a file.
     """
 
     exported: bytes
@@ -51,12 +52,17 @@ class ExportedFunction:
 
     @functools.cached_property
     def call(self) -> Callable[..., list]:
-        """The function, to be called or lowered; to differentiate or batch it raises.
+        """The function, to be called, also under `jax.jit`, but not to be transformed.
+
+        It takes arrays, with random keys as raw key data, and returns a list of arrays.
 
         Raises:
-          PlanFileError: (when it is differentiated or batched) JAX cannot do that with
-            exported functions; (when it is read) this JAX cannot read it.
+          PlanFileError: This JAX cannot read the function, which is deserialized when
+            the property is first read. Calls raise it under `jax.vmap`, `jax.jvp` or
+            `jax.grad`, as JAX cannot transform exported functions.
         """
+        # JAX would raise errors of its own that name no fix. Reverse mode begins with a
+        # jvp, so that one rule refuses both modes.
         refuse = _refusal(self.source)
         call = jax.custom_batching.custom_vmap(self.function.call)
         call.def_vmap(refuse)
@@ -66,23 +72,34 @@ class ExportedFunction:
 
     @property
     def function(self) -> export.Exported:
-        """The function, deserialized by JAX when it is first used."""
+        """The function as a `jax.export.Exported`, deserialized at the first use.
+
+        Raises:
+          PlanFileError: This version of JAX cannot read the bytes.
+        """
         return self._read[0]
 
     @property
     def custom_calls(self) -> set[str]:
-        """The names of the custom calls in its code."""
+        """The names of the custom calls in the code of the function.
+
+        Raises:
+          PlanFileError: This version of JAX cannot read the bytes.
+        """
         return self._read[1]
 
     @functools.cached_property
     def _read(self) -> tuple[export.Exported, set[str]]:
-        """`(function, names of its custom calls)`, deserialized.
+        """`(function, names of the custom calls in its code)`.
+
+        The function is deserialized at the first use.
 
         Raises:
-          PlanFileError: This version of JAX cannot read it.
+          PlanFileError: This version of JAX cannot read the bytes.
         """
         try:
             function = export.deserialize(bytearray(self.exported))
+            # Of the code that will run, whatever the manifest declares.
             return function, custom_calls_in(function.mlir_module_serialized)
         except Exception as error:
             raise PlanFileError(
@@ -94,9 +111,14 @@ class ExportedFunction:
 
 
 def _refusal(source: str) -> Callable:
-    """A rule for `custom_vmap` and `custom_jvp` that raises `PlanFileError`.
+    """Make a rule for `custom_vmap` and `custom_jvp` that raises `PlanFileError`.
 
-    `source` is what the error calls the exported function, which has no such rule.
+    Args:
+      source: The name of the exported function in the error.
+
+    Returns:
+      A function that takes any arguments and always raises: an exported function can
+      be neither differentiated nor vmapped.
     """
 
     def refuse(*_):
@@ -113,15 +135,19 @@ def _refusal(source: str) -> Callable:
 class ExportedStage:
     """The exported functions of one stage, with what they need.
 
+    All arrays are raw: random keys are their key data.
+
     Attributes:
-      per_group: The work of the server, or of one group.
-      batched: The work of many groups; None for a server stage.
-      sequential: Whether the groups of a batch work one after another.
-      text: The jaxpr of `per_group`, for people.
-      consts: Large arrays that the functions take before the inputs; random keys as
-        their key data.
-      custom_calls: Names of the code outside StableHLO that the functions call.
-      origin: The versions and platforms of the export, as in the manifest.
+      per_group: The function of a server stage, `(*consts, *inputs) -> outputs`; or of
+        one group in a local stage, `(*consts, group index, *inputs) -> outputs`.
+      batched: The function of b groups in a local stage, `(*consts, mask, group
+        indices, *inputs) -> (*partial reductions, *slices)`; None for a server stage.
+      sequential: Whether the groups of a batch run one after another.
+      text: The jaxpr of `per_group` as text, for humans.
+      consts: Large arrays, which the functions take as their first arguments.
+      custom_calls: The names of the custom calls in the code of both functions.
+      origin: The versions, platforms, precision and implementations of random keys of
+        the export, as in the manifest.
     """
 
     per_group: ExportedFunction
@@ -133,23 +159,44 @@ class ExportedStage:
     origin: dict[str, Any]
 
 
+def exported_of(stage: Stage) -> ExportedStage:
+    """The exported functions of a stage: `stage.exported`.
+
+    The stage must have been exported or loaded from a file.
+    """
+    assert isinstance(stage.exported, ExportedStage), stage.name
+    return stage.exported
+
+
+def batched_of(stage: Stage) -> ExportedFunction:
+    """The batched function of a local stage.
+
+    The stage must have been exported or loaded from a file.
+    """
+    batched = exported_of(stage).batched
+    assert batched is not None, stage.name
+    return batched
+
+
 def run_batched(stage: Stage, kept: Sequence[Value], mask, groups, inputs):
     """Run the batched function of an exported local stage on b groups.
 
     Args:
       stage: The stage.
-      kept: The outputs of the stage that the function returns as slices.
-      mask: Which of the groups count in reductions, bool `[b]`.
+      kept: The outputs of the stage that the function returns as slices, as they were
+        chosen when the stage was exported.
+      mask: Which of the groups take part in reductions, bool `[b]`.
       groups: The group indices, int32 `[b]`.
-      inputs: The inputs of the stage, in order; of partitioned ones slices `[b, ...]`.
+      inputs: The inputs of the stage, in order: slices `[b, ...]` of partitioned
+        values, and global values.
 
     Returns:
-      `(partials, slices)`: a partial reduction for each reduction of the round but
-      gathers, and the groups' slices `[b, ...]` of each output in `kept`.
+      `(partials, slices)`, two lists of arrays: the partial reduction, over the groups
+      whose mask is true, for each reduction of the round except gathers; and the slices
+      `[b, ...]` of each output in `kept`.
     """
-    exported = stage.exported
     raw = map(to_raw, inputs)
-    outs = exported.batched.call(*exported.consts, mask, groups, *raw)
+    outs = batched_of(stage).call(*exported_of(stage).consts, mask, groups, *raw)
     count = len(outs) - len(kept)
     arrays = [from_raw(y, v.dtype) for y, v in zip(outs[count:], kept, strict=True)]
     return outs[:count], arrays

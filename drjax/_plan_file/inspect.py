@@ -10,13 +10,20 @@ from drjax._drawing.text import size
 from drjax._errors import PlanFileError
 from drjax._plan_file import container
 from drjax._plan_file.decode import decode
-from drjax._plan_file.exported_stage import ExportedStage
+from drjax._plan_file.exported_stage import exported_of
 from drjax._sharding.planning_context import planning
 from drjax.plan import Plan
 
 
 def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
-    """The plan of a file, to print and draw but not to run, and a report as text.
+    """Read a plan file without reading any code of its stages.
+
+    Args:
+      path: The file: a path, or a URL of any file system that fsspec knows.
+
+    Returns:
+      `(plan, report)`: the plan, which can be printed and drawn but not run, and a text
+      with the plan, its communication, its stages, and the versions that wrote it.
 
     Raises:
       PlanFileError: The file is damaged, or changed, or of another version.
@@ -27,6 +34,7 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
     except (TypeError, ValueError) as error:
         raise PlanFileError(f"No file can be inspected: {error}.") from error
     manifest, members = container.read(location)
+    # x64 is on for any file: to inspect a plan with 64-bit values needs no setting.
     with planning(False), jax.enable_x64(True):
         plan = decode(location, manifest, members, run=False)
     lines = [str(plan), "", str(plan.communication()), "", *_origin(manifest)]
@@ -38,7 +46,11 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
 
 
 def _origin(manifest: dict) -> Iterator[str]:
-    """The lines of the report on where and how a file was written."""
+    """The lines of the report on the software that wrote a file and on its platforms.
+
+    Args:
+      manifest: The manifest of the file, as JSON data that was checked.
+    """
     producer = manifest["producer"]
     yield f"format {container.VERSION}, written by " + ", ".join(
         f"{name} {version}" for name, version in producer.items()
@@ -50,10 +62,13 @@ def _origin(manifest: dict) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """The lines of the report on stages: one for each stage with exported functions."""
+    """The lines of the report on the stages of a plan that have exported functions.
+
+    Each line has location, name, size and custom calls of one stage.
+    """
     for location, stage in plan.stages():
-        exported: ExportedStage | None = stage.exported
-        if exported is not None:
+        if stage.exported is not None:
+            exported = exported_of(stage)
             parts = [f for f in (exported.per_group, exported.batched) if f is not None]
             nbytes = size(sum(len(function.exported) for function in parts))
             calls = ", ".join(exported.custom_calls) or "none"

@@ -66,28 +66,34 @@ def plan_from_bytes(
     *,
     custom_calls: Collection[str] | None = (),
 ) -> Plan:
-    """Load a plan from the bytes of a plan file; engines send plans to workers so.
+    """Load a plan from a file, or from its bytes, as engines send plans to workers.
 
     Args:
-      path: The file, for errors.
-      data: Its bytes. Default: the file is opened.
+      path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
+      data: The bytes of the file; None: the file at `path` is opened.
       custom_calls: Names of code outside of the file that its stages may call besides
         drjax's own list. None allows all, for bytes that this process wrote.
 
     Raises:
-      PlanFileError, OSError: As for `load_plan`.
-      DrjaxTypeError: `custom_calls` is one text and not a list.
+      PlanFileError: The file is damaged, or changed, or of another version; or makes
+        custom calls that are not allowed; or holds 64-bit values and jax_enable_x64 is
+        off; or this JAX cannot read its code.
+      OSError: The file cannot be opened.
+      DrjaxTypeError: `custom_calls` is a string and not a list.
     """
+    # A string is a collection, too: its letters would be the names.
     if isinstance(custom_calls, str):
         raise DrjaxTypeError(
             "custom_calls must be a list of names, got the text "
             f"{custom_calls!r}. Write custom_calls=[{custom_calls!r}]."
         )
     manifest, members = container.read(path, data)
+    # Not enabled by drjax, as each later call of the plan needs it, too.
     if manifest.get("x64") and not jax.config.read("jax_enable_x64"):
         raise PlanFileError(
             f"The plan file {path} holds 64-bit values, which JAX makes only with "
             "jax_enable_x64. Load and run it in `with jax.enable_x64(True):`."
         )
+    # `decode` traces stages: a mesh in context must not be part of their types.
     with planning(False):
         return decode(path, manifest, members, allowed=custom_calls)

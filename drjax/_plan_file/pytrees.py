@@ -12,6 +12,7 @@ what comes back of a record is a namedtuple of the same name and fields.
 
 import collections
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,31 +28,35 @@ _KEYS = (str, int, float, bool)
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The structure of a pytree, in place of a `jax.tree_util.PyTreeDef`.
+    """The structure of a pytree, in place of a `PyTreeDef`, for plans from files.
 
     Attributes:
-      node: The description of its root, JSON data as above.
+      node: The description of the pytree as nested JSON data, such as
+        `{"list": ["leaf", {"dict": [["w", "leaf"]]}]}`.
     """
 
     node: Node
 
     @property
     def num_leaves(self) -> int:
-        """The number of leaves, as `PyTreeDef.num_leaves`."""
+        """The number of leaves."""
         return _leaves(self.node)
 
     def unflatten(self, leaves) -> Any:
-        """The pytree with these leaves; a record becomes a namedtuple."""
+        """Build the pytree from its leaves, in order.
+
+        Instances of classes become namedtuples with the same name and fields.
+        """
         return _unflatten(self.node, iter(leaves))
 
     def paths(self) -> Iterator[str]:
-        """The path of each leaf, as `jax.tree_util.keystr` writes it."""
+        """The path of each leaf as text, in the format of `jax.tree_util.keystr`."""
         return _paths(self.node, "")
 
     def __eq__(self, other) -> bool:
-        """Whether a `Tree` or a `PyTreeDef` has the same description.
+        """Whether `other`, a `Tree` or a `PyTreeDef`, has the same description.
 
-        False for what cannot be described without its class.
+        False if `other` cannot be described without its class.
         """
         try:
             return self.node == describe(other)
@@ -63,34 +68,56 @@ class Tree:
 
 
 def describe(tree: Any) -> Node:
-    """The description, as JSON data, of a `Tree` or a `PyTreeDef`.
+    """Describe the structure of a pytree as nested JSON data, without its classes.
+
+    A node is `"leaf"`, `"none"`, or an object with one key: `{"tuple": [node, ...]}`,
+    `{"list": [node, ...]}`, `{"dict": [[key, node], ...]}`, or for a namedtuple or a
+    registered class `{"record": [name, [[field, node], ...]]}`.
+
+    Args:
+      tree: A `Tree` or a `PyTreeDef`.
 
     Raises:
       PlanFileError: A node cannot be described without its class.
     """
     if isinstance(tree, Tree):
         return tree.node
+    # A PyTreeDef has no names of children; the paths in a rebuilt pytree have them.
     return _describe(tree.unflatten(range(tree.num_leaves)))
 
 
 def _describe(x: Any) -> Node:
-    """The description, as JSON data, of a pytree, whose leaves may be any objects.
+    """Describe the structure of a pytree as nested JSON data, without its classes.
+
+    Args:
+      x: The pytree itself; its leaves may be any objects.
+
+    Returns:
+      The description of its root: `"leaf"`, `"none"`, or an object with one key, as
+      `{"tuple": [...]}`.
 
     Raises:
       PlanFileError: A node cannot be described without its class.
     """
     if x is None:
         return "none"
+    # One level only, as each child counts as a leaf.
     below = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
+    # An empty path: `x` has no children, and is a leaf itself.
     if len(below) == 1 and not below[0][0]:
         return "leaf"
     keys = [path[0] for path, _ in below]
     nodes = [_describe(child) for _, child in below]
+    # Some registered classes have keys, as `nnx.State`. `all` of no keys is true, so
+    # that only a real dict may be empty.
     if isinstance(x, dict) or (keys and all(isinstance(k, DictKey) for k in keys)):
+        # Pairs, as JSON objects have only strings as keys.
         return {"dict": [[_key(k.key), n] for k, n in zip(keys, nodes, strict=True)]}
     if isinstance(x, list):
         return {"list": nodes}
+    # `()` has no keys either, and is no record.
     if all(isinstance(k, GetAttrKey) for k in keys) and type(x) is not tuple:
+        # An impossible namedtuple is an error now, and not when the file is loaded.
         name, fields = type(x).__name__, [k.name for k in keys]
         try:
             _record(name, tuple(fields))
@@ -111,20 +138,34 @@ def _describe(x: Any) -> Node:
 
 
 def _key(key: Any) -> Any:
-    """Return the key of a dict if JSON can hold it; raise `PlanFileError` if not."""
-    if type(key) in _KEYS:
+    """Return the key of a dict if JSON can hold it; raise `PlanFileError` if not.
+
+    Strings, ints, finite floats and bools pass.
+    """
+    if _is_key(key):
         return key
     raise PlanFileError(
-        "A plan file holds dicts whose keys are strings or numbers, got the key "
+        "A plan file holds dicts whose keys are strings or finite numbers, got the key "
         f"{key!r}. Rename it before the program is planned."
     )
 
 
+def _is_key(key: Any) -> bool:
+    """Whether JSON can hold `key`, a key of a dict."""
+    # By type: JSON would load a subclass, such as np.float64, as its base class. It has
+    # no infinities and no NaN.
+    return type(key) in _KEYS and (type(key) is not float or math.isfinite(key))
+
+
 @functools.lru_cache(maxsize=1024)
 def _record(name: str, fields: tuple[str, ...]) -> type:
-    """The namedtuple class that stands for a record of this name with these fields.
+    """The namedtuple class that stands for a class of the saved pytree; cached.
 
-    Cached: JAX compares the nodes of pytrees by class, so equal records need one class.
+    JAX compares the nodes of pytrees by class, so equal nodes need the same class.
+
+    Args:
+      name: The name of the class.
+      fields: The names of its fields.
 
     Raises:
       ValueError: A namedtuple cannot have that name or these fields.
@@ -133,10 +174,12 @@ def _record(name: str, fields: tuple[str, ...]) -> type:
 
 
 def _children(node: Node) -> list[tuple[str, Node]]:
-    """`(key, description)` of each child of a node.
+    """The children of a node of a description, as `(key, description)` pairs.
 
-    Keys are as in paths: `.field` or `[0]`. The node is a container: neither `"leaf"`
-    nor `"none"`.
+    Keys are text, as in the paths of leaves: `.field`, `['key']` or `[0]`.
+
+    Args:
+      node: The description of a container: neither `"leaf"` nor `"none"`.
     """
     [(kind, parts)] = node.items()
     if kind == "record":
@@ -147,14 +190,19 @@ def _children(node: Node) -> list[tuple[str, Node]]:
 
 
 def _leaves(node: Node) -> int:
-    """The number of leaves of a description."""
+    """The number of leaves of the pytree that `node` describes."""
     if isinstance(node, str):
         return node == "leaf"
     return sum(_leaves(child) for _, child in _children(node))
 
 
 def _paths(node: Node, path: str) -> Iterator[str]:
-    """The paths of the leaves of a description; `path` is that of its root."""
+    """The path of each leaf of the pytree that `node` describes, as text.
+
+    Args:
+      node: The description of the pytree.
+      path: The path of its root, with which all paths begin.
+    """
     if node == "leaf":
         yield path
     elif node != "none":
@@ -163,7 +211,12 @@ def _paths(node: Node, path: str) -> Iterator[str]:
 
 
 def _unflatten(node: Node, leaves: Iterator) -> Any:
-    """The pytree of a description; its leaves are taken from the iterator, in order."""
+    """Build the pytree that `node` describes.
+
+    Args:
+      node: The description of the pytree.
+      leaves: An iterator over its leaves, in order; one is taken for each leaf.
+    """
     if node == "leaf":
         return next(leaves)
     if node == "none":
@@ -178,25 +231,28 @@ def _unflatten(node: Node, leaves: Iterator) -> Any:
 
 
 def validate(node: Any, depth: int = 0) -> Node:
-    """Check a description that was read from a file, and return it.
+    """Check the description of a pytree that was read from a file, and return it.
 
     Args:
-      node: The description, JSON data.
-      depth: How deep the node lies in the whole description; more than 200 is refused.
+      node: The description, as JSON data that is not trusted.
+      depth: The depth of this node in the whole description, at most 200.
 
     Raises:
       ValueError: It describes no pytree. (Malformed children may raise `TypeError`.)
     """
     if node in ("leaf", "none"):
         return node
+    # Functions of descriptions recurse: this limit is far below Python's own.
     if depth > 200 or not isinstance(node, dict) or len(node) != 1:
         raise ValueError(f"a pytree cannot have the node {str(node)[:60]}")
     [(kind, parts)] = node.items()
     if kind == "record":
+        # namedtuple compiles these names; it checks first that they are identifiers.
         name, parts = parts
         _record(name, tuple(field for field, _ in parts))
     elif kind == "dict":
-        if len({key for key, _ in parts if type(key) in _KEYS}) != len(parts):
+        # Equal keys of different types, as 1 and true, would be one key of the dict.
+        if len({key for key, _ in parts if _is_key(key)}) != len(parts):
             raise ValueError("a dict of a pytree has a key twice, or one of no use")
     elif kind in ("list", "tuple"):
         parts = [(None, child) for child in parts]

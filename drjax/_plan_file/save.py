@@ -13,10 +13,15 @@ from drjax.plan import Plan
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file; the implementation of `Plan.save`.
 
+    Args:
+      plan: The plan.
+      path: A path, or a URL of any file system that fsspec knows.
+
     Raises:
       PlanError: The plan cannot be exported.
       PlanFileError: The file cannot be written; an earlier file is unchanged.
     """
+    # All of it first: a plan that cannot be exported leaves an earlier file unchanged.
     data = plan_to_bytes(plan)
     try:
         _storage.write_file(_storage.locate(path), data)
@@ -28,7 +33,9 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """The bytes of a plan file, from a plan whose stages need not be exported yet.
+    """Export a plan and serialize it: the bytes of a plan file.
+
+    Stages that are exported already are written as they are.
 
     Raises:
       PlanError: The plan has symbolic dimensions, a callback into Python, or work that

@@ -17,6 +17,7 @@ from drjax._jaxprs.prng_keys import is_key, key_impl
 from drjax._jaxprs.provenance import source_line
 
 WIDE = {np.dtype(t) for t in ("int64", "uint64", "float64", "complex128")}
+# Under vmap, keys of other implementations may draw bits that depend on the batch.
 _SAME_IN_BATCHES = {"threefry2x32"}
 
 
@@ -26,9 +27,10 @@ class StageFeatures:
 
     Attributes:
       wide: Whether there are 64-bit values.
-      keys: The names of the implementations of random keys.
-      sequential: Whether the groups of a batch must run one after another, as the
-        stage draws random bits that would be others in a batch.
+      keys: The names of the implementations of random keys, such as `threefry2x32`.
+      sequential: Whether the groups of a batch must run one after another, because a
+        batched stage would draw other random bits, or because it could be exported for
+        a symbolic number of groups, but not run.
     """
 
     wide: bool
@@ -37,30 +39,32 @@ class StageFeatures:
 
 
 def features_of(jaxpr: Any, location: str) -> StageFeatures:
-    """The features of a stage.
+    """Find in the jaxpr of a stage what it needs of the process that loads it.
 
     Args:
-      jaxpr: The jaxpr of the stage.
-      location: Round and stage, for errors.
+      jaxpr: The jaxpr of the stage, open or closed.
+      location: Round and stage, for errors: `round 1, groups`.
 
     Raises:
       PlanFileError: The stage calls back into Python.
     """
-    dtypes, names = set(), set()
+    dtypes, names, changes_size = set(), set(), False
     for x in _inside(jaxpr):
         if hasattr(x, "primitive"):
             _check(x, location)
             names.add(x.primitive.name)
+            changes_size |= _changes_item_size(x)
         else:
             dtypes.add(getattr(x.aval, "dtype", None))
     dtypes.discard(None)
     keys = frozenset(key_impl(dtype) for dtype in dtypes if is_key(dtype))
-    sequential = bool(keys - _SAME_IN_BATCHES) or "rng_bit_generator" in names
-    return StageFeatures(bool(dtypes & WIDE), keys, sequential)
+    # Raw rbg keys are unsigned integers: only the primitive shows that bits are drawn.
+    draws_otherwise = bool(keys - _SAME_IN_BATCHES) or "rng_bit_generator" in names
+    return StageFeatures(bool(dtypes & WIDE), keys, draws_otherwise or changes_size)
 
 
 def merge(features: Iterable[StageFeatures]) -> StageFeatures:
-    """The features of several stages together: each that some stage has."""
+    """Combine the features of stages: flags by `or`, names of keys by union."""
     features = list(features)
     keys = frozenset(key for one in features for key in one.keys)
     return StageFeatures(
@@ -69,7 +73,10 @@ def merge(features: Iterable[StageFeatures]) -> StageFeatures:
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
-    """All equations and variables of a jaxpr and of the jaxprs in its equations."""
+    """All equations and variables of a jaxpr and, recursively, of the jaxprs inside it.
+
+    Variables are the `constvars`, the `invars`, and the `outvars` of equations.
+    """
     raw = _compat.open_jaxpr(jaxpr)
     yield from (*raw.constvars, *raw.invars)
     for eqn in raw.eqns:
@@ -79,17 +86,29 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
             yield from _inside(inner)
 
 
+def _changes_item_size(eqn: Any) -> bool:
+    """Whether an equation is a bitcast to a dtype of another item size.
+
+    StableHLO cannot refine the shape of its result from a symbolic batch dimension.
+    """
+    if eqn.primitive.name != "bitcast_convert_type":
+        return False
+    # A dimension is added or removed for the ratio of the sizes, which may be in bits.
+    return len(eqn.invars[0].aval.shape) != len(eqn.outvars[0].aval.shape)
+
+
 def _check(eqn: Any, location: str) -> None:
     """Check that an equation does not call back into Python.
 
-
-
-    `location` says round and stage, for errors.
+    Args:
+      eqn: The equation of a jaxpr.
+      location: Round and stage, for errors: `round 1, groups`.
 
     Raises:
       PlanFileError: The equation does.
     """
     name = eqn.primitive.name
+    # `jax.debug.print` has a primitive of its own, which is no callback by name.
     if "callback" in name or name == "debug_print":
         raise PlanFileError(
             f"{location} calls back into Python: {name} at {source_line(eqn)}. A "

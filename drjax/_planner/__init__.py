@@ -8,8 +8,8 @@ The passes, in the order in which `make_plan` runs them:
   explicit_communication   building blocks in place of what implies them:
     implicit_communication reductions over the group axis,
     scan_over_groups       scans that are maps, and
-    index_groups           reads and updates of some groups, by
-    bind_blocks            their primitives
+    read_and_update_groups reads and updates of some groups, by their index;
+    bind_blocks            the primitives that all three bind
   rematerialize_loops      rematerialize residuals of loops, unless
     bitwise_observable     they are bitwise-observable
   rounds                   the round of each equation, as few as possible

@@ -21,18 +21,21 @@ def flat_inputs(
 
     Args:
       plan: The plan to run.
-      args: The positional arguments of the call.
-      kwargs: The keyword arguments of the call.
-      as_array: Converts a leaf to the array that is checked and returned.
+      args: The positional arguments of the call, pytrees of arrays.
+      kwargs: The keyword arguments of the call, pytrees of arrays.
+      as_array: `as_array(leaf)` converts a leaf of the arguments to an array, or to an
+        object with the attributes `shape` and `dtype` of one. The result is checked and
+        returned.
 
     Returns:
-      One array for each value of `plan.inputs`, in that order.
+      The converted leaves: one array for each `Value` of `plan.inputs`, in that order.
+      A partitioned one is whole, with its group axis.
 
     Raises:
       DrjaxTypeError: The tree structure of `(args, kwargs)` is not `plan.in_tree`, or
-        the dtype of a leaf is not that of its value in `plan.inputs`.
-      DrjaxValueError: The shape of a leaf is not that of its value; a partitioned value
-        has the group axis too.
+        the dtype of a leaf is not that of its `Value`.
+      DrjaxValueError: The shape of a leaf is not that of its `Value`, to which the
+        group axis is added if it is partitioned.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     # Types in a plan are fixed: other arguments need another plan, not a cast.
@@ -43,6 +46,7 @@ def flat_inputs(
         )
     arrays = []
     for value, leaf in zip(plan.inputs, leaves, strict=True):
+        # Converted before the checks, as a Python number has no shape and dtype.
         array = as_array(leaf)
         shape = value.shape
         if value.partitioned:

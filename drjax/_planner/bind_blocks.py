@@ -10,23 +10,25 @@ Invariants: no equation names a mesh. Sharp edges: functions of one group are tr
 each call, and their names become those of plans' stages.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from drjax import _compat
 from drjax._partition import Partition
 from drjax._primitives.map_fn import trace_group
+from drjax._primitives.select_slice import index_pair, select_slice
 from drjax._sharding.layout import make_layout
 from drjax.primitives import (
     broadcast_p,
     gather_p,
     map_fn_p,
     partition_index_p,
-    reduce_max_p,
-    reduce_sum_p,
+    permute_p,
+    put_add_p,
+    take_p,
 )
 
 
@@ -41,12 +43,15 @@ def partition_index(partition: Partition):
 
 
 def reduce_groups(primitive, x, partition: Partition):
-    """Bind a reduction of a partitioned value `[n, *s]` to a global one, `[*s]`.
+    """Bind the primitive of a reduction over the groups.
 
     Args:
       primitive: The primitive of the reduction, such as `reduce_sum_p`.
-      x: The partitioned value, its group axis first.
-      partition: The partition.
+      x: The partitioned value, `[n, *s]`.
+      partition: The partition, of n groups.
+
+    Returns:
+      The reduction of all slices: a global value, `[*s]`.
     """
     return primitive.bind(x, partition=partition, mesh=None)
 
@@ -57,18 +62,21 @@ def map_groups(
     """Bind `map_fn_p`: apply `fn` to the slices of each group.
 
     Args:
-      fn: The function of one group, from slices to a sequence of arrays. Values that it
-        closes over are broadcast; its name becomes that of the equation.
-      *operands: Partitioned values, their group axis first.
-      partition: The partition.
+      fn: The function of one group. It takes a slice `[*s]` of each operand, and
+        returns a sequence of arrays. Values that it closes over are broadcast; its name
+        becomes that of the equation.
+      *operands: Partitioned values, `[n, *s]`.
+      partition: The partition, of n groups.
 
     Returns:
-      The results of all groups, partitioned along axis 0.
+      A partitioned value `[n, *t]` for each array `[*t]` that `fn` returns.
     """
     avals = tuple(map(_compat.typeof, operands))
     jaxpr, closed_over = trace_group(
         fn, avals, make_layout(partition, None), fn.__name__
     )
+    # The jaxpr of a map_fn has no constants, and its operands are all partitioned.
+    # The transpose of these broadcasts sums the cotangents over the groups.
     copies = [broadcast(x, partition) for x in closed_over]
     return map_fn_p.bind(
         *copies,
@@ -81,9 +89,40 @@ def map_groups(
 
 
 def gather_groups(x, axis: int, partition: Partition):
-    """Bind `gather_p`: a value partitioned along `axis` as a global one."""
+    """Bind `gather_p`: all slices of a partitioned value as one global value.
+
+    Args:
+      x: The partitioned value.
+      axis: Its group axis.
+      partition: The partition.
+
+    Returns:
+      The global value, of the shape of `x`: the slices lie along `axis`, in the order
+      of the groups.
+    """
+    # gather_p takes the groups along axis 0. For one group this move is the identity,
+    # as its slice lacks the axis; the server moves the axis back.
     slices = gather_p.bind(jnp.moveaxis(x, axis, 0), partition=partition, mesh=None)
     return jnp.moveaxis(slices, 0, axis)
+
+
+def permute(x, sources: tuple[int, ...], partition: Partition):
+    """Bind `permute_p`: group j gets slice `sources[j]` of x, `[n, *s]`."""
+    return permute_p.bind(x, sources=sources, partition=partition, mesh=None)
+
+
+def take(x, index, partition: Partition):
+    """Bind `take_p`: group j gets slice `index[j]` of x, `[n, *s]`; int32 `[n]`.
+
+    The index is clamped to the groups.
+    """
+    index = index.clip(0, partition.size - 1)
+    return take_p.bind(x, index, partition=partition, mesh=None)
+
+
+def put_add(x, index, partition: Partition):
+    """Bind `put_add_p`: slice j of x is added to group `index[j]`; n: to none."""
+    return put_add_p.bind(x, index, partition=partition, mesh=None)
 
 
 def select_group(x, i, partition: Partition):
@@ -93,38 +132,13 @@ def select_group(x, i, partition: Partition):
       x: The partitioned value, `[n, *s]`: of any dtype, random keys included.
       i: The index of the group, int32 `[]`, global. As in `drjax.select`, it counts
         from the end if it is negative, and is clamped.
-      partition: The partition.
+      partition: The partition, of n groups.
+
+    Returns:
+      The slice, `[*s]`, a global value.
     """
-    n = partition.size
-    index = partition_index(partition)
-    selected = broadcast(jnp.where(i < 0, i + n, i).clip(0, n - 1), partition)
-    # Keys cannot be added, their raw data can.
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    slices = map_groups(key_data, x, partition=partition)[0] if is_key else x
-    operands = index, selected, slices
-    (kept,) = map_groups(keep_chosen_group, *operands, partition=partition)
-    # A sum of bools would be an integer.
-    primitive = reduce_max_p if kept.dtype == jnp.bool_ else reduce_sum_p
-    slice_ = reduce_groups(primitive, kept, partition)
-    if is_key:
-        return jax.random.wrap_key_data(slice_, impl=jax.random.key_impl(x))
-    return slice_
-
-
-# Functions of one group, under the names that plans show.
-
-
-def keep_chosen_group(index, selected, own):
-    """Return a group's slice if the group is the selected one, else zeros.
-
-    Args:
-      index: The index of this group, int32 `[]`.
-      selected: The index of the group to select, int32 `[]`.
-      own: The slice of this group.
-    """
-    return [jnp.where(index == selected, own, jnp.zeros((), own.dtype))]
-
-
-def key_data(key):
-    """Convert a group's slice of random keys to their raw data, which can be added."""
-    return [jax.random.key_data(key)]
+    # One array in place of a list of one, under the name of the function.
+    one = lambda fn: functools.wraps(fn)(lambda *xs: [fn(*xs)])
+    map_one = lambda fn, *xs: map_groups(one(fn), *xs, partition=partition)[0]
+    indices = index_pair(i, partition=partition, mesh=None)
+    return select_slice(x, indices, map_one, partition=partition, mesh=None)

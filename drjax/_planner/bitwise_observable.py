@@ -7,9 +7,9 @@ as little as any rounding does, unless the program compares a slice bit by bit w
 value that the server has: the derivative of an extremum, `loss ==
 drjax.reduce_min(loss)`, or `loss >= the k-th of drjax.gather(loss)`. A rematerialized
 `loss` could then differ from the one that was reduced, and no group, or several, would
-match. So the operands of an extremum, of a gather and of the selection of one group are
-computed once and saved, and so is each variable whose values they are, through
-equations that only move, select or negate values.
+match. So the operands of an extremum, of a gather, of a move between groups and of the
+selection of one group are computed once and saved, and so is each variable whose values
+they are, through equations that only move, select or negate values.
 
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
@@ -22,8 +22,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
-from drjax._jaxprs.walk import definitions
-from drjax._planner.inline import CALLS, InlinedJaxpr
+from drjax._jaxprs.walk import definitions, split_while
+from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
 from drjax._primitives.reduce_ops import of_primitive
 
 # For each primitive that moves values, the positions of the operands that its results
@@ -42,36 +42,86 @@ MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys("scatter scatter-max scatter-min".split(), (0, 2)),
 }
 
+# The building blocks that copy slices to the server or to other groups.
+_COPIES = {primitives.gather_p, primitives.permute_p, primitives.take_p}
+
 
 def bitwise_observable(program: InlinedJaxpr) -> frozenset:
-    """The variables of a program whose exact bits it may compare with other values.
+    """Find the variables whose exact bits a program may compare with other values.
 
     They must not be rematerialized, as a compiler may round differently a second time.
+    They are the operands of extrema over the groups, of gathers, of moves between
+    groups, and of sums that select the slice of one group, and the variables whose
+    values these operands hold. So are operands of loops and branches whose bodies
+    observe them.
+
+    Args:
+      program: The inlined jaxpr.
+
+    Returns:
+      The set of these variables of `program`. Those of the bodies of its loops are not
+      among them: each body is an inlined jaxpr of its own.
     """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
     for eqn in program.eqns:
-        op, gathers = of_primitive(eqn.primitive), eqn.primitive is primitives.gather_p
-        if op or gathers:
+        op, copies = of_primitive(eqn.primitive), eqn.primitive in _COPIES
+        if op or copies:
             # A sum exposes values only if all groups but one add zeros, which a
             # select_n makes.
-            selected = gathers or (op is not None and op.selects)
+            selected = copies or (op is not None and op.selects)
             aliases = _aliases(definition, eqn.invars[0], selected)
             observable |= {var for var, selected in aliases if selected}
+        elif eqn.primitive.name in CONTROL:
+            for operand in _observable_operands(program, eqn):
+                aliases = _aliases(definition, operand, True)
+                observable |= {var for var, _ in aliases}
     return frozenset(observable)
 
 
+def _observable_operands(program: InlinedJaxpr, eqn) -> Iterator[Any]:
+    """Find the operands of a loop or branch that are bitwise-observable in a body.
+
+    Args:
+      program: The inlined jaxpr that contains the equation.
+      eqn: The `scan`, `while` or `cond`.
+
+    Yields:
+      These operands, once for each body that observes them.
+    """
+    # One list for each body: operands in the order of the body's arguments.
+    operands = [eqn.invars]
+    if eqn.primitive.name == "cond":
+        operands = [eqn.invars[1:]] * len(eqn.params["branches"])
+    elif eqn.primitive.name == "while":
+        cond_consts, body_consts, carry = split_while(eqn, eqn.invars)
+        operands = [[*cond_consts, *carry], [*body_consts, *carry]]
+    for body, values in zip(program.bodies(eqn), operands, strict=True):
+        # Rematerialization asks again for each rewritten program; bodies mostly stay.
+        inner = body.memoize(bitwise_observable, body)
+        for argument, value in zip(body.invars, values, strict=True):
+            if argument in inner:
+                yield value
+
+
 def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
-    """The variables whose values a variable holds: backward through moves of values.
+    """Find the variables whose values another variable holds.
+
+    The search goes backward from `var`, from the results to the operands of equations
+    that only move, select or negate values, such as `reshape` or `select_n`. It ends at
+    equations that compute new values.
 
     Args:
       definition: For each variable the equation that defines it.
-      var: The variable to start from, which is in the result.
-      selected: Whether a selection lies between the use of `var` and `var`.
+      var: The variable, or literal, to start from.
+      selected: The flag of `var` itself: whether the caller has already met a selection
+        among values (a `select_n` or a `cond`) on its way to `var`.
 
     Returns:
-      Pairs of a variable and whether a selection of values (a `select_n` or a `cond`)
-      lies between it and the use of `var`.
+      A set of pairs `(variable, flag)`, with `(var, selected)` among them, but no
+      literals. The flag of a variable is true if `selected` is, or if a `select_n` or a
+      `cond` lies on the path from it to `var`. A variable with paths of both sorts
+      occurs twice.
     """
     aliases: set[tuple[Any, bool]] = set()
     stack = [(var, selected)]
@@ -90,15 +140,16 @@ def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
 
 
 def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
-    """The operands whose values a result of an equation holds.
+    """Find the operands of an equation whose values one of its results holds.
 
     Args:
-      eqn: The equation.
-      index: The position of the result.
+      eqn: The equation, of any primitive.
+      index: The position of the result in `eqn.outvars`.
 
     Yields:
-      Pairs of an operand and whether the equation selects among several operands;
-      nothing if the equation computes new values.
+      Pairs of an operand, a variable or a literal, and whether the equation selects
+      among values to get from this operand to the result, as a `select_n` or a `cond`
+      does. Nothing if the equation computes new values.
     """
     name = eqn.primitive.name
     # The predicate of a select_n and the index of a cond are not among the values.
@@ -108,6 +159,7 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
         positions = MOVED_OPERANDS[name] or range(len(eqn.invars))
         yield from ((eqn.invars[i], False) for i in positions)
     elif name in ("clamp", "sort"):
+        # Result i of a sort is a permutation of operand i; the keys only choose which.
         # The operands of clamp are (lower bound, value, upper bound).
         yield eqn.invars[1 if name == "clamp" else index], False
     elif eqn.primitive is primitives.map_fn_p:
@@ -122,20 +174,23 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
 def _through_call(
     jaxpr, operands, index: int, selected: bool
 ) -> Iterator[tuple[Any, bool]]:
-    """The operands whose values a result of an equation that evaluates a jaxpr holds.
+    """Find the operands whose values a result of an evaluated jaxpr holds.
 
     Args:
-      jaxpr: The jaxpr.
-      operands: The operands of the equation that are the arguments of the jaxpr.
-      index: The position of the result.
+      jaxpr: The jaxpr that an equation evaluates, open or closed: the callee of a call,
+        the function of one group, or a branch.
+      operands: The operands of the equation, one for each argument of the jaxpr.
+      index: The position of the result in the results of the jaxpr.
       selected: Whether the equation itself selects among jaxprs, as a `cond` does.
 
     Yields:
-      Pairs of an operand and whether a selection among values lies between.
+      Pairs of an operand, and whether a selection among values lies between it and the
+      result: `selected`, or an equation in the jaxpr.
     """
     raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))
     definition = definitions(raw.eqns)
+    # Variables of the jaxpr itself are left out: stages save those of the program.
     for var, selects in _aliases(definition, raw.outvars[index], selected):
         if var in outer:
             yield outer[var], selects

@@ -22,10 +22,10 @@ from drjax._jaxprs.walk import split_scan, split_while, variables
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rematerialize_rounds import LocalStageParts, LocalWork
-from drjax._planner.rounds import RoundAssignment, reduction
+from drjax._planner.rounds import MOVES, RoundAssignment, reduction
 from drjax._planner.stage_values import StageValues
 from drjax._planner.trace_stages import trace_local_stage, trace_server_stage
-from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
+from drjax.plan import Loop, Move, Plan, Reduce, Round, Stage, Value
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class PlanSignature:
 
     Attributes:
       name: The name of the plan.
-      arguments: A name for each argument.
-      result_kinds: The kind that each result must have. A global value may be required
-        as a partitioned one.
+      arguments: A name for each argument of the inlined jaxpr.
+      result_kinds: The kind that each result must have, global or partitioned. A result
+        that is inferred to be global may be required partitioned.
       results: A name for each result; (): results are named by their equations.
-      in_tree: The tree structure of the arguments; None: they are flat.
-      out_tree: The tree structure of the results; None: they are flat.
+      in_tree: The `PyTreeDef` of the arguments; None: they are flat.
+      out_tree: The `PyTreeDef` of the results; None: they are flat.
     """
 
     name: str
@@ -56,11 +56,14 @@ def build_plan(
     """Build the plan of an inlined jaxpr: split the jaxpr at its communication.
 
     Args:
-      kinds: The kinds of the jaxpr's variables.
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
       signature: The name of the plan, its arguments and results.
       rematerialize: Whether a round rematerializes the results of earlier rounds that
         it needs, instead of each group saving them. Equations with effects and
         bitwise-observable variables are never rematerialized.
+
+    Returns:
+      The plan, and in its loops the plans of their bodies.
     """
     program, result_kinds = kinds.program, signature.result_kinds
     rounds = RoundAssignment(kinds)
@@ -75,6 +78,8 @@ def build_plan(
         for i in indices
     ]
     results = list(zip(program.outvars, result_kinds, strict=True))
+    # A result that is required partitioned is an output of a local stage, which takes
+    # what it needs of the server as a broadcast or scattered value.
     live = {v for v, kind in results if not kind.partitioned}
     live |= _globals_of_groups(kinds, rounds, parts)
     *server_stages, last_stage = _server_stages(rounds, values, live, work.num_rounds)
@@ -91,6 +96,7 @@ def build_plan(
                 ),
                 local_stages[i],
                 _reduces(rounds, values, parts[i], i),
+                tuple(_move(eqn, values) for eqn in rounds.moves.get(i, ())),
                 loops[i],
             )
             for i in indices
@@ -104,9 +110,16 @@ def build_plan(
 
 
 def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
-    """The `Value` of a variable where a kind is required, global or partitioned.
+    """The `Value` of a variable that is required to have a kind.
 
-    Of a global variable that is required partitioned: the value of its slices.
+    Args:
+      values: The `Value` of each variable of the inlined jaxpr.
+      var: The variable, an operand of a loop or a result of the plan.
+      kind: Its required kind, global or partitioned.
+
+    Returns:
+      The `Value` of `var` itself; or, if a global variable is required partitioned, the
+      `Value` of its slices, which a local stage returns.
     """
     return values.value(var) if kind.axis is None else values.outgoing(var, kind.axis)
 
@@ -114,11 +127,21 @@ def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
 def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
 ) -> set[Any]:
-    """The global variables that local stages and loops take from the server."""
+    """The set of global variables that local stages, moves and loops take.
+
+    Args:
+      kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
+      rounds: The assignment of equations to rounds, with their moves and loops.
+      parts: For each round what its local stage takes, computes and returns.
+    """
     taken = {x.var for p in parts for x in (*p.broadcast, *p.scatter)}
+    for eqns in rounds.moves.values():
+        # The first operand is an output of a local stage, the second the index.
+        taken |= {v for eqn in eqns for v in variables(eqn.invars[1:])}
     for eqns in rounds.loops.values():
         for eqn in eqns:
             operands = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)
+            # Operands that must be partitioned are outputs of local stages.
             taken |= {v for v, kind in operands if not kind.partitioned}
     return taken
 
@@ -129,10 +152,11 @@ def _server_stages(
     """Trace the server's stage of each round, and the one after the last round.
 
     Args:
-      rounds: The rounds of equations.
-      values: The values of the program.
-      live: The variables that local stages, loops and results need. The operands of
-        live equations are added to this set.
+      rounds: The assignment of equations to rounds; `rounds.server` lists for each
+        round its equations on global values.
+      values: The `Value` (name, shape and dtype) of each variable.
+      live: The global variables that local stages, loops and results need. The operands
+        of live equations are added to this set.
       num_rounds: The number of rounds.
 
     Returns:
@@ -143,6 +167,7 @@ def _server_stages(
     # Backward, as the server computes in each round what later rounds need. It keeps
     # its values from round to round, so that only their definition matters: a stage
     # that needs none of them is empty.
+    # What depends on the last communication is in round num_rounds, after all rounds.
     for index in reversed(range(num_rounds + 1)):
         eqns: list[Any] = []
         for eqn in reversed(rounds.server.get(index, [])):
@@ -161,17 +186,24 @@ def _server_stages(
 def _reduces(
     rounds: RoundAssignment, values: StageValues, parts: LocalStageParts, index: int
 ) -> tuple[Reduce, ...]:
-    """The reductions after the local stage of a round, as the plan records them.
+    """List the reductions after the local stage of a round, as the plan records them.
 
     Args:
-      rounds: The rounds of equations.
-      values: The values of the program.
-      parts: The parts of the local stage of the round.
-      index: The index of the round.
+      rounds: The assignment of equations to rounds; `rounds.reduces` lists for each
+        round its reductions and gathers.
+      values: The `Value` (name, shape and dtype) of each variable.
+      parts: What the local stage of the round takes, computes and returns.
+      index: The index of the round, from 0.
+
+    Returns:
+      A `Reduce` for each reduction or gather: its name, the partitioned `Value` that
+      the local stage returns, and the global `Value` of the result.
     """
     reduces = []
     for eqn in rounds.reduces.get(index, ()):
         operand, result = eqn.invars[0], values.value(eqn.outvars[0])
+        # Backends reduce outputs of the round's own stage, partly while it runs;
+        # hence slices of earlier rounds pass through it.
         if operand in parts.forwarded:
             source = values.forwarded(operand, index)
         else:
@@ -180,12 +212,38 @@ def _reduces(
     return tuple(reduces)
 
 
+def _move(eqn, values: StageValues) -> Move:
+    """The `Move` of an equation that moves slices between groups.
+
+    Args:
+      eqn: The equation.
+      values: The `Value` (name, shape and dtype) of each variable.
+    """
+    x, *index = eqn.invars
+    return Move(
+        MOVES[eqn.primitive],
+        values.outgoing(x, 0),
+        values.value(eqn.outvars[0]),
+        eqn.params.get("sources", ()),
+        values.value(index[0]) if index else None,
+    )
+
+
 # -------------------------------------------------------------------------------------
 # Loops
 
 
 def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> Loop:
-    """Build the `Loop` of a `scan`, `while` or `cond`, with a plan for each body."""
+    """Build the `Loop` of a `scan`, `while` or `cond`, with a plan for each body.
+
+    Args:
+      eqn: The equation, a loop of rounds.
+      kinds: The kinds of the jaxpr that contains it; `kinds.loops[eqn]` has those of
+        its operands, results and bodies.
+      values: The `Value` of each variable of that jaxpr, and their names.
+      rematerialize: Whether rounds of the bodies rematerialize the results of earlier
+        rounds instead of saving them.
+    """
     op, loop = eqn.primitive.name, kinds.loops[eqn]
     operands = zip(eqn.invars, loop.operand_kinds, strict=True)
     inputs = tuple(_value_of_kind(values, v, kind) for v, kind in operands)

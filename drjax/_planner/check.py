@@ -17,11 +17,12 @@ from drjax._sharding.layout import find_mesh, make_layout
 
 @dataclass(frozen=True)
 class Typed:
-    """One array among the arguments or results of a program.
+    """One array among the arguments or results of a program, and its kind.
 
     Attributes:
-      name: Its name and tree path.
-      shape: Its shape, group axis included.
+      name: The name of the argument (or `result`) and the path of the leaf in it, such
+        as `model['w']`.
+      shape: The shape of the whole array, group axis included.
       dtype: Its dtype.
       axis: The axis along which it is partitioned; None: it is global.
     """
@@ -33,7 +34,7 @@ class Typed:
 
     @property
     def kind(self) -> str:
-        """`global`, `partitioned`, or `partitioned along axis 1`."""
+        """The kind in words: `global`, `partitioned`, or `partitioned along axis 1`."""
         # Axis 0 is the rule in users' programs, so only others are printed.
         if self.axis is None:
             return "global"
@@ -42,15 +43,16 @@ class Typed:
 
 @dataclass(frozen=True)
 class Signature:
-    """The result of `drjax.check`. Print it to read it.
+    """The result of `drjax.check`: the kind of each argument and result. Print it.
 
     Attributes:
       name: The program's name.
       partition: Its partition; None if it calls no building block.
-      arguments: Its arguments, flat.
-      results: Its results, flat.
-      axes: The mesh axes that the partition is sharded over, () if it runs locally.
-      devices: The number of devices along those axes.
+      arguments: A `Typed` for each leaf of its arguments.
+      results: A `Typed` for each leaf of its results.
+      axes: The names of the mesh axes that the partition is sharded over, () if the
+        program runs locally.
+      devices: The number of devices along those axes, 1 if there are none.
     """
 
     name: str
@@ -77,7 +79,13 @@ class Signature:
         return "\n".join([title, *lines[:count], "returns", *lines[count:]])
 
     def _placement(self) -> str:
-        """Describe the mesh axes and the groups per device, for the printed text."""
+        """Describe the mesh axes and the groups per device, for the printed text.
+
+        The signature must have a partition.
+
+        Returns:
+          A phrase such as "on mesh axis 'clients' of 8 devices with 4 groups each".
+        """
         assert self.partition is not None
         if not self.axes:
             return "run locally (no mesh with such an axis in context)"
@@ -92,18 +100,22 @@ class Signature:
 
 
 def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
-    """What is global and what is partitioned in a program, and where it runs.
+    """Infer which arguments and results of a program are global and which partitioned.
 
     Args:
-      fn: As for `drjax.make_plan`.
-      partitioned: As for `drjax.make_plan`.
+      fn: A program, or any function that calls programs over one partition, as for
+        `drjax.make_plan`.
+      partitioned: Which arguments have one slice for each group: a tree of bools that
+        is a prefix of the arguments, as for `drjax.make_plan`. Default: inferred.
 
     Returns:
-      A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
-      their shapes) and returns a `Signature`: print it.
+      A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with their
+      shapes) and returns a `Signature`: print it. It has the kind of each argument and
+      result, and the mesh axes and devices over which the groups are sharded.
 
     Raises:
-      PlanError: As `drjax.make_plan`.
+      PlanError: The function mixes the groups' slices other than by a drjax reduction,
+        uses two partitions side by side, or is bound to a mesh: see `drjax.make_plan`.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -133,6 +145,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
         partition = kinds.partition
         # Without a building block nothing is sharded.
         axes, devices = (), 1
+        # Kinds do not depend on devices; only this layout does, by the mesh in context.
         if partition is not None:
             placement = make_layout(partition, find_mesh(partition))
             axes, devices = placement.axes, placement.devices

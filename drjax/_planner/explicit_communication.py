@@ -23,17 +23,20 @@ from drjax._planner.partitioning.environment import Environment
 def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
     """Rewrite all equations that imply communication as building blocks, also in loops.
 
-    A scatter of a value that is partitioned already becomes a copy.
+    A sum over the group axis becomes a `reduce_sum`, for example. A scatter of a value
+    that is partitioned already becomes a copy.
 
     Args:
-      kinds: The kinds of the variables of the program.
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
 
     Returns:
-      The rewritten program; None if there is no such equation or scatter.
+      The rewritten inlined jaxpr, with the same arguments and result variables; None if
+      there is no such equation or scatter.
     """
     if kinds.partition is None:
         return None
     program = kinds.program
+    # Copies, as what the old jaxpr has memoized rests on its equations and bodies.
     eqns, bodies, changed = [], dict(program.known_bodies), False
     consts = dict(program.consts)
     for eqn in program.eqns:
@@ -47,6 +50,7 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
             continue
         eqns.append(eqn)
         if kinds.is_loop(eqn):
+            # The equation stays: its bodies are those of known_bodies, not its params.
             rewritten = list(map(make_communication_explicit, kinds.loops[eqn].bodies))
             if any(new is not None for new in rewritten):
                 pairs = zip(program.bodies(eqn), rewritten, strict=True)
@@ -60,7 +64,13 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
 
 
 def _identity(partition: Partition, x):
-    """Copy `x`, in place of a scatter of a value that is partitioned already."""
+    """Copy `x`: replaces a scatter of a value that is partitioned already.
+
+    Args:
+      partition: Unused. Each function that replaces an equation takes it first.
+      x: The partitioned operand of the scatter.
+    """
+    # Not x itself: the result variable needs an equation that defines it.
     return jnp.copy(x)
 
 
@@ -69,9 +79,14 @@ def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list
 
     Args:
       eqn: The equation to replace: its operands and results stay the same variables.
-      fn: `fn(partition, *operands)`, with the results of `eqn`.
+      fn: `fn(partition, *operands)`, which takes the operands of `eqn` and returns its
+        results, one array or a list.
       partition: The partition.
-      consts: Values of constants, to which those of the trace are added.
+      consts: For each constant of the jaxpr its value; the constants of the trace are
+        added to this dict.
+
+    Returns:
+      The list of equations, inlined, with the source line of `eqn`.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     # Tracing writes jits of jax.numpy, which are inlined like the user's.
@@ -80,6 +95,7 @@ def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list
     names: dict[Any, Any] = dict(zip(inner.invars, eqn.invars, strict=True))
     names.update(zip(inner.outvars, eqn.outvars, strict=True))
     eqns = []
+    # All other variables of the trace are fresh and occur nowhere else.
     for new in inner.eqns:
         ins = substitute(new.invars, names)
         outs = [names.get(v, v) for v in new.outvars]

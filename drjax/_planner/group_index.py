@@ -29,13 +29,14 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
     """Evaluate a per-group jaxpr for one group, whose index replaces `partition_index`.
 
     Args:
-      jaxpr: The jaxpr of one group, such as that of a `map_fn`.
+      jaxpr: The jaxpr of one group, open or closed, such as that of a `map_fn`.
       group: The group index, an int32 scalar.
       partition: The partition whose index `group` is; None if the plan has none.
-      *args: The arguments of the jaxpr: slices of this group.
+      *args: An array or tracer for each argument of the jaxpr: the slices of this
+        group.
 
     Returns:
-      The results of the jaxpr.
+      The list of results of the jaxpr.
 
     Raises:
       PlanError: An equation other than a loop, a branch or a call contains a jaxpr that
@@ -71,7 +72,10 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
 
 
 def _is_group_index(eqn, partition: Partition | None) -> bool:
-    """Whether an equation of one group is the `partition_index` of this partition."""
+    """Whether an equation of a per-group jaxpr is the `partition_index` of `partition`.
+
+    False for the `partition_index` of an inner program over another partition.
+    """
     return (
         eqn.primitive is partition_index_p
         # Outside of a map_fn the primitive returns the indices of all groups.
@@ -111,6 +115,7 @@ def _while(eqn, operands, run):
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
     condition = lambda *carry: cond(*cond_consts, *carry)[0]
     step = lambda *carry: body(*body_consts, *carry)
+    # vmap gives the primitive a condition for each element; lax.while_loop takes one.
     if params["cond_jaxpr"].out_avals[0].shape:  # a batch of conditions
         condition, step = any_of_batch(condition), step_where(condition, step)
     return jax.lax.while_loop(
@@ -122,6 +127,7 @@ def _while(eqn, operands, run):
 
 def _cond(eqn, operands, run):
     index, *operands = operands
+    # switch, not cond: the primitive has an integer index, also for two branches.
     return jax.lax.switch(index, [run(b) for b in eqn.params["branches"]], *operands)
 
 

@@ -11,7 +11,7 @@ with building blocks, or None.
   partitioned value and a matrix, is one product in each group, and their sum. So is a
   convolution.
 * A scan over the groups may be a map: see `scan_over_groups.py`.
-* Reading, or updating, the slices of some groups: see `index_groups.py`.
+* Reading, or updating, the slices of some groups: see `read_and_update_groups.py`.
 
 Invariants: equations are recognized by what they compute and never by their source
 lines or names. Sharp edges: a sum in another order rounds otherwise, as any reduction
@@ -27,7 +27,8 @@ from jax import lax
 from drjax import _compat
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import gather_groups, map_groups, reduce_groups
-from drjax._planner.index_groups import read_some_groups, update_some_groups
+from drjax._planner.moves_between_groups import move_groups
+from drjax._planner.read_and_update_groups import read_some_groups, update_some_groups
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax._primitives import reduce_ops
@@ -36,12 +37,15 @@ from drjax.primitives import reduce_sum_p
 
 @dataclass(frozen=True)
 class ImplicitCommunication:
-    """The communication that an equation implies.
+    """The communication that an equation implies, as a function that replaces it.
 
     Attributes:
-      fn: `fn(partition, *operands)`: the results of the equation, by building blocks.
-      in_axes: The group axis of each operand; None: the whole operand is needed.
-      out_axes: The group axis of each result, None if it is global; (): all are global.
+      fn: `fn(partition, *operands)` computes the results of the equation, one array or
+        a list, with building blocks.
+      in_axes: For each operand the group axis along which `fn` takes it partitioned, so
+        that a global operand is scattered; None: `fn` takes it as a global value.
+      out_axes: For each result its group axis, None if it is global; (): all are
+        global.
     """
 
     fn: Callable
@@ -49,7 +53,10 @@ class ImplicitCommunication:
     out_axes: tuple[int | None, ...] = ()
 
     def result_axes(self, eqn) -> tuple[int | None, ...]:
-        """The group axis of each result of the equation `eqn`; None: it is global."""
+        """The group axis of each result of the equation `eqn`; None: it is global.
+
+        Unlike `out_axes`, the tuple always has one element for each result.
+        """
         return self.out_axes or (None,) * len(eqn.outvars)
 
 
@@ -62,15 +69,19 @@ def implicit_communication(
 
     Args:
       eqn: The equation, of any primitive.
-      axes: The group axis of each operand; None: it is not partitioned.
+      axes: For each operand its group axis; None: it is not partitioned.
 
     Returns:
-      The same work written with building blocks; None if the equation communicates
-      nothing, or nothing that has a plan.
+      An `ImplicitCommunication`: a function that computes the results of `eqn` with
+      building blocks, and the group axes of its operands and results. None if `eqn`
+      implies no communication, or implies some that has no plan.
     """
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)
         return None if mapped is None else ImplicitCommunication(*mapped)
+    moved = move_groups(eqn, axes)
+    if moved is not None:
+        return ImplicitCommunication(*moved)
     # These take two partitioned operands; all others at most one.
     if eqn.primitive is lax.dot_general_p:
         return _contraction(eqn, *axes)
@@ -89,14 +100,16 @@ def implicit_communication(
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
     """Rewrite an equation to act once on whole arrays, after a gather of its operands.
 
-    With a single group, where a gather costs nothing, this gives any equation a plan.
+    With a single group, whose gather costs nothing, this gives any equation a plan.
 
     Args:
       eqn: The equation, of any primitive.
-      axes: The group axis of each operand; None: it is not partitioned.
+      axes: For each operand its group axis; None: it is not partitioned.
 
     Returns:
-      None for callbacks and effects, which would see the whole arrays.
+      An `ImplicitCommunication`: a function that gathers the partitioned operands and
+      binds `eqn`, with `axes`; its results are global. None if `eqn` is a callback or
+      has effects, which would see the whole arrays.
     """
     # Python would receive whole arrays where a group has a slice.
     if "callback" in eqn.primitive.name or eqn.effects:
@@ -120,8 +133,9 @@ def _with_global_result(eqn, axis: int) -> Callable | None:
       axis: The group axis of its first operand.
 
     Returns:
-      `(partition, *operands) -> result`, which is global; None if the equation neither
-      reduces the group axis nor reads the slices of some groups.
+      A function `(partition, *operands) -> result`, which takes the operands of `eqn`
+      and returns its result, a global value; None if the equation neither reduces the
+      group axis nor reads the slices of some groups.
     """
     op = reduce_ops.of_lax_primitive(eqn.primitive)
     if op is not None:
@@ -144,8 +158,10 @@ def _contraction(
       right: The group axis of its second operand, or None.
 
     Returns:
-      None if the group axis is not contracted, or the operands are partitioned along
-      dimensions that are not contracted with each other.
+      An `ImplicitCommunication`: a function of the partition and the two operands,
+      whose result is global, and the axes along which it takes them partitioned. None
+      if no group axis is contracted, or if both operands are partitioned and their
+      group axes are not contracted with each other.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if left is not None and left in lc:
@@ -155,10 +171,13 @@ def _contraction(
     else:
         return None
     in_axes = lc[position], rc[position]
+    # Else the products of one group would need slices of other groups.
     matches = left in (None, in_axes[0]) and right in (None, in_axes[1])
     if not matches:
         return None
     params = dict(eqn.params)
+    # The groups become the first batch dimension and so axis 0 of the result, along
+    # which reductions take them.
     params["dimension_numbers"] = (
         (drop(position, lc), drop(position, rc)),
         ((in_axes[0], *lb), (in_axes[1], *rb)),
@@ -186,8 +205,11 @@ def _convolution(
       right: The group axis of its second operand, or None.
 
     Returns:
-      None if an operand is partitioned along another dimension than its input features,
-      if neither is partitioned, or if the convolution has feature or batch groups.
+      An `ImplicitCommunication`: a function of the partition and the two operands,
+      whose result is global, and the axes of their input features, along which it takes
+      them partitioned. None if an operand is partitioned along another dimension, if
+      neither is partitioned, or if the convolution has several feature groups or batch
+      groups.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     in_axes = dims.lhs_spec[1], dims.rhs_spec[1]
@@ -204,6 +226,7 @@ def _convolution(
 
     def sums(partition: Partition, x, y):
         x, y = jnp.moveaxis(x, in_axes[0], 0), jnp.moveaxis(y, in_axes[1], 0)
+        # A map_fn, as no rule unbatches a convolution of two partitioned operands.
         (per_group,) = map_groups(convolve, x, y, partition=partition)
         return reduce_groups(reduce_sum_p, per_group, partition)
 
@@ -215,14 +238,15 @@ def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
 
     Args:
       eqn: A reduction of `jax.lax`, such as a `reduce_sum`.
-      op: The reduction of drjax that it is over the group axis.
+      op: The reduction of drjax that computes the same over the group axis.
       axis: The group axis of its operand.
 
     Returns:
-      `(partition, operand) -> result`, which is global; None if `eqn` does not reduce
-      the group axis, or if drjax has no such reduction of this dtype.
+      A function `(partition, operand) -> result`, whose result is global; None if `eqn`
+      does not reduce the group axis, or if drjax has no such reduction of this dtype.
     """
     axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
+    # On bools they are a maximum and a minimum, on integers they combine bits.
     bitwise = eqn.primitive in (lax.reduce_or_p, lax.reduce_and_p)
     # lax orders complex values lexicographically; drjax has no such reduction.
     unordered = op.selects and jnp.issubdtype(dtype, jnp.complexfloating)

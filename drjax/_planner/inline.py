@@ -3,6 +3,8 @@
 Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
 without calls, dead equations (liveness), or equations on scalar constants only.
 
+A block on columns becomes a gather, work of the server, and a scatter.
+
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
 that are already differentiated. Loops and branches stay equations; `bodies` inlines
 their jaxprs. To prepare unbatching, pointwise equations broadcast explicitly, `while`
@@ -21,11 +23,12 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from drjax import _compat, primitives
+from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import called_by
 from drjax._jaxprs.walk import (
     deep_equations,
@@ -37,6 +40,7 @@ from drjax._jaxprs.walk import (
 from drjax._partition import Partition
 from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
+from drjax._primitives.columns_lowering import columns_by_gather
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,12 +73,12 @@ class InlinedJaxpr:
     """A jaxpr without calls: the planner's intermediate form, which passes rewrite.
 
     Attributes:
-      invars: The variables that are its arguments.
-      eqns: Its equations, definitions before uses.
-      outvars: The variables that are its results.
+      invars: The list of variables that are its arguments.
+      eqns: The list of its equations, definitions before uses.
+      outvars: The list of variables that are its results.
       consts: For each variable that is a constant its value.
-      known_bodies: The inlined jaxprs of loops and branches, by equation: those that
-        `bodies` has inlined or a pass has rewritten.
+      known_bodies: For each `scan`, `while` or `cond` equation the tuple of its inlined
+        jaxprs, if `bodies` has inlined them or a pass has rewritten them. Default: {}.
       names: For each argument its name, if it is a whole program; {} for a body.
     """
 
@@ -87,7 +91,12 @@ class InlinedJaxpr:
 
     @functools.cached_property
     def defs_and_uses(self) -> dict[Any, list[int]]:
-        """For each variable the indices of the equations that define and use it."""
+        """For each variable the list of indices in `eqns` of its definition and uses.
+
+        The equation that defines it comes first, then those that use it, in order.
+        Arguments and constants have uses only. An equation with the variable as two
+        operands is listed once for each.
+        """
         indices: dict[Any, list[int]] = {v: [] for v in (*self.invars, *self.consts)}
         for i, eqn in enumerate(self.eqns):
             for var in eqn.outvars:
@@ -98,10 +107,15 @@ class InlinedJaxpr:
         return indices
 
     def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`analysis(*args, **kwargs)`, computed once in the life of this jaxpr.
+        """Return `analysis(*args, **kwargs)`, computed once in the life of this jaxpr.
 
         Passes that infer partitioning again, after a rewrite, ask the same of equations
-        and bodies that were not rewritten. The arguments must be hashable.
+        and bodies that were not rewritten.
+
+        Args:
+          analysis: A function without side effects.
+          *args: Its positional arguments, which must be hashable.
+          **kwargs: Its keyword arguments, which must be hashable.
         """
         key = analysis, args, *kwargs.items()
         if key not in self._memoized:
@@ -109,9 +123,12 @@ class InlinedJaxpr:
         return self._memoized[key]
 
     def bodies(self, eqn) -> tuple["InlinedJaxpr", ...]:
-        """The inlined jaxprs of a loop or branch, an equation of this jaxpr.
+        """The inlined jaxprs of a `scan`, `while` or `cond`, an equation of this jaxpr.
 
-        (body,) of a scan, (condition, body) of a while, the branches of a cond.
+        Each body is inlined at the first call for `eqn`.
+
+        Returns:
+          `(body,)` of a scan, `(condition, body)` of a while, the branches of a cond.
         """
         if eqn not in self.known_bodies:
             params = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
@@ -124,15 +141,22 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     """Inline all calls of a closed jaxpr, and remove dead equations.
 
     Args:
-      closed: The closed jaxpr.
-      call: The loop or branch equation if `closed` is a body of one: equations without
-        a source line of their own get its line. None for a whole program.
+      closed: The closed jaxpr, of a program or of a body of a `scan`, `while` or
+        `cond`.
+      call: If `closed` is such a body, the equation that has it as a parameter:
+        equations without a source line of their own get its line. None for a whole
+        program.
+
+    Returns:
+      A jaxpr of the same arguments and results, prepared for unbatching: pointwise
+      equations broadcast explicitly, and `while` has a scalar condition.
     """
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
     outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
-    eqns = _fold_constants(live_equations(eqns, outvars), consts)
+    eqns, outvars = _share_gathers(live_equations(eqns, outvars), outvars)
+    eqns = _fold_constants(eqns, consts)
     # After folding: it evaluates the indices that depend on constants only.
     eqns = share_batch_dimensions(eqns, consts)
     # Inference raises variables only, so operands of loops and results are variables.
@@ -140,16 +164,46 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
         if eqn.primitive.name in CONTROL:
             eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
     outvars = [_variable(v, consts) for v in outvars]
+    # Columns of indices that batch dimensions have replaced are dead now.
     return InlinedJaxpr(
         list(jaxpr.invars), live_equations(eqns, outvars), outvars, consts
     )
 
 
-def is_rewritten_scan(eqn) -> bool:
-    """Whether an equation is a scan that rematerialization has rewritten.
+def _share_gathers(eqns: list, outvars: Sequence[Any]) -> tuple[list, list]:
+    """Gather a value once, of which several equations gather all slices.
 
-    Its parameters have JAX's names, but hold no jaxpr: its body is known to the program
-    that contains it, which rewrites it further.
+    The blocks that planning replaces by a gather and work of the server do so in a
+    program and in its derivatives.
+
+    Args:
+      eqns: The equations, definitions before uses.
+      outvars: The results, variables or literals.
+
+    Returns:
+      `(equations, results)`, without gathers of the same variable.
+    """
+    known: dict[Any, Any] = {}
+    names: dict[Any, Any] = {}
+    kept = []
+    for eqn in eqns:
+        if names:
+            eqn = eqn.replace(invars=substitute(eqn.invars, names))
+        if eqn.primitive is primitives.gather_p:
+            key = (eqn.invars[0], *eqn.params.values())
+            if key in known:
+                names[eqn.outvars[0]] = known[key]
+                continue
+            known[key] = eqn.outvars[0]
+        kept.append(eqn)
+    return kept, substitute(outvars, names)
+
+
+def is_rewritten_scan(eqn) -> bool:
+    """Whether an equation is a scan that rematerialization of residuals has rewritten.
+
+    Such a scan has no parameter `jaxpr`. Its body is an `InlinedJaxpr`: for the jaxpr
+    `program` that contains the scan, it is in `program.bodies(eqn)`.
     """
     return eqn.primitive.name == "scan" and "jaxpr" not in eqn.params
 
@@ -171,11 +225,16 @@ def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
 
 
 def _variable(atom, consts: dict):
-    """`atom` if it is a variable; of a literal, a new constant, added to `consts`."""
+    """Return `atom` if it is a variable; if it is a literal, a new constant for it.
+
+    Args:
+      atom: A variable or a literal.
+      consts: For each constant its value; the new constant is added to this dict.
+    """
     if not isinstance(atom, Literal):
         return atom
     var = _compat.new_var(atom.aval)
-    consts[var] = atom.val
+    consts[var] = literal_value(atom)
     return var
 
 
@@ -184,14 +243,17 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
     Args:
       jaxpr: The open jaxpr.
-      args: What it is applied to: variables, or literals.
+      args: For each argument of `jaxpr` the variable, or literal, that it stands for.
       eqns: The list to which equations are appended.
-      consts: The values of constants, to which those of inlined calls are added.
-      call: The equation that calls it, None at the top. Its equations then get fresh
-        variables, as another equation may call the same jaxpr.
+      consts: For each constant its value; the constants of inlined calls are added to
+        this dict.
+      call: The equation that has `jaxpr` as a parameter: a call, or a `scan`, `while`
+        or `cond`. The equations of `jaxpr` then get fresh variables, as another
+        equation may have the same jaxpr, and its source line if they have none. None
+        for a whole program.
 
     Returns:
-      The variables, or literals, that are its results.
+      The list of variables, or literals, that are the results of `jaxpr`.
     """
     names = dict(zip(jaxpr.invars, args, strict=True))
 
@@ -226,16 +288,24 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
 
 def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
-    """`(jaxpr, operands)` of an equation that only calls a jaxpr; None for any other.
+    """The jaxpr that an equation only calls, and the operands of the call.
 
     Args:
-      eqn: The equation.
-      ins: Its operands, in the variables of the inlined jaxpr.
+      eqn: The equation, of any primitive.
+      ins: Its operands, variables or literals of the inlined jaxpr.
+
+    Returns:
+      `(jaxpr, operands)`: the callee, a closed jaxpr that computes the results of
+      `eqn`, and for each argument of it one of `ins`. Of a `custom_linear_solve`, the
+      callee is its function `solve`. None if `eqn` is no call.
     """
     name = eqn.primitive.name
     # Derivative rules are dropped: the program is differentiated already.
     if name in CALLS:
         return eqn.params[CALLS[name]], list(ins)
+    if eqn.primitive is primitives.map_columns_p:
+        # Outside of mapped functions, so that its groups are those of the program.
+        return columns_by_gather(eqn), list(ins)
     if name == "custom_linear_solve":
         # Of its four functions the value needs `solve` only; derivatives need others.
         sizes = eqn.params["const_lengths"]
@@ -247,7 +317,11 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
 
 
 def _is_identity(eqn) -> bool:
-    """Whether the results of an equation are its operands: inlining removes it."""
+    """Whether an equation returns its operands unchanged, so that inlining removes it.
+
+    It does if it is an `optimization_barrier`, a `device_put` without a device, or a
+    `reshard` to a type without Explicit axes.
+    """
     if eqn.primitive.name == "device_put":
         # Without a device it moves nothing.
         return all(device is None for device in eqn.params["devices"])
@@ -255,19 +329,28 @@ def _is_identity(eqn) -> bool:
         # Derivatives on a mesh in context write it, to a type without Explicit axes.
         return AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
     # Checkpoints write barriers, against common-subexpression elimination.
+    # One barrier may have global and partitioned operands, which share no stage.
     return eqn.primitive.name == "optimization_barrier"
 
 
 def _with_scalar_condition(eqn):
     """Rewrite a `while` with a batch of conditions to one with a scalar condition.
 
-    Batching a `while` gives it a condition for each element. Any other equation is
-    returned as it is.
+    Batching a `while` gives it a condition for each element of the batch. The new loop
+    runs as long as any element continues, and its step leaves the others unchanged.
+
+    Args:
+      eqn: The equation, of any primitive.
+
+    Returns:
+      The rewritten `while`; `eqn` itself if it is no `while`, or has a scalar
+      condition.
     """
     if eqn.primitive.name != "while":
         return eqn
     params = eqn.params
     condition, body = (params[f"{name}_jaxpr"] for name in ("cond", "body"))
+    # A loop of rounds needs one global condition, as all groups leave it together.
     if condition.out_avals[0].shape == ():
         return eqn
     cond_consts, body_consts, _ = split_while(eqn, eqn.invars)
@@ -302,10 +385,11 @@ def any_of_batch(condition: Callable) -> Callable:
     """Reduce a batch of conditions to whether any element of the batch continues.
 
     Args:
-      condition: `condition(*carry)`, which returns a bool for each element.
+      condition: `condition(*carry)` takes the carried values of a `while` and returns
+        an array of bools, one for each element of the batch.
 
     Returns:
-      A function of the carry that returns a bool `[]`.
+      A function `(*carry) -> bool []`: the condition of the whole batch.
     """
     return lambda *carry: jnp.any(condition(*carry))
 
@@ -314,17 +398,21 @@ def step_where(condition: Callable, step: Callable) -> Callable:
     """Restrict a step to the elements of a batch that continue; others stay unchanged.
 
     Args:
-      condition: `condition(*carry)`, which returns a bool for each element.
-      step: `step(*carry)`, which returns the new carried values.
+      condition: `condition(*carry)` takes the carried values of a `while` and returns
+        an array of bools, one for each element of the batch.
+      step: `step(*carry)` returns the new carried values. The leading axes of each are
+        those of the batch.
 
     Returns:
-      A function of the carry that returns the list of new carried values.
+      A function `(*carry) -> new carried values`, a list.
     """
 
     def masked_step(*carry):
         mask = condition(*carry)
         dims = range(mask.ndim)
         return [
+            # Elements that have ended compute a step too, as under jax.vmap; its
+            # result is dropped.
             lax.select(lax.broadcast_in_dim(mask, new.shape, dims), new, old)
             for old, new in zip(carry, step(*carry), strict=True)
         ]
@@ -338,15 +426,19 @@ def _with_explicit_broadcasts(eqn) -> list:
     A pointwise primitive broadcasts dimensions of size one implicitly. Such a dimension
     may be the group axis of a single group, which unbatching must see.
 
+    Args:
+      eqn: The equation, of any primitive.
+
     Returns:
-      The equations of the broadcasts and the pointwise one; `[eqn]` if there is nothing
-      to broadcast, or if it is not pointwise.
+      The list of the equations that broadcast, followed by the pointwise one; `[eqn]`
+      if there is nothing to broadcast, or if `eqn` is not pointwise.
     """
     if eqn.primitive.name not in ELEMENTWISE:
         return [eqn]
     shape, broadcasts, ins = eqn.outvars[0].aval.shape, [], list(eqn.invars)
     for i, var in enumerate(ins):
         small = var.aval.shape
+        # Scalar operands stay scalars: each group takes them whole.
         if len(small) == len(shape) and small != shape:
             equations, ins[i] = _broadcast(var, shape, eqn.source_info)
             broadcasts += equations
@@ -358,15 +450,17 @@ def _broadcast(var, shape, source_info) -> tuple[list, Any]:
 
     Args:
       var: The variable.
-      shape: The shape of the result, with as many dimensions.
-      source_info: The source line for the equations.
+      shape: The shape of the result, with as many dimensions as `var` has.
+      source_info: The `source_info` of the new equations: their source line.
 
     Returns:
-      `(equations, variable that is their result)`.
+      `(equations, var)`: the list of equations, and the variable that is their result.
     """
     small = var.aval.shape
     kept = [d for d in range(len(shape)) if small[d] == shape[d]]
     unit = [d for d in range(len(shape)) if small[d] != shape[d]]
+    # Squeezed first, so that the broadcast adds these axes instead of stretching them:
+    # if one is the group axis, each group can expand a copy (`ExpandedOperand`).
     broadcast = lambda x: lax.broadcast_in_dim(lax.squeeze(x, unit), shape, kept)
     jaxpr = jax.make_jaxpr(broadcast)(jax.ShapeDtypeStruct(small, var.aval.dtype))
     raw = _compat.open_jaxpr(jaxpr)
@@ -388,10 +482,11 @@ def _fold_constants(eqns: list, consts: dict) -> list:
 
     Args:
       eqns: The equations, definitions before uses.
-      consts: The values of constants, to which the results are added.
+      consts: For each constant its value; the results of evaluated equations are added
+        to this dict, as NumPy arrays.
 
     Returns:
-      The equations that remain.
+      The list of equations that remain.
     """
     kept = []
     for eqn in eqns:
@@ -401,7 +496,9 @@ def _fold_constants(eqns: list, consts: dict) -> list:
         foldable = (
             eqn.primitive.name in ELEMENTWISE
             and operands
-            and all(x is not None and np.ndim(x) == 0 for x in operands)
+            # Under a jax.jit, what the program closes over may be a tracer.
+            and not any(x is None or isinstance(x, core.Tracer) for x in operands)
+            and all(np.ndim(x) == 0 for x in operands)
             and all(v.aval.shape == () for v in eqn.outvars)
             # NumPy holds the folded values and has no random keys.
             and not any(

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from drjax import _compat
 from drjax._context import planned
-from drjax._errors import PlanError
+from drjax._errors import DrjaxError, PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
 from drjax._planner.build_stages import PlanSignature, build_plan
@@ -91,13 +92,14 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function as a jaxpr.
+    """A function as a jaxpr, with the names and declared kinds of its arguments.
 
     Attributes:
       closed: The closed jaxpr.
-      out_tree: The tree structure of its results.
-      names: A name for each argument of the jaxpr.
-      declared: The kind that `partitioned=` declares of each argument; None: inferred.
+      out_tree: The tree structure of its results, a `PyTreeDef`.
+      names: A name for each argument of the jaxpr, such as `model['w']`.
+      declared: For each argument of the jaxpr the kind that `partitioned=` declares,
+        global or partitioned along axis 0; None: its kind is inferred.
     """
 
     closed: Any
@@ -111,9 +113,14 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
 
     Args:
       fn: The function.
-      partitioned: Which arguments are partitioned, as for `drjax.make_plan`.
-      args: Its positional arguments, arrays or `jax.ShapeDtypeStruct`s.
-      kwargs: Its keyword arguments.
+      partitioned: Which arguments have one slice for each group: a tree of bools that
+        is a prefix of `args`; None: their kinds are inferred.
+      args: Its positional arguments, pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      kwargs: Its keyword arguments, likewise.
+
+    Returns:
+      The jaxpr, the tree structure of its results, and for each of its arguments a name
+      and the declared kind.
 
     Raises:
       PlanError: The function needs the mesh in context, or `partitioned` does not fit
@@ -124,8 +131,9 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
         make = jax.make_jaxpr(fn, return_shape=True)
         closed, out = trace_without_mesh(lambda: make(*args, **kwargs))
     except (RuntimeError, ValueError) as error:
-        # JAX has no type for this error. Others are the program's own.
-        if mesh.empty or "mesh" not in str(error):
+        # Others are the program's own, or say how to fix it themselves.
+        own = isinstance(error, DrjaxError) or not _compat.is_about_a_mesh(error)
+        if mesh.empty or own:
             raise
         raise PlanError(
             "The function needs the mesh in context, perhaps for a sharding constraint "
@@ -146,15 +154,17 @@ def inline_and_infer(closed, names, declared) -> Environment:
     Args:
       closed: The closed jaxpr of a program.
       names: A name for each argument, for errors.
-      declared: The kind that each argument is declared to have; None: inferred.
+      declared: For each argument the kind that it is declared to have; None: inferred.
 
     Returns:
-      The kinds of the variables, with the rewritten jaxpr as their `program`.
+      The kind of each variable, and as `Environment.program` the inlined jaxpr, in
+      which building blocks replace the equations that imply communication.
 
     Raises:
       PlanError: The program has no plan.
     """
     with outside_meshes():
+        # Inlining traces equations, and a mesh in context would be part of their types.
         program = inline_calls(closed)
     program.names = dict(zip(program.invars, names, strict=True))
     partition = find_partition(program)
@@ -188,7 +198,15 @@ def _infer_and_make_explicit(
     Args:
       program: The inlined jaxpr.
       partition: The partition of its building blocks, None if it has none.
-      declared: The kind that each argument is declared to have; None: inferred.
+      declared: For each argument the kind that it is declared to have; None: inferred.
+
+    Returns:
+      The kind of each variable, and as `Environment.program` the inlined jaxpr, in
+      which building blocks replace the equations that imply communication.
+
+    Raises:
+      PlanError: An equation mixes the slices of different groups, or takes a
+        partitioned value that must be global.
     """
     kinds = check_partitioning(infer_partitioning(program, partition, declared))
     while (explicit := _make_explicit(kinds)) is not None:
@@ -197,7 +215,14 @@ def _infer_and_make_explicit(
 
 
 def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
-    """The program with explicit communication; None if its kinds imply none."""
+    """Replace equations that imply communication by building blocks, without a mesh.
+
+    Args:
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+
+    Returns:
+      The rewritten inlined jaxpr; None if there is no equation to replace.
+    """
     # The rewrite traces building blocks, which would bind a mesh in context.
     with outside_meshes():
         return make_communication_explicit(kinds)
@@ -209,12 +234,12 @@ def plan_of_jaxpr(
     """Make the plan of a closed jaxpr: run all passes of the planner.
 
     Args:
-      closed: The jaxpr, traced without a mesh.
+      closed: The closed jaxpr, traced without a mesh.
       name: The name of the plan.
       names: A name for each argument.
-      declared: The kind that each argument is declared to have; None: inferred.
-      in_tree: The tree structure of the arguments; None: they are flat.
-      out_tree: The tree structure of the results; None: they are flat.
+      declared: For each argument the kind that it is declared to have; None: inferred.
+      in_tree: The `PyTreeDef` of the arguments; None: they are flat.
+      out_tree: The `PyTreeDef` of the results; None: they are flat.
       rematerialize: Whether groups rematerialize what a later round or a backward loop
         needs of their work, instead of saving it.
 
@@ -224,6 +249,7 @@ def plan_of_jaxpr(
     kinds = inline_and_infer(closed, names, declared)
     while rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None:
         # New bodies have new variables, so their kinds are inferred again.
+        # Some values may be partitioned only now, and imply further communication.
         kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
     result_kinds = [kinds[v] for v in kinds.program.outvars]
     results = [] if out_tree is None else result_names(out_tree)
@@ -233,7 +259,11 @@ def plan_of_jaxpr(
 
 
 def _equations(program: InlinedJaxpr) -> Iterator[Any]:
-    """All equations of a program and of its loops; not those of mapped functions."""
+    """Yield the equations of an inlined jaxpr, and of its bodies at any depth.
+
+    The bodies are those of `scan`, `while` and `cond` equations, each after its
+    equation. Jaxprs of mapped functions are not entered.
+    """
     for eqn in program.eqns:
         yield eqn
         if eqn.primitive.name in CONTROL:
@@ -242,11 +272,15 @@ def _equations(program: InlinedJaxpr) -> Iterator[Any]:
 
 
 def find_partition(program: InlinedJaxpr) -> Partition | None:
-    """The partition of a program's building blocks, None if it calls no block.
+    """The partition of a program's building blocks, None if it calls none.
+
+    Args:
+      program: The inlined jaxpr of the program.
 
     Raises:
       PlanError: The program has two partitions, a mutable array, an equation bound to a
-        mesh, or a building block inside an equation that has no plan.
+        mesh (unless `drjax.jit` plans it), or a building block inside an equation that
+        has no plan.
     """
     partitions: dict[Partition, Any] = {}
     for eqn in _equations(program):
@@ -299,13 +333,23 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
 _MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")
 
 
+# Stands for None, which is no leaf of a tree.
+_INFERRED = object()
+
+
 def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
-    """The kind that `partitioned=` declares of each argument leaf; None: inferred.
+    """The kind that `partitioned=` declares of each leaf of the arguments.
 
     Args:
-      partitioned: A tree of bools that is a prefix of `args`, or None.
-      args: The positional arguments.
-      kwargs: The keyword arguments, whose kinds are always inferred.
+      partitioned: A tree of bools that is a prefix of `args`, true for arguments with
+        one slice for each group; None: all kinds are inferred. A None in the tree
+        stands for arguments whose kinds are inferred.
+      args: The positional arguments, pytrees.
+      kwargs: The keyword arguments, pytrees, whose kinds are always inferred.
+
+    Returns:
+      For each leaf of `(args, kwargs)`: partitioned along axis 0 for True, global for
+      False, None if its kind is inferred.
 
     Raises:
       PlanError: `partitioned` is no such tree.
@@ -316,17 +360,24 @@ def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | 
     # Users write a list where the arguments are a tuple.
     if isinstance(partitioned, list):
         partitioned = tuple(partitioned)
+    kinds = {True: PARTITIONED, False: GLOBAL, None: _INFERRED}
+
+    def kind(leaf):
+        if leaf is None or isinstance(leaf, bool | np.bool_):
+            return kinds[leaf]
+        raise ValueError(f"{leaf!r} is no bool.")
+
     try:
-        declared = jax.tree.broadcast(
-            partitioned, args, is_leaf=lambda x: x is None or isinstance(x, bool)
-        )
+        # Only in `partitioned` is None a leaf: in the arguments, JAX takes it for a
+        # tree without leaves, which has no kind.
+        declared = jax.tree.map(kind, partitioned, is_leaf=lambda x: x is None)
+        flat = jax.tree.leaves(jax.tree.broadcast(declared, args))
     except ValueError as error:
         raise PlanError(
             "partitioned= needs a tree of bools that is a prefix of the arguments, "
             f"such as (False, True), got {partitioned!r} for {len(args)} arguments: "
             f"{error}"
         ) from None
-    kinds = {True: PARTITIONED, False: GLOBAL, None: None}
-    flat = jax.tree_util.tree_leaves(declared, is_leaf=lambda x: x is None)
+    flat = [None if k is _INFERRED else k for k in flat]
     # Arguments given by name have no place in the tree and are inferred.
-    return [kinds[d] for d in flat] + [None] * (len(leaves) - len(flat))
+    return flat + [None] * (len(leaves) - len(flat))

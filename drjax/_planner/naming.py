@@ -21,8 +21,16 @@ from drjax._planner.rounds import reduction
 def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
     """A name for each leaf of `(args, kwargs)`, such as `model['w']` or `tasks.x`.
 
-    It is the name of the parameter of `fn` (`arg0`, `arg1`, ... if that is unknown) and
-    the path of the leaf in the argument.
+    It is the name of the parameter of `fn` and the path of the leaf in the argument.
+
+    Args:
+      fn: The function whose parameters name the arguments. If its signature is unknown,
+        positional arguments are named `arg0`, `arg1`, ...
+      args: The positional arguments of a call of `fn`, pytrees.
+      kwargs: The keyword arguments of that call, pytrees.
+
+    Returns:
+      A name for each leaf, in the order of `jax.tree.leaves((args, kwargs))`.
     """
     # Builtins and some callables have no signature; their arguments get numbers.
     positional = [f"arg{i}" for i in range(len(args))]
@@ -38,6 +46,7 @@ def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
         if i < len(args) and parameter.kind != parameter.KEYWORD_ONLY:
             positional[i] = parameter.name
     names = []
+    # Sorted, as tree_flatten visits the keys of a dict in sorted order.
     for name, value in (*zip(positional, args, strict=True), *sorted(kwargs.items())):
         for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
             names.append(name + jax.tree_util.keystr(path))
@@ -45,7 +54,7 @@ def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
 
 
 def result_names(tree) -> list[str]:
-    """A name for each leaf of a result, such as `result['w']`.
+    """A name for each leaf of a result, such as `result['w']`, in their order.
 
     Args:
       tree: The tree structure of the result, a `PyTreeDef`.
@@ -60,8 +69,9 @@ class Names:
     """A unique name for each variable of a plan, and for other values that it needs.
 
     Args:
-      invars: The variables that are the arguments of the program.
-      argument_names: A name for each of them; names may repeat.
+      invars: The variables that are the arguments of an inlined jaxpr.
+      argument_names: A name for each of them. If a name is not unique, later ones get a
+        suffix, such as `x_2`.
     """
 
     def __init__(self, invars: list, argument_names: list[str]):
@@ -71,21 +81,39 @@ class Names:
             self._names[var] = self._unique(name)
 
     def _unique(self, name: str) -> str:
-        """Reserve `name`, or the first free one of name_2, name_3, ...; returns it."""
+        """Reserve and return `name`, with a suffix if it is taken, such as `name_2`."""
         count = self._used[name] = self._used.get(name, 0) + 1
         # A suffix may itself be taken, by an argument named x_2.
         return name if count == 1 else self._unique(f"{name}_{count}")
 
     def of(self, var) -> str:
-        """The name of a variable; a `KeyError` if it has not been named."""
+        """The name of a variable.
+
+        Raises:
+          KeyError: The variable has not been named.
+        """
         return self._names[var]
 
     def _unique_for(self, var, name: str) -> None:
-        """Name a variable, by a name derived from `name` if that is in use."""
+        """Name a variable by `name`, with a suffix if that is taken, such as `name_2`.
+
+        It replaces any earlier name of the variable, which stays reserved.
+        """
         self._names[var] = self._unique(name)
 
     def add(self, eqn) -> None:
-        """Name the results of an equation by its mapped function or its primitive."""
+        """Name the results of an equation, whose operands have been named.
+
+        The name depends on the equation:
+
+        * a `map_fn`: the name of its function;
+        * a reduction or gather: its name and that of its operand, such as `sum(x)`;
+        * a `partition_index`: `group`;
+        * any other: the name of its primitive.
+
+        The results of a `scan`, `while` or `cond`, and of a `map_fn` with several
+        results, are numbered from 0: `scan.0`.
+        """
         for i, var in enumerate(eqn.outvars):
             if eqn.primitive is primitives.map_fn_p:
                 name = function_name(eqn.params["name"])
@@ -101,15 +129,28 @@ class Names:
             self._unique_for(var, name)
 
     def constant(self, var, index: int) -> None:
-        """Name a constant of the program by its position among the constants."""
+        """Name a constant of the program by its position among the constants.
+
+        Args:
+          var: The variable that is the constant.
+          index: Its position, from 0.
+        """
         self._unique_for(var, f"constant.{index}")
 
     def rename(self, var, name: str) -> None:
-        """Replace the name of a variable, such as that of a result of the program."""
+        """Replace the name of a variable by `name`, with a suffix if that is taken.
+
+        For example, a result of the program is renamed to `result['w']`. The earlier
+        name stays reserved.
+        """
         self._unique_for(var, name)
 
     def fresh(self, name: str) -> str:
-        """Reserve a name for what is no variable: a loop, or a scattered value."""
+        """Reserve and return a unique name for a loop, or for a second value.
+
+        Args:
+          name: The name, such as `scan`; it gets a suffix if it is taken.
+        """
         return self._unique(name)
 
 

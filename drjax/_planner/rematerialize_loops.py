@@ -62,11 +62,18 @@ from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
 def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
-    """Rewrite one scan, or pair of scans, so that it rematerializes its residuals.
+    """Rewrite one scan, or pair of scans, to rematerialize residuals in each step.
+
+    Either cheap equations that compute partitioned constants of a scan are moved into
+    its steps; or a forward scan no longer stacks partitioned residuals, and the
+    backward scans that read them rematerialize them step by step.
+
+    Args:
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
 
     Returns:
-      The rewritten program, whose kinds are to be inferred again; None if no scan is
-      left to rewrite.
+      The rewritten inlined jaxpr, whose kinds are to be inferred again; None if no scan
+      is left to rewrite.
     """
     for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
@@ -83,9 +90,16 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
 class _Scan:
     """A scan equation and its body, as constants, carried values and stacks.
 
+    All attributes but `eqn` and `body` are lists of variables.
+
+    Args:
+      program: The inlined jaxpr that contains the scan.
+      eqn: The scan.
+
     Attributes:
       eqn, body: The equation, and its body as an `InlinedJaxpr`.
-      consts, carry, xs: The operands of the equation.
+      consts, carry, xs: The operands of the equation; `xs` are the stacks over whose
+        steps it runs.
       body_consts, body_carry, body_xs: The arguments of its body; `body_xs` are one
         step of `xs`.
       ys, body_ys: The stacked results of the equation, and one step of them.
@@ -102,17 +116,20 @@ class _Scan:
         self.ys, self.body_ys = eqn.outvars[n_carry:], self.body.outvars[n_carry:]
 
     def replace(self, consts, xs, body_consts, body_xs, body_eqns, more_consts, ys):
-        """Build a `(scan, body)` with other operands and equations, and the same carry.
+        """Build a scan with other operands and equations, and the same carry.
 
         Args:
-          consts: The constants of the new scan.
-          xs: Its stacks.
+          consts: The variables that are constants of the new scan.
+          xs: The variables that are its stacks.
           body_consts: The arguments of the body for `consts`.
           body_xs: The arguments of the body for one step of `xs`.
           body_eqns: The equations of the body.
-          more_consts: Values of constants that these equations use and that the old
-            body lacks.
+          more_consts: For each constant of these equations that the old body lacks its
+            value.
           ys: Pairs of a stacked result and its variable in the body.
+
+        Returns:
+          `(scan, body)`: the new equation, and its body as an `InlinedJaxpr`.
         """
         n_carry = len(self.carry)
         eqn = self.eqn.replace(
@@ -120,6 +137,7 @@ class _Scan:
             outvars=[*self.eqn.outvars[:n_carry], *(y for y, _ in ys)],
             params={
                 **_compat.scan_size_params(self.eqn, len(consts), n_carry, len(xs)),
+                # No `jaxpr`, which would be that of the old body.
                 "length": self.eqn.params["length"],
                 "reverse": self.eqn.params["reverse"],
             },
@@ -136,9 +154,16 @@ class _Scan:
 class _ScanPair:
     """A forward scan, and the backward scans over its stacked partitioned results.
 
+    Args:
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+      eqn: The forward scan, an equation of this jaxpr.
+
     Attributes:
       residuals: For each stacked result that backward scans can rematerialize, its
         variable in the forward body; {} if there is none.
+      stacks: For each variable of the forward body of which the rewritten forward scan
+        stacks the values in place of residuals, the variable of the stack; set by
+        `rewritten`.
     """
 
     def __init__(self, kinds: Environment, eqn):
@@ -148,13 +173,19 @@ class _ScanPair:
         self.observable = bitwise_observable(self.forward.body)
         self.residuals: dict[Any, Any] = {}
         for outer, inner in zip(self.forward.ys, self.forward.body_ys, strict=True):
+            # The memory of a global stack does not grow with the number of groups.
             if not self.body_kinds[inner].partitioned or not self._only_scanned(outer):
                 continue
             if self._backward_slice([inner]) is not None:
                 self.residuals[outer] = inner
 
     def _only_scanned(self, var) -> bool:
-        """Whether a stack is used, and only by scans of this length over its steps."""
+        """Whether a stack is used, and only as a stack of scans of the same length.
+
+        Args:
+          var: A stacked result of the forward scan. A result of the program is not only
+            scanned.
+        """
         # A result of the program must be stacked anyway.
         if var in self.program.outvars:
             return False
@@ -164,6 +195,7 @@ class _ScanPair:
             e.primitive.name == "scan"
             and e.params["length"] == length
             and var in (scan := _Scan(self.program, e)).xs
+            # A constant or an initial carry is read whole, not step by step.
             and var not in (*scan.consts, *scan.carry)
             for e in users
         )
@@ -172,11 +204,16 @@ class _ScanPair:
         """The equations of the forward body that a backward scan may rematerialize.
 
         Args:
-          roots: Variables of the forward body: residuals.
+          roots: The variables of the forward body to rematerialize.
 
         Returns:
-          `(equations that compute the roots, variables from which they start)`; None
-          if the roots cannot be rematerialized.
+          `(eqns, starts)`: the equations that compute the roots, in order, and the
+          variables from which they start, without constants of the jaxpr. None in each
+          of these cases:
+
+          * an equation with effects would run twice;
+          * a bitwise-observable variable would be rematerialized;
+          * a start is partitioned, and is carried or is a result of communication.
         """
         body = self.forward.body
 
@@ -191,20 +228,27 @@ class _ScanPair:
             eqn = self.definition.get(var)
             if eqn is not None and not communicates(eqn):
                 return None  # effects run once, and observable values are saved
+            # Constants and `xs` exist outside of the scan; other starts are stacked.
             stacked = eqn is not None or var in self.forward.body_carry
             if stacked and self.body_kinds[var].partitioned:
                 return None  # stacking it costs as much as the residual
         # In the order of the body: definitions precede uses.
         ordered = [e for e in body.eqns if id(e) in eqns]
+        # Constants of the jaxpr are no operands: the rewritten body has them itself.
         return ordered, [v for v in starts if v not in body.consts]
 
     def rewritten(self) -> InlinedJaxpr:
-        """The program in which backward scans rematerialize the residuals.
+        """Rewrite the program so that backward scans rematerialize the residuals.
 
         The forward scan returns, in place of the residuals, stacks of the global values
         from which they are computed.
+
+        Returns:
+          The rewritten inlined jaxpr, with other equations for these scans.
         """
         forward = self.forward
+        # One slice for all, so that a start that they share is stacked once. It exists:
+        # each residual has one, and its conditions are on single variables.
         residual_slice = self._backward_slice(list(self.residuals.values()))
         assert residual_slice is not None
         _, starts = residual_slice
@@ -239,7 +283,17 @@ class _ScanPair:
         return _replace_scans(self.program, replaced)
 
     def _backward(self, scan: _Scan) -> tuple[Any, InlinedJaxpr]:
-        """A scan over residuals, as a `(scan, body)` that first rematerializes them."""
+        """Rewrite a backward scan: each step first rematerializes its residuals.
+
+        The scan takes the values from which these are computed in place of the
+        residuals.
+
+        Args:
+          scan: A scan that has residuals among its stacks `xs`.
+
+        Returns:
+          `(scan, body)`: the new equation, and its body as an `InlinedJaxpr`.
+        """
         scanned = list(zip(scan.xs, scan.body_xs, strict=True))
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
         residual_slice = self._backward_slice(list(roots.values()))
@@ -275,8 +329,14 @@ class _ScanPair:
 def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     """Move the cheap equations that compute a scan's partitioned constants into it.
 
+    A constant is then rematerialized in each step, and not live during the whole loop.
+
+    Args:
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+      scan: A scan of this jaxpr.
+
     Returns:
-      The program with the rewritten scan; None if the scan has no such constant.
+      The inlined jaxpr with the rewritten scan; None if the scan has no such constant.
     """
     program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
@@ -295,6 +355,8 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     eqns, starts = backward_slice(
         sunk, definition, lambda v, e: kinds[v].partitioned and _is_cheap(e)
     )
+    # No start is sunk by a later call, so the calls come to an end: each start is an
+    # argument, a constant, observable, global, or not cheap.
     fresh, body_eqns = copy_equations(
         [e for e in program.eqns if id(e) in eqns], starts
     )
@@ -318,10 +380,16 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
 
 
 def _is_cheap(eqn) -> bool:
-    """Whether an equation costs little compared with the memory of its result."""
+    """Whether an equation costs little compared with the memory of its result.
+
+    It has no effects, and is a `broadcast`, `scatter`, `partition_index` or `iota`, or
+    any primitive with an unbatching rule but `dot_general`. A `map_fn` or `jit` is
+    cheap if all equations of its jaxpr are.
+    """
     if eqn.effects or eqn.primitive is lax.dot_general_p:
         return False
     if eqn.primitive is map_fn_p or eqn.primitive.name == "jit":
+        # Inlining does not enter mapped functions, so calls remain in them.
         return all(map(_is_cheap, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
     return eqn.primitive in (broadcast_p, scatter_p, partition_index_p) or (
         eqn.primitive.name in UNBATCHING_RULES or eqn.primitive.name == "iota"
@@ -329,11 +397,15 @@ def _is_cheap(eqn) -> bool:
 
 
 def _replace_scans(program: InlinedJaxpr, replaced: dict[int, tuple]) -> InlinedJaxpr:
-    """Replace scans of a program, and remove equations that are dead then.
+    """Replace scans of an inlined jaxpr, and remove equations that are dead then.
 
     Args:
-      program: The program.
-      replaced: For the `id` of each old scan equation `(new scan, its inlined body)`.
+      program: The inlined jaxpr.
+      replaced: From the `id` of each old scan equation to `(new scan, its body)`, an
+        equation and an `InlinedJaxpr`.
+
+    Returns:
+      The new inlined jaxpr, with the same arguments and results.
     """
     eqns, bodies = [], {}
     for eqn in program.eqns:

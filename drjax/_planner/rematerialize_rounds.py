@@ -23,7 +23,7 @@ from drjax import primitives
 from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import Kind
-from drjax._planner.rounds import RoundAssignment
+from drjax._planner.rounds import RoundAssignment, is_move
 from drjax._planner.stage_values import (
     BroadcastOperand,
     ExpandedOperand,
@@ -43,22 +43,27 @@ _INPUTS_OF_STAGES = (
 
 @dataclass(frozen=True)
 class LocalStageParts:
-    """What a local stage takes, computes and returns; `trace_local_stage` traces it.
+    """What the local stage of one round takes, computes and returns, for each group.
+
+    Variables are those of the inlined jaxpr.
 
     Attributes:
       equations: Its equations, in the order of the program.
-      computed: The variables that it computes, in that order.
-      broadcast: Global values of which it takes a copy.
-      scatter: Global values of which it takes a slice.
-      slices: Slices of partitioned values that it takes from earlier rounds.
+      computed: The variables that it computes, in that order: the keys of a dict whose
+        values are None.
+      broadcast: The global variables of which it takes a copy, as operands.
+      scatter: The global variables of which it takes a slice, as operands.
+      slices: The partitioned variables of which it takes a slice, as operands: results
+        of earlier rounds, or arguments of the program.
       saved: The variables that it computes and whose slices it returns.
       fenced: The bitwise-observable variables among `saved`, which the compiler must
         not rematerialize either.
-      outgoing: Variables that the communication after it takes and that groups do not
-        store (global, broadcast or scattered ones), as `(variable, group axis)`: each
-        group returns its slice, or its copy.
-      forwarded: Variables of earlier rounds whose slices it hands through to a
-        reduction.
+      outgoing: Pairs `(variable, group axis)` of values that a reduction, a loop or the
+        program's results take as partitioned ones, but whose slices groups do not
+        store: global, broadcast and scattered values and group indices. Each group
+        returns its slice, or its copy.
+      forwarded: The variables among `slices` that a reduction of this round takes: the
+        stage returns their slices unchanged.
     """
 
     equations: Sequence[Any]
@@ -73,18 +78,19 @@ class LocalStageParts:
 
 
 class LocalWork:
-    """The local work of all rounds, by liveness across rounds.
+    """What the local stages of all rounds compute, by liveness across rounds.
 
     Args:
-      kinds: The kinds of a program.
-      rounds: The rounds of its equations.
-      values: How its local stages obtain the operands of equations.
-      result_kinds: The kind that each result of the program must have.
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+      rounds: The assignment of its equations to rounds.
+      values: How a local stage obtains each operand of an equation.
+      result_kinds: For each result of the program the kind that it must have.
       rematerialize: Whether a round rematerializes the results of earlier rounds that
         it needs, instead of each group saving them.
 
     Attributes:
-      num_rounds: The number of rounds that communicate or have local work.
+      num_rounds: The number of rounds, up to the last that communicates or has a local
+        stage.
     """
 
     def __init__(
@@ -112,6 +118,8 @@ class LocalWork:
         self._equations = [self._equations_of_round(i) for i in indices]
         self._computed = [self._computed_in_round(i) for i in indices]
         # Liveness: the last round that needs a slice of an earlier one.
+        # Later rounds overwrite earlier ones. To ask all later rounds for each variable
+        # would take quadratic time in unrolled rounds.
         self._last_use = {v: i for i in indices for v in self._live_into_round(i)}
 
     def parts(self, index: int) -> LocalStageParts:
@@ -145,20 +153,35 @@ class LocalWork:
         )
 
     def _count_rounds(self) -> int:
-        """The number of rounds: up to the last that communicates or has local work."""
-        indices = [*self._rounds.reduces, *self._rounds.loops]
+        """Count the rounds, up to the last that communicates or has a local stage.
+
+        A partitioned result of the program has a local stage, even if it is an
+        argument, unless a move or a loop gives it.
+        """
+        rounds = self._rounds
+        indices = [*rounds.reduces, *rounds.moves, *rounds.loops]
         # Broadcasts and indices alone need no round: a later stage has them as inputs.
-        for index, eqns in self._rounds.local.items():
+        for index, eqns in rounds.local.items():
             if any(map(_is_work, eqns)):
                 indices.append(index)
         for var, kind in self._results:
-            if kind.partitioned:
+            eqn = self._values.definition.get(var)
+            communicated = eqn is not None and _gives_slices(eqn, self._kinds)
+            if kind.partitioned and not communicated:
                 # A result without local work, such as a scattered argument.
-                indices.append(self._rounds.round_of(var))
+                indices.append(rounds.round_of(var))
         return 1 + max(indices, default=-1)
 
     def _equations_of_round(self, index: int) -> list[Any]:
-        """The equations of a round's local stage, rematerialized ones included."""
+        """The equations of a round's local stage, rematerialized ones included.
+
+        Args:
+          index: The index of the round, from 0.
+
+        Returns:
+          Its equations on partitioned values, and those of earlier rounds that it
+          rematerializes, in the order of the program.
+        """
         eqns = [e for e in self._rounds.local.get(index, ()) if _is_work(e)]
         if not self._rematerialize:
             return eqns
@@ -179,12 +202,16 @@ class LocalWork:
         return sorted(work.values(), key=lambda e: self._order[id(e)])
 
     def _may_rematerialize(self, var) -> bool:
-        """Whether a later round may rematerialize the slices of a variable."""
-        # Arguments have no definition, effects run once, and a loop communicates.
+        """Whether a later round may rematerialize the slices of a partitioned variable.
+
+        It may unless the variable is an argument, bitwise-observable, or the result of
+        an equation with effects, of a move or of a loop.
+        """
+        # Arguments have no definition, effects run once, and others communicate.
         eqn = self._values.definition.get(var)
         if eqn is None or eqn.effects or var in self._observable:
             return False
-        return not self._kinds.is_loop(eqn)
+        return not _gives_slices(eqn, self._kinds)
 
     def _computed_in_round(self, index: int) -> dict[Any, None]:
         """The variables that the local stage of a round computes, in program order.
@@ -192,6 +219,12 @@ class LocalWork:
         An equation with several results may be rematerialized for one of them while
         another is bitwise-observable: that result is not computed a second time, but
         read from the round that computed it.
+
+        Args:
+          index: The index of the round, from 0.
+
+        Returns:
+          A dict, as an ordered set: its keys are the variables, its values None.
         """
         results = (v for eqn in self._equations[index] for v in eqn.outvars)
         return dict.fromkeys(
@@ -201,14 +234,30 @@ class LocalWork:
         )
 
     def _live_into_round(self, index: int) -> set[Any]:
-        """The variables of earlier rounds whose slices a round needs."""
+        """The set of partitioned variables whose slices a round reads as inputs.
+
+        They are arguments of the program or results of earlier rounds: operands of its
+        equations, and what reductions, loops and results take after the round, but for
+        the variables that the round computes itself.
+
+        Args:
+          index: The index of the round, from 0.
+        """
         operands = [x for e in self._equations[index] for x in self._values.operands(e)]
         needed = {x.var for x in operands if isinstance(x, SliceOperand)}
         needed |= self._leaving_slices[index].keys()
         return needed - self._computed[index].keys()
 
     def _is_saved(self, var, index: int) -> bool:
-        """Whether the stage of a round returns the slices of a variable it computes."""
+        """Whether a local stage returns the slices of a variable that it computes.
+
+        It does if a reduction, a loop or a result of the program takes them after the
+        round, or if the round defines the variable and a later one needs it.
+
+        Args:
+          var: The variable.
+          index: The index of the round, from 0.
+        """
         # Leaving slices are outputs under their own name: no copy is made.
         if var in self._leaving_slices[index]:
             return True
@@ -223,24 +272,30 @@ def _leaving(
     results: Sequence[tuple[Any, Kind]],
     index: int,
 ) -> list[tuple[Any, int]]:
-    """The variables that leave the groups after a round, as `(variable, group axis)`.
+    """List the values that leave the groups after the local stage of a round.
 
-    They are operands of the reductions and loops after the round, and results of the
-    program.
+    They are operands of the reductions, moves and loops after the round, and
+    partitioned results of the program.
 
     Args:
-      kinds: The kinds of the program.
-      rounds: The rounds of its equations.
+      kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
+      rounds: The assignment of equations to rounds, with their communication.
       results: Each result of the program with the kind that it must have.
-      index: The index of the round.
+      index: The index of the round, from 0.
+
+    Returns:
+      Pairs `(variable, group axis)`, each once. The variable may be global; then each
+      group returns its slice or copy of it.
     """
     # A reduction takes groups along axis 0. Its operand may be global: then each group
     # sends its slice of it, or its copy of a broadcast.
-    leaving = [(e.invars[0], 0) for e in rounds.reduces.get(index, ())]
+    eqns = *rounds.reduces.get(index, ()), *rounds.moves.get(index, ())
+    leaving = [(e.invars[0], 0) for e in eqns]
     # A loop starts after the round, so what it takes is an output of the stage.
     for eqn in rounds.loops.get(index, ()):
         pairs = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)
         leaving += [(v, kind.axis) for v, kind in pairs if kind.axis is not None]
+    # A result leaves in the round that defines it, so that no later stage returns it.
     leaving += [
         (v, kind.axis)
         for v, kind in results
@@ -249,14 +304,19 @@ def _leaving(
     return _unique(leaving)
 
 
-def _is_work(eqn) -> bool:
-    """Whether a local stage computes an equation on partitioned values.
+def _gives_slices(eqn, kinds: Environment) -> bool:
+    """Whether an equation communicates slices: a move between groups, or a loop."""
+    return is_move(eqn, kinds) or kinds.is_loop(eqn)
 
-    Broadcasts, scatters and `partition_index` are inputs of stages instead.
+
+def _is_work(eqn) -> bool:
+    """Whether an equation on partitioned values is computed by a local stage.
+
+    Not a broadcast, scatter or `partition_index`: these are inputs of stages.
     """
     return eqn.primitive not in _INPUTS_OF_STAGES
 
 
 def _unique(items) -> list:
-    """The items without repetitions, in order of their first occurrences."""
+    """A list of hashable items without repetitions, in order of first occurrence."""
     return list(dict.fromkeys(items))

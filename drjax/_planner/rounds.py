@@ -3,7 +3,8 @@
 Input: the kinds of an inlined jaxpr. Output: `RoundAssignment`: for each equation the
 round in which it runs, for each variable the round from which on it is available.
 
-Communication is a reduction, or a loop with a plan of its own. Let
+Communication is a reduction, a move of slices between groups, or a loop with a plan of
+its own. Let
 
     round(argument or constant) = 0
     round(equation)             = max over its operands of round(operand)
@@ -29,11 +30,23 @@ from drjax import primitives
 from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
 
+# The primitives that move slices between groups, and their names in plans.
+MOVES = {
+    primitives.permute_p: "permute",
+    primitives.take_p: "take",
+    primitives.put_add_p: "put_add",
+}
+
 
 def reduction(primitive) -> str | None:
     """The name, in plans, of a primitive that combines groups; None for any other.
 
-    A reduction has the name of its `ReduceOp`, such as "sum"; `gather_p` is "gather".
+    Args:
+      primitive: Any primitive, of drjax or of JAX.
+
+    Returns:
+      "sum", "mean", "max", "min", or the name of another registered reduction of drjax;
+      "gather" for `gather_p`.
     """
     if primitive is primitives.gather_p:
         return "gather"
@@ -42,13 +55,18 @@ def reduction(primitive) -> str | None:
 
 
 class RoundAssignment:
-    """The round of each variable and equation of an inlined jaxpr.
+    """The round of each variable and equation of an inlined jaxpr, counted from 0.
+
+    Args:
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
 
     Attributes:
-      local: For each round, by its index, its equations on partitioned values.
-      server: For each round, its equations on global values.
-      reduces: For each round, the reductions and gathers that end it.
-      loops: For each round, the loops of rounds that run at its end.
+      local: From the index of a round to the list of its equations on partitioned
+        values. Rounds without such equations are missing.
+      server: The same for its equations on global values.
+      reduces: The same for the reductions and gathers that end it.
+      moves: The same for the moves of slices between groups.
+      loops: The same for the loops of rounds that run at its end.
     """
 
     def __init__(self, kinds: Environment):
@@ -56,12 +74,16 @@ class RoundAssignment:
         self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
         self.reduces: dict[int, list] = {}
+        self.moves: dict[int, list] = {}
         self.loops: dict[int, list] = {}
         for eqn in kinds.program.eqns:
             index = max(map(self.round_of, eqn.invars), default=0)
             available = index
             if is_reduction(eqn, kinds):
                 self.reduces.setdefault(index, []).append(eqn)
+                available = index + 1
+            elif is_move(eqn, kinds):
+                self.moves.setdefault(index, []).append(eqn)
                 available = index + 1
             elif kinds.is_loop(eqn):
                 self.loops.setdefault(index, []).append(eqn)
@@ -75,6 +97,7 @@ class RoundAssignment:
             self._available.update(dict.fromkeys(eqn.outvars, available))
         # Reductions that are results of the program come first and in its order, so
         # that a printed plan reads like the program.
+        # Reversed: a variable that is several results has the position of the first.
         position = {v: i for i, v in reversed(list(enumerate(kinds.program.outvars)))}
         for eqns in self.reduces.values():
             eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
@@ -85,8 +108,23 @@ class RoundAssignment:
 
 
 def is_reduction(eqn, kinds: Environment) -> bool:
-    """Whether an equation reduces or gathers the groups of the plan's partition."""
+    """Whether an equation reduces or gathers the groups of the plan's partition.
+
+    Args:
+      eqn: The equation, of any primitive.
+      kinds: The kinds of the program, of which only the partition is read.
+    """
     if reduction(eqn.primitive) is None:
         return False
     # A nested program's reductions over another partition are work of one group.
     return eqn.params["partition"] == kinds.partition
+
+
+def is_move(eqn, kinds: Environment) -> bool:
+    """Whether an equation moves slices between groups of the plan's partition.
+
+    Args:
+      eqn: The equation, of any primitive.
+      kinds: The kinds of the program, of which only the partition is read.
+    """
+    return eqn.primitive in MOVES and eqn.params["partition"] == kinds.partition

@@ -35,18 +35,20 @@ def scan_as_map(
 
     Args:
       eqn: A scan.
-      axes: The group axis of each operand; None: it is not partitioned.
+      axes: For each operand its group axis; None: it is not partitioned.
 
     Returns:
-      `(fn, group axes of operands, of results)`, where `fn(partition, *operands)`
-      returns the results of the scan; None if its steps are not the groups, or depend
-      on each other.
+      `(fn, in_axes, out_axes)`: `fn(partition, *operands)` returns the list of results
+      of the scan; `in_axes` and `out_axes` are the group axes of operands and results,
+      None for global ones. None instead if the steps are not the groups, or depend on
+      each other.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
     # The steps of a scan lie along axis 0 of its stacks: they are groups only if the
     # groups lie there too.
     over_groups = 0 in axes[first:] and not any(axes[first:])
+    # A partitioned constant or carry would bring all groups' slices into each step.
     if not over_groups or any(axis is not None for axis in axes[:first]):
         return None
     if is_rewritten_scan(eqn):  # its steps communicate
@@ -57,8 +59,9 @@ def scan_as_map(
         return None
     summed = [v for v in addends if v is not None]
     ys = _compat.open_jaxpr(body).outvars[n_carry:]
-    run, used = _compat.select_outputs(body, [*summed, *ys])
+    live, used = _compat.select_outputs(body, [*summed, *ys])
     # A step that reads a running sum depends on the steps before it.
+    # An unchanged carried value is the initial one in all steps, and may be read.
     sums_read = [n_consts + i for i, v in enumerate(addends) if v is not None]
     if any(used[i] for i in sums_read):
         return None
@@ -67,10 +70,10 @@ def scan_as_map(
         closed_over, init = operands[:first], operands[n_consts:first]
 
         def step(*xs):
-            return list(
-                run(*(x for x, u in zip([*closed_over, *xs], used, strict=True) if u))
-            )
+            inputs = zip([*closed_over, *xs], used, strict=True)
+            return list(_compat.jaxpr_as_fun(live)(*(x for x, u in inputs if u)))
 
+        # Also if the scan runs in reverse: steps are independent, and ys lie as xs do.
         outs = map_groups(step, *operands[first:], partition=partition)
         sums = iter(outs[: len(summed)])
         carried = [
@@ -86,7 +89,7 @@ def scan_as_map(
 
 
 def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
-    """What a step of a scan adds to each carried value.
+    """What a step of a scan adds to each carried value, if it does nothing else.
 
     Args:
       body: The open jaxpr of one step.
@@ -95,8 +98,9 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
         results.
 
     Returns:
-      For each carried value the variable that is added, or None if the step returns the
-      value as it is. None instead of the list if a step does anything else.
+      For each carried value the variable of `body` that is added to it, or None if the
+      step returns the value as it is. None instead of the list if a step changes a
+      carried value in another way, or also uses it, or the sum, elsewhere.
     """
     definition = definitions(body.eqns)
     uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)
@@ -110,11 +114,33 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
         eqn = None if isinstance(after, Literal) else definition.get(after)
         if eqn is None or eqn.primitive.name not in ("add", "add_any"):
             return None
-        others = [v for v in eqn.invars if v is not before]
+        others = [v for v in eqn.invars if _converted(v, definition) is not before]
         same = [v.aval.shape == before.aval.shape for v in others]
+        # c + c has no addend, and one of another shape is broadcast.
         if same != [True] or sum(v is before for v in uses) != 1:
             return None
         if isinstance(others[0], Literal) or sum(v is after for v in uses) != 1:
             return None
         addends += others
     return addends
+
+
+def _converted(var, definition: dict):
+    """The operand of a conversion to the same dtype, as of a weakly typed carry.
+
+    JAX writes it for a scan that starts from a Python number, as `0.0` is.
+
+    Args:
+      var: A variable or literal of the step.
+      definition: For each variable of the step the equation that defines it.
+
+    Returns:
+      The operand; `var` itself if it is no result of such a conversion.
+    """
+    eqn = None if isinstance(var, Literal) else definition.get(var)
+    if eqn is None or eqn.primitive.name != "convert_element_type":
+        return var
+    before: Any = eqn.invars[0].aval
+    after: Any = var.aval
+    same = before.dtype == after.dtype
+    return eqn.invars[0] if same and eqn.params["sharding"] is None else var

@@ -27,21 +27,34 @@ from drjax.plan import Value
 
 @dataclass(frozen=True, eq=False)
 class ConstantOperand:
-    """A literal or scalar constant, which is part of the stage's code."""
+    """A literal or scalar constant as an operand: a part of the stage's code.
+
+    Attributes:
+      value: The array or scalar.
+    """
 
     value: Any
 
 
 @dataclass(frozen=True)
 class BroadcastOperand:
-    """A copy of the global variable `var`, which is an input of the stage."""
+    """An operand of which each group has a copy, which is an input of the stage.
+
+    Attributes:
+      var: The global variable that is copied.
+    """
 
     var: Any
 
 
 @dataclass(frozen=True)
 class ScatteredOperand:
-    """A group's slice, along `axis`, of the global variable `var`."""
+    """An operand that is a group's slice of a global variable, an input of the stage.
+
+    Attributes:
+      var: The global variable.
+      axis: Its axis along which the slices lie, one for each group.
+    """
 
     var: Any
     axis: int
@@ -49,14 +62,21 @@ class ScatteredOperand:
 
 @dataclass(frozen=True)
 class SliceOperand:
-    """A group's slice of the partitioned `var`, of this round or an earlier one."""
+    """An operand that is a group's slice of a partitioned variable.
+
+    The stage computes it, or takes it as an input, from an earlier round or an argument
+    of the program.
+
+    Attributes:
+      var: The partitioned variable.
+    """
 
     var: Any
 
 
 @dataclass(frozen=True)
 class GroupIndexOperand:
-    """The group index, int32 `[]`, which is the first argument of the stage."""
+    """The group index, int32 `[]`, as an operand: the first argument of a stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +86,9 @@ class ExpandedOperand:
     A copy of the operand is smaller than the slices of the expanded array.
 
     Attributes:
-      eqn: The `broadcast_in_dim`.
-      axis: The group axis of its result.
-      operand: How a group obtains its operand.
+      eqn: The `broadcast_in_dim`, of a global value.
+      axis: The group axis of its result, along which it expands its operand.
+      operand: How a group obtains its copy of the operand of `eqn`.
     """
 
     eqn: Any
@@ -76,7 +96,15 @@ class ExpandedOperand:
     operand: ConstantOperand | BroadcastOperand
 
     def expand(self, copy):
-        """A group's slice of the result, from `copy`, the operand of the equation."""
+        """Compute a group's slice of the result of the `broadcast_in_dim`.
+
+        Args:
+          copy: The operand of the equation, an array or a scalar.
+
+        Returns:
+          The slice: the result without its axis `axis`, along which all slices are
+          equal.
+        """
         params, axis = self.eqn.params, self.axis
         shape, dims = params["shape"], params["broadcast_dimensions"]
         return jax.lax.broadcast_in_dim(
@@ -100,13 +128,13 @@ class StageValues:
     """The values that stages of one inlined jaxpr exchange, and their names.
 
     Args:
-      kinds: The kinds of the jaxpr's variables.
-      arguments: A name for each argument.
+      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+      arguments: A name for each argument of the jaxpr.
       results: A name for each result; (): results are named by their equations.
 
     Attributes:
       program: The inlined jaxpr.
-      kinds: As given.
+      kinds: The kinds of its variables.
       names: The names of its variables.
       definition: For each variable the equation that defines it.
     """
@@ -127,24 +155,25 @@ class StageValues:
         for eqn in program.eqns:
             self.names.add(eqn)
         for var, name in zip(program.outvars, results, strict=False):
+            # An argument or constant that is a result has one Value, and so one name.
             if var in self.definition:
                 self.names.rename(var, name)
         self._values: dict[Any, Value] = {}
         self._operands: dict[Any, list[Operand]] = {}
 
     def value(self, var) -> Value:
-        """The value of a variable, global or partitioned as its kind is."""
+        """The `Value` of a variable, global or partitioned according to its kind."""
         if var not in self._values:
             axis = self.kinds[var].axis
             self._values[var] = new_value(self.names.of(var), var.aval, axis)
         return self._values[var]
 
     def scattered(self, var, axis: int) -> Value:
-        """The partitioned value that results from scattering a global variable.
+        """The partitioned `Value` that results from scattering a global variable.
 
         Args:
           var: The variable.
-          axis: The axis along which its slices lie.
+          axis: The axis of `var` along which the slices lie.
         """
         key = ("scattered", var, axis)
         if key not in self._values:
@@ -153,13 +182,14 @@ class StageValues:
         return self._values[key]
 
     def outgoing(self, var, axis: int) -> Value:
-        """The partitioned value that a local stage returns for its slice of `var`.
+        """The partitioned `Value` that a local stage returns for slices of `var`.
 
-        It is the value of `var` itself if groups store its slices. A variable that is
-        global, broadcast or scattered gets a value of its own.
+        It is the value of `var` itself if groups compute or store its slices. A
+        variable that is global, or the result of a broadcast, scatter or
+        `partition_index`, gets a second value.
 
         Args:
-          var: The variable.
+          var: The variable, global or partitioned along `axis`.
           axis: The axis along which its slices lie.
         """
         if self.is_slice(var, axis):
@@ -171,9 +201,13 @@ class StageValues:
         return self._values[key]
 
     def forwarded(self, var, round_index: int) -> Value:
-        """The output of a round's local stage for a slice that is also its input.
+        """The `Value` of slices that a local stage takes and returns unchanged.
 
-        It is a value of its own, so that each value is computed by one stage.
+        It is not the value of the input, so that each value is computed by one stage.
+
+        Args:
+          var: The partitioned variable.
+          round_index: The index of the round, from 0. Each round has its own value.
         """
         key = ("forwarded", var, round_index)
         if key not in self._values:
@@ -188,8 +222,13 @@ class StageValues:
         """How a local stage obtains a group's slice of an operand along `axis`.
 
         Args:
-          atom: The operand: a variable, or a literal.
+          atom: The operand: a variable, global or partitioned along `axis`, or a
+            literal.
           axis: The group axis.
+
+        Returns:
+          An `Operand`: a constant, a copy or slice of a global value, a slice of a
+          partitioned value, the group index, or an expanded copy of a global value.
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
@@ -214,7 +253,11 @@ class StageValues:
         """How a local stage obtains the whole of a global operand.
 
         Args:
-          atom: The operand: a variable, or a literal.
+          atom: The operand: a global variable, or a literal.
+
+        Returns:
+          A constant in the stage's code, for a literal or a scalar constant; else a
+          copy of the variable that is broadcast.
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
@@ -224,9 +267,10 @@ class StageValues:
         return BroadcastOperand(atom)
 
     def is_slice(self, atom, axis: int) -> bool:
-        """Whether a local stage takes the slices of an operand as an input of its own.
+        """Whether groups compute or store the slices of an operand.
 
-        Otherwise each group derives them from global values or from its group index.
+        False for literals, global values, and the results of broadcasts, scatters and
+        `partition_index`: each group derives its slice from other inputs of a stage.
 
         Args:
           atom: The operand, a variable or literal.
@@ -235,7 +279,16 @@ class StageValues:
         return isinstance(self.slice_of(atom, axis), SliceOperand)
 
     def operands(self, eqn) -> list[Operand]:
-        """How a local stage obtains each operand of an equation."""
+        """How a local stage obtains each operand of an equation, for one group.
+
+        Args:
+          eqn: An equation on partitioned values: a `map_fn`, or one that can be
+            unbatched.
+
+        Returns:
+          An `Operand` for each operand of `eqn`: a slice of it, or all of it, as the
+          equation of one group needs.
+        """
         # Several rounds ask for the same equation when they rematerialize it.
         if eqn not in self._operands:
             self._operands[eqn] = self._compute_operands(eqn)
@@ -253,13 +306,14 @@ class StageValues:
 
 
 def new_value(name: str, aval: Any, axis: int | None) -> Value:
-    """The `Value` of a name and a type.
+    """Build the `Value` of an array that stages exchange.
 
     Args:
-      name: Its name.
+      name: Its name, unique in the plan.
       aval: The abstract value of the whole array, its group axis included.
       axis: The group axis, which slices lack; None: the value is global.
     """
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
+    # Not converted to an int: jax.export may make dimensions symbolic.
     nbytes = math.prod(shape) * aval.dtype.itemsize
     return Value(name, tuple(shape), aval.dtype, axis is not None, nbytes, axis or 0)

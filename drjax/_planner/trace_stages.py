@@ -36,15 +36,18 @@ from drjax.plan import Stage, Value
 def trace_server_stage(
     eqns: Sequence[Any], results: Sequence[Any], values: StageValues
 ) -> Stage:
-    """Trace a stage of the server.
+    """Trace equations on global values as a stage of the server.
+
+    Its inputs are the variables that the equations use and do not define.
 
     Args:
       eqns: Its equations, definitions before uses.
-      results: The variables that it returns.
-      values: The values of the program.
+      results: The variables that it returns: results of `eqns`, or constants.
+      values: The `Value` (name, shape and dtype) of each variable.
     """
     consts = values.program.consts
     defined = {v for e in eqns for v in e.outvars}
+    # A dict, as a set would make the sequence of inputs depend on identities.
     operands = dict.fromkeys(v for e in eqns for v in variables(e.invars))
     inputs = [v for v in operands if v not in defined and v not in consts]
 
@@ -67,9 +70,13 @@ def trace_local_stage(
 
     Args:
       parts: What the stage takes, computes and returns.
-      kinds: The kinds of the program.
-      values: The values of the program.
-      index: The index of the round.
+      kinds: The kind of each variable of the program.
+      values: The `Value` of each variable, and how the stage obtains each operand.
+      index: The index of the round, from 0.
+
+    Returns:
+      A stage named by its mapped functions. Its jaxpr takes the group index, int32
+      `[]`, then copies and slices of global values, and slices of this group.
     """
     inputs = [values.value(x.var) for x in parts.broadcast]
     inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
@@ -96,16 +103,22 @@ def _run_group(
     group: Any,
     args: Sequence[Any],
 ) -> list[Any]:
-    """The outputs of a local stage for one group.
+    """Evaluate the equations of a local stage for one group.
 
     Args:
       parts: What the stage takes, computes and returns.
-      kinds: The kinds of the program.
-      values: How the stage obtains operands of equations.
+      kinds: The kind of each variable of the program.
+      values: How the stage obtains each operand of an equation.
       group: The group index, int32 `[]`.
-      args: The inputs of the stage: copies of global values, and slices of the group.
+      args: The inputs of the stage, arrays or tracers: copies of global values, slices
+        of global values, and slices from earlier rounds, in the order of `parts`.
+
+    Returns:
+      The outputs of the stage: this group's slices of the variables in `parts.saved`,
+      `parts.outgoing` and `parts.forwarded`, in that order.
     """
     inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
+    # By equality of operands: several equations read the same input.
     env: dict[Operand, Any] = dict(zip(inputs, args, strict=True))
 
     def read(operand: Operand):
@@ -141,11 +154,12 @@ def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list
 
     Args:
       eqn: The equation: a `map_fn`, or one that can be unbatched.
-      kinds: The kinds of the program.
+      kinds: The kind of each variable of the program.
       group: The group index, int32 `[]`.
       operands: For each operand of `eqn` the slice of the group, or all of it.
     """
     if eqn.primitive is primitives.map_fn_p:
+        # Evaluated, not bound: a stage has no building block of its plan's partition.
         return group_index.evaluate_for_group(
             eqn.params["jaxpr"], group, kinds.partition, *operands
         )
@@ -155,10 +169,13 @@ def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list
 
 
 def _fence(x):
-    """Put an optimization barrier behind an observable slice, an array or a constant.
+    """Put an optimization barrier behind `x`, a bitwise-observable slice; returns it.
 
     Otherwise XLA may fuse the equation that computes it into each of its users, and
     round differently in each. Constants and random keys are returned as they are.
+
+    Args:
+      x: An array or tracer; or a constant that is no JAX array.
     """
     if not isinstance(x, jax.Array):  # a constant
         return x
@@ -180,7 +197,8 @@ def _trace(
       name: The name of the stage.
       inputs: The values that the stage takes.
       outputs: The values that it returns.
-      run: A function of arrays that returns the list of results.
+      run: `run(*arrays)` returns a list with an array for each of `outputs`. It takes
+        an array for each of `inputs`, of a partitioned value the slice of one group.
       takes_index: Whether `run` takes the group index, int32 `[]`, before the inputs.
     """
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]

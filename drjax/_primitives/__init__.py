@@ -6,13 +6,18 @@ registration      constructs a primitive and registers its rules
 dispatch_cache    lets equal jaxprs share one executable
 fused_lowering    lowering rules that merge broadcasts and sums into maps
 collectives       broadcast, reduce_sum, reduce_mean, gather, scatter
+routes            take, put_add, permute: slices between groups
+edge_coloring     which slices each ppermute of a permutation moves
 partition_index   the group index
 map_fn            the work of the groups, one jaxpr for each group
+map_columns       work on one coordinate of all groups, for reduce_columns
 extrema           reduce_max, reduce_min
+select_slice      one group's slice, a sum to which the others add zeros
 reduce_ops        the table of reductions that planner and backends read
 
 A `map_fn` equation runs on a mesh as follows:
 
     map_fn -> map_lowering (shard_map or vmap) -> rbg_per_group (random bits)
+    map_columns -> columns_lowering (all-to-all)
     broadcast, map_fn, reduce_sum -> fused_lowering -> contract_groups
 """

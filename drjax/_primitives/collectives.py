@@ -19,8 +19,10 @@ Invariants: a rule binds these primitives only, so a derivative of a program is 
 program; a result has the dtype of its operand; a reduction never reads padding.
 Sharp edges: 16-bit floats are added in float32 on a device and communicated in 16 bits.
 Reverse mode inside a user's `shard_map(check_vma=False)` over the partition's axes is
-an error (`_check_transposable`).
+an error (`check_transposable`).
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,26 @@ from jax.interpreters import ad
 
 from drjax import _compat
 from drjax._errors import MeshError
+from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives import fused_lowering, registration
 from drjax._sharding.avals import global_aval, partitioned_aval
-from drjax._sharding.execute import shard_map_over_devices, vary, with_sharding_of
+from drjax._sharding.execute import (
+    shard_map_over_devices,
+    undivided_if_uneven,
+    vary,
+    with_sharding_of,
+)
 from drjax._sharding.layout import Layout, make_layout
 
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+
+
+def accumulator(dtype):
+    """The dtype in which a device adds up values of a dtype.
+
+    It is float32 for 16-bit floats, else `dtype` itself.
+    """
+    return jnp.float32 if dtype in LOW_PRECISION else dtype
 
 
 # ---------------------------------------------------------------------------------
@@ -44,9 +60,17 @@ broadcast_p = registration.new_primitive("broadcast")
 
 
 def execute_broadcast(x, *, partition, mesh):
-    """Run `broadcast`: give each group a copy of `x`, `[*s]`; returns `[n, *s]`.
+    """Execution function of `broadcast`: give each group a copy of a global value.
 
-    Each device makes the copies of its groups. `mesh` is the mesh or None.
+    Each device makes the copies of its groups, without communication.
+
+    Args:
+      x: The global value, `[*s]`.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The partitioned value, `[n, *s]`.
     """
     layout = make_layout(partition, mesh)
 
@@ -77,51 +101,80 @@ def _local_sum(layout: Layout, x, indices, scale=None):
     """Sum a device's slices over its groups; 16-bit floats are added in float32.
 
     Args:
-      layout: The layout: k slots on each device.
+      layout: The layout of the partition: k slots on each device.
       x: The slices of the device, `[k, *s]`.
-      indices: Their group indices, int32 `[k]`, or None: no slot is padding.
-      scale: A number to multiply the sum with, before it is rounded to 16 bits.
+      indices: The group index of each slot, int32 `[k]`, to leave out padding; None if
+        no slot is padding.
+      scale: A Python number by which the sum is multiplied, before it is rounded to 16
+        bits; None: no multiplication.
 
     Returns:
       The sum, `[*s]`, in the dtype of `x`.
     """
     x = layout.mask_padding(x, indices, 0)
-    dtype = jnp.float32 if x.dtype in LOW_PRECISION else x.dtype
-    total = jnp.sum(x, axis=0, dtype=dtype)
+    total = jnp.sum(x, axis=0, dtype=accumulator(x.dtype))
     return (total if scale is None else total * scale).astype(x.dtype)
 
 
 def psum(layout: Layout, *xs):
-    """Sum each of the values `xs` over the partition's devices, in one collective.
+    """Sum each of several values over the partition's devices, in one `lax.psum`.
 
-    Returns the sequence of sums; `xs` on a local layout.
+    It is called inside a `shard_map` over the partition's axes; on a layout without
+    axes (no mesh), the values are returned as they are.
+
+    Args:
+      layout: The layout of the partition.
+      *xs: The device's values: arrays of any shapes and dtypes.
+
+    Returns:
+      A sequence with the sum of each value, in its shape and dtype, on all devices.
+    """
+    if not layout.axes:
+        return xs
+    return sum_over_devices(layout, lambda *xs: lax.psum(xs, layout.axes), *xs)
+
+
+def sum_over_devices(layout: Layout, collective: Callable, *xs):
+    """Run a collective that sums over the partition's devices.
 
     In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
     the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
     function does the promotion instead of XLA: same bytes, same sum.
+
+    Args:
+      layout: The layout of the partition, which has mesh axes.
+      collective: From the device's values to a tuple with as many results.
+      *xs: The device's values: arrays of any shapes and dtypes.
+
+    Returns:
+      The results, each in the dtype of its value.
     """
-    axes = layout.axes
-    if not axes:
-        return xs
-    # A psum with VMA checking takes values that vary over all of its axes.
-    xs = [vary(x, axes) for x in xs]
-    plain = lambda *xs: lax.psum(xs, axes)
+    # With VMA checking, collectives take values that vary over all of their axes.
+    xs = [vary(x, layout.axes) for x in xs]
     if not layout.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
-        return plain(*xs)
+        return collective(*xs)
 
     def promoted(*xs):
         wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in xs]
-        sums = plain(*wide)
+        sums = collective(*wide)
         return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
 
     # The platform is known only at lowering: a program may be traced without devices.
-    return lax.platform_dependent(*xs, cpu=promoted, default=plain)
+    return lax.platform_dependent(*xs, cpu=promoted, default=collective)
 
 
 def execute_reduce_sum(x, *, partition, mesh):
-    """Run `reduce_sum`: `[n, *s]` to `[*s]`, the sum over the n groups.
+    """Execution function of `reduce_sum`: sum a partitioned value over the groups.
 
-    It adds the slices of each device, and then the devices' sums.
+    Each device adds the slices of its groups; one all-reduce adds the devices' sums.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The sum, a global value `[*s]`, in the dtype of `x`.
     """
     layout = make_layout(partition, mesh)
 
@@ -134,7 +187,8 @@ def execute_reduce_sum(x, *, partition, mesh):
 
 
 def _reduce_abstract_eval(x, *, partition, mesh):
-    return global_aval(x, make_layout(partition, mesh))
+    # The execution casts to a dtype, and the result of a cast is not weakly typed.
+    return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
 
 
 # <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
@@ -151,10 +205,19 @@ reduce_mean_p = registration.new_primitive("reduce_mean")
 
 
 def execute_reduce_mean(x, *, partition, mesh):
-    """Run `reduce_mean`: `[n, *s]` to `[*s]`, the mean over the n groups.
+    """Execution function of `reduce_mean`: average a partitioned value over the groups.
 
-    It adds the slices of each device, and then the devices' sums. 16-bit floats are
-    divided by n before the first rounding to 16 bits, as a 16-bit sum may overflow.
+    Each device adds the slices of its groups; one all-reduce adds the devices' sums.
+    16-bit floats are divided by n before the first rounding to 16 bits, as a 16-bit sum
+    may overflow; other values are divided after the all-reduce.
+
+    Args:
+      x: The partitioned value, `[n, *s]`, of an inexact dtype.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The mean, a global value `[*s]`, in the dtype of `x`.
     """
     layout, n = make_layout(partition, mesh), partition.size
 
@@ -170,7 +233,9 @@ def execute_reduce_mean(x, *, partition, mesh):
 
 # <reduce_mean(y), x> = sum_i <y_i, x> / n = <y, broadcast(x / n)>
 def _reduce_mean_transpose(ct, x, *, partition, mesh):
-    return [broadcast_p.bind(ct / partition.size, partition=partition, mesh=mesh)]
+    # The number of groups may be infinite in 16 bits.
+    share = (ct.astype(accumulator(ct.dtype)) / partition.size).astype(ct.dtype)
+    return [broadcast_p.bind(share, partition=partition, mesh=mesh)]
 
 
 # ---------------------------------------------------------------------------------
@@ -180,21 +245,30 @@ gather_p = registration.new_primitive("gather")
 
 
 def execute_gather(x, *, partition, mesh):
-    """Run `gather`: give each device all groups' slices, a global `[n, *s]`."""
+    """Execution function of `gather`: give each device all groups' slices.
+
+    On a mesh this is one all-gather; typed random keys are communicated as integers.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The slices of all groups as a global value, `[n, *s]`.
+    """
     layout = make_layout(partition, mesh)
 
-    def body(x):
-        if not layout.axes:
-            return [x]
-        # Collectives take no extended dtypes: typed keys are communicated as integers.
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            (data,) = body(jax.random.key_data(x))
-            return [jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))]
+    def gathered(x):
         # All devices have the same result. With VMA checking the type must say so, as
         # the result is a global value; without it JAX has one type only.
         to = "invarying" if _compat.check_vma() else "varying"
         x = lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True, to=to)
-        return [lax.slice_in_dim(x, 0, partition.size)]  # without the padding
+        return lax.slice_in_dim(x, 0, partition.size)  # without the padding
+
+    def body(x):
+        # Collectives take no extended dtypes: typed keys are communicated as integers.
+        return [on_raw(gathered, x) if layout.axes else x]
 
     return shard_map_over_devices(layout, body, [x], [True], [False])[0]
 
@@ -205,7 +279,7 @@ def _gather_abstract_eval(x, *, partition, mesh):
     spec = (None, *slice_.sharding.spec)
     sharding = slice_.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
     shape = (partition.size, *slice_.shape)
-    return _compat.group_aval(slice_, shape, sharding, _compat.varying(slice_))
+    return _compat.replace_aval(slice_, shape, sharding, _compat.varying(slice_))
 
 
 # <gather(y), x> = sum_i <y_i, x[i]> = <y, scatter(x)>
@@ -220,9 +294,17 @@ scatter_p = registration.new_primitive("scatter")
 
 
 def execute_scatter(x, *, partition, mesh):
-    """Run `scatter`: slice i of a global `[n, *s]` becomes the slice of group i.
+    """Execution function of `scatter`: slice i of a global value goes to group i.
 
-    Each device takes the slices of its groups; no device communicates.
+    Each device takes the slices of its groups, without communication.
+
+    Args:
+      x: The global value, `[n, *s]`.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The partitioned value, `[n, *s]`.
     """
     layout = make_layout(partition, mesh)
 
@@ -232,6 +314,7 @@ def execute_scatter(x, *, partition, mesh):
         x, k = vary(x, layout.axes), layout.per_device
         return [lax.dynamic_slice_in_dim(x, lax.axis_index(layout.axes) * k, k)]
 
+    x = undivided_if_uneven(x, layout, 0)
     return shard_map_over_devices(layout, body, [x], [True], [True])[0]
 
 
@@ -249,12 +332,18 @@ def _scatter_transpose(ct, x, **params):
 # All registrations
 
 
-def _check_transposable(layout: Layout) -> None:
-    """Raise `MeshError` for a derivative in a `shard_map(check_vma=False)`.
+def check_transposable(layout: Layout) -> None:
+    """Check that a transpose rule is not in a user's `shard_map(check_vma=False)`.
 
-    That is one over the partition's axes, in which JAX divides the cotangent of a
-    replicated result by the number of devices, and leaves the cotangent of a sharded
+    That is a `shard_map` over the partition's axes. In it, JAX divides the cotangent of
+    a replicated result by the number of devices, and leaves the cotangent of a sharded
     result whole. Without VMA types, a transpose rule cannot distinguish the two.
+
+    Args:
+      layout: The layout of the partition of the equation that is transposed.
+
+    Raises:
+      MeshError: The transpose rule is in such a `shard_map`.
     """
     if layout.manual and not _compat.check_vma():
         raise MeshError(
@@ -264,7 +353,31 @@ def _check_transposable(layout: Layout) -> None:
         )
 
 
-def _register(
+def checked_transpose(transpose: Callable) -> Callable:
+    """Add to a transpose rule what those of all linear primitives need.
+
+    The check is part of the transpose, not of the bind: forward mode is well-defined.
+
+    Args:
+      transpose: `transpose(ct, x, *others, partition=, mesh=, **params)`, from the
+        cotangent of the result, the operand that is transposed, an `UndefinedPrimal`,
+        and the other operands, to the list of the operands' cotangents, that of `x`
+        first.
+
+    Returns:
+      The rule. It raises `MeshError` where cotangents are ambiguous, and gives the
+      cotangent of `x` the sharding of `x`.
+    """
+
+    def rule(ct, x, *others, **params):
+        check_transposable(make_layout(params["partition"], params["mesh"]))
+        first, *rest = transpose(ct, x, *others, **params)
+        return [with_sharding_of(first, x.aval), *rest]
+
+    return rule
+
+
+def register_linear(
     primitive,
     execute,
     abstract_eval,
@@ -276,29 +389,28 @@ def _register(
     """Register all rules of a linear primitive with one operand and one result.
 
     Args:
-      primitive: The primitive.
-      execute: Its execution function, `(x, partition=, mesh=)`.
-      abstract_eval: From the type of the operand to that of the result.
-      transpose: From the cotangent of the result to that of the operand, in a list.
-      out_shift: 1 if the result has a group axis more than the operand, -1 if it has
-        one less, else 0.
-      group_axis_in: Whether the operand has a group axis.
-      lowering_rule: Lowers the primitive instead of `execute`: `(ctx, *MLIR values,
-        **params)`.
+      primitive: The primitive; its parameters are `partition`, `mesh`, and what the
+        functions below take besides.
+      execute: Its execution function, traceable: `execute(x, partition=, mesh=)`
+        returns the result.
+      abstract_eval: `abstract_eval(x, partition=, mesh=)`, from the type (aval) of the
+        operand to that of the result.
+      transpose: `transpose(ct, x, partition=, mesh=)`, from the cotangent of the result
+        and the operand, an `UndefinedPrimal`, to a list of one element, the cotangent
+        of the operand.
+      out_shift: 1 if the result has a group axis and the operand has none, -1 for the
+        converse, else 0.
+      group_axis_in: Whether the operand has a group axis, as its axis 0.
+      lowering_rule: `lowering_rule(ctx, value, partition=, mesh=)`, from the MLIR value
+        of the operand to a list with that of the result. None: `execute` is lowered.
     """
-
-    # The check is part of the transpose, not of the bind: forward mode is well-defined.
-    def checked_transpose(ct, x, **params):
-        _check_transposable(make_layout(**params))
-        return [with_sharding_of(y, x.aval) for y in transpose(ct, x, **params)]
-
     registration.register_execution(primitive, execute, lowering_rule)
     primitive.def_abstract_eval(abstract_eval)
-    ad.deflinear2(primitive, checked_transpose)
+    ad.deflinear2(primitive, checked_transpose(transpose))
     registration.register_batching(primitive, out_shift, group_axis_in)
 
 
-_register(
+register_linear(
     broadcast_p,
     execute_broadcast,
     _broadcast_abstract_eval,
@@ -307,7 +419,7 @@ _register(
     group_axis_in=False,
     lowering_rule=fused_lowering.broadcast_rule(execute_broadcast),
 )
-_register(
+register_linear(
     reduce_sum_p,
     execute_reduce_sum,
     _reduce_abstract_eval,
@@ -315,12 +427,14 @@ _register(
     -1,
     lowering_rule=fused_lowering.reduce_sum_rule(execute_reduce_sum),
 )
-_register(
+register_linear(
     reduce_mean_p,
     execute_reduce_mean,
     _reduce_abstract_eval,
     _reduce_mean_transpose,
     -1,
 )
-_register(gather_p, execute_gather, _gather_abstract_eval, _gather_transpose, 0)
-_register(scatter_p, execute_scatter, _scatter_abstract_eval, _scatter_transpose, 0)
+register_linear(gather_p, execute_gather, _gather_abstract_eval, _gather_transpose, 0)
+register_linear(
+    scatter_p, execute_scatter, _scatter_abstract_eval, _scatter_transpose, 0
+)

@@ -38,7 +38,11 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._jaxprs import walk
 from drjax._primitives.rbg_per_group import draw_per_key_p
-from drjax._sharding.eval_on_mesh import sharding_of_product
+from drjax._sharding.eval_on_mesh import (
+    evaluate_on_mesh,
+    in_one_sharding,
+    sharding_of_product,
+)
 
 # Linear in all operands together, and independent of the group axis.
 _THROUGH = (
@@ -58,15 +62,15 @@ class GroupSums:
     module's docstring.
 
     Args:
-      jaxpr: The per-group jaxpr of a map.
+      jaxpr: The closed jaxpr of one group, as a map or a stage has it.
 
     Attributes:
-      indices: The positions of the results to sum in this way: those that end in a
-        product or a sum with no other use. Only straight-line code qualifies: the
-        compiler's common subexpression elimination merges what the map and the sums
-        both compute, but it does not merge loops.
-      used: For each input of the jaxpr whether the sums take it; only if there are
-        `indices`.
+      indices: The positions of the results to sum in this way, a list of ints: those
+        that end in a product or a sum with no other use. It is empty unless the jaxpr
+        is straight-line code: the compiler's common subexpression elimination merges
+        what the map and the sums both compute, but it does not merge loops.
+      used: For each input of the jaxpr, in order, whether a call takes it: a list of
+        bools. The attribute exists only if `indices` is not empty.
     """
 
     def __init__(self, jaxpr):
@@ -90,15 +94,19 @@ class GroupSums:
                 per_group.update(dict.fromkeys(needs))
         self._per_group = list(per_group)
         if self.indices:
-            self._compute_per_group, self.used = _compat.select_outputs(
-                jaxpr, self._per_group
-            )
+            self._live, self.used = _compat.select_outputs(jaxpr, self._per_group)
 
     def _linear_equation(self, atom) -> Any:
-        """The equation that computes `atom`, if the sums of its operands give its sum.
+        """Return the equation that computes `atom`, if there is a rule to sum it.
 
-        Sums are over the groups of a device. None if `atom` is a literal, has another
-        use, is not float32, or is computed by a primitive for which there is no rule.
+        Sums are over the groups of a device.
+
+        Args:
+          atom: A variable or a literal of the jaxpr.
+
+        Returns:
+          The equation. None if `atom` is a literal or an input of the jaxpr, has more
+          than one use, is not float32, or is computed by a primitive without a rule.
         """
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
@@ -109,12 +117,17 @@ class GroupSums:
         return eqn if through else None
 
     def _plan(self, atom) -> tuple[bool, list]:
-        """Decide how to sum the variable or literal `atom` over the groups.
+        """Decide how to sum the value of `atom` over the groups of a device.
+
+        Args:
+          atom: A variable or a literal of the jaxpr.
 
         Returns:
-          `(whether the sum merges into a product or sum of one group, the variables to
-          compute for each group)`. If it does not merge, it saves nothing over a plain
-          sum of the result.
+          `(merges, variables)`. `merges` is a bool: whether a `dot_general` or
+          `reduce_sum` of the jaxpr can sum over the groups, too; if not, nothing is
+          saved over a plain sum over the group axis. `variables` is the list of the
+          jaxpr's variables to compute for each group, from which the sum is then
+          computed; it may have duplicates.
         """
         eqn = self._linear_equation(atom)
         if eqn is None:
@@ -125,14 +138,21 @@ class GroupSums:
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 
     def __call__(self, count: int, vmap_over_groups: Callable, operands) -> list:
-        """Compute the sums, `[*s]` each, in the order of `indices`.
+        """Compute the sums over the groups.
 
         Args:
           count: The number of groups.
-          vmap_over_groups: From a function of one group to that of all groups.
-          operands: The inputs of the jaxpr that are `used`, for all groups.
+          vmap_over_groups: From a function of one group, which takes and returns flat
+            sequences of arrays `[*s]`, to the function of all `count` groups, which
+            takes `operands` and returns arrays `[count, *s]`.
+          operands: The inputs of the jaxpr that are marked in `used`, each as the
+            function of all groups takes it: `[count, *s]`, or `[*s]` if it is shared.
+
+        Returns:
+          The list of sums, `[*s]` each: one for each position in `indices`.
         """
-        stacks = vmap_over_groups(self._compute_per_group)(*operands)
+        run = lambda *inputs: evaluate_on_mesh(self._live, inputs)
+        stacks = vmap_over_groups(run)(*operands)
         known = dict(zip(self._per_group, stacks, strict=True))
 
         def slices_of(atom):
@@ -150,7 +170,8 @@ class GroupSums:
             if eqn.primitive in _CONTRACTED:
                 return _contract(eqn, *map(slices_of, eqn.invars))
             # Its parameters have the shapes of one group, and so have the sums.
-            return _compat.bind_equation(eqn, [total(v) for v in eqn.invars])[0]
+            totals = in_one_sharding(eqn, [total(v) for v in eqn.invars])
+            return _compat.bind_equation(eqn, totals)[0]
 
         return [total(result) for result in self._results]
 
@@ -160,7 +181,11 @@ group_sums = _compat.weakref_lru_cache(GroupSums)
 
 
 def _is_plain(eqn) -> bool:
-    """Whether an equation is straight-line code: no loop, branch or call but `jit`."""
+    """Whether an equation is straight-line code: no loop or branch, no call but `jit`.
+
+    The body of a `jit` has to be straight-line code, too. An equation of `draw_per_key`
+    is not, as its batching rule makes a loop of it.
+    """
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
     if eqn.primitive is draw_per_key_p:  # a loop, once it is batched
@@ -172,9 +197,10 @@ def _contract(eqn, a, b=None):
     """Sum the result of a `dot_general` or a `reduce_sum` over the groups.
 
     Args:
-      eqn: The equation of one group.
-      a: Its first operand for all groups, `[count, *s]`.
-      b: The second operand of a `dot_general`, for all groups; None for a `reduce_sum`.
+      eqn: The equation of one group, of `lax.dot_general_p` or `lax.reduce_sum_p`.
+      a: The value of its first operand for all groups, `[count, *s]`.
+      b: The value of the second operand of a `dot_general`, `[count, *t]`; None for a
+        `reduce_sum`.
 
     Returns:
       The sum, in the shape of one group's result.
@@ -189,7 +215,9 @@ def _contract(eqn, a, b=None):
         ((0, *shift(contract_a)), (0, *shift(contract_b))),
         (shift(batch_a), shift(batch_b)),
     )
+    # The sum has the type of one group's product.
+    sharding = eqn.params["out_sharding"] or sharding_of_product(dims, a, b)
     return lax.dot_general(
         a, b, dims, eqn.params["precision"], eqn.params["preferred_element_type"],
-        out_sharding=sharding_of_product(dims, a, b),
+        out_sharding=sharding,
     )  # fmt: skip

@@ -27,15 +27,22 @@ _NAMES = ("name", "debug_info")
 
 
 class _Unknown(Exception):
-    """A value that has no structural key."""
+    """Raised if a jaxpr has no structural key: it holds a constant or a JAX array."""
 
     pass
 
 
 def structure(jaxpr) -> Any | None:
-    """A hashable that is equal for jaxprs that differ in names of variables only.
+    """Compute a structural (alpha-equivalence) key of a jaxpr.
 
-    None if the jaxpr has constants, or parameters that are JAX arrays or unhashable.
+    Args:
+      jaxpr: The jaxpr, closed or open.
+
+    Returns:
+      A hashable: jaxprs have equal ones if they differ only in the names of variables
+      and functions, source lines, and the derivative rules of `custom_jvp` and
+      `custom_vjp`. None if the jaxpr has constants, or parameters of equations that are
+      JAX arrays or unhashable.
     """
     try:
         key = _jaxpr_key(jaxpr)
@@ -46,11 +53,19 @@ def structure(jaxpr) -> Any | None:
 
 
 def _jaxpr_key(jaxpr):
-    """A key, equal for alpha-equivalent jaxprs; raises `_Unknown` if there is none.
+    """Compute the structural key of a jaxpr, equal for alpha-equivalent jaxprs.
 
-    Nested tuples: the types of inputs; for each equation its primitive, operands,
-    types of results, parameters and context; and the results. A variable is its number
-    in the order of definitions.
+    Args:
+      jaxpr: The jaxpr, closed or open.
+
+    Returns:
+      Nested tuples: the types of inputs; for each equation its primitive, operands,
+      types of results, parameters and context; and the results. A variable is
+      represented by its number in the order of definitions. The key is unhashable if a
+      parameter is.
+
+    Raises:
+      _Unknown: The jaxpr has constants, or a parameter is a JAX array.
     """
     # To compare constants would read them from the device, at every dispatch.
     if _compat.jaxpr_consts(jaxpr):
@@ -84,14 +99,28 @@ def _jaxpr_key(jaxpr):
 
 
 def _is_rule(value) -> bool:
-    """Whether a parameter's value is a Python function, as derivative rules are."""
+    """Whether `value` is a Python callable, not a jaxpr.
+
+    It distinguishes the derivative rules among the parameters of a `custom_jvp_call` or
+    `custom_vjp_call` equation.
+    """
     return callable(value) and not isinstance(value, _compat.JAXPR_TYPES)
 
 
 def _value_key(value):
-    """A key for the value of a parameter or literal; `_Unknown` for a `jax.Array`.
+    """Compute a key for the value of an equation's parameter, or of a literal.
 
     1, 1.0 and True have different keys, and so have 0.0 and -0.0.
+
+    Args:
+      value: Any Python object: a number, an array, a jaxpr, a container of such, or
+        else an object that is compared by `==`.
+
+    Returns:
+      A tuple. It is unhashable if `value` is an unhashable object of another type.
+
+    Raises:
+      _Unknown: `value` is or holds a `jax.Array`, or a jaxpr with constants.
     """
     if isinstance(value, _compat.JAXPR_TYPES):
         return _jaxpr_key(value)
@@ -110,11 +139,14 @@ def _value_key(value):
 
 
 class _ByStructure:
-    """A cache key that holds a jaxpr, equal for jaxprs with the same structure.
+    """A cache key that holds a jaxpr, equal for jaxprs with the same structural key.
 
     Args:
-      key: What `structure` returned for the jaxpr.
+      key: The structural key of the jaxpr, a hashable: what `structure(jaxpr)` returns.
       jaxpr: The jaxpr.
+
+    Attributes:
+      jaxpr: The jaxpr, which is not part of the comparison.
     """
 
     def __init__(self, key, jaxpr):
@@ -128,11 +160,21 @@ class _ByStructure:
 
 
 def cache_by_params(make: Callable) -> Callable:
-    """Cache the function `make` by its keywords; `jaxpr=` is compared by structure.
+    """Cache a function's results by its keywords; `jaxpr=` is compared by structure.
 
-    There are three caches: for parameters without a jaxpr, for the identity of a jaxpr
-    (a weak reference, the fast path), and for its structure. They are bounded. JAX's
-    trace context is not in their keys, as `jax.jit` has it in its own.
+    There are three bounded caches: for calls without a jaxpr, for the identity of a
+    jaxpr (a weak reference, the fast path), and for its structure. JAX's trace context
+    is not in their keys, as the results are jitted functions, which have it in theirs.
+
+    Args:
+      make: The function, `make(**params)`. It gets a copy of the jaxpr, if there is
+        one.
+
+    Returns:
+      The cached function, `cached(jaxpr=None, **params)`. It returns the result of
+      `make` for these keywords, or the result of an earlier call, whose jaxpr has the
+      same structure and whose other keywords are equal. The values of `params` have to
+      be hashable.
     """
 
     @_compat.cache(max_size=512, trace_context_in_key=False)

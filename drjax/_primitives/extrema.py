@@ -36,11 +36,12 @@ def _executor(local, largest: bool):
     """Make the execution function of `reduce_max` or `reduce_min`.
 
     Args:
-      local: `jnp.max` or `jnp.min`, for the groups of a device.
-      largest: Whether it is the maximum.
+      local: `jnp.max` or `jnp.min`, for the reduction over the groups of a device.
+      largest: Whether the reduction is the maximum; else it is the minimum.
 
     Returns:
-      `execute(x, partition=, mesh=)`, from `[n, *s]` to the extremum `[*s]`.
+      `execute(x, partition=, mesh=)`, from a partitioned value `[n, *s]` to its
+      extremum over the groups, a global value `[*s]` in the same dtype.
     """
 
     def execute(x, *, partition, mesh):
@@ -59,13 +60,21 @@ def _executor(local, largest: bool):
 
 
 def across_devices(x, axes, largest: bool):
-    """The maximum (or minimum, unless `largest`) of `x` over mesh axes; NaN wins.
+    """Compute a value's maximum or minimum over the devices of mesh axes; NaN wins.
 
-    It is a `pmax` or `pmin`, but collectives on some platforms drop NaN. So the devices
-    compare integers: the bits of floats in the order of the floats, with NaN beyond the
-    infinities. For i >= 0 the bits of a float, read as an integer, are in its order;
-    for i < 0 (sign bit set) they are in reverse, and i ^ max, which flips all bits but
-    the sign, restores it.
+    It is called inside a `shard_map` over these axes. It is a `pmax` or `pmin`, but
+    collectives on some platforms drop NaN. So the devices compare integers: the bits of
+    floats in the order of the floats, with NaN beyond the infinities. For i >= 0 the
+    bits of a float, read as an integer, are in its order; for i < 0 (sign bit set) they
+    are in reverse, and i ^ max, which flips all bits but the sign, restores it.
+
+    Args:
+      x: The device's value, an array `[*s]` of real numbers or bools.
+      axes: The names of the mesh axes, a nonempty tuple.
+      largest: True for the maximum, False for the minimum.
+
+    Returns:
+      The elementwise extremum, `[*s]`, in the dtype of `x`; all devices have it.
     """
     collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -84,22 +93,34 @@ def across_devices(x, axes, largest: bool):
 
 
 def lowest(dtype):
-    """The identity of a maximum: the lowest number of a dtype, -inf if it has one."""
+    """The identity of a maximum: -inf if a dtype has it, else its lowest number.
+
+    `dtype` is a dtype of real numbers or of bools; the result is a scalar, False for
+    bools.
+    """
     return _limit(dtype, -jnp.inf, "min")
 
 
 def highest(dtype):
-    """The identity of a minimum: the highest number of a dtype, inf if it has one."""
+    """The identity of a minimum: inf if a dtype has it, else its highest number.
+
+    `dtype` is a dtype of real numbers or of bools; the result is a scalar, True for
+    bools.
+    """
     return _limit(dtype, jnp.inf, "max")
 
 
 def _limit(dtype, infinity: float, side: str):
-    """`infinity` if the dtype has it, else its largest or smallest number.
+    """Return `infinity` if a dtype has it, else the dtype's lowest or highest number.
 
     Args:
-      dtype: The dtype, of real numbers or bools; of bools, the number is a bool.
-      infinity: inf or -inf.
-      side: "max" or "min", the attribute of `jnp.finfo`: which number to return.
+      dtype: The dtype, of real numbers or bools.
+      infinity: `jnp.inf` or `-jnp.inf`.
+      side: "max" for the highest number, "min" for the lowest: the attribute of
+        `jnp.finfo` or `jnp.iinfo` to read.
+
+    Returns:
+      A scalar; for bools True if `side` is "max", else False.
     """
     if dtype == jnp.bool_:
         return side == "max"
@@ -111,14 +132,25 @@ def _limit(dtype, infinity: float, side: str):
 
 
 def _is_extremum(x, y):
-    """1 where a group's slice `x` equals the extremum `y`, else 0; in `x`'s dtype."""
+    """Compare a group's slice `x`, `[*s]`, elementwise with the extremum `y`, `[*s]`.
+
+    Returns `[*s]` in the dtype of `x`: 1 if the elements are equal, else 0.
+    """
     return jnp.where(x == y, 1, 0).astype(x.dtype)
 
 
 def _jvp_rule(primitive):
-    """Make the JVP rule of `reduce_max_p` or `reduce_min_p`, the primitive.
+    """Make the JVP rule of `reduce_max_p` or `reduce_min_p`.
 
-    The extremum's tangent is the mean of the tangents of the groups that attain it.
+    The tangent of the extremum is, elementwise, the mean of the tangents of the groups
+    that attain the extremum.
+
+    Args:
+      primitive: `reduce_max_p` or `reduce_min_p`.
+
+    Returns:
+      `jvp((x,), (dx,), partition=, mesh=)`, from a partitioned value and its tangent,
+      `[n, *s]` each, to `(extremum, its tangent)`, `[*s]` each.
     """
 
     def jvp(primals, tangents, *, partition, mesh):
@@ -141,7 +173,8 @@ def _jvp_rule(primitive):
 
 
 def _abstract_eval(x, *, partition, mesh):
-    return global_aval(x, make_layout(partition, mesh))
+    # As `jnp.max`, the execution returns no weak type.
+    return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
 
 
 for _primitive, _execute in (

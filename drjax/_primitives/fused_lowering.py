@@ -41,7 +41,7 @@ from drjax._primitives.map_lowering import (
     prepare_for_shard_map,
     vmap_over_groups,
 )
-from drjax._sharding.avals import partitioned_aval
+from drjax._sharding.avals import partitioned_aval, slices_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import make_layout
 
@@ -51,13 +51,14 @@ Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equati
 
 @dataclass(frozen=True)
 class _LoweredEquations:
-    """The equations of a module that were lowered so far, by the values of results.
+    """The equations of an MLIR module that were lowered so far, by values of results.
 
     Attributes:
-      broadcasts: From the MLIR value of a broadcast's result to the placement and the
-        operand of the broadcast.
-      maps: From the MLIR value of a map's result to the map, and the position of the
-        result.
+      broadcasts: From the MLIR value of a broadcast's result, `[n, *s]`, to
+        `(placement, operand)` of the broadcast: the dict of its parameters `partition`
+        and `mesh`, and the pair of its operand's MLIR value, `[*s]`, and type.
+      maps: From the MLIR value of a map's result to `(map, position)`: the record of
+        the lowered map, and the position of the result among the map's results.
     """
 
     broadcasts: dict[Any, tuple[Placement, Operand]] = field(default_factory=dict)
@@ -68,19 +69,26 @@ _by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
 
 
 def _lowered_equations(ctx) -> _LoweredEquations:
-    """The equations that were lowered so far in the module that is being lowered.
+    """Return the record of the equations lowered so far in the current MLIR module.
 
-    `ctx` is the context that JAX gave to a lowering rule.
+    The record is mutable, and the same object for all equations of the module. `ctx` is
+    the `LoweringRuleContext` that JAX passes to a lowering rule.
     """
     return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
 
 
 def broadcast_rule(execute: Callable) -> Callable:
-    """Make the lowering rule of `broadcast`, which also records its operand.
+    """Make the lowering rule of `broadcast`, which also records the operand.
 
-    A map that is lowered later, and takes the copies, finds the record and reads the
-    global value instead of n copies of it. `execute(x, partition=, mesh=)` is the
-    execution function of the primitive.
+    A map that is lowered later, and takes the result as an operand, reads the global
+    value from the record instead of n copies of it.
+
+    Args:
+      execute: The execution function of the primitive, `execute(x, partition=, mesh=)`.
+
+    Returns:
+      `rule(ctx, x, partition=, mesh=)`, from the MLIR value of the operand to a list
+      with that of the result.
     """
 
     def rule(ctx, x, **placement):
@@ -95,9 +103,17 @@ def broadcast_rule(execute: Callable) -> Callable:
 def map_rule(execute: Callable) -> Callable:
     """Make the lowering rule of `map_fn`, which reads the sources of broadcasts.
 
-    `execute(*args, shared=, **params)` is the execution function of the primitive.
-    Operands marked in `shared`, a tuple of bools, are the sources of broadcasts, `[*s]`
-    instead of `[n, *s]`.
+    An operand that is the result of a `broadcast` with the same partition and mesh is
+    replaced by the operand of the broadcast. The rule also records the map.
+
+    Args:
+      execute: The execution function of the primitive, `execute(*args, shared=,
+        **params)`. `shared` is a tuple with a bool for each operand: whether it is the
+        source of a broadcast, `[*s]` instead of `[n, *s]`.
+
+    Returns:
+      `rule(ctx, *args, **params)`, from the MLIR values of the operands and the
+      parameters of the equation to the list of MLIR values of the results.
     """
 
     def rule(ctx, *args, **params):
@@ -110,6 +126,8 @@ def map_rule(execute: Callable) -> Callable:
             shared.append(of_broadcast == placement)
             if source is not None and shared[i]:
                 operands[i] = source
+        layout = make_layout(**placement)
+        operands = [(x, slices_aval(aval, layout)) for x, aval in operands]
         run = functools.partial(execute, shared=tuple(shared))
         outs = _compat.lower_function(ctx, run, operands, True, **params)
         a_map = _LoweredMap(placement, operands, tuple(shared), params["jaxpr"])
@@ -120,10 +138,18 @@ def map_rule(execute: Callable) -> Callable:
 
 
 def reduce_sum_rule(execute: Callable) -> Callable:
-    """Make the lowering rule of `reduce_sum`, which sums a map's result in the map.
+    """Make the lowering rule of `reduce_sum`, which sums a map's result within the map.
 
-    `execute(x, partition=, mesh=)` is the execution function of the primitive. It gets
-    the partial sums of the devices if the map can compute them, else the whole result.
+    If the operand is a result of a recorded map with the same partition and mesh, and
+    the map can compute the partial sums of the devices, `execute` gets these as a
+    partitioned value with one slice a device. Else it gets the operand.
+
+    Args:
+      execute: The execution function of the primitive, `execute(x, partition=, mesh=)`.
+
+    Returns:
+      `rule(ctx, x, partition=, mesh=)`, from the MLIR value of the operand to a list
+      with that of the result.
     """
 
     def rule(ctx, x, **placement):
@@ -139,17 +165,19 @@ def reduce_sum_rule(execute: Callable) -> Callable:
 
 
 class _LoweredMap:
-    """The operands and the jaxpr of a lowered map, and the sums of its results.
+    """A lowered `map_fn` equation, which can lower sums of its results, too.
 
     Args:
-      placement: The partition and the mesh of the map.
-      operands: The operands, of which some are sources of broadcasts, `[*s]`.
+      placement: The dict of the parameters `partition` and `mesh` of the equation.
+      operands: For each operand the pair of its MLIR value and type, `[n, *s]`; or
+        `[*s]`, if it is the source of a broadcast.
       shared: For each operand whether it is such a source, a tuple of bools.
-      jaxpr: The per-group jaxpr.
+      jaxpr: The closed jaxpr of one group.
 
     Attributes:
-      placement: The partition and the mesh of the map.
-      device_placement: The partition with one group a device, and the mesh.
+      placement: The dict of the parameters `partition` and `mesh` of the equation.
+      device_placement: A dict as `placement`, whose partition has one group for each
+        device.
     """
 
     def __init__(
@@ -163,11 +191,16 @@ class _LoweredMap:
         self._sums: list[tuple[Any, dict[int, Operand]]] = []  # by block of code
 
     def sums(self, ctx) -> dict[int, Operand]:
-        """For each result that is summed within the map, the devices' partial sums.
+        """Return the devices' partial sums of the results that are summed in the map.
 
-        From the position of a result to its sums, `[m, *s]` for m devices; {} if no
-        result qualifies. They are lowered once for each MLIR block that uses them.
-        `ctx` is the context of the lowering rule of the sum.
+        They are lowered once for each MLIR block that uses them.
+
+        Args:
+          ctx: The `LoweringRuleContext` of the `reduce_sum` that uses them.
+
+        Returns:
+          From the position of a result of the map to the pair of MLIR value and type of
+          its partial sums, `[m, *s]` for m devices; {} if no result qualifies.
         """
         # A use in another block needs sums of its own: see the sharp edge above.
         block = _compat.current_block()
@@ -181,9 +214,12 @@ class _LoweredMap:
     def _lower_sums(self, ctx) -> dict[int, Operand]:
         """Lower the sums that the map can compute into the current MLIR block.
 
+        Args:
+          ctx: The `LoweringRuleContext` of the `reduce_sum` that uses them.
+
         Returns:
-          From the position of a result to the partial sums of the m devices, `[m, *s]`;
-          {} if no result qualifies.
+          From the position of a result of the map to the pair of MLIR value and type of
+          its partial sums, `[m, *s]` for m devices; {} if no result qualifies.
         """
         layout = self._layout
         # Padding would have to be masked in the operands of each contraction; a single

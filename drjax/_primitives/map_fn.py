@@ -22,7 +22,7 @@ Invariants: the jaxpr is closed and has no constants; symbolic zeros (of tangent
 cotangents) are neither operands nor results of a derived map.
 
 Sharp edges: a per-group jaxpr is bound to the mesh around it, so every rule that traces
-or evaluates it enters `_group_context` first. `map_lowering.py` runs it on the mesh:
+or evaluates it enters `group_context` first. `map_lowering.py` runs it on the mesh:
 the `shard_map` of a map inherits the surrounding `check_vma` (off at top level), as
 users' scans and nested shard_maps would otherwise need casts, and AD never transposes
 through it.
@@ -47,12 +47,13 @@ map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
 
 
 @contextlib.contextmanager
-def _group_context(layout: Layout):
-    """The context in which the code of one group is traced or transformed.
+def group_context(layout: Layout):
+    """Context manager in which the code of one group is traced or transformed.
 
-    In it building blocks know that they are inside a map over this partition, types
-    are on the mesh of the layout, and derivatives of a `shard_map` of the group's own
-    do not sum over the axes along which the groups are.
+    In it, building blocks know that they are inside a map over this partition, types
+    are on the mesh of the layout, and the derivative of a `shard_map` inside the
+    group's code does not sum over the partition's mesh axes. `layout` is the layout of
+    the partition; the context manager yields None.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(enter_mapped(layout.partition))
@@ -63,17 +64,19 @@ def _group_context(layout: Layout):
 
 
 def trace_group(fn, avals, layout: Layout, name: str):
-    """Trace a flat function for one group; returns `(jaxpr, closed-over values)`.
-
-    The jaxpr takes the closed-over values as its first inputs.
+    """Trace a function of one group to a jaxpr.
 
     Args:
-      fn: Takes and returns flat sequences of per-group arrays.
-      avals: Types of the partitioned operands, `[n, *s]`.
-      layout: The layout of the groups.
+      fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
+      avals: Types of the partitioned operands, `[n, *s]`; `fn` sees those of one group.
+      layout: The layout of the partition.
       name: The name of the function, for debug information.
+
+    Returns:
+      `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
+      and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
     """
-    with _group_context(layout):
+    with group_context(layout):
         avals = [group_aval(aval, layout) for aval in avals]
         return _compat.trace_to_jaxpr(fn, avals, name)
 
@@ -82,11 +85,12 @@ def map_slices(fn, *args, partition, mesh):
     """Bind `map_fn` for a function of arrays with one result, for use in rules.
 
     Args:
-      fn: The function of one group, from arrays to an array. Its trace is cached by the
-        function object, so it must be defined in a module, not made at each call.
-      *args: Partitioned values, `[n, *s]`.
-      partition: The partition.
-      mesh: The mesh, or None.
+      fn: The function of one group, from arrays `[*s]` to one array `[*t]`. It closes
+        over no arrays. Its trace is cached by the function object, so it must be
+        defined in a module, not made at each call.
+      *args: Partitioned values, `[n, *s]`, the operands of the map.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
 
     Returns:
       The result, partitioned, `[n, *t]`.
@@ -101,16 +105,26 @@ def map_slices(fn, *args, partition, mesh):
 
 @_compat.cache()
 def _trace_slices(fn, avals, layout):
-    """The per-group jaxpr of `fn` for operands of the types `avals`, `[n, *s]`; cached.
+    """Trace a function of one group to a jaxpr; cached by function, types and layout.
 
-    The key is `fn`, from arrays to one array: a lambda made in a rule would never hit.
+    Args:
+      fn: From arrays `[*s]` to one array `[*t]`. It closes over no arrays, and is
+        defined in a module: a lambda made in a rule would never hit the cache.
+      avals: The types of the partitioned operands, `[n, *s]`, a tuple.
+      layout: The layout of the partition.
+
+    Returns:
+      The closed jaxpr of one group, with one result.
     """
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, layout, _name(fn))
     return jaxpr
 
 
 def _name(fn) -> str:
-    """The name of a function in printed equations, without underscores at its ends."""
+    """The name of a function for printed equations, without underscores at its ends.
+
+    For a callable without `__name__` it is the name of its class.
+    """
     return getattr(fn, "__name__", type(fn).__name__).strip("_")
 
 
@@ -119,20 +133,33 @@ def _name(fn) -> str:
 
 
 def _abstract_eval(*avals, jaxpr, partition, mesh, name):
+    """Abstract evaluation rule of `map_fn`.
+
+    Args:
+      *avals: The types of the operands, `[n, *s]`, ignored: the jaxpr has those of one
+        group.
+      jaxpr: The closed jaxpr of one group.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None.
+      name: The name of the mapped function, ignored.
+
+    Returns:
+      `(types of the results [n, *t], effects)`.
+    """
     layout = make_layout(partition, mesh)
     outs = [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
     return outs, _compat.effects_of(jaxpr)
 
 
 def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
-    """Run `map_fn`: apply the per-group `jaxpr` to the slices of each group.
+    """Execution function of `map_fn`: apply a per-group jaxpr to each group's slices.
 
     Args:
       *args: The operands, `[n, *s]`.
       jaxpr: The closed jaxpr of one group.
-      partition: The partition.
-      mesh: The mesh, or None.
-      name: The name of the mapped function, which has no effect.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+      name: The name of the mapped function, ignored.
       shared: For each operand whether it is global, `[*s]`, the same for each group;
         None: no operand is.
 
@@ -148,9 +175,14 @@ def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
 
 
 def _outer_avals(jaxpr, params):
-    """Types of the results of a map, `[n, *t]`, from its per-group jaxpr.
+    """Compute the types of the results of a map, `[n, *t]`, from its per-group jaxpr.
 
-    `params` are the parameters of the equation, with `partition` and `mesh`.
+    Args:
+      jaxpr: The closed jaxpr of one group.
+      params: A mapping with the parameters `partition` and `mesh` of the equation.
+
+    Returns:
+      The list of types.
     """
     layout = make_layout(params["partition"], params["mesh"])
     return [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
@@ -162,8 +194,8 @@ def _bind(jaxpr, args, **params):
     Users' derivative rules close over arrays. These are broadcast, as first operands.
 
     Args:
-      jaxpr: The per-group jaxpr, closed.
-      args: Its operands, partitioned, `[n, *s]`.
+      jaxpr: The closed jaxpr of one group, perhaps with constants.
+      args: Its operands, partitioned, `[n, *s]`, a sequence.
       **params: The parameters `partition`, `mesh` and `name` of the equation.
 
     Returns:
@@ -181,9 +213,9 @@ def broadcast_consts(consts, *, partition, mesh, name):
     They become operands of a map, as its jaxpr has no constants.
 
     Args:
-      consts: The values, `[*s]`.
-      partition: The partition.
-      mesh: The mesh, or None.
+      consts: The values, arrays or tracers `[*s]`.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
       name: The name of the map, ignored: callers pass the map's parameters.
 
     Returns:
@@ -195,8 +227,20 @@ def broadcast_consts(consts, *, partition, mesh, name):
 # (y_i, dy_i) = (f(x_i), Df(x_i) dx_i): one map, so that what y_i and dy_i share is
 # computed once. Symbolic zeros stay outside.
 def _jvp(primals, tangents, *, jaxpr, **params):
+    """JVP rule of `map_fn`: one map computes the results and their tangents.
+
+    Args:
+      primals: The operands, `[n, *s]`.
+      tangents: For each operand its tangent, `[n, *s]`, or a symbolic zero.
+      jaxpr: The closed jaxpr of one group.
+      **params: The parameters `partition`, `mesh` and `name` of the equation.
+
+    Returns:
+      `(results, tangents)`, two lists: the results, `[n, *t]`, and for each its
+      tangent, `[n, *t]`, or a symbolic zero.
+    """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
-    with _group_context(make_layout(params["partition"], params["mesh"])):
+    with group_context(make_layout(params["partition"], params["mesh"])):
         jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     dense = [t for t, nz in zip(tangents, nonzeros, strict=True) if nz]
     outs = _bind(jvp_jaxpr, [*primals, *dense], **params)
@@ -207,7 +251,24 @@ def _jvp(primals, tangents, *, jaxpr, **params):
 
 # f_lin computes y_i and the residuals r_i; L(r_i, .) = Df(x_i) is linear.
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
-    with _group_context(make_layout(params["partition"], params["mesh"])):
+    """Linearization rule of `map_fn`: one map for the results, and a linear one.
+
+    Args:
+      is_vjp: Whether the linear map will be transposed.
+      nonzeros: For each operand whether its tangent is not a symbolic zero.
+      *primals: The operands, `[n, *s]`.
+      jaxpr: The closed jaxpr of one group.
+      **params: The parameters `partition`, `mesh` and `name` of the equation.
+
+    Returns:
+      `(results, nonzeros_out, residuals, linear)`: the results, `[n, *t]`; for each
+      whether its tangent is not a symbolic zero; the residuals that `linear` takes,
+      partitioned, in a pair of lists (flat and structured ones, as JAX has them); and
+      `linear(residuals, *tangents)`, which binds the linear map: it takes the tangents
+      of all operands and returns the list of the results' tangents, in both cases
+      arrays or symbolic zeros.
+    """
+    with group_context(make_layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
     bind = functools.partial(_bind, **params)
     outs, nonzeros_out, residuals, tangent = registration.linearize_saving_residuals(
@@ -216,7 +277,7 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     avals = _outer_avals(jaxpr, params)
 
     def linear(residuals, *tangents):
-        dense = registration.instantiated(tangents, nonzeros)
+        dense = registration.instantiate_nonzeros(tangents, nonzeros)
         outs = bind(tangent, registration.linear_operands(residuals, dense))
         return registration.fill_zeros(avals, nonzeros_out, outs)
 
@@ -225,6 +286,19 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
 
 # sum_i <L_i dx_i, ct_i> = sum_i <dx_i, L_i^T ct_i>: each group has its own transpose.
 def _transpose(cts, *args, jaxpr, **params):
+    """Transpose rule of `map_fn`: one map computes the cotangents of linear operands.
+
+    Args:
+      cts: For each result its cotangent, `[n, *t]`, or a symbolic zero.
+      *args: The operands: an `UndefinedPrimal` for those in which the map is linear,
+        else values `[n, *s]`.
+      jaxpr: The closed jaxpr of one group.
+      **params: The parameters `partition`, `mesh` and `name` of the equation.
+
+    Returns:
+      A list with an element for each operand: its cotangent, `[n, *s]` or a symbolic
+      zero, if the operand is linear, else None.
+    """
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
     # What is not linear is a residual of L, or known in a partial evaluation.
@@ -249,39 +323,26 @@ def _transpose(cts, *args, jaxpr, **params):
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
-    """Transpose a per-group jaxpr in its linear inputs.
+    """Transpose a per-group jaxpr in its linear inputs; cached.
 
     Args:
-      jaxpr: The closed jaxpr.
-      linear: For each input whether it is linear; the others are residuals.
-      nonzero: For each result whether its cotangent is not a symbolic zero.
-      avals: Types of the residuals and of these cotangents, `[n, *s]`.
-      layout: The layout of the groups.
+      jaxpr: The closed jaxpr of one group.
+      linear: For each input whether the jaxpr is linear in it, a tuple of bools; the
+        other inputs are residuals.
+      nonzero: For each result whether its cotangent is not a symbolic zero, a tuple of
+        bools.
+      avals: Types of the residuals and then of the nonzero cotangents of results,
+        partitioned, `[n, *s]`, a tuple.
+      layout: The layout of the partition.
 
     Returns:
-      `(transposed jaxpr, values that it closes over, for each linear input whether its
-      cotangent is not a symbolic zero)`. The transposed jaxpr takes these values, the
+      `(transposed, consts, nonzero_in)`: the transposed jaxpr, closed; the tuple of
+      values `[*s]` that it closes over; and for each linear input whether its cotangent
+      is not a symbolic zero, a tuple of bools. The transposed jaxpr takes `consts`, the
       residuals and the nonzero cotangents of results; it returns the nonzero cotangents
       of linear inputs.
     """
-    nonzero_in = []
-
-    def transposed(*residuals_and_cts):
-        values = iter(residuals_and_cts)
-        args = [
-            _compat.UndefinedPrimal(aval) if lin else next(values)
-            for aval, lin in zip(jaxpr.in_avals, linear, strict=True)
-        ]
-        cts = [
-            next(values) if nz else _compat.Zero(aval.to_tangent_aval())
-            for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
-        ]
-        cts_in = _compat.backward_pass(jaxpr, args, cts)
-        cts_in = [ct for ct, lin in zip(cts_in, linear, strict=True) if lin]
-        # Which cotangents are symbolic zeros is known only after the backward pass.
-        nonzero_in[:] = [type(ct) is not _compat.Zero for ct in cts_in]
-        return [ct for ct, nz in zip(cts_in, nonzero_in, strict=True) if nz]
-
+    transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
     transposed_jaxpr, consts = trace_group(transposed, avals, layout, "transposed")
     return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
 
@@ -291,10 +352,23 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
 
 
 def _partial_eval(trace, *tracers, **params):
+    """Partial evaluation rule of `map_fn`: a known map and an unknown one.
+
+    The known map is bound; its additional results, partitioned, are residuals that the
+    unknown map takes.
+
+    Args:
+      trace: JAX's `JaxprTrace`.
+      *tracers: The operands, `[n, *s]`: tracers of this trace, known or unknown.
+      **params: The parameters `jaxpr`, `partition`, `mesh` and `name` of the equation.
+
+    Returns:
+      The list of results, `[n, *t]`: known values, or tracers of this trace.
+    """
     layout = make_layout(params["partition"], params["mesh"])
     # All groups are known or unknown together: known-ness belongs to the operand.
     unknown = [not t.pval.is_known() for t in tracers]
-    with _group_context(layout):
+    with group_context(layout):
         split = _compat.partial_eval_jaxpr(params["jaxpr"], unknown)
     return _compat.partial_eval_by_tracers(
         map_fn_p, trace, tracers, unknown, params, split,
@@ -303,15 +377,28 @@ def _partial_eval(trace, *tracers, **params):
 
 
 def _residual_aval(params, aval):
-    """The type of a residual outside the map, as `jax.checkpoint` needs it.
+    """Compute the type `[n, *s]` of a map's residual from that of one group's, `[*s]`.
 
-    `aval` is the type `[*s]` of one group's residual, so the result is that of a
-    partitioned `[n, *s]`. `params` are the parameters of the map's equation.
+    `jax.checkpoint` calls it for residuals that a policy saves inside the map.
+
+    Args:
+      params: The parameters of the map's equation, a dict.
+      aval: The type of one group's residual, a variable of the per-group jaxpr.
     """
     return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 
 def _dce(used_outputs, eqn):
+    """Dead-code elimination rule of `map_fn`, which goes through the per-group jaxpr.
+
+    Args:
+      used_outputs: For each result of the equation whether it is used.
+      eqn: The equation of `map_fn`.
+
+    Returns:
+      `(used_inputs, new_eqn)`: for each operand of `eqn` whether the new equation takes
+      it, and the equation with only the used operands and results; None if it is dead.
+    """
     # An equation with effects (a callback, a print) is live without live results.
     if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
@@ -326,6 +413,19 @@ def _dce(used_outputs, eqn):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, **params):
+    """Batching rule of `map_fn`: batch the per-group jaxpr behind the group axis.
+
+    Args:
+      axis_data: JAX's `AxisData` of the vmap: its size and name.
+      args: The operands; a batched one is `[n, *s]` with a batch dimension inserted.
+      dims: For each operand its batch dimension, or None.
+      jaxpr: The closed jaxpr of one group.
+      **params: The parameters `partition`, `mesh` and `name` of the equation.
+
+    Returns:
+      `(results, dims)`: the list of results, and for each its batch dimension, at least
+      1, or None.
+    """
     moved = [
         (x, d) if d is None else registration.group_axis_first(x, d)
         for x, d in zip(args, dims, strict=True)
@@ -333,7 +433,7 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
     args = [x for x, _ in moved]
     # Axis d of `[n, *s]` is axis d - 1 of a group's `[*s]`, and the other way round.
     in_axes = [None if d is None else d - 1 for _, d in moved]
-    with _group_context(make_layout(params["partition"], params["mesh"])):
+    with group_context(make_layout(params["partition"], params["mesh"])):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, in_axes)
     outs = map_fn_p.bind(*args, jaxpr=batched, **params)
     return outs, [None if axis is None else axis + 1 for axis in out_axes]

@@ -64,12 +64,15 @@ _INDEXING = (
 
 
 def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
-    """Whether a `vmap` that the compiler partitions runs the groups, not a `shard_map`.
+    """Whether a map is lowered by a `vmap` that the compiler partitions.
+
+    Otherwise the groups of each device run in a `shard_map`; or, if the layout is not
+    sharded, on the current device without one.
 
     Args:
-      layout: The layout of the groups.
-      jaxpr: The per-group jaxpr; None for a stage from a plan file, which always runs
-        in a `shard_map`.
+      layout: The layout of the partition.
+      jaxpr: The closed jaxpr of one group; None for a stage from a plan file, which is
+        never lowered by a `vmap`.
     """
     if not layout.sharded or jaxpr is None:
         return False
@@ -84,10 +87,10 @@ def run_groups(
     """Run a per-group jaxpr for all groups of a partition.
 
     Args:
-      layout: The layout of the groups.
-      jaxpr: The jaxpr of one group.
+      layout: The layout of the partition, n groups.
+      jaxpr: The closed jaxpr of one group.
       args: Its operands: `[n, *s]`, or `[*s]` if all groups share it.
-      partitioned_in: For each operand whether it has a slice for each group.
+      partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
 
     Returns:
       The list of results, `[n, *t]`.
@@ -95,7 +98,7 @@ def run_groups(
     if lowers_by_vmap(layout, jaxpr):
         fn = _compat.jaxpr_as_fun(prepare_group_jaxpr(layout, jaxpr, True))
         mapped = _vmap_groups(
-            layout, fn, partitioned_in, layout.padded, _spmd_axes(layout)
+            layout, fn, partitioned_in, layout.num_slots, _spmd_axes(layout)
         )
         run = lambda *args: ([], mapped(*args))
         return auto_partition(layout, run, args, partitioned_in)[1]
@@ -126,16 +129,21 @@ def _run_padded(
 ) -> list:
     """Run a per-group function on a device's slots, of which some may be padding.
 
+    Without effects, padded slots of a device that has groups run copies of its first
+    group, and a device without groups skips the work. With effects, exactly the groups
+    run.
+
     Args:
       layout: An uneven layout: k slots on each device.
-      fn: The function of one group, of flat sequences of arrays.
-      partitioned_in: For each operand whether it is partitioned.
+      fn: The function of one group: it takes and returns flat sequences of arrays.
+      partitioned_in: For each operand whether it is partitioned, `[k, *s]`; the groups
+        share the others, `[*s]`.
       effects: Whether the function has effects, which padding must not run.
-      *args: The operands of the device, `[k, *s]` or `[*s]`; and last the index of its
-        first slot, int32 [1].
+      *args: The operands of the device, `[k, *s]` or `[*s]`; and last the group index
+        of its first slot, int32 `[1]`.
 
     Returns:
-      The list of results, `[k, *t]`.
+      The list of results, `[k, *t]`, of which slices in padded slots have no meaning.
     """
     *operands, first = args
     first = first[0]
@@ -144,7 +152,12 @@ def _run_padded(
     if effects:
         run = lambda count: _vmap_groups(layout, fn, partitioned_in, count, None)
         return for_real_groups(
-            layout, indices, layout.few, run, operands, partitioned_in
+            layout,
+            indices,
+            layout.partial_count,
+            run,
+            operands,
+            partitioned_in,
         )
 
     # Copies of a real group on padded slots: loops there end, and checks hold.
@@ -167,10 +180,19 @@ def _run_padded(
 def prepare_for_shard_map(layout: Layout, jaxpr):
     """Rewrite a per-group jaxpr for a `shard_map` over the partition's axes.
 
-    Its types are on the mesh with these axes Manual, and draws from keys of `rbg` do
-    not depend on the batch. If the mesh has no other axes, no equation needs the mesh,
-    and the jaxpr becomes one without: some libraries compare the types of tracing with
-    those of lowering.
+    In the result, types are on the mesh with these axes Manual. Draws from random keys
+    of `rbg` or `unsafe_rbg` do not depend on the other groups in a batch. If all other
+    axes of the mesh are Manual, and the jaxpr has no `shard_map` or sharding
+    constraint, no equation needs the mesh, and the types have no mesh: some libraries
+    compare the types of tracing with those of lowering.
+
+    Args:
+      layout: The layout of the partition. If it has no mesh, or its axes are Manual
+        already, only the draws are rewritten.
+      jaxpr: The closed jaxpr of one group.
+
+    Returns:
+      The rewritten jaxpr, closed. It is for lowering only: it may have no derivatives.
     """
     if layout.sharded and (layout.partly_manual or _compat.is_bound_to_devices(jaxpr)):
         jaxpr = retype_mesh.with_manual_axes(jaxpr, layout.axes)
@@ -187,10 +209,13 @@ def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
     axes, too.
 
     Args:
-      layout: The layout of the groups.
-      jaxpr: The jaxpr; None for a stage from a plan file, and returned as it is.
-      by_vmap: Whether a `vmap` over all groups runs it, as `lowers_by_vmap` says; else
-        a `shard_map`.
+      layout: The layout of the partition.
+      jaxpr: The closed jaxpr of one group; None for a stage from a plan file.
+      by_vmap: Whether a `vmap` over all groups runs it, the result of `lowers_by_vmap`;
+        else a `shard_map`.
+
+    Returns:
+      The rewritten jaxpr, closed; None if `jaxpr` is None.
     """
     if jaxpr is None or not by_vmap:
         return jaxpr and prepare_for_shard_map(layout, jaxpr)
@@ -201,15 +226,18 @@ def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
 def vmap_over_devices(
     layout: Layout, fn: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list, list]:
-    """Run `fn` on each device's slices by a vmap, with the results of a `shard_map`.
+    """Run a function of one device's slices for all devices, by a vmap over devices.
+
+    The results are those of a `shard_map` of the function.
 
     Args:
       layout: A sharded layout of Auto axes: n groups on m devices, k slots on each.
-      fn: From operands of a device, `[k, *s]` or `[*s]`, and the index of its first
-        group, int32 [], to a pair of lists: values of the device, `[*s]`, and
-        partitioned results, `[k, *s]`.
+      fn: The function: `fn(*operands, first)` takes the operands of a device, `[k, *s]`
+        or `[*s]`, and the group index of its first slot, int32 `[]`. It returns a pair
+        of lists: values of the device, `[*s]`, and partitioned results, `[k, *s]`.
       args: Its operands for all devices, `[n, *s]` or `[*s]`.
-      partitioned_in: For each operand whether it is partitioned.
+      partitioned_in: For each operand whether it is partitioned, `[n, *s]`; the devices
+        share the others, `[*s]`.
 
     Returns:
       A pair of lists: stacks of the devices' values, `[m, *s]`, and the partitioned
@@ -236,12 +264,16 @@ def vmap_over_devices(
 
 
 def _one(x) -> jax.ShapeDtypeStruct:
-    """The type of one slice of `x` along its axis 0."""
+    """The shape and dtype of one slice of the array `x` along its axis 0."""
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
-    """What a vmap over all groups takes as `spmd_axis_name`: mesh axes, or None."""
+    """The `spmd_axis_name` of a vmap over all groups of a partition.
+
+    Returns a tuple of mesh axes; () without a mesh. None if JAX takes no names: on
+    Explicit axes, or inside a user's `shard_map(check_vma=True)`.
+    """
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else layout.spmd_axes
 
@@ -249,16 +281,23 @@ def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
 def vmap_over_groups(
     layout: Layout, fn: Callable, partitioned_in: Sequence[bool]
 ) -> Callable:
-    """Turn a function of one group into one of the slices of a device's k groups.
+    """Turn a function of one group into one of all groups of a device, by a vmap.
 
     Args:
-      layout: The layout of the groups.
-      fn: Takes and returns flat sequences of per-group arrays.
+      layout: The layout of the partition: k slots on each device.
+      fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
       partitioned_in: For each operand whether it is partitioned, `[k, *s]`; the groups
-        share the others.
+        share the others, `[*s]`.
+
+    Returns:
+      The function of a device: it takes such operands, as positional arguments, and
+      returns the sequence of results, `[k, *t]`.
     """
     mapped = _vmap_groups(layout, fn, partitioned_in, layout.per_device, None)
-    return lambda *operands: mapped(*(vary(x, layout.axes) for x in operands))
+    # In a user's shard_map over the partition's axes the types of one group, by which
+    # `fn` was traced, do not vary over them: see `group_aval`.
+    axes = () if layout.manual else layout.axes
+    return lambda *operands: mapped(*(vary(x, axes) for x in operands))
 
 
 def _vmap_groups(
@@ -266,14 +305,20 @@ def _vmap_groups(
 ) -> Callable:
     """Turn a function of one group into one of `size` groups, by a vmap.
 
-    The vmap's axis name is a `GroupAxis`, by which `partition_index` recognizes it.
+    The vmap's axis name is a `GroupAxis`, by which the batching rule of
+    `partition_index` recognizes it.
 
     Args:
-      layout: The layout of the groups.
-      fn: Takes and returns flat sequences of per-group arrays.
-      partitioned_in: For each operand whether it is partitioned, `[size, *s]`.
+      layout: The layout of the partition.
+      fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
+      partitioned_in: For each operand whether it is partitioned, `[size, *s]`; the
+        groups share the others, `[*s]`.
       size: The number of groups.
-      spmd_axes: The mesh axes for `spmd_axis_name`, or None.
+      spmd_axes: The mesh axes to pass as `spmd_axis_name`, a tuple of names, or None.
+
+    Returns:
+      The function of all these groups: it takes such operands, as positional arguments,
+      and returns the sequence of results, `[size, *t]`.
     """
     return jax.vmap(
         lambda *xs: fn(*xs),

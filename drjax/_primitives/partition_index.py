@@ -14,11 +14,13 @@ Sharp edges: the equation closes over nothing, so inner jits may cache it; a per
 equation outside a map has no value, and its execution rule asserts that.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 from jax.interpreters import batching
 
+from drjax import _compat
 from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._sharding.avals import index_aval, partitioned_aval
@@ -33,8 +35,13 @@ partition_index_p = registration.new_primitive("partition_index")
 class GroupAxis:
     """The axis name of a vmap over the groups: of one device, or all of them.
 
-    The name identifies the partition, so that a nested program's vmap does not answer
-    for the outer partition. No name in users' code is equal to it.
+    The batching rule of `partition_index` compares its partition with that of the
+    equation, so that the vmap of a nested program gives no index of the outer
+    partition. No name in users' code is equal to it.
+
+    Attributes:
+      partition: The `Partition` whose groups the vmap maps over.
+      mesh: The mesh of its layout, a `Mesh` or an `AbstractMesh`, or None.
     """
 
     partition: Partition
@@ -42,10 +49,16 @@ class GroupAxis:
 
 
 def execute_partition_index(*, partition, mesh, per_group):
-    """Run `partition_index` in a program: the partitioned int32 `[n]` of group indices.
+    """Execution function of `partition_index` in a program: compute all group indices.
 
-    `mesh` is the mesh or None; `per_group` has to be False, as only the batching rule
-    gives a mapped function its index.
+    Args:
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+      per_group: Has to be False, as only the batching rule gives a mapped function the
+        index of its group.
+
+    Returns:
+      The group indices 0 to n - 1, a partitioned value, int32 `[n]`.
     """
     assert not per_group, "a group's index exists only inside a mapped function"
     layout = make_layout(partition, mesh)
@@ -58,25 +71,43 @@ def execute_partition_index(*, partition, mesh, per_group):
 
 def _partition_index_abstract_eval(*, partition, mesh, per_group):
     if per_group:
-        return index_aval(partition)
-    return partitioned_aval(index_aval(None), make_layout(partition, mesh))
+        return index_aval()
+    return partitioned_aval(index_aval(), make_layout(partition, mesh))
 
 
 def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
-    """Batch a per-group index: under a vmap over the groups, it is their indices.
+    """Batching rule of `partition_index`: under a vmap over groups, it gives indices.
 
-    Under any other vmap the equation is bound without a batch dimension.
+    Under any other vmap, and with `per_group=False`, the equation is bound again
+    without a batch dimension.
+
+    Args:
+      axis_data: JAX's `AxisData` of the vmap. Its name is a `GroupAxis` if the vmap
+        maps over groups; its size is then the number of slots: of all devices, of one
+        device, or fewer.
+      args: The operands: none.
+      dims: The batch dimensions of the operands: none.
+      partition: The `Partition` of the equation.
+      mesh: The mesh of the equation, or None.
+      per_group: Whether the equation is in a mapped function.
+
+    Returns:
+      `(indices, 0)`: the group index of each slot, int32 `[slots]`; or `(index, None)`,
+      without a batch dimension.
     """
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
         layout = make_layout(axis.partition, axis.mesh)
         # The size of the axis tells the lowering: by vmap, it has the slots of all
         # devices; in a shard_map, those of one device, or fewer (work with effects).
-        if layout.sharded and axis_data.size == layout.padded != layout.per_device:
+        if layout.sharded and axis_data.size == layout.num_slots != layout.per_device:
             return copy_index_to_padding(layout, all_group_indices(layout), 0), 0
-        indices = layout.group_indices()
+        # In a user's shard_map over the partition's axes, types of one group do not
+        # vary over them.
+        with _compat.without_vma() if layout.manual else contextlib.nullcontext():
+            indices = layout.group_indices()
         indices = copy_index_to_padding(layout, indices, indices[:1])[: axis_data.size]
-        return vary(indices, layout.axes), 0
+        return (indices if layout.manual else vary(indices, layout.axes)), 0
     # Another axis: an inner vmap of the user's, or of another partition.
     index = partition_index_p.bind(partition=partition, mesh=mesh, per_group=per_group)
     return index, None

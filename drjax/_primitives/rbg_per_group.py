@@ -39,17 +39,26 @@ _DRAWS = {  # with threefry2x32, JAX draws with each key
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
 def rewrite_draws(jaxpr):
-    """Replace each draw from a key of `rbg` or `unsafe_rbg` by `draw_per_key_p`.
+    """Replace draws from keys of `rbg` or `unsafe_rbg` by `draw_per_key_p`; cached.
 
     The batching rule of `draw_per_key_p` is a loop over the draws, so that the bits do
-    not depend on the batch. A jaxpr without such draws is returned as it is.
+    not depend on the batch.
+
+    Args:
+      jaxpr: The jaxpr of one group, closed or open. Inner jaxprs are rewritten, too.
+
+    Returns:
+      The rewritten jaxpr; the same object if it has no such draws.
     """
     return _rewrite(jaxpr) if _has_draws(jaxpr) else jaxpr
 
 
 @_compat.weakref_lru_cache
 def _has_draws(jaxpr) -> bool:
-    """Whether a jaxpr draws from keys of `rbg` or `unsafe_rbg`, at any depth."""
+    """Whether a jaxpr, closed or open, has an equation to replace, at any depth.
+
+    That is a draw from a key of `rbg` or `unsafe_rbg`.
+    """
     return any(
         _is_draw(eqn) or any(map(_has_draws, _compat.jaxprs_in(eqn.params)))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
@@ -57,7 +66,11 @@ def _has_draws(jaxpr) -> bool:
 
 
 def _is_draw(eqn) -> bool:
-    """Whether JAX's batching rule of this equation draws with the first key only."""
+    """Whether a jaxpr's equation is a draw that JAX batches with the first key only.
+
+    Such draws are `rng_bit_generator`, and the `random_*` primitives in `_DRAWS` if the
+    first operand is a typed key of `rbg` or `unsafe_rbg`.
+    """
     name = eqn.primitive.name
     if name == "rng_bit_generator":
         return True
@@ -67,9 +80,9 @@ def _is_draw(eqn) -> bool:
 
 
 def _rewrite_draw(eqn):
-    """Replace an equation that is a draw by one of `draw_per_key_p`.
+    """Replace a jaxpr's equation that is a draw by an equation of `draw_per_key_p`.
 
-    Any other equation is returned as it is.
+    The new equation has the same variables. Any other equation is returned as it is.
     """
     if not _is_draw(eqn):
         return eqn
@@ -80,9 +93,14 @@ def _rewrite_draw(eqn):
 
 
 def _rewrite(value):
-    """Replace the draws in a jaxpr, or in all jaxprs in an equation's parameter.
+    """Replace the draws in a jaxpr, or in all jaxprs in a parameter of an equation.
 
-    A value without jaxprs is returned as it is.
+    Args:
+      value: A jaxpr, closed or open; a tuple or list, whose elements are rewritten; or
+        any other object.
+
+    Returns:
+      The rewritten jaxpr, tuple or list; any other object as it is.
     """
     if type(value) in (tuple, list):
         return type(value)(map(_rewrite, value))
@@ -96,13 +114,13 @@ def _rewrite(value):
 
 
 def _draw(*args, draw, options, avals):
-    """Run `draw_per_key`: bind the primitive `draw` that it stands for.
+    """Execution function of `draw_per_key`: bind the primitive that it stands for.
 
     Args:
-      *args: Its operands, the key first.
+      *args: The operands of that primitive, the key first.
       draw: The primitive, as `random_bits_p`.
-      options: Its parameters, as a tuple of pairs.
-      avals: The types of its results, which have no effect.
+      options: Its parameters, as a tuple of pairs of name and value.
+      avals: The types of its results, ignored.
 
     Returns:
       The list of its results.
@@ -112,9 +130,19 @@ def _draw(*args, draw, options, avals):
 
 
 def _batch(axis_data, args, dims, **params):
-    """Batch `draw_per_key` by a loop over the keys, each of which draws by itself.
+    """Batching rule of `draw_per_key`: a loop over the batch, with one draw a step.
 
     Under a vmap with `spmd_axis_name`, JAX's own rule batches the draw.
+
+    Args:
+      axis_data: JAX's `AxisData` of the vmap, with its size and `spmd_axis_name`.
+      args: The operands, the key first.
+      dims: For each operand its batch dimension, or None.
+      **params: The parameters `draw`, `options` and `avals` of the equation.
+
+    Returns:
+      `(results, dims)`: the list of results, and for each its batch dimension: 0, or
+      None if no operand is batched.
     """
     if all(d is None for d in dims):
         return draw_per_key_p.bind(*args, **params), [None] * len(params["avals"])

@@ -37,7 +37,7 @@ import numpy as np
 from jax import lax
 
 from drjax._primitives.collectives import (
-    LOW_PRECISION,
+    accumulator,
     psum,
     reduce_mean_p,
     reduce_sum_p,
@@ -58,15 +58,11 @@ FEW_NUMBERS = 1024
 MANY_STEPS = 4096
 
 
-def accumulator(dtype):
-    """The dtype in which values are added up on a device: 16-bit floats in float32."""
-    return jnp.float32 if dtype in LOW_PRECISION else dtype
-
-
 def wide(dtype: Any) -> Any:
-    """The dtype in which partial reductions of workers are combined on the host.
+    """The dtype in which the host combines workers' partial reductions of a dtype.
 
-    It has 64 bits (128 for complex numbers); a dtype that is no number stays.
+    It has 64 bits (128 for complex numbers); a dtype that is no number, as bool, is
+    returned as it is.
     """
     for kind, widest in (
         (jnp.floating, np.float64),
@@ -81,19 +77,23 @@ def wide(dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class ReduceOp:
-    """A reduction over the groups, `[n, *s]` -> `[*s]`.
+    """A reduction over the groups, `[n, *s]` -> `[*s]`, for planner and backends.
 
     Attributes:
-      name: Its name in plans and plan files.
-      primitive: Its primitive.
-      phrase: What a printed plan says.
+      name: Its name in plans and plan files, as "sum".
+      primitive: Its JAX primitive, as `reduce_sum_p`.
+      phrase: Its description in a printed plan, as "sum over groups".
       ufunc: The binary function that combines two partial reductions, as a NumPy ufunc;
         `jax.numpy` has the function of the same name.
       identity: From a dtype to the number that is neutral for `ufunc`.
-      across_devices: From a `Layout` and the partial reductions of a device, in the
-        dtype of the values, to those of all devices. If the reduction is `additive`,
-        it takes any number of partial reductions, for one collective.
-      finish: From the total and the number of groups to the result.
+      across_devices: Combines the devices' partial reductions, inside a `shard_map`.
+        `across_devices(layout, x)` takes the `Layout` and the device's partial
+        reduction, `[*s]`, in the dtype of the values, and returns that of all devices,
+        `[*s]`. If the reduction is `additive`, it is `across_devices(layout, *xs)`: it
+        takes any number of partial reductions, of any shapes, for one collective, and
+        returns a sequence.
+      finish: `finish(total, count)`, from the reduction of all groups, `[*s]`, and
+        their number to the result, `[*s]`: for a mean, the division.
       selects: Whether the result is bitwise the value of some group, as a maximum is.
         No accumulator is wider, and no other stage may rematerialize that value.
       additive: Whether partial reductions are sums.
@@ -117,9 +117,13 @@ class ReduceOp:
     lax_primitives: tuple[Any, ...] = ()
 
     def local(self, slices: jax.Array) -> jax.Array:
-        """The partial reduction of `slices`, `[k, *s]`, over axis 0.
+        """Reduce slices of k groups over axis 0, to their partial reduction.
 
-        Its dtype is `accumulator(slices.dtype)`.
+        Args:
+          slices: The slices, `[k, *s]`.
+
+        Returns:
+          The partial reduction, `[*s]`, in the dtype `self.accumulator(slices.dtype)`.
         """
         reduce = getattr(jnp, _OVER_AN_AXIS[self.ufunc])
         # No wider dtype: the result is bitwise one of the values.
@@ -130,19 +134,24 @@ class ReduceOp:
     def accumulator(self, dtype):
         """The dtype of partial reductions on a device, for values of `dtype`.
 
-        It is `dtype` itself if the result is one of the values.
+        It is float32 for 16-bit floats, unless the reduction `selects` a value; else it
+        is `dtype` itself.
         """
         return dtype if self.selects else accumulator(dtype)
 
     def wide(self, dtype):
         """The dtype of partial reductions on the host, for values of `dtype`.
 
-        It is `dtype` itself if the result is one of the values, else `wide(dtype)`.
+        It is `dtype` itself if the reduction `selects` a value; else it has 64 bits, or
+        128 for complex numbers.
         """
         return dtype if self.selects else wide(dtype)
 
     def combine(self, x, y):
-        """Combine partial reductions of two disjoint sets of groups, on a device."""
+        """Combine the partial reductions of two disjoint sets of groups, on a device.
+
+        `x` and `y` are arrays `[*s]` of one dtype, and so is the result.
+        """
         return getattr(jnp, self.ufunc.__name__)(x, y)
 
 
@@ -159,21 +168,32 @@ _of_lax_primitive: dict[Any, ReduceOp] = {}
 
 
 def register(op: ReduceOp) -> ReduceOp:
-    """Register a reduction with the planner, plan files and backends; returns it."""
+    """Register a reduction with the planner, plan files and backends.
+
+    Args:
+      op: The reduction. One with the same name or primitive is replaced.
+
+    Returns:
+      `op`.
+    """
     REDUCE_OPS[op.name] = _of_primitive[op.primitive] = op
     _of_lax_primitive.update(dict.fromkeys(op.lax_primitives, op))
     return op
 
 
 def of_primitive(primitive: Any) -> ReduceOp | None:
-    """The reduction with this primitive, of drjax; None if no reduction has it."""
+    """The registered reduction with this primitive, a `reduce_*_p` of drjax.
+
+    None if no reduction has it: `primitive` may be any JAX primitive.
+    """
     return _of_primitive.get(primitive)
 
 
 def of_lax_primitive(primitive: Any) -> ReduceOp | None:
-    """The reduction that a primitive of `jax.lax` is over the group axis.
+    """The registered reduction that a primitive of `jax.lax` is over the group axis.
 
-    None if no reduction has it among its `lax_primitives`.
+    None if no reduction has it among its `lax_primitives`: `primitive` may be any JAX
+    primitive.
     """
     return _of_lax_primitive.get(primitive)
 
@@ -228,8 +248,11 @@ register(
 def is_compensated(reduce, steps: int) -> bool:
     """Whether a running reduction has a second accumulator, for its rounding errors.
 
+    It has one if it adds up 16-bit or 32-bit floats, or complex64, and either the
+    result is small (`FEW_NUMBERS`) or there are many steps (`MANY_STEPS`).
+
     Args:
-      reduce: The reduction of a plan, a `drjax.plan.Reduce`.
+      reduce: The reduction of a plan, a `drjax.plan.Reduce` (not a gather).
       steps: The number of steps of the loop that accumulates it.
     """
     source = reduce.source
@@ -255,10 +278,11 @@ class Running:
 
     Attributes:
       op: The name of the reduction in `REDUCE_OPS`.
-      value: The reduction of these slices, `[*s]`.
-      excess: The rounding error, `value` minus the sum, at most about half the last
-        digit of `value`; or None (Kahan 1965, "Further remarks on reducing truncation
-        errors"). It costs three more additions, and as much memory as `value`.
+      value: The reduction of these slices, an array `[*s]`.
+      excess: The rounding error, `value` minus the sum, an array `[*s]`, at most about
+        half the last digit of `value` (Kahan 1965, "Further remarks on reducing
+        truncation errors"). It costs three more additions, and as much memory as
+        `value`. None: the rounding error is not computed.
     """
 
     # The name, not the ReduceOp: pytree metadata must be comparable and hashable.
@@ -267,9 +291,13 @@ class Running:
     excess: Any = None
 
     def add(self, x) -> "Running":
-        """Combine the running reduction with a partial reduction `x`, `[*s]`.
+        """Combine the running reduction with a partial reduction of further groups.
 
-        Returns the new running reduction; this one is unchanged.
+        Args:
+          x: The partial reduction, an array `[*s]` in the dtype of `value`.
+
+        Returns:
+          The new running reduction; this one is unchanged.
         """
         if self.excess is None:
             return Running(self.op, REDUCE_OPS[self.op].combine(self.value, x))

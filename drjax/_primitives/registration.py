@@ -9,7 +9,7 @@ before the group axis of a partitioned operand.
 Sharp edges: JAX's registries are global, so a rule is registered once, on import.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend.core import Primitive
@@ -20,7 +20,12 @@ from drjax._primitives.dispatch_cache import cache_by_params
 
 
 def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
-    """Make a primitive whose printed name is `drjax_` and then `name`."""
+    """Make a JAX primitive without any rules, whose printed name is `drjax_<name>`.
+
+    Args:
+      name: The name.
+      multiple_results: Whether `bind` returns a list of results, not one result.
+    """
     primitive = Primitive(f"drjax_{name}")
     primitive.multiple_results = multiple_results
     # High-level types in its jaxprs are lowered when these run, in that context.
@@ -39,9 +44,10 @@ def register_execution(
 
     Args:
       primitive: The primitive.
-      fn: Its execution function.
-      lowering_rule: Lowers the primitive instead of `fn`: `(ctx, *MLIR values,
-        **params)`. None: `fn` is lowered.
+      fn: Its execution function, from operands and parameters of an equation to the
+        result, or to a sequence of results if the primitive has `multiple_results`.
+      lowering_rule: `lowering_rule(ctx, *values, **params)`, from the MLIR values of
+        the operands to the list of those of the results. None: `fn` is lowered.
     """
 
     @cache_by_params
@@ -70,9 +76,9 @@ def group_axis_first(x, dim: int):
     """Move the group axis of a batch of partitioned values to axis 0.
 
     Args:
-      x: The batch.
-      dim: Its batch dimension. If it is 0, `[b, n, *s]` becomes `[n, b, *s]`; else the
-        group axis is first already.
+      x: The batch: `[n, *s]` with a batch dimension inserted.
+      dim: The position of the batch dimension. If it is 0, the result is `[n, b, *s]`;
+        else the group axis is first already, and `x` is returned.
 
     Returns:
       `(x, its new batch dimension)`.
@@ -90,8 +96,9 @@ def register_batching(
 
     Args:
       primitive: The primitive.
-      out_shift: 1 if it adds the group axis, -1 if it removes it, else 0.
-      group_axis_in: Whether the operand has a group axis.
+      out_shift: 1 if the primitive adds the group axis, -1 if it removes it, else 0.
+      group_axis_in: Whether the operand has a group axis; if so, the group axis is
+        first moved before the batch dimension.
     """
 
     def rule(args, dims, **params):
@@ -107,15 +114,18 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
     """Linearize a higher-order primitive, and save the residuals of its primal part.
 
     Args:
-      bind: Applies a jaxpr to operands: `(jaxpr, operands)`.
-      jaxpr: The jaxpr to linearize.
-      primals: Its operands.
-      split: The result of `_compat.linearize_jaxpr` for it.
+      bind: `bind(jaxpr, operands)` applies a jaxpr, and returns the list of results.
+      jaxpr: The closed jaxpr to linearize.
+      primals: Its operands, a sequence of arrays.
+      split: The tuple that `_compat.linearize_jaxpr` returns for `jaxpr`, with the
+        primal and the tangent jaxpr.
 
     Returns:
-      `(results, for each whether its tangent is nonzero, residuals, linear jaxpr)`. The
-      residuals are a pair of lists, flat and structured ones. The linear jaxpr takes
-      `linear_operands(residuals, nonzero tangents)`.
+      `(results, nonzeros_out, residuals, linear jaxpr)`. `results` is the list of
+      results of `jaxpr`; `nonzeros_out` says for each whether its tangent is nonzero.
+      The residuals are a pair of lists, flat and structured ones. The linear jaxpr
+      takes `linear_operands(residuals, nonzero tangents)`, and returns the nonzero
+      tangents of the results.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)
@@ -127,43 +137,82 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
 
 
 def linear_operands(residuals, tangents) -> list:
-    """The operands of the linear jaxpr that `linearize_saving_residuals` returns.
+    """List the operands of the linear jaxpr that `linearize_saving_residuals` returns.
 
-    They stand in the order of JAX: flat residuals, nonzero tangents, and structured
-    residuals, which JAX has from 0.11 on.
+    They are in JAX's order: flat residuals, nonzero tangents, and structured residuals,
+    which JAX has from 0.11 on.
 
     Args:
-      residuals: The pair of lists that `linearize_saving_residuals` returns.
+      residuals: A pair of lists, flat and structured residuals, which
+        `linearize_saving_residuals` returns.
       tangents: The nonzero tangents of the primals, arrays.
     """
     flat, structured = residuals
     return [*flat, *tangents, *structured]
 
 
-def instantiated(tangents, nonzeros) -> list:
-    """The tangents marked in `nonzeros`, as arrays: a symbolic zero becomes zeros.
+def instantiate_nonzeros(tangents, nonzeros) -> list:
+    """Select the tangents marked in `nonzeros`, as arrays: symbolic zeros become zeros.
 
     Args:
       tangents: The tangents of all primals, arrays or symbolic zeros.
-      nonzeros: For each tangent whether to return it.
+      nonzeros: For each tangent whether to return it, a sequence of bools.
+
+    Returns:
+      The list of these tangents, in order.
     """
     pairs = zip(tangents, nonzeros, strict=True)
     return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
 
 
 def fill_zeros(avals, nonzeros, values) -> list:
-    """Put the nonzero tangents of results in their places, among symbolic zeros.
+    """List the tangents of all results: nonzero ones, and symbolic zeros for the rest.
 
     Args:
       avals: Types of all results.
-      nonzeros: For each result whether its tangent is nonzero.
-      values: The nonzero tangents, arrays.
+      nonzeros: For each result whether its tangent is nonzero, a sequence of bools.
+      values: The nonzero tangents, arrays, in order.
 
     Returns:
-      The tangents of all results.
+      The list of tangents, one for each result: an array or a symbolic zero.
     """
     values = iter(values)
     return [
         next(values) if nz else _compat.Zero(aval.to_tangent_aval())
         for aval, nz in zip(avals, nonzeros, strict=True)
     ]
+
+
+def backward_function(jaxpr, linear: Sequence[bool], nonzero: Sequence[bool]):
+    """Make the function that computes the cotangents of a jaxpr's linear inputs.
+
+    Args:
+      jaxpr: The closed jaxpr.
+      linear: For each input whether the jaxpr is linear in it; the other inputs are
+        residuals.
+      nonzero: For each result whether its cotangent is not a symbolic zero.
+
+    Returns:
+      `(fn, nonzero_in)`. `fn` takes the residuals and then the nonzero cotangents of
+      results, and returns the nonzero cotangents of linear inputs. A call of it fills
+      the list `nonzero_in`: for each linear input, whether its cotangent is nonzero.
+    """
+    nonzero_in: list[bool] = []
+
+    def transposed(*residuals_and_cts):
+        values = iter(residuals_and_cts)
+        args = [
+            _compat.UndefinedPrimal(aval) if lin else next(values)
+            for aval, lin in zip(jaxpr.in_avals, linear, strict=True)
+        ]
+        cts = [
+            next(values) if nz else _compat.Zero(aval.to_tangent_aval())
+            for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
+        ]
+        cts_in = _compat.backward_pass(jaxpr, args, cts)
+        cts_in = [ct for ct, lin in zip(cts_in, linear, strict=True) if lin]
+        # Which cotangents are symbolic zeros is known only after the backward pass.
+        nonzero_in[:] = [type(ct) is not _compat.Zero for ct in cts_in]
+        return [ct for ct, nz in zip(cts_in, nonzero_in, strict=True) if nz]
+
+    return transposed, nonzero_in

@@ -14,15 +14,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._partition import Partition
 from drjax._sharding.layout import Layout
 
 
 def _without(spec_entry, axes):
-    """Remove the mesh axes `axes` from one entry of a `PartitionSpec`.
+    """Remove mesh axes from one entry of a `PartitionSpec`.
 
-    Returns the axis that remains, or a tuple of axes; None if no axis remains, as for
-    the entries None and `UNCONSTRAINED`.
+    Args:
+      spec_entry: The entry: a mesh axis, a tuple of them, None or `UNCONSTRAINED`.
+      axes: The names of the mesh axes to remove.
+
+    Returns:
+      The axis that remains, or the tuple of axes; None if no axis remains, as for the
+      entries None and `UNCONSTRAINED`.
     """
     if spec_entry is None or spec_entry is P.UNCONSTRAINED:
         return None
@@ -32,43 +36,53 @@ def _without(spec_entry, axes):
 
 
 def inner_spec(aval, layout: Layout, skip: int):
-    """The entries of a type's `PartitionSpec` from dimension `skip` on, as a list.
+    """The `PartitionSpec` entries of a type, without the partition's axes.
 
-    They leave out the partition's axes, which may shard the group axis only.
+    Only the group axis may be sharded over these.
 
     Args:
       aval: The type of a value, `[*s]` or `[n, *s]`.
       layout: The layout of the partition.
-      skip: 1 leaves out the group axis of a partitioned value; else 0.
+      skip: The number of leading dimensions to leave out: 1 for the group axis of a
+        partitioned value, else 0.
+
+    Returns:
+      A list with an entry for each dimension from `skip` on.
     """
     spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
     return [_without(entry, layout.axes) for entry in spec[skip:]]
 
 
 def _typed(aval, layout, mesh, shape, spec, varying):
-    """A type like `aval`, of another shape and sharding.
+    """Copy a type with another shape, sharding and VMA.
 
     Args:
-      aval: The type whose dtype is used.
+      aval: The type to copy, whose dtype stays.
       layout: The layout of the partition.
-      mesh: The abstract mesh of the new sharding. A local layout ignores it: the new
-        type has the mesh of `aval`.
+      mesh: The abstract mesh of the new sharding. A layout without a mesh ignores it:
+        the new type has the mesh of `aval`.
       shape: The new shape.
-      spec: An entry of a `PartitionSpec` for each dimension.
+      spec: For each dimension an entry of the new `PartitionSpec`.
       varying: The set of mesh axes over which a value of the new type varies.
     """
     if layout.mesh is None:  # keep the operand's own mesh, if it has one
         mesh = aval.sharding.mesh
     sharding = NamedSharding(mesh, P(*spec))
-    return _compat.group_aval(aval, shape, sharding, varying)
+    return _compat.replace_aval(aval, shape, sharding, varying)
 
 
 @_compat.cache()
 def partitioned_aval(aval, layout: Layout):
-    """The type of a partitioned `[n, *s]`, from that of a global or per-group `[*s]`.
+    """The type of a partitioned value, from that of a global value or of a slice.
 
-    Inside a user's `shard_map` over the partition's axes, the group axis has the size
-    k, the number of groups of a device.
+    Args:
+      aval: The type `[*s]`.
+      layout: The layout of the partition.
+
+    Returns:
+      The type `[n, *s]`, for n groups. Inside a user's `shard_map` over the partition's
+      axes, `[k, *s]`, for the k groups of a device; with VMA checking it varies over
+      these axes.
     """
     varying = _compat.varying(aval) - set(layout.axes)
     if layout.manual and _compat.check_vma():
@@ -81,7 +95,16 @@ def partitioned_aval(aval, layout: Layout):
 
 @_compat.cache()
 def global_aval(aval, layout: Layout):
-    """The type of a reduction's result `[*s]`, from that of a partitioned `[n, *s]`."""
+    """The type of a reduction's result, from that of its partitioned operand.
+
+    Args:
+      aval: The type `[n, *s]`; `[k, *s]` inside a user's `shard_map` over the
+        partition's axes.
+      layout: The layout of the partition.
+
+    Returns:
+      The type `[*s]`, which does not vary over the partition's axes.
+    """
     return _typed(
         aval, layout, layout.abstract_mesh, aval.shape[1:],
         inner_spec(aval, layout, 1), _compat.varying(aval) - set(layout.axes),
@@ -90,26 +113,94 @@ def global_aval(aval, layout: Layout):
 
 @_compat.cache()
 def group_aval(aval, layout: Layout):
-    """The type of one group's slice `[*s]`, from that of a partitioned `[n, *s]`."""
-    varying = _compat.varying(aval)
-    if layout.manual and _compat.check_vma():
-        varying |= set(layout.axes)
+    """The type of one group's slice, from that of a partitioned value.
+
+    Args:
+      aval: The type `[n, *s]`; `[k, *s]` inside a user's `shard_map` over the
+        partition's axes.
+      layout: The layout of the partition.
+
+    Returns:
+      The type `[*s]`, which does not vary over the partition's axes. Else what a mapped
+      function closes over, which does not vary, would be cast, and the transpose of
+      the cast is a sum over the devices.
+    """
+    varying = _compat.varying(aval) - set(layout.axes)
     return _typed(
         aval, layout, layout.abstract_mesh, aval.shape[1:],
         inner_spec(aval, layout, 1), varying,
     )  # fmt: skip
 
 
-def index_aval(partition: Partition | None):
-    """The type of a group index, an int32 scalar.
+def slices_aval(aval, layout: Layout):
+    """The type of a map's operand where the map is lowered, from that of the operand.
 
     Args:
-      partition: The partition of the group: under VMA checking, the index varies over
-        the partition's Manual axes. None: a scalar that varies over no axis.
+      aval: The type `[k, *s]`, or `[*s]` if all groups share it.
+      layout: The layout of the partition.
+
+    Returns:
+      The same type, but inside a user's `shard_map` over the partition's axes it does
+      not vary over these, as the type of one group.
     """
+    if not layout.manual:
+        return aval
+    varying = _compat.varying(aval) - set(layout.axes)
+    return _compat.replace_aval(aval, aval.shape, aval.sharding, varying)
+
+
+@_compat.cache()
+def column_aval(aval, layout: Layout, skip: int, partitioned: bool):
+    """The type of what belongs to one coordinate, from that of a value of all of them.
+
+    Args:
+      aval: The type `[*s, *t]`; of a partitioned value, `[n, *s, *t]`, or `[k, *s, *t]`
+        inside a user's `shard_map` over the partition's axes.
+      layout: The layout of the partition, of n groups.
+      skip: The number of dimensions of `s`, the shape of the coordinates.
+      partitioned: Whether the value is partitioned.
+
+    Returns:
+      The type `[*t]`, or `[n, *t]` for all groups. It varies over no Manual axes.
+    """
+    lead = (layout.partition.size,) if partitioned else ()
+    skip += len(lead)
+    shape = (*lead, *aval.shape[skip:])
+    spec = (*[None] * len(lead), *inner_spec(aval, layout, skip))
+    typed = _typed(aval, layout, layout.abstract_mesh, shape, spec, set())
+    return typed.update(weak_type=False)
+
+
+@_compat.cache()
+def columns_aval(
+    aval, layout: Layout, lead: tuple[int, ...], partitioned: bool, varying: frozenset
+):
+    """The type of a value of all coordinates, from that of one coordinate.
+
+    Args:
+      aval: The type of one coordinate, `[*t]`, or `[n, *t]` for all groups.
+      layout: The layout of the partition, of n groups.
+      lead: The dimensions before `t` in the new type, such as those of the coordinates.
+      partitioned: Whether the value is partitioned. Then `lead` and the type of one
+        coordinate have a group axis, as axis 0.
+      varying: The mesh axes over which an operand varies.
+
+    Returns:
+      The type `[*lead, *t]`. A global value does not vary over the partition's axes.
+    """
+    varying = varying - set(layout.axes)
+    if partitioned and layout.manual and _compat.check_vma():
+        varying |= set(layout.axes)
+    group_axes = 1 if partitioned else 0
+    shape = (*lead, *aval.shape[group_axes:])
+    group_entry = (layout.spec_entry,) * group_axes
+    free = [None] * (len(lead) - group_axes)
+    spec = (*group_entry, *free, *inner_spec(aval, layout, group_axes))
+    typed = _typed(aval, layout, layout.abstract_mesh, shape, spec, varying)
+    return typed.update(weak_type=False)
+
+
+def index_aval():
+    """The type of a group index, an int32 scalar on the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
-    scalar = _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    if partition is None or not _compat.check_vma():
-        return scalar
-    manual = set(partition.mesh_axes) & set(mesh.manual_axes)
-    return _compat.group_aval(scalar, (), scalar.sharding, manual)
+    return _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))

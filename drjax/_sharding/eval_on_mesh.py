@@ -1,8 +1,9 @@
 """Evaluation of a jaxpr on a mesh that was unknown when it was traced.
 
 Input: a jaxpr, and arguments whose types have a mesh. Output: its results, with types
-on that mesh. Invariants: values are those of the jaxpr; only `out_sharding` of products
-is added. Sharp edges: inner jits and loops are evaluated with their traced types.
+on that mesh. Invariants: values are those of the jaxpr; only shardings change, of
+products and of sums of cotangents. Sharp edges: inner jits and loops are evaluated with
+their traced types.
 """
 
 from collections.abc import Sequence
@@ -20,12 +21,14 @@ from drjax._jaxprs.eval_jaxpr import evaluate
 def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     """Evaluate a jaxpr that was traced without the mesh of its arguments.
 
-    On Explicit axes, JAX needs the sharding of the result of a product that contracts
-    dimensions which both operands have sharded: that of the other dimensions, with one
-    all-reduce. That sharding was unknown when the product was traced.
+    On Explicit axes, a `dot_general` needs `out_sharding` if it contracts dimensions
+    that both operands have sharded. It was unknown when the jaxpr was traced, so it is
+    added: the sharding of the other dimensions, which costs one all-reduce. So the
+    cotangents that a product and another use of a value have may differ in their
+    sharding, and are added in one of them.
 
     Args:
-      jaxpr: The closed jaxpr: of a stage of a plan.
+      jaxpr: The closed jaxpr of a stage of a plan.
       args: Its arguments, arrays or tracers.
 
     Returns:
@@ -38,16 +41,36 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
         return _compat.jaxpr_as_fun(jaxpr)(*args)
 
     def step(eqn, operands):
-        if eqn.primitive is not lax.dot_general_p or eqn.params["out_sharding"]:
-            return None
-        sharding = sharding_of_product(eqn.params["dimension_numbers"], *operands)
-        return sharding and _compat.bind_equation(eqn, operands, out_sharding=sharding)
+        params = {}
+        if eqn.primitive is lax.dot_general_p and not eqn.params["out_sharding"]:
+            numbers = eqn.params["dimension_numbers"]
+            params["out_sharding"] = sharding_of_product(numbers, *operands)
+        return _compat.bind_equation(eqn, in_one_sharding(eqn, operands), **params)
 
     return evaluate(jaxpr, args, step)
 
 
+def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Reshard the operands of an `add_any`, which JAX adds only in one sharding.
+
+    Args:
+      eqn: Any equation; the operands of others than `add_any` stay as they are.
+      operands: Its operands, arrays or tracers.
+
+    Returns:
+      The operands, in the sharding of the first that is sharded over Explicit axes.
+    """
+    if eqn.primitive.name != "add_any":
+        return operands
+    left, right = (jax.typeof(x).sharding for x in operands)
+    if left.spec == right.spec:
+        return operands
+    sharding = left if _is_sharded(operands[0]) else right
+    return [jax.sharding.reshard(x, sharding) for x in operands]
+
+
 def _is_sharded(x: Any) -> bool:
-    """Whether the type of a value has a dimension that is sharded."""
+    """Whether the type of an array or tracer shards a dimension over Explicit axes."""
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
@@ -56,12 +79,13 @@ def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
 
     Args:
       dimension_numbers: Those of `lax.dot_general`.
-      x: The left operand.
-      y: The right operand.
+      x: The left operand, an array or tracer.
+      y: The right operand, an array or tracer.
 
     Returns:
-      The sharding; None if no dimension that the product contracts is sharded in both
-      operands, as JAX infers the sharding then.
+      The sharding of the batch and free dimensions, as the operands have it. None if no
+      dimension that the product contracts is sharded in both operands, as JAX infers
+      the sharding then.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     (left, right) = (jax.typeof(v).sharding for v in (x, y))

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._jaxprs.prng_keys import on_raw
 from drjax._sharding.avals import inner_spec
 from drjax._sharding.layout import Layout
 
@@ -38,20 +39,24 @@ def shard_map_over_devices(
     """Run a function of one device's slices on all devices of the partition.
 
     Args:
-      layout: The layout of the partition: n groups on m devices, k slots on each.
+      layout: The layout of the partition: n groups on m devices, each with k slots for
+        groups.
       body: The function. It takes and returns flat sequences: slices `[k, *s]` of
-        partitioned values, and whole global ones, `[*s]`.
+        partitioned values, padding included, and whole global ones, `[*s]`.
       args: Its operands for the whole partition, `[n, *s]` or `[*s]`.
       partitioned_in: For each operand whether it is partitioned.
       partitioned_out: For each result whether it is partitioned. None: it is neither
         partitioned nor global, but a value `[1, *s]` of each device.
       check_vma: Whether the `shard_map` checks varying manual axes.
-      with_indices: Whether `body` takes as last argument its group indices, int32 [k].
-      with_first_index: Whether `body` takes the first of them instead, int32 [1].
+      with_indices: Whether `body` takes as its last argument the group indices of the
+        device's slots, int32 `[k]`.
+      with_first_index: Whether `body` takes as its last argument the group index of the
+        device's first slot, int32 `[1]`.
 
     Returns:
-      The results: `[n, *s]`, `[*s]`, or `[m, *s]` where `partitioned_out` has None. In
-      a user's `shard_map`, the results of `body` on the current device.
+      The results: `[n, *s]`, `[*s]`, or `[m, *s]` if `partitioned_out` is None for
+      them. Inside a user's `shard_map` over the partition's axes, the results of `body`
+      on the current device.
     """
     if not layout.sharded:
         if with_indices or with_first_index:
@@ -84,9 +89,10 @@ def auto_partition(
     """Run a function of all devices' slices, which the compiler partitions.
 
     Args:
-      layout: A sharded layout: n groups on m devices, k slots on each.
+      layout: A sharded layout: n groups on m devices, each with k slots for groups.
       run: The function: from operands, padded to k * m slices, to a pair of lists:
-        values of the devices, `[m, *s]`, and partitioned results, `[k * m, *s]`.
+        values of the devices, `[m, *s]`, and partitioned results, `[k * m, *s]`. Padded
+        slots hold the slice of group 0.
       args: The operands, `[n, *s]` or `[*s]`.
       partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
 
@@ -100,7 +106,7 @@ def auto_partition(
         padded = _laid_out(_pad_slices(as_operand(x, layout, True), layout), layout)
         if not layout.uneven:
             return padded
-        real = lax.iota(jnp.int32, layout.padded) < n  # padding: copies of group 0
+        real = lax.iota(jnp.int32, layout.num_slots) < n  # padding: copies of group 0
         real = lax.broadcast_in_dim(real, padded.shape, (0,))
         return _laid_out(jnp.where(real, padded, padded[:1]), layout)
 
@@ -116,7 +122,7 @@ def all_group_indices(layout: Layout):
     An index of n, the number of groups, or more belongs to padding. On a mesh, the
     indices have the type of a partitioned operand.
     """
-    return as_operand(lax.iota(jnp.int32, layout.padded), layout, True)
+    return as_operand(lax.iota(jnp.int32, layout.num_slots), layout, True)
 
 
 def first_group_indices(layout: Layout):
@@ -138,12 +144,38 @@ def _laid_out(x, layout: Layout):
     Args:
       x: `[k * m, *s]`, a slice for each slot; or `[m, *s]`, a slice for each device.
       layout: A sharded layout: k slots on each of m devices.
+
+    Returns:
+      `x`, with the constraint.
     """
     if layout.spec_entry is not None:
         return x
     assert layout.mesh is not None
     spec = P(layout.axes, *[P.UNCONSTRAINED] * (x.ndim - 1))
     return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+
+
+def undivided_if_uneven(x, layout: Layout, axis: int):
+    """Constrain a global value that is scattered, so that XLA does not divide it early.
+
+    XLA's partitioner aborts the process if it divides the result of a `scatter-add`
+    unevenly (`PadBaseShapeBeforeUnevenTiledSharding`); a gradient on the server may be
+    one. All devices have a global value, so the constraint costs nothing.
+
+    Args:
+      x: The value, whose slices along `axis` are scattered.
+      layout: The layout of the partition.
+      axis: The group axis.
+
+    Returns:
+      `x`, not sharded along `axis` if the layout is sharded and uneven.
+    """
+    if not (layout.sharded and layout.uneven):
+        return x
+    assert layout.mesh is not None
+    spec: list[Any] = [P.UNCONSTRAINED] * x.ndim
+    spec[axis] = None
+    return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*spec)))
 
 
 def shard_map(
@@ -157,6 +189,9 @@ def shard_map(
       in_specs: As for `jax.shard_map`.
       out_specs: As for `jax.shard_map`.
       check_vma: As for `jax.shard_map`.
+
+    Returns:
+      The function of the values of all devices.
     """
     mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
     return jax.shard_map(
@@ -168,10 +203,16 @@ def shard_map(
 def vary(x, axes):
     """Cast `x` to vary over all of the mesh axes `axes`, by `pcast(x, to="varying")`.
 
-    Axes over which `x` varies already are left out; without VMA checking, `x` is
-    returned as it is. This is pbroadcast, the twin of psum under transposition: it
-    costs no communication (JAX note 17111, "Efficient transposition of
-    replication-inducing collectives").
+    This is pbroadcast, the twin of psum under transposition: it costs no communication
+    (JAX note 17111, "Efficient transposition of replication-inducing collectives").
+
+    Args:
+      x: An array or tracer.
+      axes: The names of Manual mesh axes. Those over which `x` varies already are left
+        out.
+
+    Returns:
+      The same value; `x` itself without VMA checking.
     """
     if not _compat.check_vma():
         return x
@@ -179,18 +220,39 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def as_operand(x, layout: Layout, partitioned: bool):
-    """Give `x` the type that the operand of a primitive needs on the layout's mesh.
+def full_of_type(like, fill):
+    """An array of the shape and dtype of `like`, with the number `fill` everywhere.
 
-    On Explicit axes, `reshard` outside the primitive lets JAX transpose it: a global
-    array used as a partitioned one gets its cotangent back as a global array.
-    A concrete mesh that is not in JAX's context needs a sharding constraint without
-    any axes: jit finds the devices in it, and does not search our primitives.
+    It has the sharding of `like` on Explicit axes, and varies over the Manual mesh axes
+    over which `like` varies: carries of loops and results of branches need equal types.
+
+    Args:
+      like: A `jax.ShapeDtypeStruct`, such as `jax.eval_shape` returns.
+      fill: The number.
+    """
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    sharding = like.sharding if explicit else None
+    x = lax.full(like.shape, fill, like.dtype, sharding=sharding)
+    return vary(x, _compat.varying(like)) if _compat.check_vma() else x
+
+
+def as_operand(x, layout: Layout, partitioned: bool):
+    """Give an array the type that the operand of a building block needs on a mesh.
+
+    On Explicit axes, the array is resharded: of its dimensions, only the group axis is
+    sharded over the partition's axes. As this is outside the primitive, JAX transposes
+    it: a global array used as a partitioned one gets its cotangent back as a global
+    array. With a concrete mesh that is not in JAX's context, the array gets a sharding
+    constraint without any axes: jit finds the devices in it, and does not search our
+    primitives.
 
     Args:
       x: An array or a tracer.
-      layout: The layout of the partition; if it is not sharded, `x` is returned.
+      layout: The layout of the partition.
       partitioned: Whether `x` is partitioned, `[n, *s]`, or global.
+
+    Returns:
+      An array with the values of `x`; `x` itself if the layout is not sharded.
     """
     mesh, aval = layout.mesh, _compat.typeof(x)
     if mesh is None or not layout.sharded:
@@ -209,10 +271,14 @@ def as_operand(x, layout: Layout, partitioned: bool):
 
 
 def with_sharding_of(x, aval):
-    """Reshard `x` to the sharding of the type `aval` on Explicit axes, or return `x`.
+    """Reshard an array to the sharding of a type on Explicit axes; else return it.
 
     For transpose rules: on Explicit axes, JAX checks that a cotangent has the type of
     the value that it belongs to.
+
+    Args:
+      x: An array or tracer, such as the cotangent.
+      aval: The type, such as that of the value.
     """
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
@@ -229,8 +295,9 @@ def _pad_slices(x, layout: Layout):
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _pad_slices(jax.random.key_data(x), layout)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    zero = jnp.zeros((), x.dtype)
-    return lax.pad(x, zero, [(0, extra, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+
+    def padded(x):
+        zero = jnp.zeros((), x.dtype)
+        return lax.pad(x, zero, [(0, extra, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+
+    return on_raw(padded, x)

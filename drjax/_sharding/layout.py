@@ -59,9 +59,10 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
       context, outside mapped functions: the plan binds no mesh.
 
     Raises:
-      MeshError: `mesh` is no mesh, differs from the mesh in context, has only some of
-        the partition's axes, or is an `AbstractMesh` although no mesh is in context; or
-        `make_layout` refuses the partition on it.
+      MeshError: `mesh` is no mesh, differs from the mesh in context, or is an
+        `AbstractMesh` although no mesh is in context; the mesh has only some of the
+        partition's axes, or only some of these are Manual; or the devices do not divide
+        the groups, and the axes are Manual or Explicit.
     """
     context = jax.sharding.get_abstract_mesh()
     if planned.value and not current_scope().mapped:
@@ -82,6 +83,9 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
                 f"{_show(context)}; JAX needs them to be the same. Leave out mesh=, "
                 "or leave the jax.set_mesh context."
             )
+        current = _compat.concrete_mesh()
+        if isinstance(mesh, Mesh) and not (mesh is current or current.empty):
+            _check_devices(mesh, current)
         mesh = context  # the context's mesh has the Manual axis types
     present = [axis for axis in partition.mesh_axes if axis in mesh.axis_names]
     if not present:
@@ -108,15 +112,37 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 def _log_missing_axis(axes, axis_names) -> None:
     """Log that a mesh has none of a partition's axes: once for each pair, by the cache.
 
-    `axes` are the names of the partition's axes, and `axis_names` those of the mesh.
+    Args:
+      axes: The names of the partition's mesh axes.
+      axis_names: The names of the mesh's axes.
     """
     _logger.info(
         "mesh with axes %s has no axis %s: the program runs locally", axis_names, axes
     )
 
 
+def _check_devices(mesh: Mesh, current: Mesh) -> None:
+    """Check that the argument `mesh=` has the devices of the mesh in context.
+
+    Args:
+      mesh: The argument.
+      current: The mesh in context, with the same number of devices.
+
+    Raises:
+      MeshError: It has other devices, or the same ones in another order.
+    """
+    pairs = zip(mesh.devices.flat, current.devices.flat, strict=False)
+    for device, needed in pairs:
+        if device != needed:
+            raise MeshError(
+                f"mesh= {_show(mesh)} has device {device} in the place of {needed} of "
+                "the mesh in context; JAX needs the meshes to be the same. Leave out "
+                "mesh=, or leave the jax.set_mesh context."
+            )
+
+
 def _show(mesh) -> str:
-    """A mesh as text for an error: `(clients: 4, model: 2)`."""
+    """A mesh as text for an error, axes with sizes: `(clients: 4, model: 2)`."""
     return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
 
 
@@ -130,10 +156,12 @@ class Layout:
 
     Attributes:
       partition: The partition, n groups.
-      mesh: The mesh that it is sharded over, or None (local).
-      axes: The mesh axes in use, () when local.
-      devices: m, the number of devices along those axes, 1 when local.
-      manual: Whether the axes are already Manual (inside a user's shard_map).
+      mesh: The mesh over which it is sharded; None: the layout is local, and one device
+        has all groups.
+      axes: The names of the partition's mesh axes, () if the layout is local.
+      devices: m, the number of devices along those axes, 1 if the layout is local.
+      manual: Whether those axes are Manual already, inside a user's `shard_map` over
+        them.
     """
 
     partition: Partition
@@ -144,7 +172,7 @@ class Layout:
 
     @property
     def per_device(self) -> int:
-        """k: the number of slots on each device, groups / devices rounded up."""
+        """k: the number of slots for groups on each device, n / m rounded up."""
         return -(-self.partition.size // self.devices)
 
     @property
@@ -158,19 +186,20 @@ class Layout:
 
     @property
     def uneven(self) -> bool:
-        """Whether some slots are padding: the devices do not divide the groups."""
+        """Whether some slots are padding: the number of devices does not divide n."""
         return self.per_device * self.devices != self.partition.size
 
     @property
     def has_empty_devices(self) -> bool:
-        """Whether some device has no group at all."""
+        """Whether some device has no group at all: all of its slots are padding."""
         return self.partition.size <= self.per_device * (self.devices - 1)
 
     @property
-    def few(self) -> int:
-        """The number of groups on the one device that has groups and padding.
+    def partial_count(self) -> int:
+        """The number of groups on the one device that has both groups and padding.
 
-        It is n mod k, for n groups and k slots a device; 0 if there is no such device.
+        It is n mod k, for n groups and k slots on each device; 0 if there is no such
+        device.
         """
         return self.partition.size % self.per_device
 
@@ -186,8 +215,8 @@ class Layout:
     def partly_manual(self) -> bool:
         """Whether some axes of the mesh are not Manual in code for a device's slices.
 
-        The partition's axes are Manual there, and those of a user's `shard_map`. False
-        without a mesh.
+        Manual are the partition's axes, as that code runs in a `shard_map` over them,
+        and the axes of a user's `shard_map` around it. False without a mesh.
         """
         if self.mesh is None:
             return False
@@ -206,13 +235,13 @@ class Layout:
         return self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
 
     @property
-    def padded(self) -> int:
-        """The number of all slots: k * m, for k slots on each of m devices."""
+    def num_slots(self) -> int:
+        """The number of all slots, k * m: each of m devices has k slots for groups."""
         return self.per_device * self.devices
 
     @property
     def spmd_axes(self) -> tuple[str, ...] | None:
-        """What `vmap(spmd_axis_name=)` over all groups takes: the partition's axes.
+        """The `spmd_axis_name` of a `jax.vmap` over all groups: the partition's axes.
 
         None for Explicit axes, which `vmap` reads in the types of operands.
         """
@@ -220,10 +249,10 @@ class Layout:
 
     @property
     def spec_entry(self):
-        """The entry of the group axis in the spec of a partitioned value's type.
+        """The `PartitionSpec` entry of the group axis, in a partitioned value's type.
 
         It is a mesh axis or a tuple of them. Only Explicit axes are in types: None if
-        the partition has none, or if the layout is not sharded.
+        no axis of the partition is Explicit, or if the layout is not sharded.
         """
         if not self.sharded:
             return None
@@ -242,12 +271,17 @@ class Layout:
         return lax.axis_index(self.axes) * self.per_device + local
 
     def mask_padding(self, x, indices, fill):
-        """Fill the slices of padded slots, so that a reduction ignores them.
+        """Replace the slices of padded slots, so that a reduction ignores them.
 
         Args:
-          x: The slices of a device's k slots, `[k, *s]`.
-          indices: Their group indices, int32 `[k]`, or None: no slot is padding.
-          fill: A number, the identity of the reduction.
+          x: The slices of some of a device's slots, `[slots, *s]`.
+          indices: The group indices of these slots, int32 `[slots]`; of padding, n or
+            more, for n groups. None: no slot is padding.
+          fill: The number to replace their elements with, the identity of the
+            reduction.
+
+        Returns:
+          The slices, `[slots, *s]`.
         """
         if indices is None:
             return x
@@ -257,11 +291,15 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
-    """The layout of a partition on a mesh that has all of its axes, or without a mesh.
+    """The layout of a partition on a mesh.
+
+    Args:
+      partition: The partition.
+      mesh: A mesh that has all of the partition's axes; None: the layout is local.
 
     Raises:
-      MeshError: Only some of the partition's axes are Manual; or the groups do not
-        divide evenly over the devices, and the axes are Manual or Explicit.
+      MeshError: Only some of the partition's axes are Manual; or the devices do not
+        divide the groups, and the axes are Manual or Explicit.
     """
     if mesh is None:
         return Layout(partition, None, (), 1, False)
@@ -300,9 +338,13 @@ def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layou
 def axes_of_groups(layout: Layout) -> tuple[str, ...]:
     """The mesh axes over which the groups will be sharded when the program runs.
 
-    They are those of the layout. A plan that `drjax.jit` traces has no mesh in its
-    layouts: then they are the partition's axes on the mesh in context. () if there are
-    none.
+    Args:
+      layout: The layout of the partition.
+
+    Returns:
+      The axes of the layout. While `drjax.jit` traces a plan, layouts have no mesh:
+      then those of the partition's axes that the mesh in context has and that are not
+      Manual. () if there are none.
     """
     if layout.axes or not planned.value:
         return layout.axes
@@ -342,7 +384,8 @@ def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
       mesh: The mesh that the user passed, or None for the one in context.
 
     Raises:
-      MeshError: The mesh names no devices, or `find_mesh` refuses it.
+      MeshError: The mesh names no devices, has only some of the partition's axes, or
+        differs from the mesh in context; or the partition cannot be laid out on it.
     """
     if (mesh := find_mesh(partition, mesh)) is None:
         return None

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from drjax._sharding.execute import vary
+from drjax._sharding.execute import full_of_type
 from drjax._sharding.layout import Layout
 
 
@@ -33,10 +33,12 @@ def copy_index_to_padding(layout: Layout, indices, first):
     """Replace the index of each padded slot with that of the device's first group.
 
     Args:
-      layout: The layout; if no slot is padding, `indices` is returned.
-      indices: The group indices of slots, int32 [slots]; of padding, n or more, for n
-        groups.
-      first: The index of the device's first group, int32 [] or [1], or a number.
+      layout: The layout of n groups; if no slot is padding, `indices` is returned.
+      indices: The group indices of slots, int32 `[slots]`; of padding, n or more.
+      first: The index of the device's first group, int32 `[]` or `[1]`, or a number.
+
+    Returns:
+      The indices, int32 `[slots]`.
     """
     if not layout.uneven:
         return indices
@@ -47,11 +49,13 @@ def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
     """Replace the slice of each padded slot with that of the device's first group.
 
     Args:
-      layout: The layout; if no slot is padding, `slices` is returned.
-      indices: The group indices of slots, int32 [slots]; of padding, n or more, for n
-        groups.
+      layout: The layout of n groups; if no slot is padding, `slices` is returned.
+      indices: The group indices of slots, int32 `[slots]`; of padding, n or more.
       slices: The slices of an operand in these slots, `[slots, *s]`.
       first_slice: The slice of the device's first group, `[1, *s]`.
+
+    Returns:
+      The slices, `[slots, *s]`.
     """
     if not layout.uneven:
         return slices
@@ -64,28 +68,28 @@ def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
 
     Args:
       layout: The layout of n groups.
-      first: The index of the device's first slot, int32 []; n or more if the device has
-        no group.
+      first: The group index of the device's first slot, int32 `[]`; n or more if the
+        device has no group.
       work: Takes nothing, and returns a tree of arrays.
       otherwise: Takes nothing, and returns a tree of the same types.
 
     Returns:
-      What the function that ran returns.
+      The tree that the function which ran returned.
     """
     if not layout.has_empty_devices:
         return work()
     return lax.cond(first < layout.partition.size, work, otherwise)
 
 
-def tree_zeros_like(values):
-    """A tree of zeros like `values`, a tree of arrays or of their types."""
-    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), values)
+def tree_zeros_like(types):
+    """Build a tree of zeros of the types in a tree `types`, as of `jax.eval_shape`."""
+    return jax.tree.map(lambda like: full_of_type(like, 0), types)
 
 
 def for_real_groups(
     layout: Layout,
     indices,
-    few: int,
+    partial_count: int,
     run: Callable[[int], Callable],
     operands: Sequence,
     partitioned_in: Sequence[bool],
@@ -93,31 +97,34 @@ def for_real_groups(
     """Run work with effects for exactly the slots that have groups.
 
     The number of these is traced, as it differs from device to device, but it has only
-    three possible values: all slots, `few`, or none. There is a branch for each.
+    three possible values: all slots, `partial_count`, or none. There is a branch for
+    each.
 
     Args:
       layout: An uneven layout of n groups.
-      indices: The group indices of the slots, int32 [slots]; of padding, n or more.
-      few: How many of the slots are groups on the device that has fewer groups than
-        slots, but some.
-      run: From a number of slots to the function of operands that works for so many.
-      operands: Operands, `[slots, *s]` with a slice for each slot, or shared.
-      partitioned_in: For each operand whether it has slices.
+      indices: The group indices of the slots, int32 `[slots]`; of padding, n or more.
+      partial_count: The number of these slots that have groups, on the one device that
+        has both groups and padding.
+      run: `run(count)` returns the function that works for the first `count` slots:
+        from operands, `[count, *s]` with a slice for each of them, or shared, to a
+        sequence of results, `[count, *t]`.
+      operands: The operands, `[slots, *s]` with a slice for each slot, or shared.
+      partitioned_in: For each operand whether it has a slice for each slot.
 
     Returns:
-      The results, `[slots, *s]`, with zeros in padded slots.
+      The results, `[slots, *t]`, with zeros in padded slots.
     """
     slots = indices.shape[0]
-    shapes = jax.eval_shape(run(slots), *operands)
-    counts = sorted({slots, few, 0}, reverse=True)
+    types = jax.eval_shape(run(slots), *operands)
+    counts = sorted({slots, partial_count, 0}, reverse=True)
 
     def branch(count: int) -> Callable:
         def work(*operands):
             if not count:
-                return [vary(y, layout.axes) for y in tree_zeros_like(list(shapes))]
+                return tree_zeros_like(list(types))
             pairs = zip(operands, partitioned_in, strict=True)
             outs = run(count)(*(x[:count] if p else x for x, p in pairs))
-            return [vary(_padded(y, slots - count), layout.axes) for y in outs]
+            return [_padded(y, slots - count) for y in outs]
 
         return work
 
@@ -127,8 +134,7 @@ def for_real_groups(
 
 
 def _padded(x, extra: int):
-    """Append `extra` slices of zeros to `x`, `[slots, *s]`."""
+    """Append slices of zeros to `x`, `[count, *s]`; returns `[count + extra, *s]`."""
     if not extra:
         return x
-    nothing = tree_zeros_like(jax.ShapeDtypeStruct((extra, *x.shape[1:]), x.dtype))
-    return jnp.concatenate([x, nothing])
+    return jnp.concatenate([x, jnp.zeros((extra, *x.shape[1:]), x.dtype)])

@@ -25,7 +25,7 @@ from drjax._context import planned
 
 @contextlib.contextmanager
 def planning(bound: bool):
-    """The context in which a program is traced for a plan.
+    """Make the context manager in which a program is traced for a plan.
 
     In it, building blocks outside mapped functions bind primitives without a mesh,
     unless a program or a block names one by `mesh=` and `bound` is False.
@@ -44,7 +44,7 @@ def planning(bound: bool):
 
 
 def outside_meshes():
-    """The context in which the planner traces equations of its own.
+    """Make the context manager in which the planner traces equations of its own.
 
     While `drjax.jit` plans under the mesh in context, nothing changes. Else there is no
     mesh in the context, as building blocks would bind it.
@@ -53,7 +53,7 @@ def outside_meshes():
 
 
 def is_bound() -> bool:
-    """Whether `drjax.jit` plans under the mesh in context.
+    """Whether `drjax.jit` plans under the mesh in context; else, outside any mesh.
 
     It does if there is a mesh and all of its axes are Auto: types have no shardings.
     """
@@ -68,15 +68,17 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
     are then replaced by types without.
 
     Args:
-      trace: Takes nothing, and traces; returns a jaxpr and any other value, as a pair.
+      trace: Takes nothing, and traces the function; returns a pair of its jaxpr and any
+        other value.
 
     Returns:
-      Such a pair; no type in the jaxpr has a mesh.
+      The pair, with a jaxpr whose types have no mesh.
 
     Raises:
-      NotImplementedError, RuntimeError, ValueError: What `trace` raised outside the
-        mesh, if the error is not about the mesh, if there is none in context, or if the
-        jaxpr traced under it has a `shard_map` or a sharding constraint.
+      NotImplementedError, RuntimeError, ValueError: The error that `trace` raised
+        outside any mesh. It is raised again if it is not about the mesh, if no mesh is
+        in context, or if the jaxpr traced under that mesh has a `shard_map` or a
+        sharding constraint.
     """
     mesh = jax.sharding.get_abstract_mesh()
     try:
@@ -85,7 +87,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
         if not _takes_from_mesh(jaxpr):
             return jaxpr, rest
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        if mesh.empty or "mesh" not in str(error):
+        if mesh.empty or not _compat.is_about_a_mesh(error):
             raise
         with planning(True):
             jaxpr, rest = trace()
@@ -96,7 +98,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
 
 
 def _takes_from_mesh(jaxpr) -> bool:
-    """Whether the types of a jaxpr's inputs or constants have a mesh."""
+    """Whether the type of a jaxpr's input or constant has a mesh."""
     raw = _compat.open_jaxpr(jaxpr)
     return any(
         isinstance(v.aval, _compat.ShapedArray) and not v.aval.sharding.mesh.empty

@@ -3,6 +3,10 @@
 reference, xla                on this machine, with JAX alone
 in_process, ray, beam, flower engines: `compile` takes the fields of `EngineOptions`
 Groups, Parquet               arguments of engines that are made group by group
+
+What they share: `_interpret_plan`, the loop over the rounds of a plan; `_python_loops`,
+the loops and branches of a plan whose bodies communicate, stepped by Python; and
+`_locate_failure`, the user's line at which a stage raises or yields a NaN.
 """
 
 import importlib
@@ -16,12 +20,12 @@ if TYPE_CHECKING:
     from drjax.backends import in_process as in_process
     from drjax.backends.engine.options import EngineOptions as EngineOptions
     from drjax.backends.groups import Groups as Groups
-    from drjax.backends.groups import Parquet as Parquet
+    from drjax.backends.parquet import Parquet as Parquet
 
 _LAZY = {  # so that `import drjax` does not pay for engines
     "EngineOptions": "engine.options",
     "Groups": "groups",
-    "Parquet": "groups",
+    "Parquet": "parquet",
 }
 _MODULES = ("beam", "flower", "in_process", "ray")
 

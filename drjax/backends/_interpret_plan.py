@@ -1,6 +1,6 @@
 """The interpreter of plans: the loop over rounds that backends share.
 
-    for each round: server stage -> scatter -> groups, reductions -> loops
+    for each round: server stage -> scatter -> groups, reductions -> moves -> loops
     then the last server stage
 
 Input: a plan and its inputs. Output: its outputs. A backend is a `PlanInterpreter`: it
@@ -20,11 +20,16 @@ import abc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from drjax.plan import Loop, Plan, Round, Stage, Value
+from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
 
 class Environment:
-    """The arrays of one run of a plan, by the names of the plan's values."""
+    """The arrays of one run of a plan: a mapping from `drjax.plan.Value` to array.
+
+    Attributes:
+      arrays: The arrays by the name of their value. Each backend has its own kind: JAX
+        or numpy arrays, tracers, or objects that read an array later.
+    """
 
     def __init__(self) -> None:
         self.arrays: dict[str, Any] = {}
@@ -48,7 +53,11 @@ class Environment:
             self[value] = array
 
     def updated(self, arrays: dict[str, Any]) -> "Environment":
-        """A copy of the environment in which some arrays, by name, are set."""
+        """A copy of the environment with other arrays for some values.
+
+        Args:
+          arrays: These arrays, by the names of the values.
+        """
         copy = Environment()
         copy.arrays = self.arrays | arrays
         return copy
@@ -58,7 +67,8 @@ class PlanInterpreter(abc.ABC):
     """Runs a plan round by round: `interpreter(inputs)` returns its outputs.
 
     Inputs and outputs are lists of arrays, in the order of `plan.inputs` and
-    `plan.outputs`.
+    `plan.outputs`. A backend is a subclass: it defines how a server stage, the groups
+    of a round and a loop run.
 
     Attributes:
       plan: The plan.
@@ -72,9 +82,13 @@ class PlanInterpreter(abc.ABC):
         read_last = names_read_last(plan)
         for index, a_round in enumerate(plan.rounds):
             self.run_server(a_round.server, env)
+            # After the server stage, which may compute what is scattered.
             for whole, slices in a_round.scatter:
                 env[slices] = self.scatter(slices, env[whole])
             self.run_groups(index, env)
+            for move in a_round.moves:
+                env[move.result] = self.move(move, *env.read(move.inputs))
+            # Last, as a loop may start with results of the round's reductions.
             for loop in a_round.loops:
                 outputs = self.run_loop(index, loop, env.read(loop.inputs))
                 env.write(loop.outputs, outputs)
@@ -86,23 +100,26 @@ class PlanInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Run a server stage: read its inputs from `env`, write its outputs there."""
+        """Run a server stage: read its inputs from `env`, write its outputs to it."""
 
     @abc.abstractmethod
     def scatter(self, slices: Value, whole: Any) -> Any:
-        """The array of a partitioned value, from the global array that is scattered.
+        """Scatter a global array: convert it to the array of the partitioned value.
 
         Args:
           slices: The partitioned value.
           whole: The global array `[..., n, ...]`, whose slices lie along `slices.axis`.
+
+        Returns:
+          The array of `slices`, with the slices along the axis that the backend uses.
         """
 
     @abc.abstractmethod
     def run_groups(self, index: int, env: Environment) -> None:
-        """Run the groups of a round.
+        """Run the local stage of a round for all groups, and the round's reductions.
 
-        It writes to `env` the results of the round's reductions, and the slices that
-        are needed later.
+        It reads the inputs of the stage from `env`, and writes to `env` the results of
+        the reductions, and those outputs of the stage that are read later as slices.
 
         Args:
           index: The index of the round in the plan, from 0.
@@ -110,13 +127,29 @@ class PlanInterpreter(abc.ABC):
         """
 
     @abc.abstractmethod
+    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+        """Move slices between groups.
+
+        Args:
+          move: The move.
+          slices: The array of `move.source`.
+          index: The array of `move.index`; None if it has none.
+
+        Returns:
+          The array of `move.result`, with the slices along the same axis as `slices`.
+        """
+
+    @abc.abstractmethod
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
-        """Run a loop; returns the arrays of its outputs.
+        """Run a loop of a round: a scan, while or cond whose bodies are plans.
 
         Args:
           index: The index of the loop's round in the plan, from 0.
           loop: The loop.
-          inputs: The arrays of its inputs.
+          inputs: The arrays of `loop.inputs`, in order.
+
+        Returns:
+          The arrays of `loop.outputs`, in order.
         """
 
 
@@ -125,19 +158,27 @@ class PlanInterpreter(abc.ABC):
 
 
 def reads_after_server(a_round: Round) -> Iterator[Value]:
-    """The values that a round reads once its server stage is done."""
+    """The values that a round reads after its server stage, some more than once.
+
+    The scatters, the local stage, the reductions, moves and loops of the round read
+    them.
+    """
     yield from (whole for whole, _ in a_round.scatter)
     yield from a_round.local.inputs
     yield from (reduce.source for reduce in a_round.reduces)
-    for loop in a_round.loops:
-        yield from loop.inputs
+    # Bodies are plans with values of their own: only the loop's inputs are read.
+    for communication in (*a_round.moves, *a_round.loops):
+        yield from communication.inputs
 
 
 def names_read_last(plan: Plan) -> list[list[str]]:
-    """For each round the names of the values that it reads and no later round does.
+    """For each round, the names of the values that this round is the last to read.
 
-    So a backend can drop them. Values that the last server stage reads, or that the
-    plan returns, are in none of the lists.
+    A backend can drop their arrays after the round. The last server stage of the plan
+    and the plan's outputs count as later: the values that they read are in no list.
+
+    Returns:
+      One list of names for each round of the plan.
     """
     last: dict[str, int] = {}
     for index, a_round in enumerate(plan.rounds):
@@ -159,30 +200,30 @@ T = TypeVar("T")
 
 
 def split_while(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split the inputs of a while loop.
+    """Split a list of one element for each input of a while loop into its three parts.
 
     Args:
-      loop: The loop.
-      xs: One item for each of its inputs, such as the array.
+      loop: The while loop.
+      xs: The list, such as the values or the arrays of the inputs.
 
     Returns:
-      `(constants of the condition, constants of the body, carried values)`, items of
-      `xs`.
+      `(constants of the condition, constants of the body, carried values)`, lists of
+      elements of `xs`.
     """
     first, second = loop.consts[0], sum(loop.consts)
     return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
 
 
 def split_scan(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split the inputs of a scan.
+    """Split a list of one element for each input of a scan into its three parts.
 
     Args:
       loop: The scan.
-      xs: One item for each of its inputs, such as the array.
+      xs: The list, such as the values or the arrays of the inputs.
 
     Returns:
-      `(constants, carried values, stacks)`, items of `xs`. Each step takes one entry of
-      every stack.
+      `(constants, carried values, stacks)`, lists of elements of `xs`. Stacks are the
+      `xs` of `lax.scan`: each step takes one entry of every stack.
     """
     first = sum(loop.consts)
     second = first + loop.carry

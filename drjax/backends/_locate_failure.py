@@ -16,9 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from drjax import _compat
+from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import definitions, split_scan, split_while, variables
 from drjax._planner.inline import CONTROL, InlinedJaxpr, inline_calls
@@ -26,9 +27,10 @@ from drjax.plan import Stage
 
 
 class _Located(Exception):
-    """Raised where a failure is located.
+    """Raised to end the evaluation of a jaxpr once the origin of a failure is known.
 
-    Its argument is the equation that fails, or the variable of a stage's input.
+    Its only argument is an equation, which raises or yields the first NaN; or the
+    variable of an input or constant of the jaxpr that has a NaN.
     """
 
 
@@ -37,10 +39,12 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
 
     Args:
       stage: The stage.
-      inputs: The arrays with which it failed, for a local stage the group index first.
+      inputs: The arguments of its jaxpr with which it failed: arrays, of a local stage
+        the group index first.
 
     Returns:
-      The line, as text; None if no equation raises, or the line is not known.
+      File, line and function as text, or "an unknown line". None if no equation raises
+      now, or the stage is from a plan file, which has no lines.
     """
     if stage.exported is not None:
         return None
@@ -52,14 +56,17 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
 
 
 def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
-    """Rerun a stage to find what makes a NaN in its outputs; returns text for errors.
-
-    The text names an equation of which no operand has a NaN, or an input that has one.
+    """Rerun a stage to find the origin of a NaN in its outputs.
 
     Args:
       stage: The stage.
-      inputs: The arrays with which it yields a NaN, for a local stage the group index
-        first.
+      inputs: The arguments of its jaxpr with which it yields a NaN: arrays, of a local
+        stage the group index first.
+
+    Returns:
+      Text for an error. It names the primitive and line of an equation that yields a
+      NaN from operands without NaN, or the input that has a NaN; or it says why neither
+      is known.
     """
     if stage.exported is not None:
         return "a plan file does not hold the lines of its source"
@@ -67,41 +74,44 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     try:
         _run(program, inputs, find_nan=True)
     except _Located as located:
-        eqn = located.args[0]
-        if eqn in program.invars:
-            position = program.invars.index(eqn)
+        origin = located.args[0]
+        if origin in program.invars:
+            position = program.invars.index(origin)
             first = len(program.invars) - len(stage.inputs)  # after the group index
             return f"there is one in its input {stage.inputs[position - first].name}"
-        if eqn in program.consts:
+        if isinstance(origin, Var):  # of the stage, or of the body of a loop or branch
             return "there is one in a constant that its functions close over"
-        return f"made by {eqn.primitive.name} at {source_line(eqn)}"
+        return f"made by {origin.primitive.name} at {source_line(origin)}"
     return "made by work that gives none when it runs operation by operation"
 
 
 def has_nan(x: Any) -> bool:
-    """Whether an array has a NaN; False if its dtype has none, as integers and keys."""
+    """Whether an array has a NaN; False for dtypes without NaN, as integers or keys."""
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 
 def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
-    """Run a program equation by equation; returns the arrays of its outputs.
+    """Evaluate an inlined jaxpr equation by equation; returns the list of its results.
 
     Args:
       program: The inlined jaxpr.
-      args: The arrays of its inputs.
-      find_nan: Whether to look for the origin of a NaN in the outputs.
+      args: The arrays of its arguments.
+      find_nan: Whether to look for the origin of a NaN in the results.
 
     Raises:
-      _Located: An equation raises; or, with `find_nan`, an output has a NaN.
+      _Located: An equation raises; or, with `find_nan`, a result has a NaN. Its
+        argument is the equation, or the variable of the input or constant that has the
+        NaN.
     """
     values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
 
     def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
+        return literal_value(atom) if isinstance(atom, Literal) else values[atom]
 
     for eqn in program.eqns:
         try:
             outs = _outs(program, eqn, list(map(read, eqn.invars)))
+        # An equation in a body is closer to the cause than the loop that has the body.
         except _Located:
             raise
         except Exception as error:
@@ -117,16 +127,20 @@ def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> 
 
 
 def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
-    """The equation that makes a NaN from operands without NaN, or the input with a NaN.
+    """Follow a NaN back to the equation that yields it from operands without NaN.
 
     Args:
-      program: The inlined jaxpr.
-      var: The variable of an output with a NaN.
-      bad: All variables whose arrays have a NaN.
-      read: From a variable or literal to its array.
+      program: The inlined jaxpr, which was evaluated.
+      var: The variable of a result with a NaN.
+      bad: The set of all variables of `program` whose arrays have a NaN.
+      read: A function from a variable or literal to its array.
+
+    Returns:
+      The equation; or a variable, if an input or a constant of `program` has the NaN.
 
     Raises:
-      _Located: The equation is inside a loop or branch.
+      _Located: The equation is a loop or branch, and an equation in its body yields the
+        NaN: that equation is the argument.
     """
     definition = definitions(program.eqns)
     while var in definition:
@@ -144,16 +158,21 @@ def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
 
 
 def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) -> list:
-    """The results of one equation; loops and branches run step by step.
+    """Evaluate one equation; loops and branches run step by step.
 
     Args:
-      program: The inlined jaxpr of the equation.
+      program: The inlined jaxpr that has the equation.
       eqn: The equation.
-      operands: The arrays of its inputs.
+      operands: The arrays of its operands.
       find_nan: Whether to look in loops and branches for the origin of a NaN.
 
+    Returns:
+      The list of its results, arrays.
+
     Raises:
-      _Located: As `_run`, for an equation in the body of a loop or branch.
+      _Located: In the body of a loop or branch an equation raises; or, with `find_nan`,
+        a result of the body has a NaN. Its argument is the equation in the body, or the
+        variable of the body's input or constant that has the NaN.
     """
     if eqn.primitive.name not in CONTROL:
         return _compat.bind_equation(eqn, operands)
@@ -171,16 +190,18 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
 
 
 def _scan(eqn, body: Callable, operands: list) -> list:
-    """The results of a scan, whose body runs step by step.
+    """Evaluate the equation of a scan step by step; returns the list of its results.
 
     Args:
-      eqn: The equation of the scan.
-      body: From constants, carried values and slices of the stacks to the outputs.
-      operands: The arrays of the equation's inputs.
+      eqn: The equation.
+      body: `body(*constants, *carried values, *entries of the stacks)` runs one step;
+        it returns a list: the new carried values, then the outputs to stack.
+      operands: The arrays of the equation's operands.
     """
     consts, carry, stacks = split_scan(eqn, operands)
     n_carry = len(carry)
     steps = range(eqn.params["length"])
+    # By step: a reversed scan runs from the last step, but stacks in order.
     stacked: dict[int, list] = {}
     for t in reversed(steps) if eqn.params["reverse"] else steps:
         outs = body(*consts, *carry, *(x[t] for x in stacks))

@@ -21,17 +21,29 @@ from drjax.plan import Loop, Value
 
 
 class Steps:
-    """The progress of a loop. This class saves nothing; an engine's subclass does."""
+    """Saves and loads the progress of a loop, so that a later run can resume it.
+
+    This class saves nothing; the subclass of an engine's driver writes checkpoints.
+    """
 
     def load(self) -> tuple[int, list, list] | None:
-        """The saved progress as `(done, carry, outs)`; None if the loop has not begun.
+        """Load the progress that was saved last; None if nothing is saved.
 
-        `done` counts the finished steps, `carry` are the carried values after them, and
-        `outs` has for each finished step the list of values that a scan stacks.
+        Returns:
+          `(done, carry, outs)`: the number of finished steps; the list of the carried
+          arrays after them; and for each finished step, in the order in which they ran,
+          the list of the arrays that a scan stacks, [] for a while loop.
         """
 
     def save(self, done: int, carry: list, outs: list) -> None:
-        """Save the progress, in the terms of `load`; called after each step."""
+        """Save the progress after a step of the loop.
+
+        Args:
+          done: The number of finished steps.
+          carry: The carried arrays after these steps.
+          outs: For each finished step of a scan, in the order in which they ran, the
+            list of arrays to stack; [] for a while loop.
+        """
 
 
 def run(
@@ -42,18 +54,20 @@ def run(
     numpy: Any,
     steps: Steps | None = None,
 ) -> list:
-    """Run a loop; returns the arrays of its outputs.
+    """Run a loop of a plan step by step; returns the arrays of its outputs, in order.
 
-    Partitioned values are stacks of slices along axis 0, in inputs and in outputs.
+    Partitioned inputs and outputs are arrays `[n, ...]`, with the slices along axis 0.
 
     Args:
       loop: The loop.
-      bodies: For each of its bodies a function from the list of its inputs to the list
-        of its outputs.
-      inputs: The arrays of the loop's inputs.
+      bodies: For each plan in `loop.bodies` a function that runs it: from the list of
+        its input arrays to the list of its output arrays.
+      inputs: The arrays of `loop.inputs`, in order.
       size: n, the number of groups.
-      numpy: The module that stacks arrays: `jax.numpy`, or `numpy` for raw values.
-      steps: Its progress. Default: it starts from the beginning, and saves nothing.
+      numpy: The module that stacks arrays: `jax.numpy`; or `numpy`, if the arrays are
+        numpy's, with random keys as key data.
+      steps: Loads and saves the progress of a scan or while loop. Default: the loop
+        starts from the beginning, and nothing is saved.
     """
     steps = Steps() if steps is None else steps
     if loop.op == "cond":
@@ -72,15 +86,17 @@ def run(
 
 
 def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> list:
-    """Run a scan; returns its carried values, then its stacked outputs.
+    """Run a scan; returns the list of its carried arrays, then of its stacked outputs.
 
     Args:
       loop: The scan.
-      body: A function from the list of a step's inputs to the list of its outputs.
-      inputs: The arrays of the scan's inputs.
+      body: Runs one step: from the list of the arrays of constants, carried values and
+        entries of the stacks to the list of carried arrays, then of outputs to stack.
+      inputs: The arrays of `loop.inputs`, in order; partitioned ones `[n, ...]`.
       size: n, the number of groups.
-      numpy: The module that stacks arrays: `jax.numpy`, or `numpy` for raw values.
-      steps: The progress, a `Steps`.
+      numpy: The module that stacks arrays: `jax.numpy`; or `numpy`, if the arrays are
+        numpy's, with random keys as key data.
+      steps: A `Steps`, which loads and saves the progress.
     """
     consts, init, stacks = split_scan(loop, inputs)
     _, _, stacked_values = split_scan(loop, loop.inputs)
@@ -98,6 +114,7 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
         results = body([*consts, *carry, *xs])
         carry, done = results[: loop.carry], done + 1
         outs.append(results[loop.carry :])
+        # With all outputs so far: a resumed scan stacks those of earlier steps, too.
         steps.save(done, carry, outs)
     # Outputs stand where their inputs stood, as in lax.scan.
     columns = outs[::-1] if loop.reverse else outs
@@ -105,6 +122,7 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
     for i, value in enumerate(loop.outputs[loop.carry :]):
         if columns:
             column = [out[i] for out in columns]
+            # As in the inputs, steps are behind the group axis of a partitioned stack.
             ys.append(numpy.stack(column, axis=int(value.partitioned)))
         else:
             # No step ran, so there is nothing to stack; the shape is known from the
@@ -114,12 +132,13 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
 
 
 def _empty_stack(value: Value, size: int, numpy: Any):
-    """The stack of an output of a scan without steps: zeros of size 0.
+    """The stacked output of a scan without steps: an array of size 0.
 
     Args:
-      value: The stacked output.
+      value: The output of the scan.
       size: n, the number of groups.
-      numpy: The module that makes arrays: `jax.numpy`, or `numpy` for raw values.
+      numpy: The module that creates the array: `jax.numpy`; or `numpy`, which
+        represents random keys by key data.
 
     Returns:
       `[n, 0, ...]` for a partitioned value, `[0, ...]` for a global one.

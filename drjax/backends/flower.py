@@ -57,31 +57,32 @@ def compile(
 ) -> Runner:
     """A function that runs the plan with Flower's clients, in a `ServerApp`.
 
-    Give it `Clients()` for the argument that is the clients' own data.
+    Pass it `Clients()` as the argument that is the clients' own data.
 
     Args:
-      plan: The plan; its rounds may need of the groups what they reduce, and no slices.
+      plan: The plan. Its groups may return values to reductions only: no round may
+        gather slices, move them to other groups, read slices of an earlier round, or
+        return slices.
       grid: The grid that Flower gives to the `ServerApp`.
-      start: Seconds to wait until each group has a client. With `on_error="drop"` it
-        goes on with those that are there.
-      nodes: The id of each group's node, in the order of the groups. Give it where
+      start: Seconds to wait until each group has a client. With `on_error="drop"` the
+        call then continues with the clients that are present.
+      nodes: The id of each group's node, in the order of the groups. Give it if
         SuperNodes authenticate themselves, so that no client takes another's group.
-        Default: each client says which group it is, and the first to do so has it.
+        Default: each client claims a group, and the first to claim a group has it.
       **options: See `drjax.backends.EngineOptions`: `on_error`, `min_groups`,
-        `check_nans` (here also for infinities, unless they cannot decide a maximum
-        or minimum), `timeout` of a client in seconds, `retries` of one that took
-        longer, `checkpoint`, `progress`. Each client is a block of its own.
+        `check_nans` (here also for infinities, unless they cannot decide a maximum or
+        minimum), `timeout` of a client in seconds, `retries` of one that took longer,
+        `checkpoint`, `progress`. Each client is a block of its own.
 
     Returns:
       A `drjax.backends.engine.driver.Runner` with the signature of the planned
       function. The clients are left running when it is closed.
 
     Raises:
-      EngineError: Flower is not installed; (when called) a client failed or sent what
-        does not fit the plan, or too few survive.
-      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices; ids
-        of
-        other than n nodes.
+      EngineError: Flower is not installed; (when called) a client failed or sent a
+        reply that does not fit the plan, or too few survive.
+      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices; `nodes`
+        are not n different ids.
 
     Example:
       The server of an app; `client` makes the other half.
@@ -98,6 +99,11 @@ def compile(
     # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
     for owner, a_round in rounds_of(plan):
+        for move in a_round.moves:
+            raise DrjaxValueError(
+                f"{plan.name} moves {move.source.name} between groups ({move.op}). A "
+                "client's slices stay with it: no other client gets them."
+            )
         if kept := kept_outputs(owner, a_round):
             raise DrjaxValueError(
                 f"{plan.name} needs or returns {kept[0].name}, a slice of each group. "
@@ -109,12 +115,18 @@ def compile(
 
 
 def client(load: Callable[[Any], Any]) -> Any:
-    """A Flower `ClientApp` that runs stages on its own data.
+    """A Flower `ClientApp` that runs the local stages of a plan on its own data.
 
     Args:
-      load: Gives the data of a client from Flower's `Context`: the group's slice of the
-        argument that is `Clients()`, a pytree of arrays. The group index is
-        `context.node_config["partition-id"]`.
+      load: A function from Flower's `Context` to the data of the client: the group's
+        slice of the argument that is `Clients()`, a pytree of arrays. The group index
+        is `context.node_config["partition-id"]`.
+
+    Returns:
+      The `ClientApp`.
+
+    Raises:
+      EngineError: Flower is not installed.
 
     Example:
       >>> import numpy as np
@@ -138,18 +150,24 @@ def client(load: Callable[[Any], Any]) -> Any:
     @app.train()
     def train(message: Any, context: Any) -> Any:
         request = message.content["drjax"]["request"]
+        # A function: a stage that reads none of the data must not load it.
         return reply(message, done=client_data.answer(request, lambda: load(context)))
 
     return app
 
 
 class _Messages:
-    """Messages to nodes and their replies: a `claim_queries.Link` by Flower's grid.
+    """Sends messages to nodes and pulls their replies, through a Flower grid.
 
-    A reply is pulled by the number of its request, alone, so that one that cannot be
-    read spoils no other. It must bear that number too: the SuperLink adds whatever else
-    was sent to the server. A nonce in each request keeps clients from guessing the
-    numbers of others.
+    It implements `drjax.backends.engine.claim_queries.Link`. A message is identified by
+    its number, the message id, text. A reply is pulled by the number of its request,
+    alone, so that a reply that cannot be read affects no other. A pulled reply counts
+    only if it names that number too: the SuperLink returns whatever else was sent to
+    the server. A nonce in each request prevents clients from guessing the numbers of
+    others.
+
+    Args:
+      grid: The grid that Flower gives to the `ServerApp`.
     """
 
     def __init__(self, grid: Any):
@@ -162,13 +180,25 @@ class _Messages:
         return {*self._grid.get_node_ids()}
 
     def query(self, client: int) -> str | None:
-        """Ask a node for its group; returns the query's number, None if it fails."""
+        """Ask a client for its group index, without waiting for the answer.
+
+        Args:
+          client: The id of the client's node.
+
+        Returns:
+          The number of the query, Flower's message id; None if the SuperLink does not
+          take it.
+        """
         return self.push({}, client, "query")
 
     def claim(self, number: str) -> Any:
-        """The group in a node's answer, of any type, by the number of the query.
+        """The group index in a client's answer to a query; None if there is none yet.
 
-        None if the node has not answered yet.
+        Args:
+          number: The number of the query, Flower's message id.
+
+        Returns:
+          Whatever the client sent as its group index, not validated, of any type.
 
         Raises:
           ClientFailed: The client could not answer.
@@ -180,13 +210,19 @@ class _Messages:
         return None if reply is None else _content(reply, "group")
 
     def push(self, content: dict, node: int, kind: str) -> str | None:
-        """Send a message; returns its number, None if the SuperLink does not take it.
+        """Send a message to a node.
 
         Args:
           content: The fields of the message: text, numbers or bytes by name.
           node: The id of the node.
-          kind: Which function of the client it is for: `"query"` or `"train"`.
+          kind: The function of the `ClientApp` that handles it: `"query"` or `"train"`.
+
+        Returns:
+          The number of the message, Flower's message id; None if the SuperLink does not
+          take it.
         """
+        # Flower's message id is a hash of the message: without a nonce, equal requests
+        # would have equal ids, and clients could compute them.
         content = {"nonce": secrets.token_bytes(16), **content}
         # One message at a time: an error of one must not concern others.
         record = self._flwr.RecordDict({"drjax": self._flwr.ConfigRecord(content)})
@@ -195,13 +231,21 @@ class _Messages:
         return numbers[0] if numbers else None
 
     def pull(self, number: str) -> Any:
-        """The reply to the message with this number; None if there is none yet.
+        """The reply to a message; None if there is none yet.
 
         Flower waits for hours for what a client announces and does not send. So a pull
-        that takes long goes on in its own thread, and holds up no other client.
+        that takes longer than a second continues in its own thread, and delays no other
+        client; a later call for the same message returns its result.
+
+        Args:
+          number: The number of the message, Flower's message id.
+
+        Returns:
+          The reply, a Flower `Message`.
 
         Raises:
           BadReply: The reply cannot be read.
+          OSError, httpx.HTTPError: The SuperLink cannot be reached.
         """
 
         def pull() -> Any:
@@ -220,18 +264,22 @@ class _Messages:
             raise BadReply(why) from error
 
     def forget(self, number: str) -> None:
-        """Release the message with this number: its reply will not be pulled."""
+        """Release the pull of the reply to a message: its result will not be asked for.
+
+        Args:
+          number: The number of the message, Flower's message id.
+        """
         self._pulls.forget(number)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A request to the client of a group.
+    """The handle of a task: a request to the client of a group.
 
     Attributes:
-      number: The number of the message; None if it was not sent.
+      number: The number of the message, Flower's message id; None if it was not sent.
       group: The group index.
-      why: Why the message was not sent; of no meaning if it was.
+      why: The reason for which the message was not sent; ignored if it was sent.
     """
 
     number: str | None
@@ -243,10 +291,15 @@ class Nodes:
     """The clients, as an engine: a `drjax.backends.engine.protocols.Pool` of nodes.
 
     Args:
-      grid: The grid of the `ServerApp`.
+      grid: The grid that Flower gives to the `ServerApp`.
       clients: The assignment of groups to nodes.
       start: Seconds to wait until each group has a client.
-      drop: Whether to go on without clients whose claim is refused.
+      drop: Whether to continue without a client whose claim is refused; else a refused
+        claim is an error.
+
+    Attributes:
+      workers: n: each group has a worker of its own.
+      generation: 0: clients are never replaced.
     """
 
     def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
@@ -264,6 +317,7 @@ class Nodes:
     def results(self, call: StageCall) -> Results:
         # Clients that came later, or came back.
         alive = np.flatnonzero(call.alive)
+        # The time is for answers of connected clients; absent ones are not waited for.
         self._queries.run(alive, min(5.0, self._start), late=False)
         self._requests = client_data.Requests(call)
         # Reading the stages of a file takes a while: once for each runner.
@@ -296,6 +350,7 @@ class Nodes:
                 try:
                     reply = self._messages.pull(sent.number)
                 except BadReply as error:
+                    # Not raised: `result` turns it into a failure of this group alone.
                     reply = error
                 if reply is not None:
                     self._replies[sent] = reply
@@ -338,12 +393,20 @@ class Nodes:
 
 
 def _content(reply: Any, name: str) -> Any:
-    """The field of this name in a reply.
+    """The field `name` of a client's reply.
+
+    Args:
+      reply: The reply, a Flower `Message`.
+      name: The name of the field in the record `"drjax"` of the reply.
+
+    Returns:
+      The value as the client sent it, not validated.
 
     Raises:
       BadReply: The reply has no such field.
     """
     try:
+        # The client chooses what a reply has: any access to its content may raise.
         return reply.content["drjax"][name]
     except Exception as error:
         raise BadReply(f"it has no {name!r}: {type(error).__name__}: {error}") from None

@@ -1,4 +1,4 @@
-"""The groups' data as an argument: in arrays, in an iterable, or in Parquet files.
+"""The groups' data as an argument: in arrays or in an iterable.
 
 Input: arguments of a planned function, of which some may be `Groups`. Output: the
 plan's inputs as numpy arrays with slices along axis 0, or as `Lazy` values, whose
@@ -12,27 +12,27 @@ Sharp edges: an iterator that raises is over, so that the call fails; a sequence
 one group. A whole array is cast as JAX would, a group's is not.
 """
 
-import bisect
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from drjax import _storage
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax._jaxprs.prng_keys import is_key, raw_type, to_raw
 from drjax._plan_file import pytrees
 from drjax._plan_file.stage_features import WIDE
 from drjax._planner.arguments import flat_inputs
-from drjax.backends.engine.extras import needed
 from drjax.plan import Plan, Value
 
 
 class Indexed(Protocol):  # items that are read one by one
-    """Items that are read one by one, by index from 0, as those of a list."""
+    """A sequence of the groups' data: `x[i]` is the pytree of group i, for i from 0.
+
+    It needs these two methods only; a list is one.
+    """
 
     def __len__(self) -> int: ...
 
@@ -40,14 +40,22 @@ class Indexed(Protocol):  # items that are read one by one
 
 
 class Groups:
-    """An argument of a planned program, group by group: give it in place of the arrays.
+    """The data of all groups as an argument of a planned function: one pytree a group.
+
+    Pass it to the function that an engine's `compile` returns, in place of the argument
+    with arrays `[n, ...]`.
 
     Args:
-      items: One pytree for each group, in order: the group's slice of the argument. An
-        iterable that can be gone through again, once for each round that needs the
-        data; or a function that makes one. A sequence, which has `__len__` and
-        `__getitem__`, is read by index: where an item raises, its group alone has
-        failed. An iterator that raises has no more items, so that the call fails.
+      items: The pytrees of the n groups, in the order of group indices. The pytree of
+        group i has group i's slice of each leaf of the argument. An iterable that
+        allows one iteration for each round that needs the data; or a function without
+        arguments that returns an iterable or an iterator. A sequence, which has
+        `__len__` and `__getitem__`, is read by index: if the data of one group raises,
+        that group alone has failed. If an iterator raises, the data of later groups
+        cannot be read, and the call fails.
+
+    Raises:
+      DrjaxTypeError: `items` is an iterator, which allows only one iteration.
 
     Example:
       >>> import drjax, jax.numpy as jnp, numpy as np
@@ -69,7 +77,14 @@ class Groups:
         self.items = items
 
     def starting(self, group: int) -> Iterator[Any]:
-        """The items from that of this group on."""
+        """Iterate over the pytrees of the groups, from the one with index `group`.
+
+        Returns:
+          An iterator with one pytree for each group, in the order of group indices. If
+          it iterates over a sequence, `next` may raise for one group, and continues
+          with the next group. In place of a pytree there may be a `DrjaxError`: the
+          data of that group cannot be read.
+        """
         items: Any = self.items() if callable(self.items) else self.items
         indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
         # A dict has both methods, but its keys are not indices.
@@ -78,18 +93,29 @@ class Groups:
         return itertools.islice(items, group, None)
 
     def bounds(self) -> list[int] | None:
-        """Group indices at which parts begin that workers can read, 0 first.
+        """The bounds of the ranges of groups that workers can read without the driver.
 
-        None if only the driver can read the groups.
+        Returns:
+          Group indices: range i has the groups from `bounds[i]` to before
+          `bounds[i + 1]`. The first bound is 0, the last is the number of groups. None
+          if only the driver can read the groups.
         """
 
     def identity(self) -> str:
-        """Text that identifies the data, for fingerprints; empty if that is unknown."""
+        """Text that identifies the data, for fingerprints; empty if it is unknown."""
         return ""
 
 
 class _Indexed(Iterator):
-    """The items of a sequence from `start` on; it goes on after an item that raises."""
+    """An iterator over a sequence, which continues after an element that raises.
+
+    If reading an element raises, `next` raises that error, and the following `next`
+    reads the next element.
+
+    Args:
+      items: The sequence, with `__len__` and `__getitem__`.
+      start: The index of the first element.
+    """
 
     def __init__(self, items: Any, start: int):
         self._items, self._next = items, start
@@ -103,191 +129,35 @@ class _Indexed(Iterator):
 
 
 class Remote(Groups):
-    """Stands for data of groups that stays with the workers; it has no items."""
+    """An argument whose data only the workers have: a placeholder, without any data.
+
+    `drjax.backends.flower.Clients` is this class: each client loads the data of its
+    group.
+    """
 
     def __init__(self):
+        # Never read: readers check for `Remote` first.
         super().__init__([])
 
 
-class Parquet(Groups):
-    """Groups from Parquet files: one row of a table for each group.
-
-    Files are read in the order of their names and by batches of rows, so that memory
-    does not grow with the number of groups. Where workers read them (on Beam), a
-    *row group* of a file is what one of them reads. A group whose row cannot be read
-    fails as one whose data does not fit. Needs pyarrow.
-
-    Args:
-      pattern: A pattern of file names, as for `glob.glob`; or of URLs, such as
-        `gs://bucket/groups-*.parquet`, of any file system that fsspec knows.
-      columns: Makes the group's pytree of a dict of its columns: numpy arrays, or
-        scalars. Columns of lists, nested to any depth, are arrays. Default: the dict,
-        or its only column.
-
-    Raises:
-      EngineError: pyarrow is not installed.
-      DrjaxValueError: There is no such file, or one is no Parquet file.
-    """
-
-    def __init__(
-        self,
-        pattern: str | os.PathLike[str],
-        columns: Callable[[dict], Any] | None = None,
-    ):
-        self._reader = _parquet()
-        self.columns = columns
-        try:
-            paths = _storage.match(_storage.locate(pattern))
-        except (ImportError, OSError, TypeError, ValueError) as error:
-            raise DrjaxValueError(
-                f"The files {pattern} cannot be listed: {error}. Give a pattern of "
-                "names that can be read here."
-            ) from error
-        if not paths:
-            raise DrjaxValueError(
-                f"There is no file {pattern}: give a pattern of names."
-            )
-        self._parts: list[tuple[str, int, int]] = []  # path, row group, first row
-        self._bounds = [0]
-        for path in paths:
-            try:
-                system, name = _storage.split(path)
-                # Only the footer: bounds of row groups, without any data.
-                metadata = self._reader.read_metadata(name, filesystem=system)
-            except Exception as error:
-                raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
-            for part in range(metadata.num_row_groups):
-                self._parts.append((path, part, self._bounds[-1]))
-                rows = metadata.row_group(part).num_rows
-                self._bounds.append(self._bounds[-1] + rows)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Modules cannot be pickled.
-        return {k: v for k, v in self.__dict__.items() if k != "_reader"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _reader=_parquet())
-
-    def bounds(self) -> list[int]:
-        return self._bounds
-
-    def identity(self) -> str:
-        paths = sorted({path for path, *_ in self._parts})
-        return str([(path, _storage.file_size(path)) for path in paths])
-
-    def starting(self, group: int) -> Iterator[Any]:
-        # The row group that has this group; earlier files are not opened.
-        i = bisect.bisect_right(self._bounds, group) - 1
-        for (path, part, first), end in zip(
-            self._parts[i:], self._bounds[i + 1 :], strict=True
-        ):
-            rows = self._rows(path, part, end - first)
-            yield from itertools.islice(rows, max(0, group - first), None)
-
-    def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
-        """The items of a row group; in place of those that cannot be read, an error.
-
-        Args:
-          path: The file.
-          part: The index of the row group in it.
-          count: The number of rows of the row group, by the file's footer.
-        """
-        count_read = 0
-        try:
-            system, name = _storage.split(path)
-            with self._reader.ParquetFile(name, filesystem=system) as file:
-                for batch in file.iter_batches(1024, row_groups=[part]):
-                    names = batch.schema.names
-                    for row in zip(*map(_cells, batch.columns), strict=True):
-                        yield self._group(dict(zip(names, row, strict=True)))
-                        count_read += 1
-        except Exception as error:
-            text = f"it cannot be read from {path}, row group {part}: {error}"
-            # The file's footer says how many rows are lost, so that later ones keep
-            # their group index.
-            yield from itertools.repeat(DrjaxValueError(text), count - count_read)
-
-    def _group(self, row: dict[str, Any]) -> Any:
-        """The group's item, a pytree, from a row of the table.
-
-        `row` has the values of the columns by name. If `columns` raises, the item is a
-        `DrjaxValueError`, with which that group fails.
-        """
-        if self.columns is None:
-            return row if len(row) > 1 else next(iter(row.values()))
-        try:
-            return self.columns(row)
-        except Exception as error:
-            text = f"its columns give {type(error).__name__}: {error}"
-            return DrjaxValueError(text)
-
-
-def _parquet() -> Any:
-    """The module `pyarrow.parquet`; raise `EngineError` if pyarrow is not installed."""
-    return needed("pyarrow.parquet", "ray", "Reading Parquet files")
-
-
-def _cells(column: Any) -> Any:
-    """The values of a column of an Arrow table, one for each row of the table.
-
-    An array `[rows, ...]`; or a list of arrays, if lists differ in length or have
-    nulls.
-    """
-    part = column
-    while hasattr(part.type, "value_type"):
-        lengths = part.value_lengths()
-        # Ragged lists have no shape: each is an array of its own.
-        if part.null_count or len(lengths.unique()) > 1:
-            return _one_by_one(column)
-        part = part.flatten()
-    return _one_by_one(column) if part.null_count else _array(column)
-
-
-def _one_by_one(column: Any) -> list[np.ndarray]:
-    """The values of a column of an Arrow table as a list, one array for each row.
-
-    Values with nulls are arrays of objects, which fit no plan.
-    """
-    kind = column.type
-    while hasattr(kind, "value_type"):
-        kind = kind.value_type
-    # Slow, but only where lists differ in length or have nulls.
-    values = map(np.asarray, column.to_pylist())
-    return [
-        x if x.dtype == object else x.astype(kind.to_pandas_dtype()) for x in values
-    ]
-
-
-def _array(column: Any) -> np.ndarray:
-    """A column of an Arrow table as an array `[rows, ...]`.
-
-    It has no nulls, and its lists have one length, so no Python object is made for each
-    number.
-    """
-    shape, count = [], len(column)
-    while hasattr(column.type, "value_type"):  # lists, of one length
-        column = column.flatten()
-        shape.append(len(column) // max(1, count))
-        count = len(column)
-    flat = column.to_numpy(zero_copy_only=False)
-    total = int(np.prod(shape)) or 1
-    return flat.reshape(len(flat) // total, *shape)
-
-
 class Lazy:
-    """A partitioned value that is read group by group: one leaf of a `Groups`.
+    """A partitioned value that is read group by group: one leaf of a `Groups` argument.
+
+    An engine's driver, the process of the call, has it in place of an array. Creating
+    it reads nothing.
 
     Args:
-      source: What reads the `Groups`.
-      leaf: The index of the leaf in a group's item.
-      value: The value in the plan.
+      source: Reads the pytrees of the groups, and flattens them to leaves.
+      leaf: The position of the value among the leaves of a group's pytree.
+      value: The value in the plan; its shape and dtype are those of one slice.
       n: The number of groups.
-      steps: Of a stack that loops consume, the index of the step in each loop: indices
-        into the leading axes of a group's leaf.
+      steps: A tuple of ints, () outside of loops. In scans over the value it has the
+        current step of each scan, from the outermost to the innermost: indices into the
+        leading axes of a group's leaf.
 
     Attributes:
-      shape: The shape of the whole array.
-      dtype: Its dtype.
+      shape: The shape of the array `[..., n, ...]` of all groups, whatever `steps` is.
+      dtype: The dtype of that array.
     """
 
     def __init__(self, source: "Source", leaf: int, value: Value, n: int, steps=()):
@@ -296,25 +166,47 @@ class Lazy:
         self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
 
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
-        """All groups' slices for one step of a loop: `x[:, t]`, still unread."""
-        return Lazy(self.source, self.leaf, self.value, self.n, (*self.steps, index[1]))
+        """`x[:, t]`: the value in step t of a scan over it, as another `Lazy`.
+
+        It reads nothing.
+
+        Args:
+          index: `(slice(None), t)`, with t an int.
+        """
+        # The index by which a scan takes one step of a stack: groups are its axis 0.
+        return self.at_steps((*self.steps, index[1]))
+
+    def at_steps(self, steps: tuple[int, ...]) -> "Lazy":
+        """The value in these steps of scans, as another `Lazy`; it reads nothing.
+
+        Args:
+          steps: The step of each scan, from the outermost to the innermost.
+        """
+        return Lazy(self.source, self.leaf, self.value, self.n, steps)
 
     def slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
-        """A group's slice of this value, from the leaves of the group's item.
+        """Select a group's slice of this value from the leaves of that group's pytree.
 
-        Empty if the data is with the workers.
+        Args:
+          leaves: All leaves of the pytree as numpy arrays, random keys as key data, in
+            the order of `jax.tree.leaves`. Unused if only the workers have the data.
+
+        Returns:
+          The leaf of this value, indexed by `steps`. If only the workers have the data
+          (the argument is a `Remote`), a placeholder: an array of shape `[0]`.
         """
         if isinstance(self.source.groups, Remote):
             return np.zeros(0)
         return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
 
     def whole(self) -> np.ndarray:
-        """Read all groups' slices: one array, with the slices along axis 0.
+        """Read the slices of all groups into one numpy array `[n, ...]`.
 
-        Groups that cannot be read have NaN or zero there.
+        In scans these are the slices of the current step. Random keys are key data. The
+        slice of a group that cannot be read is NaN, or zero if the dtype has no NaN.
 
         Raises:
-          DrjaxTypeError: The data stays with the workers.
+          DrjaxTypeError: Only the workers have the data (the argument is a `Remote`).
         """
         if isinstance(self.source.groups, Remote):
             raise DrjaxTypeError(
@@ -322,7 +214,9 @@ class Lazy:
                 "needs the slices of all groups in one place."
             )
         # Groups that cannot be read stay NaN or zero here; they fail in their block.
-        stack = empty_slices(self.value, self.n)
+        # Of one step: the leaf without the axes along which the scans take steps.
+        one_step = replace(self.value, shape=self.value.shape[len(self.steps) :])
+        stack = empty_slices(one_step, self.n)
         for group, leaves in self.source.between(0, self.n):
             if not isinstance(leaves, Exception):
                 stack[group] = self.slice_of(leaves)
@@ -330,21 +224,27 @@ class Lazy:
 
 
 class Source:
-    """Reads a `Groups`, and checks each group's leaves against the plan.
+    """Reads the pytrees of a `Groups` argument, and validates them against the plan.
 
     Args:
-      groups: The groups.
-      tree: The planned structure of a group's item, a `PyTreeDef` or a `Tree`.
-      values: The plan's values of its leaves.
-      n: The number of groups.
+      groups: The argument.
+      tree: The structure that each group's pytree must have: that of the argument in
+        the plan, a `jax.tree_util.PyTreeDef` or a `drjax._plan_file.pytrees.Tree`.
+      values: For each leaf of that structure, in order, its value in the plan.
+      n: The number of groups of the plan.
+
+    Attributes:
+      wide: Whether a value has a 64-bit dtype.
+      node: The structure as JSON data, without classes (see `pytrees.describe`).
 
     Raises:
-      DrjaxValueError: Files have another number of groups.
+      DrjaxValueError: The number of groups in Parquet files is not n.
     """
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
         self.groups, self.values, self.n = groups, values, n
         self.wide = any(value.dtype in WIDE for value in values)
+        # Bounds are known without data, so that a wrong number of groups fails early.
         if (bounds := groups.bounds()) is not None and bounds[-1] != n:
             raise DrjaxValueError(f"The plan is for {n} groups, got {bounds[-1]}.")
         self.node, self._tree = pytrees.describe(tree), tree
@@ -353,21 +253,28 @@ class Source:
         return {**self.__dict__, "_tree": None}  # of classes that others may lack
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Pairs `(group, leaves)` of the groups from `start` to before `stop`.
+        """Read and validate the data of the groups from index `start` to before `stop`.
 
-        Leaves are a list of raw arrays; or an error, if the group's data cannot be read
-        or does not fit the plan. For data that stays with the workers the list is
-        empty.
+        Returns:
+          An iterator of pairs `(group index, leaves)`, in order. `leaves` are the
+          leaves of the group's pytree, a list of numpy arrays with random keys as key
+          data; or a `DrjaxError`, not raised, if the data of that group cannot be read
+          or does not fit the plan; or [] if only the workers have the data (the
+          argument is a `Remote`).
 
         Raises:
-          DrjaxValueError: There are too few items, or more than n.
-          EngineError: An iterator raised, so that no later group can be read.
+          DrjaxValueError: (when iterated) there is data of fewer than `stop` groups; or
+            of more than n, if `stop` is n.
+          EngineError: (when iterated) an iterator raised, so that no later group can be
+            read.
         """
         if isinstance(self.groups, Remote):
             yield from ((group, []) for group in range(start, stop))
             return
         group, text = start, f"The plan is for {self.n} groups, got"
         items = iter(self.groups.starting(start))
+        # No `for` loop: a sequence continues after a `next` that raises, a loop does
+        # not.
         while True:
             try:
                 item = next(items)
@@ -389,15 +296,19 @@ class Source:
             raise DrjaxValueError(f"{text} {group}.")
 
     def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
-        """The error for a group whose item raised when it was read.
+        """The error of a group whose data raised when it was read; it is not raised.
 
         Args:
-          items: The iterator.
+          items: The iterator over the groups' pytrees, whose `next` raised.
           group: The group index.
-          error: What it raised.
+          error: The exception that `next` raised.
+
+        Returns:
+          A `DrjaxValueError` with the reason.
 
         Raises:
-          EngineError: No later item can be read either.
+          EngineError: `items` does not iterate over a sequence, so that the data of
+            later groups cannot be read either.
         """
         why = f"loading group {group} raised {type(error).__name__}: {error}"
         # A sequence can go on behind an item that raises.
@@ -411,21 +322,35 @@ class Source:
         raise EngineError(why, group=group) from error
 
     def leaves(self, item: Any) -> list[np.ndarray]:
-        """Check the item of a group against the plan; returns its leaves as raw arrays.
+        """Validate the pytree of one group against the plan, and flatten it.
+
+        Args:
+          item: The pytree of arrays or numbers; or a `DrjaxError`, which is raised: the
+            data could not be read.
+
+        Returns:
+          The leaves as numpy arrays, random keys as key data.
 
         Raises:
-          DrjaxError: They do not have the planned structure, shapes and dtypes; or the
-            item is such an error, as its data could not be read.
+          DrjaxError: The structure, a shape or a dtype is not that of the plan; or
+            `item`.
         """
         # Workers may have another setting than the driver; the plan decides.
         with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
             return self._leaves(item)
 
     def _leaves(self, item: Any) -> list[np.ndarray]:
-        """The leaves of a group's item as raw arrays, in the plan's precision.
+        """Validate and flatten the pytree of one group, under the plan's x64 setting.
+
+        Args:
+          item: The pytree of arrays or numbers; or a `DrjaxError`, which is raised.
+
+        Returns:
+          The leaves as numpy arrays, random keys as key data.
 
         Raises:
-          DrjaxError: They do not have the planned structure, shapes and dtypes.
+          DrjaxError: The structure, a shape or a dtype is not that of the plan; or
+            `item`.
         """
         if isinstance(item, DrjaxError):
             raise item
@@ -451,13 +376,19 @@ class Source:
 
 
 def _uncast(value: Value, leaf: Any) -> Any:
-    """A leaf of a group's item as an array; numpy's arrays keep their dtype.
+    """Convert a leaf of a group's pytree to an array, without a cast of numpy's dtypes.
 
-    `value` is its value in the plan, for errors.
+    Args:
+      value: The value of the leaf in the plan, for its name in the error.
+      leaf: The leaf: an array, or anything that `jax.numpy.asarray` converts.
+
+    Returns:
+      A numpy array if the leaf is one of numpy's arrays or scalars, else a JAX array.
 
     Raises:
-      DrjaxTypeError: The leaf is no array.
+      DrjaxTypeError: The leaf cannot be converted.
     """
+    # Not by jnp.asarray: without x64 it would cast 64-bit data without an error.
     if isinstance(leaf, np.ndarray | np.generic):
         return np.asarray(leaf)
     try:
@@ -468,31 +399,41 @@ def _uncast(value: Value, leaf: Any) -> Any:
 
 
 def as_array(x: Any) -> Any:
-    """An argument's leaf as an array in a dtype that JAX has; `Lazy` passes unchanged.
+    """Convert a leaf of an argument to an array in a dtype that JAX has.
 
-    numpy's arrays stay numpy's; whatever else becomes an array of JAX.
+    Args:
+      x: An array, a `Lazy`, or anything that `jax.numpy.asarray` converts.
+
+    Returns:
+      `x` itself if it is a `Lazy`. For numpy arrays and scalars a numpy array, cast to
+      the dtype that JAX would use (32 bits, unless x64 is enabled). Else a JAX array.
     """
     if isinstance(x, Lazy):
         return x
     if isinstance(x, np.ndarray | np.generic):
+        # The cast of jnp.asarray, which would also copy the array to a device.
         return np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
     return jax.numpy.asarray(x)
 
 
 def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
-    """The inputs of a plan from the arguments of a call, for an engine's driver.
+    """Flatten the arguments of a call to the inputs of a plan, for an engine's driver.
 
     Args:
       plan: The plan.
-      args: Arguments given by position; some may be `Groups`.
-      kwargs: Arguments given by name; likewise.
+      args: The positional arguments of the call; some may be `Groups`.
+      kwargs: The keyword arguments of the call; some may be `Groups`.
 
     Returns:
-      For each input a raw numpy array, with slices along axis 0, or a `Lazy`.
+      For each input of the plan a numpy array, random keys as key data; of a
+      partitioned input `[n, ...]`, with the slices along axis 0. A `Lazy` for each leaf
+      of a `Groups`.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: They do not fit the plan.
+      DrjaxTypeError, DrjaxValueError: The arguments do not fit the plan.
     """
+    # For each argument the indices of its leaves, as a `Groups` replaces all of them.
+    # Arguments that the plan lacks have none, and `flat_inputs` refuses them.
     positions = plan.in_tree.unflatten(range(len(plan.inputs)))
     args = tuple(
         _lazy(plan, a, positions[0][i] if i < len(positions[0]) else None)
@@ -511,17 +452,21 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
-    """Replace a `Groups` by a pytree of `Lazy`; any other argument stays as it is.
+    """Replace a `Groups` argument by a pytree of `Lazy`; other arguments are unchanged.
 
     Args:
       plan: The plan.
       x: The argument.
-      positions: The index of the plan's input for each leaf of the argument; None if
-        the plan has no such argument.
+      positions: A pytree of ints with the structure of the argument in the plan: for
+        each leaf its index in `plan.inputs`. None if the plan has no such argument.
+
+    Returns:
+      For a `Groups`, a pytree of the structure of `positions`, one `Lazy` for each
+      leaf. Any other argument is returned as it is.
 
     Raises:
-      DrjaxTypeError: A leaf is a global value in the plan.
-      DrjaxValueError: Files have another number of groups.
+      DrjaxTypeError: `x` is a `Groups`, and a leaf is a global value in the plan.
+      DrjaxValueError: The number of groups in Parquet files is not that of the plan.
     """
     if not isinstance(x, Groups) or positions is None:
         return x
@@ -539,24 +484,52 @@ def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
 
 
 def empty_slices(value: Value, n: int) -> np.ndarray:
-    """Slices `[n, ...]` of a value for groups without results: NaN if float, else zero.
+    """The slices of groups without results: NaN, or zero if the dtype has no NaN.
 
-    Random keys are raw, so zero.
+    Args:
+      value: A partitioned value of a plan; its shape is that of one slice.
+      n: The number of slices.
+
+    Returns:
+      A numpy array `[n, ...]` in the dtype of the value; for random keys, key data of
+      zeros.
     """
     raw = raw_type(value)
     inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
     return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
 
 
-def survivors(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
-    """All groups' slices of a value `[n, ...]`, with empty slices for dropped groups.
+def read_if_lazy(x: Any) -> Any:
+    """Read the slices of all groups of a `Lazy`; anything else is returned unchanged.
 
     Args:
-      value: The partitioned value.
-      slices: All groups' slices along axis 0, or `Lazy`.
-      alive: Which groups take part, bool `[n]`; the others were dropped.
+      x: A numpy array, or a `Lazy`.
+
+    Returns:
+      `x`, or the numpy array `[n, ...]` of the `Lazy`.
+
+    Raises:
+      DrjaxTypeError: `x` is a `Lazy` whose data only the workers have.
     """
-    slices = slices.whole() if isinstance(slices, Lazy) else slices
+    return x.whole() if isinstance(x, Lazy) else x
+
+
+def mask_dropped_slices(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
+    """Replace the slices of dropped groups by NaN, or by zero if the dtype has no NaN.
+
+    Args:
+      value: The partitioned value in the plan.
+      slices: The slices of all n groups: a numpy array `[n, ...]`, or a `Lazy`, which
+        is read.
+      alive: Which groups take part, bool `[n]`; the others were dropped.
+
+    Returns:
+      A numpy array `[n, ...]`. It is a copy, unless all groups take part.
+
+    Raises:
+      DrjaxTypeError: `slices` is a `Lazy` whose data only the workers have.
+    """
+    slices = read_if_lazy(slices)
     if alive.all():
         return slices
     # A copy: the caller's array, or a later round's input, must not change.

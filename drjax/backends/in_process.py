@@ -16,7 +16,7 @@ from typing import Any
 from drjax.backends.engine import pool_scheduler, worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
-from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.options import EngineOptions, checked_integer
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.plan import Plan
 
@@ -26,8 +26,9 @@ def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
 
     Args:
       plan: The plan.
-      workers: How many workers to pretend; blocks are cut as for so many.
-      **options: See `EngineOptions`. There is no `timeout` here.
+      workers: The number of workers for which the default block size is chosen. All
+        blocks run in this process, one after another.
+      **options: See `EngineOptions`. `timeout` interrupts no block.
 
     Returns:
       A `Runner` with the signature of the planned function.
@@ -48,14 +49,22 @@ def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
 
 
 class InProcess:
-    """A `Pool` without processes, which runs each block when it is submitted.
+    """A `Pool` without worker processes, which runs each block when it is submitted.
 
     Args:
-      workers: How many workers to pretend, for the size of blocks.
+      workers: The number of workers for which the default block size is chosen.
+
+    Attributes:
+      workers: That number.
+      generation: 0: there are no workers that could be replaced.
+
+    Raises:
+      DrjaxValueError: `workers` is no integer from 1.
     """
 
     def __init__(self, workers: int = 1):
-        self.workers, self.generation = workers, 0
+        self.workers = checked_integer("workers", workers, 1)
+        self.generation = 0
 
     def open(self) -> None:
         pass
@@ -64,6 +73,7 @@ class InProcess:
         return pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
+        # The workers are this process: they read the object itself.
         return x
 
     def submit(self, task: Task, file: File, shared: Any) -> Any:
@@ -79,12 +89,14 @@ class InProcess:
         return handle.result
 
     def abandon(self, handle: Any) -> None:
+        # Nothing is late: a task has ended when `submit` returns.
         pass
 
     def forget(self, handle: Any) -> None:
         pass
 
     def states(self) -> list[WorkerState]:
+        # One process runs all blocks, whatever `workers` is.
         return [worker.state()]
 
     def close(self) -> None:
@@ -92,11 +104,16 @@ class InProcess:
 
 
 class _FinishedTask:
-    """The handle of a task, which runs when the handle is made.
+    """The handle of a task; the constructor runs the task.
+
+    Args:
+      file: The plan file.
+      task: The stage to run, and the block of groups.
+      shared: The global inputs of the stage, a list of numpy arrays.
 
     Attributes:
-      result: Its `BlockResult`; None if the task raised.
-      error: What the task raised; None if it did not.
+      result: The `BlockResult` of the task; None if the task raised.
+      error: The exception that the task raised; None if it did not raise.
     """
 
     def __init__(self, file: File, task: Task, shared: Any):

@@ -27,7 +27,7 @@ from drjax.backends.engine.actor import Worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import BlockResult, Task, WorkerState
-from drjax.backends.engine.options import EngineOptions
+from drjax.backends.engine.options import EngineOptions, checked_integer
 from drjax.backends.engine.placement import Placement
 from drjax.backends.engine.process_exit import ListeningProcess
 from drjax.backends.engine.protocols import Lost, Results, StageCall
@@ -57,11 +57,11 @@ def compile(
 
     Args:
       plan: The plan.
-      workers: How many actors; or `Actors`, which several plans may share: they stay
-        until they are closed themselves.
-      address: That of a Ray cluster, as for `ray.init`.
-      ray_options: For the actors, as for `.options()` of one: `num_gpus`, `resources`,
-        `runtime_env`, ... Default: one CPU each.
+      workers: The number of actors; or `Actors`, which several plans may share, and
+        which the caller closes.
+      address: The address of a Ray cluster, as for `ray.init`.
+      ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
+        `resources`, `runtime_env`, ... Default: one CPU each.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
 
@@ -90,17 +90,19 @@ def compile(
 
 
 class _Connection:
-    """The Ray that a pool uses: one that runs already, or one that is started for it.
+    """The connection of a pool to Ray, which runs already or is started.
 
     Args:
       address: The address of a Ray cluster, as for `ray.init`; None: Ray on this
-        machine.
-      on_end: Called when the raylet has ended by itself, and all actors with it.
+        machine, which is started if this process is not connected to one.
+      on_end: A function without arguments, called when the raylet (Ray's process on
+        this machine) has ended by itself, and all actors with it.
 
     Attributes:
       module: The module `ray`. For anything that talks to the raylet use `live()`
         instead.
-      store_bytes: The size of the object store on this machine.
+      store_bytes: The size in bytes of the object store on this machine; 0 if not
+        connected.
     """
 
     def __init__(self, address: str | None, on_end: Callable[[], None]):
@@ -110,7 +112,11 @@ class _Connection:
         self._raylet: ListeningProcess | None = None
 
     def open(self, workers: int) -> None:
-        """Connect to Ray, or start it with at least one CPU for each worker."""
+        """Connect to Ray, or start it with at least one CPU for each worker.
+
+        Args:
+          workers: The number of workers.
+        """
         ray = self.live()
         _open.add(self)
         if not ray.is_initialized():
@@ -133,17 +139,22 @@ class _Connection:
                 self.store_bytes = node["Resources"].get("object_store_memory", 0)
 
     def live(self) -> Any:
-        """The module `ray`, if Ray still runs; else using it would end this process.
+        """The module `ray`, if the raylet still runs.
+
+        If the raylet has ended, any use of the module would end this process.
 
         Raises:
-          EngineError: The raylet has ended. All pools of this process are reset.
+          EngineError: The raylet has ended. All connections of this process are reset,
+            and their `on_end` was called.
         """
         if self._raylet is not None and self._raylet.ended():
+            # All connections of the process use one raylet: its end is theirs.
             for connection in [*_open]:
                 connection.reset()
                 connection._on_end()
             _open.clear()
             _starters.clear()
+            # Then `is_initialized` is false, so that the next `open` starts Ray again.
             self.module.shutdown()
             raise EngineError(
                 "The raylet, Ray's process on this machine, has ended, and the workers "
@@ -156,12 +167,15 @@ class _Connection:
     def wait(
         self, handles: Sequence[Any], count: int, timeout: float | None
     ) -> tuple[list, list]:
-        """Wait until `count` results are done or time is over: `(done, not done)`.
+        """Wait until `count` results are done, or the time is over.
 
         Args:
-          handles: Ray's references to the results.
+          handles: Ray's references (`ray.ObjectRef`) to the results.
           count: The number of results to wait for.
           timeout: In seconds; None: no limit.
+
+        Returns:
+          `(done, not done)`, lists of the handles. `done` has at most `count` handles.
 
         Raises:
           EngineError: The raylet has ended.
@@ -175,14 +189,17 @@ class _Connection:
                 return waited
 
     def reset(self) -> None:
-        """Watch no raylet any more."""
+        """Stop watching the raylet, and set `store_bytes` to 0."""
         self.store_bytes = 0.0
         if self._raylet is not None:
             self._raylet.close()
             self._raylet = None
 
     def close(self) -> None:
-        """Leave Ray, and end it if it was started here and no other pool uses it."""
+        """Stop using Ray.
+
+        Ray is shut down if this process started it and no other connection uses it.
+        """
         self.reset()
         _open.discard(self)
         if _starters and not _open:
@@ -195,20 +212,33 @@ _open, _starters = set[_Connection](), set[_Connection]()
 
 
 class Actors:
-    """Workers as actors: a `drjax.backends.engine.protocols.Pool`.
+    """Workers as Ray actors: a `drjax.backends.engine.protocols.Pool`.
 
-    The arguments are those of `compile`.
+    Args:
+      workers: The number of actors.
+      address: The address of a Ray cluster, as for `ray.init`. Default: Ray on this
+        machine, which is started if the process is not connected to one.
+      ray_options: A dict of options of the actors, as for an actor's `.options()`:
+        `num_gpus`, `resources`, `runtime_env`, ... Default: one CPU each.
+
+    Attributes:
+      workers: The number of actors.
+      generation: How often all actors were started.
+
+    Raises:
+      DrjaxValueError: `workers` is no integer from 1.
     """
 
     def __init__(self, workers: int, address: str | None = None, ray_options=None):
-        self.workers, self.generation = workers, 0
+        self.workers = checked_integer("workers", workers, 1)
+        self.generation = 0
         self._options: dict[str, Any] = ray_options or {}
         self._connection = _Connection(address, self._reset)
         self._ray = self._connection.module
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all actors, their tasks, and the slices that they can read."""
+        """Clear the records of actors, tasks and stored slices; no actor is ended."""
         self._placement = Placement()
         self._slices = ResidentSlices(self.share, self._get, 0)
 
@@ -231,9 +261,14 @@ class Actors:
         self._wait_until_started(self._placement.workers)
 
     def _start(self) -> Any:
-        """Start an actor, and return it; it may have to wait for resources."""
+        """Start an actor, without waiting; returns Ray's handle of the actor.
+
+        Ray delays the start of an actor until the resources for it are free.
+        """
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
+        # A single worker may use all cores.
         environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
+        # The user's options come last: they replace these, `runtime_env` included.
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
         # A second thread in each actor, to answer `state` while `run` runs.
         groups = {"asked": 1}
@@ -242,10 +277,14 @@ class Actors:
         return kind.options(max_restarts=0, **options).remote()
 
     def _wait_until_started(self, actors: list[Any]) -> None:
-        """Wait until all of these actors answer.
+        """Wait until all of these actors have started and answered.
+
+        Args:
+          actors: Ray's handles of the actors.
 
         Raises:
-          EngineError: Ray has no room for them; this pool is closed.
+          EngineError: Some did not start within 120 seconds, for lack of resources;
+            this pool is closed. Or the raylet has ended.
         """
         ready = [_ask(actor.state) for actor in actors]
         # Ray queues actors for which it has no resources, without an error.
@@ -257,12 +296,19 @@ class Actors:
                 f"resources are {resources}, of which others have some: "
                 'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
             )
+        # A call that failed is ready, too: `get` raises why its actor did not start.
         self._ray.get(ready)
 
     def _replace(self, actor: Any) -> None:
-        """Kill an actor that is dead or too slow, and start another in its place.
+        """Kill an actor that is dead or too slow, and wait until another has started.
 
-        Nothing happens if it was replaced already.
+        Nothing happens if the actor was replaced already.
+
+        Args:
+          actor: Ray's handle of the actor.
+
+        Raises:
+          EngineError: The other actor did not start.
         """
         if actor not in self._placement.workers:
             return  # it was replaced already
@@ -296,9 +342,14 @@ class Actors:
         return self._connection.live().put(x)
 
     def _get(self, reference: Any) -> Any:
-        """The object that `share` stored, from the reference that it returned.
+        """Read an object that `share` made available to the workers.
 
-        It is a view of the object store; small lists of arrays are their own reference.
+        Args:
+          reference: The reference that `share` returned: a `ray.ObjectRef`; or a list
+            of small arrays, which is not stored, and is returned unchanged.
+
+        Returns:
+          The object; its arrays are read-only views of the object store.
         """
         stored = not isinstance(reference, list)
         return self._connection.live().get(reference) if stored else reference
@@ -314,6 +365,7 @@ class Actors:
         return pool_scheduler.results(self, call)
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
+        # First: if the raylet has ended, this clears the placement and raises.
         self._connection.live()
         actor, block = self._placement.least_loaded(), task.block
         name = file.hex()
@@ -353,12 +405,13 @@ class Actors:
 
 
 def _ask(method: Any, *args: Any) -> Any:
-    """Call a method of an actor in its second thread; returns a handle.
-
-    The first thread may be at work.
+    """Call a method of an actor in its second thread; the first may be running a task.
 
     Args:
-      method: The method of the actor's handle.
-      *args: Its arguments.
+      method: The method of the actor's handle, as `actor.state`.
+      *args: The arguments of the method.
+
+    Returns:
+      A `ray.ObjectRef` of the result.
     """
     return method.options(concurrency_group="asked").remote(*args)

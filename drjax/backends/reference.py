@@ -22,21 +22,24 @@ from jax.core import Tracer
 
 from drjax import _compat
 from drjax._errors import DrjaxError
+from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends import _locate_failure, _python_loops
 from drjax.backends._interpret_plan import Environment, PlanInterpreter
-from drjax.plan import Loop, Plan, Reduce, Stage, Value
+from drjax.backends._move_slices import move_slices
+from drjax.plan import Loop, Move, Plan, Reduce, Stage, Value
 
 
 class GroupError(DrjaxError, RuntimeError):
     """The work of one group failed.
 
     Attributes:
-      group: The index of the group.
-      stage: The stage that failed.
-      inputs: The arguments of the stage for that group: rerun it with
+      group: The group index.
+      stage: The local stage that failed, a `drjax.plan.Stage`.
+      inputs: The arguments of the stage's jaxpr for that group: the group index, then
+        one array for each input. To rerun the stage:
         `jax.extend.core.jaxpr_as_fun(error.stage.jaxpr)(*error.inputs)`.
     """
 
@@ -50,7 +53,8 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
 
     Args:
       plan: The plan.
-      check_nans: Raise `GroupError` where a group's work yields a NaN.
+      check_nans: Whether to raise `GroupError` if an output of a group's stage has a
+        NaN.
 
     Returns:
       A function with the signature of the planned one.
@@ -74,7 +78,7 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
         ]
         outs = _GroupByGroup(plan, check_nans)(inputs)
         whole = [
-            jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x, v.dtype)
+            jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x)
             for v, x in zip(plan.outputs, outs, strict=True)
         ]
         return plan.out_tree.unflatten(whole)
@@ -83,11 +87,16 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
 
 
 class _GroupByGroup(PlanInterpreter):
-    """Runs a plan in this process; partitioned values have slices along axis 0.
+    """Runs a plan in this process, one group at a time: `interpreter(inputs)`.
+
+    It takes and returns lists of arrays, in the order of `plan.inputs` and
+    `plan.outputs`. Partitioned values are arrays `[n, ...]`, with the slices along axis
+    0.
 
     Args:
       plan: The plan.
-      check_nans: Whether a group that yields a NaN has failed.
+      check_nans: Whether to raise `GroupError` if an output of a group's stage has a
+        NaN.
     """
 
     def __init__(self, plan: Plan, check_nans: bool):
@@ -112,22 +121,29 @@ class _GroupByGroup(PlanInterpreter):
                 stage.outputs, zip(*outs, strict=True), strict=True
             ):
                 env[value] = _stack(slices)
+        # Also without local work: a gather may read slices of an earlier round.
         for reduce in a_round.reduces:
             env[reduce.result] = _reduced(reduce, env[reduce.source])
+
+    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+        return jnp.asarray(move_slices(move, slices, index))
 
     def _run_group(
         self, group: int, stage: Stage, env: Environment, location: str
     ) -> list:
-        """Run the local stage for one group; returns the list of its outputs.
+        """Run the local stage for one group.
 
         Args:
           group: The group index.
-          stage: The stage.
-          env: The arrays so far.
-          location: The round, for errors.
+          stage: The local stage.
+          env: The arrays so far, from which the inputs of the stage are read.
+          location: The round and the plan as text, for errors.
+
+        Returns:
+          A list of arrays: the group's slice of each output of the stage.
 
         Raises:
-          GroupError: The work raises, or with `check_nans` yields a NaN.
+          GroupError: The work raises; or `check_nans` is set and an output has a NaN.
         """
         # A local stage takes the group index first.
         inputs = [np.int32(group)]
@@ -157,16 +173,28 @@ class _GroupByGroup(PlanInterpreter):
 
 
 def _call(stage: Stage, args: list) -> list:
-    """Evaluate a stage, one equation after another; returns the list of its outputs."""
-    return _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+    """Evaluate the jaxpr of a stage, one equation after another.
+
+    Args:
+      stage: The stage.
+      args: The arguments of its jaxpr: of a local stage the group index, then for both
+        kinds of stage one array for each input.
+
+    Returns:
+      A list of arrays, one for each output of the stage.
+    """
+    outs = _compat.jaxpr_as_fun(stage.jaxpr)(*args)
+    return as_arrays(outs, [value.dtype for value in stage.outputs])
 
 
 def _stack(slices: tuple) -> Any:
-    """Stack the slices of a value, one for each group, into an array along axis 0.
+    """Stack the slices of all n groups into a JAX array `[n, ...]`.
 
-    They may be tracers, or random keys.
+    Args:
+      slices: For each group its slice of one value: arrays, random keys or tracers.
     """
     if any(isinstance(x, Tracer) for x in slices):
+        # Under a JAX transformation numpy cannot read slices: they are tracers.
         return jnp.stack(slices)
     # By numpy: XLA would take minutes to compile a stack of many thousand arrays.
     stacked = jnp.asarray(np.stack([np.asarray(to_raw(x)) for x in slices]))
@@ -174,14 +202,15 @@ def _stack(slices: tuple) -> Any:
 
 
 def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> None:
-    """Check that no output of a group has a NaN; raise `GroupError` if one has.
+    """Raise `GroupError` if an output of a group has a NaN.
 
     Args:
-      outs: The outputs of the stage for the group.
+      outs: The arrays that the stage returned for the group.
       group: The group index.
-      stage: The stage.
-      inputs: The arrays that the stage took, the group index first.
-      location: The round, for errors.
+      stage: The local stage.
+      inputs: The arguments of the stage's jaxpr: the group index, then the input
+        arrays.
+      location: The round and the plan as text, for errors.
     """
     for value, out in zip(stage.outputs, outs, strict=True):
         if _locate_failure.has_nan(out):
@@ -195,12 +224,19 @@ def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> 
 
 
 def _reduced(reduce: Reduce, slices: Any) -> Any:
-    """Reduce the slices of all groups, `[n, *s]`: the global value `[*s]`.
+    """Reduce the slices of all groups by the operation of a reduction, on the host.
 
-    Floats are added up in float64. A gather returns all slices.
+    Args:
+      reduce: The reduction.
+      slices: The array of all groups' slices, `[n, *s]`.
+
+    Returns:
+      The global value `[*s]`, in the dtype of the slices; floats are added up in
+      float64. Of a gather, `slices` itself.
     """
     if reduce.op == "gather":
         return slices
+    # Cast first: of float32 slices `np.add.reduce` has a float32 accumulator.
     op, host = REDUCE_OPS[reduce.op], np.asarray(slices)
     total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
     return jnp.asarray(op.finish(total, host.shape[0]), dtype=host.dtype)

@@ -24,6 +24,7 @@ from jax import export
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import raw_type
 from drjax._plan_file.custom_calls import parsed_module
+from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
 from drjax.backends.engine.extras import needed
@@ -31,7 +32,7 @@ from drjax.plan import Plan, Reduce, Round, Stage, Value
 
 
 def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
-    """A plan as a building block of `federated_language`.
+    """Export a plan as a building block of `federated_language`.
 
     Global values are at the server and partitioned ones at the clients; rounds become
     `federated_broadcast`, `federated_map` and `federated_sum`, `_mean`, `_max` or
@@ -39,15 +40,15 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
     a `google.protobuf.BytesValue` with a portable artifact, as
     `jaxlib.mlir.dialects.stablehlo.deserialize_portable_artifact` reads it. Parameters
     and results are the leaves of the planned function's arguments and results, by name;
-    random keys as raw data.
+    random keys are raw data.
 
     Args:
       plan: A plan without loops, whose rounds gather and scatter nothing.
-      platform: That for which stages are lowered.
+      platform: The platform for which stages are lowered: `cpu`, `cuda` or `tpu`.
 
     Returns:
       A `federated_language.framework.Lambda`; `.to_proto()` and
-      `.formatted_representation()` are what others read. Where a stage asks for
+      `.formatted_representation()` are what others read. If a stage calls
       `drjax.partition_index()`, there is one more parameter, `group`, int32 at the
       clients: the group index of each.
 
@@ -67,13 +68,16 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
 
 
 class _Export:
-    """The export of one plan; its methods return objects of federated-language.
-
-    `values` of methods are such objects by the names of the plan's values.
+    """The export of one plan as a computation of federated-language.
 
     Args:
-      plan: The plan.
-      platform: The platform for which stages are lowered.
+      plan: The plan; its stages are exported if they are not yet.
+      platform: The platform for which stages are lowered: `cpu`, `cuda` or `tpu`.
+
+    Attributes:
+      fl: The module `federated_language`.
+      plan: The plan with exported stages, a `Plan`.
+      platform: As given to the constructor.
 
     Raises:
       EngineError: federated-language is not installed.
@@ -92,7 +96,11 @@ class _Export:
             _check(plan, a_round)
 
     def computation(self) -> Any:
-        """Build the computation: a function from the plan's inputs to its outputs."""
+        """Build the computation from the plan's inputs to its outputs, by name.
+
+        Returns:
+          A `federated_language.framework.Lambda`.
+        """
         fl, plan = self.fl, self.plan
         parameters = [(v.name, self._placed(v)) for v in plan.inputs]
         indexed = any(_uses_group_index(r.local) for r in plan.rounds)
@@ -115,7 +123,9 @@ class _Export:
         return run.to_building_block()
 
     def _tensor(self, value: Value) -> Any:
-        """The `TensorType` of a value, or of one group's slice.
+        """The `federated_language.TensorType` of a global value or of a group's slice.
+
+        Random keys have the type of their raw data.
 
         Raises:
           DrjaxTypeError: federated-language has no such dtype.
@@ -129,23 +139,36 @@ class _Export:
         return self.fl.TensorType(raw.dtype.type, raw.shape)
 
     def _placed(self, value: Value) -> Any:
-        """The `FederatedType` of a value: at the clients if it is partitioned."""
+        """The `federated_language.FederatedType` of a value, with its placement.
+
+        A partitioned value is placed at the clients, a global value at the server.
+
+        Raises:
+          DrjaxTypeError: federated-language has no such dtype.
+        """
         fl = self.fl
         place = fl.CLIENTS if value.partitioned else fl.SERVER
         return fl.FederatedType(self._tensor(value), place)
 
     def _reduced(self, reduce: Reduce, values: dict[str, Any]) -> Any:
-        """The result of a reduction; `values` has the operands by name."""
+        """Add a reduction to the computation that is built, and return its result.
+
+        Args:
+          reduce: The reduction.
+          values: For the name of each value of the plan the object of
+            federated-language that stands for it in the computation.
+        """
         intrinsic = getattr(self.fl, f"federated_{reduce.op}")
         return intrinsic(values[reduce.source.name])
 
     def _stage(self, stage: Stage, values: dict[str, Any], place: Any) -> None:
-        """Run a stage in the computation that is built: add its outputs to `values`.
+        """Add a stage to the computation that is built, and its outputs to `values`.
 
         Args:
-          stage: The stage.
-          values: The objects of federated-language, by the names of the plan's values.
-          place: `SERVER` or `CLIENTS` of federated-language.
+          stage: The stage; one without outputs is skipped.
+          values: For the name of each value of the plan the object of
+            federated-language that stands for it in the computation.
+          place: `federated_language.SERVER` for a server stage, or `CLIENTS`.
         """
         if stage.exported is None:
             return
@@ -164,13 +187,24 @@ class _Export:
         values.update((v.name, results[i]) for i, v in enumerate(stage.outputs))
 
     def _work(self, stage: Stage, local: bool) -> Any:
-        """A stage as an `Xla` computation of federated-language, for one platform.
+        """Lower a stage to an `Xla` computation of federated-language.
 
-        `local` says whether it is a local stage, not one of the server.
+        It takes a struct of tensors: for a local stage that uses the group index, int32
+        `[]` first; then the inputs of the stage, of partitioned values one slice. It
+        returns a struct with the outputs of the stage, in order. Its platform is
+        `self.platform`.
+
+        Args:
+          stage: A stage that was exported before.
+          local: Whether it is a local stage; if not, it is one of the server.
+
+        Returns:
+          A `federated_language.framework.ConcreteComputation`.
         """
         fl, pb = self.fl, importlib.import_module(_PROTOS)
         protobuf = lambda x: importlib.import_module(f"google.protobuf.{x}_pb2")
-        call, consts = stage.exported.per_group.function.call, stage.exported.consts
+        exported = exported_of(stage)
+        call, consts = exported.per_group.function.call, exported.consts
         indexed = local and _uses_group_index(stage)
         types = [jax.ShapeDtypeStruct((), np.int32)] if indexed else []
         types += [raw_type(v) for v in stage.inputs]
@@ -217,21 +251,21 @@ _GROUP_INDEX = "the index of the client"
 
 
 def _uses_group_index(stage: Stage) -> bool:
-    """Whether the work of a group depends on its index.
+    """Whether the results of a local stage depend on the group index.
 
-    The StableHLO of the exported local stage says so; False if it is not exported.
+    The StableHLO of its per-group function decides. False if the stage is not exported.
     """
     if stage.exported is None:
         return False
-    return _uses_argument(stage.exported.per_group.stablehlo, len(stage.inputs) + 1)
+    return _uses_argument(exported_of(stage).per_group.stablehlo, len(stage.inputs) + 1)
 
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
-    """Whether anything uses an argument of the main function of a portable artifact.
+    """Whether the main function of StableHLO code uses one of its arguments; cached.
 
     Args:
-      code: The artifact.
+      code: A StableHLO portable artifact, in MLIR bytecode.
       from_last: The position of the argument from the end, 1 for the last.
     """
     with parsed_module(code) as module:
@@ -241,11 +275,14 @@ def _uses_argument(code: bytes, from_last: int) -> bool:
 
 
 def _used(argument: Any, functions: dict[str, Any]) -> bool:
-    """Whether anything but unused arguments of functions uses a value of a module.
+    """Whether an MLIR function uses one of its arguments.
+
+    An argument of a call counts if the callee uses it; in any other operation it counts
+    always.
 
     Args:
-      argument: The value, an argument of a function.
-      functions: The functions of the module by name: uses in called ones count.
+      argument: The argument, an `ir.BlockArgument`.
+      functions: All functions of the MLIR module (`func.func`), by name.
     """
     for use in argument.uses:
         call = use.owner
@@ -260,12 +297,18 @@ def _used(argument: Any, functions: dict[str, Any]) -> bool:
 def _check(plan: Plan, a_round: Round) -> None:
     """Check that federated-language can express a round of a plan.
 
+    Args:
+      plan: The plan, for errors.
+      a_round: The round.
+
     Raises:
-      DrjaxValueError: The round has a loop, a scatter or a gather.
+      DrjaxValueError: The round has a loop, a scatter, a gather or a move of slices.
     """
     what = None
     if a_round.loops:
         what = f"a loop, {a_round.loops[0].name}: export the plan of one round"
+    elif a_round.moves:
+        what = f"slices that move between groups ({a_round.moves[0].op})"
     elif a_round.scatter:
         what = (
             f"a slice of {a_round.scatter[0][0].name} for each group: give it to them"

@@ -1,6 +1,7 @@
 """Every building block over every kind of tree and dtype.
 
-Covers: drjax._api.blocks, drjax._api.reductions, drjax._api.resolve.
+Covers: drjax._api.blocks, drjax._api.reductions, drjax._api.resolve,
+drjax._primitives.select_slice.
 """
 
 from typing import Any
@@ -306,3 +307,43 @@ def test_float8_means():
     x = jnp.ones(N, jnp.float8_e4m3fn)
     for f in (drjax.reduce_mean, lambda x: drjax.reduce_weighted_mean(x, jnp.ones(N))):
         assert four(f)(x).dtype == x.dtype and float(four(f)(x)) == 1.0
+
+
+def test_the_mean_of_more_groups_than_float16_can_count_has_a_gradient():
+    n, half = 70000, jnp.float16  # the largest number in float16 is 65504
+
+    @drjax.program(clients=n)
+    def mean(w, x):
+        products = drjax.map_fn(lambda w, x: w * x, (drjax.broadcast(w), x))
+        return drjax.reduce_mean(products)
+
+    gradient = jax.grad(mean)(half(2), jnp.ones(n, half))
+    assert gradient.dtype == half and abs(float(gradient) - 1) < 0.01
+
+
+@pytest.mark.parametrize("block", ["reduce_sum", "reduce_max", "reduce_min"])
+def test_reductions_of_python_numbers_have_the_same_type_under_jit(block):
+    @drjax.program(clients=301)
+    def scaled(x, scale):
+        ones = drjax.map_fn(lambda x: jnp.where(x > 0, 1.0, 0.0), x)
+        return scale * getattr(drjax, block)(ones)
+
+    args = jnp.ones(301), jnp.ones((), jnp.bfloat16)
+    for run in (scaled, jax.jit(scaled), drjax.jit(scaled)):
+        y = run(*args)
+        assert y.dtype == jnp.float32 and not y.weak_type
+        assert float(y) == (301 if block == "reduce_sum" else 1)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+def test_select_clamps_wide_indices(dtype):
+    program = jax.jit(drjax.program(clients=3)(drjax.select))
+    with jax.enable_x64(True):
+        x = jnp.arange(3.0)
+        for i in (2**31, 2**32 - 1, 2**32):
+            if i <= jnp.iinfo(dtype).max:
+                assert program(x, jnp.asarray(i, dtype)) == 2
+        assert program(x, jnp.asarray(1, dtype)) == 1
+        if dtype == "int64":
+            for i, expected in ((-1, 2), (-3, 0), (-(2**31) - 1, 0), (-(2**32), 0)):
+                assert program(x, jnp.int64(i)) == expected

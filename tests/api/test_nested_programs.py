@@ -77,7 +77,7 @@ def expected_for(pods: int, clients: int):
 
 
 @pytest.mark.usefixtures("leaks_unchecked")
-@checkerboard(sizes=[(4, 8), (2, 4)], name=MESHES)
+@checkerboard(4, sizes=[(4, 8), (2, 4)], name=MESHES)
 def test_value_and_gradient(name, sizes):
     f = make_nested(*sizes)
     with in_mesh_named(name):

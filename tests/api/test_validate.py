@@ -20,8 +20,15 @@ TAKES_SLICES = {
     "reduce_weighted_mean": lambda x: drjax.reduce_weighted_mean(x, X3),
     "reduce_max": lambda x: drjax.reduce_max(x),
     "reduce_min": lambda x: drjax.reduce_min(x),
+    "reduce_argmax": lambda x: drjax.reduce_argmax(x),
+    "reduce_argmin": lambda x: drjax.reduce_argmin(x),
+    "reduce_sum(by)": lambda x: drjax.reduce_sum(x, by=[0, 0, 1], num=2),
     "select": lambda x: drjax.select(x, 0),
     "gather": lambda x: drjax.gather(x),
+    "reduce_columns": lambda x: drjax.reduce_columns(jnp.max, x),
+    "take": lambda x: drjax.take(x, [1, 1, 0]),
+    "put": lambda x: drjax.put(x, [1, 1, 0]),
+    "shift": lambda x: drjax.shift(x, 1),
     "map_fn": lambda x: drjax.map_fn(lambda x: x, x),
 }
 

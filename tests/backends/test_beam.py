@@ -25,7 +25,8 @@ import pytest
 
 import drjax
 from drjax.backends import beam
-from drjax.backends.groups import Parquet
+from drjax.backends.beam import file_sinks
+from drjax.backends.parquet import Parquet
 from tests.helpers.cases import CASES
 from tests.helpers.conformance import (
     Conformance,
@@ -252,6 +253,28 @@ def test_options():
         "Beam takes no timeout",
         lambda: beam.compile(weighted_plan(3), timeout=3.0),
     )
+    wrong = lambda: beam.compile(weighted_plan(3), workers=0)
+    raises(drjax.DrjaxValueError, "workers must be an integer from 1, got 0", wrong)
+
+
+def test_two_writers_of_one_file(tmp_path):
+    path = tmp_path / "x"
+    systems = importlib.import_module("apache_beam.io.filesystems").FileSystems
+    parts = []
+
+    class Interleaved(systems):
+        @staticmethod
+        def create(part):
+            parts.append(part)
+            if len(parts) == 1:
+                file_sinks.write(str(path), b"of another writer")
+            return systems.create(part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_sinks, "_systems", lambda: Interleaved)
+        file_sinks.write(str(path), b"of this one")
+    assert path.read_bytes() == b"of this one" and len({*parts}) == 2
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_code_in_docs_runs():

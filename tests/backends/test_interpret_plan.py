@@ -12,7 +12,8 @@ from drjax.backends._interpret_plan import Environment, PlanInterpreter, names_r
 @drjax.program(clients=3)
 def centered_twice(x, scale):
     first = drjax.reduce_mean(x)
-    second = drjax.reduce_max(drjax.map_fn(lambda x: (x - first) * scale, x))
+    moved = drjax.shift(x, 1)
+    second = drjax.reduce_max(drjax.map_fn(lambda x: (x - first) * scale, moved))
     return drjax.reduce_sum(drjax.map_fn(lambda x: x / second, x)) + first
 
 
@@ -36,6 +37,10 @@ class Names(PlanInterpreter):
         for reduce in a_round.reduces:
             env[reduce.result] = reduce.result.name
 
+    def move(self, move, slices, index=None):
+        assert (slices, index) == (move.source.name, None)
+        return move.result.name
+
     def run_loop(self, index, loop, inputs):
         raise AssertionError("the plan has no loop")
 
@@ -48,10 +53,12 @@ def test_values_are_dropped_after_the_round_that_reads_them_last():
     first, second, third = run.live
     mean, largest = (r.reduces[0].result.name for r in plan.rounds[:2])
     assert {x, scale} <= first and mean not in first
-    assert {x, scale, mean} <= second
+    (move,) = plan.rounds[0].moves
+    assert move.source.name == x and move.result.name not in first
+    assert {x, scale, mean, move.result.name} <= second
     assert {x, mean, largest} <= third and scale not in third
     dropped = names_read_last(plan)
-    assert scale in dropped[1] and x in dropped[2]
+    assert {scale, move.result.name} <= {*dropped[1]} and x in dropped[2]
     assert not any(mean in names for names in dropped)  # the last server stage reads it
 
 

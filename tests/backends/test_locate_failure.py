@@ -5,6 +5,7 @@ Covers: drjax.backends._locate_failure, drjax.backends.reference.
 
 import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,16 @@ def in_a_while(a):
     return lax.while_loop(lambda carry: carry[0] < 3, step, (0, a + 1))[1]
 
 
+YES: Any = True  # a literal of the jaxpr
+
+
+def after_loops_with_flags(a):
+    start = a, jnp.asarray(False)
+    _, done = lax.while_loop(lambda c: ~c[1], lambda c: (c[0], YES), start)
+    _, flags = lax.scan(lambda c, _: (c, YES), a, length=2)
+    return jnp.sqrt(a - 2) + done + jnp.any(flags)  # here
+
+
 def in_a_branch(a):
     return lax.cond(a > 0, jnp.cos, lambda b: b / jnp.abs(b), a)  # here
 
@@ -67,8 +78,12 @@ def fails(fn, x, **options) -> GroupError:
 
 
 @pytest.mark.parametrize(
-    "fn", [direct, in_a_call, in_a_scan, in_a_while, in_a_branch, of_a_program]
-)
+    "fn",
+    [
+        direct, in_a_call, in_a_scan, in_a_while, after_loops_with_flags, in_a_branch,
+        of_a_program,
+    ],
+)  # fmt: skip
 def test_the_line_that_makes_a_nan(fn):
     x = jnp.arange(float(N)) * (2 if fn is of_a_program else 1)
     error = fails(fn, x, check_nans=True)
@@ -86,6 +101,13 @@ def test_a_constant_that_has_a_nan_already(wrap):
     constant = np.array([1, np.nan], np.float32)
     error = fails(wrap(lambda a: a * constant), jnp.ones((N, 2)), check_nans=True)
     assert re.search("in (its input|a) constant", str(error))
+
+
+def test_a_constant_of_a_loop_that_is_a_nan():
+    step = lambda carry, _: (carry, jnp.float32(np.nan))
+    work = lambda a: jax.lax.scan(step, a, length=3)[1]
+    error = fails(work, jnp.ones(N), check_nans=True)
+    assert "there is one in a constant" in str(error)
 
 
 @pytest.mark.parametrize("wrap", ["none", "scan", "while", "cond"])

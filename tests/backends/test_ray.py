@@ -17,7 +17,8 @@ import pytest
 
 import drjax
 from drjax.backends import ray
-from drjax.backends.groups import Groups, Parquet
+from drjax.backends.groups import Groups
+from drjax.backends.parquet import Parquet
 from tests.helpers.conformance import (
     ROOT,
     Conformance,
@@ -188,6 +189,13 @@ def stuck_plan(n):
         return drjax.reduce_sum(drjax.map_fn(work, x))
 
     return drjax.make_plan(total)(jax.ShapeDtypeStruct((n,), jnp.float32))
+
+
+@pytest.mark.parametrize("workers", [0, "2"])
+def test_a_number_of_workers_that_is_none(workers):
+    text = f"workers must be an integer from 1, got {workers!r}."
+    wrong = lambda: ray.compile(weighted_plan(3), workers=workers)
+    raises(drjax.DrjaxValueError, text, wrong)
 
 
 def test_more_workers_than_ray_has_room_for(monkeypatch, actors):

@@ -98,6 +98,8 @@ def test_what_it_cannot_say():
     raises(drjax.DrjaxValueError, "a loop, scan: export the plan of one", export, loop)
     plan = drjax.make_plan(four(lambda x: drjax.gather(drjax.map_fn(jnp.sin, x))))(x)
     raises(drjax.DrjaxValueError, "slices of all groups in one place", export, plan)
+    plan = drjax.make_plan(four(lambda x: drjax.reduce_sum(drjax.shift(x, 1))))(x)
+    raises(drjax.DrjaxValueError, "move between groups (permute)", export, plan)
 
 
 def test_docstring_example_runs():

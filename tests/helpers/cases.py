@@ -93,7 +93,11 @@ def np_weighted_tree(m, xs, w):
 @program
 def largest(m, xs):
     cubes = drjax.map_fn(lambda m, x: jnp.sin(m) * x**3, (drjax.broadcast(m), xs))
-    return drjax.reduce_max(cubes)
+    return drjax.reduce_max(cubes, where=drjax.partition_index() != 3, default=0)
+
+
+def np_largest(m, xs):
+    return (np.sin(m) * np.delete(xs, 3, axis=0) ** 3).max(0)
 
 
 @program
@@ -115,9 +119,48 @@ def scattered_squares(x):
 
 
 @program
+def moved_slices(m, xs):
+    slices = drjax.map_fn(lambda m, x: m * x**2, (drjax.broadcast(m), xs))
+    index = jnp.arange(N)[::-1] // 2
+    moved = (
+        drjax.shift(slices, 1),
+        drjax.take(slices, [*range(2, N), 1, 0]),
+        drjax.take(slices, index),
+        drjax.put(slices, index, add=True),
+    )
+    product = drjax.map_fn(lambda x, a, b, c, d: x * a + b * c + d, (xs, *moved))
+    return drjax.reduce_sum(product)
+
+
+def np_moved_slices(m, xs):
+    slices, index = m * xs**2, np.arange(N)[::-1] // 2
+    other = slices[[*range(2, N), 1, 0]]
+    return (xs * np.roll(slices, 1, 0) + other * slices[index] + slices).sum(0)
+
+
+@program
+def middle_of_columns(m, xs):
+    slices = drjax.map_fn(lambda m, x: m * x**2, (drjax.broadcast(m), xs))
+    middle = lambda c: jnp.sort(c)[2:-2].mean() * (1 + m[0])
+    gram = drjax.reduce_columns(lambda c: jnp.outer(c, c), xs, sum=True)
+    return drjax.reduce_columns(middle, slices) * jnp.sum(jnp.sin(gram))
+
+
+def np_middle_of_columns(m, xs):
+    middle = np.sort(m * xs**2, axis=0)[2:-2].mean(0)
+    return middle * (1 + m[0]) * np.sin(xs @ xs.T).sum()
+
+
+@program
 def selected_slice(m, xs):
     slices = drjax.map_fn(lambda m, x: jnp.exp(m) * x, (drjax.broadcast(m), xs))
-    return drjax.select(slices, -3) * drjax.select(slices, jnp.int32(2))
+    first = drjax.reduce_argmin(drjax.map_fn(jnp.sum, xs))
+    odd = drjax.partition_index() % 2 == 1
+    return drjax.select(slices, first) * drjax.select(slices, jnp.int32(2), where=odd)
+
+
+def np_selected_slice(m, xs):
+    return np.exp(2 * m) * xs[xs.sum(1).argmin()] * xs[5]
 
 
 @program
@@ -165,11 +208,22 @@ def pointwise_between(x, xs):
     return drjax.reduce_sum(jnp.square(y)) - 3 * drjax.reduce_mean(-y)
 
 
+# Segment 2 has no group. JAX caches arrays of NumPy with the dtype of their first use.
+SEGMENTS = np.array([1, 0, 1, -1, 3, 0, 4, 3], np.int32)
+
+
 @program
 def chosen_groups(m, xs):
     odd = drjax.partition_index() % 2 == 1
     mean = drjax.reduce_mean(drjax.map_fn(lambda x: x**2, xs), where=odd)
-    return mean * m + drjax.reduce_sum(xs, where=~odd)
+    by = drjax.reduce_mean(xs, by=SEGMENTS, num=4, default=2)
+    return mean * m + drjax.reduce_sum(xs, where=~odd) * by.sum(0)
+
+
+def np_chosen_groups(m, xs):
+    chosen = [xs[SEGMENTS == k] for k in range(4)]
+    by = np.array([s.mean(0) if len(s) else [2.0] * 3 for s in chosen])
+    return (xs[1::2] ** 2).mean(0) * m + xs[::2].sum(0) * by.sum(0)
 
 
 @program
@@ -228,13 +282,15 @@ CASES = (
     Case(broadcast_double_and_sum, lambda x: 2 * N * x, (X,)),
     Case(mean_loss, np_mean_loss, (M, XS)),
     Case(weighted_tree, np_weighted_tree, (M, XS, W)),
-    Case(largest, lambda m, xs: (np.sin(m) * xs**3).max(0), (M, XS)),
+    Case(largest, np_largest, (M, XS)),
     Case(smallest, lambda m, xs: np.prod((m * xs).min(0)), (M, XS)),
     Case(
         gathered_prefix_sums, lambda m, xs: (m * xs**2).cumsum(0)[::2], (M, XS)
     ),
     Case(scattered_squares, lambda x: ((2 * x) ** 3).sum(0), (XS,)),
-    Case(selected_slice, lambda m, xs: np.exp(2 * m) * xs[-3] * xs[2], (M, XS)),
+    Case(moved_slices, np_moved_slices, (M, XS)),
+    Case(selected_slice, np_selected_slice, (M, XS)),
+    Case(middle_of_columns, np_middle_of_columns, (M, XS), False),
     Case(two_rounds, np_two_rounds, (M, XS)),
     Case(closed_over, lambda m, xs: np.tanh(xs @ np.exp(m)).sum(), (M, XS), False),
     Case(numbered, np_numbered, (M,)),
@@ -244,9 +300,7 @@ CASES = (
         (X, XS),
     ),
     Case(
-        chosen_groups,
-        lambda m, xs: (xs[1::2] ** 2).mean(0) * m + xs[::2].sum(0),
-        (M, XS),
+        chosen_groups, np_chosen_groups, (M, XS),
     ),
     Case(maml, np_maml, (M, np.array(0.1), XS)),
     Case(local_sgd, np_local_sgd, (M, XS)),
@@ -265,14 +319,18 @@ CASES = (
 )  # fmt: skip
 
 
-def grid(shift: int = 0):
-    """Parametrise a test over (case, mesh): all pairs with the other axis, or all."""
+def grid(shift: int = 0, every: int = 1):
+    """Parametrize a test over cases and meshes: each case on one mesh, or on all.
+
+    Only each `every`-th case is not slow, from case number `shift` on.
+    """
     params = []
     for (i, case), (j, mesh) in itertools.product(enumerate(CASES), enumerate(MESHES)):
         if mesh.startswith("explicit") and not case.on_explicit:
             continue
         default = (i + shift) % len(MESHES) == j
-        marks = () if default else GRID
+        slow = pytest.mark.slow if (i - shift) % every else ()
+        marks = slow if default else GRID
         params.append(pytest.param(case, mesh, marks=marks, id=f"{case.name}-{mesh}"))
     return pytest.mark.parametrize(("case", "mesh_name"), params)
 
@@ -282,15 +340,15 @@ def some(names, *chosen, marks=GRID):
     return [x if x in chosen else pytest.param(x, marks=marks) for x in names]
 
 
-def checkerboard(**axes):
-    """Parametrize a test over all combinations; every second one is slow.
+def checkerboard(every: int = 2, /, **axes):
+    """Parametrize a test over all combinations; only each `every`-th is not slow.
 
-    By default each value of an axis meets every second value of the next one.
+    By default each value of an axis meets each `every`-th value of the next one.
     """
     params = []
     for positions in itertools.product(*map(range, map(len, axes.values()))):
         values = [[*axis][i] for axis, i in zip(axes.values(), positions, strict=True)]
-        marks = () if sum(positions) % 2 == 0 else pytest.mark.slow
+        marks = pytest.mark.slow if sum(positions) % every else ()
         name = "-".join(getattr(x, "__name__", str(x)) for x in values)
         params.append(pytest.param(*values, marks=marks, id=name))
     return pytest.mark.parametrize(",".join(axes), params)

@@ -87,7 +87,15 @@ def _mean(x, where=None):
     return jnp.mean(x, axis=0, where=where)
 
 
+def _put(x, index, add=False):
+    zeros = jnp.zeros_like(x)
+    return zeros.at[index].add(x) if add else zeros.at[index].set(x)
+
+
 PLAIN = types.SimpleNamespace(
+    take=_each(lambda x, index: x[jnp.asarray(index)]),
+    put=_each(_put),
+    shift=_each(lambda x, k: jnp.roll(x, k, axis=0)),
     program=program,
     partition_size=partition_size,
     partition_index=partition_index,

@@ -440,4 +440,17 @@ def effect(x, j):
     return blocks.map_fn(work, x)
 
 
+@step("p1", "p1", variants=4)
+def moved(x, j):
+    n = blocks.partition_size()
+    index = (3 * jnp.arange(n) + j) // 2 % n
+    works = (
+        lambda: blocks.take(x, index),
+        lambda: bounded(blocks.put(x, index, add=True)),
+        lambda: blocks.shift(x, 1),
+        lambda: blocks.take(x, [*range(n)][::-1]),
+    )
+    return works[j % len(works)]()
+
+
 NEW = [name for name in STEPS if STEPS[name].fn.__module__ == __name__]

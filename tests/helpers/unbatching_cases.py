@@ -83,7 +83,12 @@ CASES: dict[str, list] = {
     "name": [(lambda x: checkpoint_name(x, "a"), (A,))],
     "random_clone": [(jax.random.clone, (KEYS,))],
     "random_fold_in": [(_each(jax.random.fold_in), (KEYS, I))],
-    "random_gamma": [(_each(jax.random.gamma), (KEYS, A))],
+    # Groups along an axis that the keys lack would draw from equal keys.
+    "random_gamma": [
+        (_each(jax.random.gamma), (KEYS, A)),
+        (jax.vmap(jax.random.gamma), (lambda: KEYS()[:, 0, 0], A)),
+        (jax.random.gamma, (lambda: KEYS()[0, 0, 0], A)),
+    ],
     "random_seed": [(_each(jax.random.key), (I,))],
     "random_split": [(_each(jax.random.split), (KEYS,))],
     "bitcast_convert_type": [

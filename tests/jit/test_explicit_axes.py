@@ -62,3 +62,59 @@ def test_arrays_without_operands_belong_to_the_mesh():
     with jax.set_mesh(mesh):
         result = drjax.jit(gradient)(jnp.asarray(g), jnp.asarray(x))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), result, expected)
+
+
+W, X = np.linspace(-1, 1, 8).reshape(4, 2), np.linspace(-2, 1, 160).reshape(8, 5, 4)
+SHARDED_OVER_MODEL = {
+    "first axis of w": (P("model"), P("clients")),
+    "x": (P(), P("clients", None, "model")),
+    "contracted dimension": (P("model"), P("clients", None, "model")),
+}
+GROUP_LOSSES = {
+    "penalty": lambda w, x: jnp.sum(jnp.sin(x @ w)) + jnp.sum(w**2),
+    "residual": lambda w, x: jnp.sum(jnp.sin(x @ w)) + jnp.sum(jnp.sin(x)),
+}
+
+
+def mean_over_groups(group_loss, penalty=0.0):
+    @drjax.program(clients=8)
+    def mean(w, x):
+        losses = drjax.map_fn(group_loss, (drjax.broadcast(w), x))
+        return drjax.reduce_mean(losses) + penalty * jnp.sum(w**2)
+
+    return mean
+
+
+def assert_equal_on_a_model_mesh(run, fn, specs):
+    w, x = W.astype(np.float32), X.astype(np.float32)
+    expected = fn(w, x)
+    mesh = make_mesh({"clients": 4, "model": 2}, EXPLICIT)
+    with jax.set_mesh(mesh):
+        pairs = zip((w, x), specs, strict=True)
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in pairs]
+        result = run(*args)
+    jax.tree.map(lambda y, e: np.testing.assert_allclose(y, e, 1e-4, 1e-5),
+                 result, expected)  # fmt: skip
+
+
+def test_a_product_that_contracts_a_sharded_dimension():
+    fn = mean_over_groups(lambda w, x: jnp.sum(x @ w))
+    specs = SHARDED_OVER_MODEL["contracted dimension"]
+    assert_equal_on_a_model_mesh(drjax.jit(fn), fn, specs)
+
+
+@pytest.mark.parametrize("specs", SHARDED_OVER_MODEL)
+@pytest.mark.parametrize("group_loss", GROUP_LOSSES)
+def test_gradients_of_values_with_several_uses(group_loss, specs):
+    """A product's cotangent and that of another use may differ in their sharding."""
+    fn = mean_over_groups(GROUP_LOSSES[group_loss])
+    gradient, specs = jax.grad(fn, (0, 1)), SHARDED_OVER_MODEL[specs]
+    assert_equal_on_a_model_mesh(drjax.jit(gradient), gradient, specs)
+    by_plan = jax.grad(drjax.jit(fn), (0, 1))
+    assert_equal_on_a_model_mesh(by_plan, gradient, specs)
+
+
+def test_gradients_of_a_penalty_outside_of_the_groups():
+    fn = mean_over_groups(lambda w, x: jnp.sum(jnp.sin(x @ w)), 0.1)
+    specs = SHARDED_OVER_MODEL["first axis of w"]
+    assert_equal_on_a_model_mesh(drjax.jit(jax.grad(fn)), jax.grad(fn), specs)

@@ -9,6 +9,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import export
 
 import drjax
 from tests.helpers.compiled import compilations
@@ -35,6 +37,24 @@ def test_a_function_is_planned_and_compiled_once():
         plain = drjax.jit(program).lower(w, x).as_text()
         in_loop = drjax.jit(program, groups_per_step=2).lower(w, x).as_text()
         assert "stablehlo.while" in in_loop and "stablehlo.while" not in plain
+
+
+def total(x):
+    return drjax.reduce_sum(drjax.map_fn(jnp.sin, x))
+
+
+@pytest.mark.parametrize(
+    "program", [jax.jit(eight(total)), eight(jax.jit(total))],
+    ids=["a jit", "wraps a jit"],
+)  # fmt: skip
+def test_a_function_that_is_or_wraps_a_jit_is_lowered_as_its_plan(program):
+    with jax.check_tracer_leaks(False):
+        step, x = drjax.jit(program, groups_per_step=2), jnp.asarray(X8)
+        assert "stablehlo.while" in step.lower(x).as_text()
+        assert "stablehlo.while" in step.trace(x).lower().as_text()
+        assert "stablehlo.while" in export.export(step)(x).mlir_module()
+        assert step.eval_shape(x).shape == ()
+        assert step.__wrapped__ is program and step.__name__ == "total"
 
 
 def test_what_is_compiled_does_not_keep_the_function():

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import count, hlo_text, temp_bytes
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh_of, make_mesh
 
@@ -71,8 +72,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("step", [1, None])
-@pytest.mark.parametrize("name", PROGRAMS)
+@checkerboard(name=PROGRAMS, step=[1, None])
 def test_models_sharded_inside_a_group(name, step):
     fn, mesh = PROGRAMS[name], make_mesh(MESH)
     gradient = jax.value_and_grad(fn)

@@ -90,6 +90,7 @@ def test_pytrees_come_back_without_their_classes(tmp_path):
     [
         (lambda x: Nameless(x), "JAX knows none for those of Nameless"),
         (lambda x: {(1, 2): x}, "got the key (1, 2)"),
+        (lambda x: {float("inf"): x}, "finite numbers, got the key inf"),
     ],
 )
 def test_pytrees_that_need_their_class_are_refused(result, text, tmp_path):
@@ -186,6 +187,15 @@ def test_code_without_a_stable_form_is_refused(tmp_path):
         plan.save, tmp_path / "plan.drjax",
     )  # fmt: skip
     assert "tpu" in text
+
+
+def test_dtypes_that_jax_cannot_export_are_refused(tmp_path):
+    table = jnp.ones(2000, "uint2")  # of 1 kB or more: an argument of the code
+    work = lambda x: x + table[0].astype(x.dtype)
+    f = program(lambda x: drjax.reduce_sum(drjax.map_fn(work, x)))
+    plan = drjax.make_plan(f)(jnp.ones(N))
+    text = "JAX's format has no dtype(uint2). Convert it to another dtype"
+    raises(drjax.PlanFileError, text, plan.save, tmp_path / "plan.drjax")
 
 
 def test_64_bit_values_need_64_bits(tmp_path):

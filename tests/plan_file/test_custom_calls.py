@@ -12,6 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 import drjax
+from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.inspect import inspect
 from drjax.backends.engine import client_data, worker
 from drjax.backends.engine.driver import Runner
@@ -208,7 +209,7 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
         drjax.DrjaxTypeError, text, lambda: drjax.load_plan(path, custom_calls="mine")
     )
     plan = drjax.load_plan(path, custom_calls=["mine"])
-    assert plan.rounds[0].local.exported.custom_calls == ("mine",)
+    assert exported_of(plan.rounds[0].local).custom_calls == ("mine",)
     # Workers of an engine may call what the driver may, but clients of a server not.
     run = Runner(plan, InProcess(), EngineOptions())
     assert run.file.custom_calls == ("mine",)
@@ -252,7 +253,7 @@ def test_linear_algebra_is_allowed(name, dtype, tmp_path):
     plan = drjax.make_plan(f)(jnp.ones((N, 3, 3), dtype))
     plan.save(tmp_path / "plan.drjax")
     loaded = drjax.load_plan(tmp_path / "plan.drjax")
-    assert loaded.rounds[0].local.exported.custom_calls
+    assert exported_of(loaded.rounds[0].local).custom_calls
 
 
 def test_text_is_no_code(members, tmp_path):

@@ -1,6 +1,7 @@
 """Plan files that were forged: hashes are right, what is in them is not.
 
-Covers: drjax._plan_file.container, drjax._plan_file.decode, drjax._plan_file.inspect.
+Covers: drjax._plan_file.container, drjax._plan_file.decode, drjax._plan_file.inspect,
+drjax._plan_file.json_values.
 """
 
 import io

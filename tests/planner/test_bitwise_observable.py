@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import drjax
 from drjax._planner import bitwise_observable
@@ -102,7 +103,7 @@ PROGRAMS = [
 ]
 
 
-@checkerboard(fn=PROGRAMS, step=[1, 64])
+@checkerboard(4, fn=PROGRAMS, step=[1, 64])
 def test_they_are_found(fn, step):
     expected = jax.jit(fn)(*ARGS)
     assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(expected))
@@ -118,14 +119,12 @@ def test_ranks_are_a_permutation():
 
 
 MOVES = {
-    "top_k": lambda x: jax.lax.top_k(x, 2)[0],
-    "dynamic_update_slice": lambda x: jax.lax.dynamic_update_slice(
-        jnp.zeros(9), x, (1,)
-    ),
+    "top_k": lambda x: lax.top_k(x, 2)[0],
+    "dynamic_update_slice": lambda x: lax.dynamic_update_slice(jnp.zeros(9), x, (1,)),
     "scatter": lambda x: jnp.zeros(9).at[jnp.arange(7)].set(x),
     "scatter-max": lambda x: jnp.zeros(9).at[jnp.arange(7)].max(x),
-    "reduce_window_max": lambda x: jax.lax.reduce_window(
-        x, -jnp.inf, jax.lax.max, (2,), (1,), "VALID"
+    "reduce_window_max": lambda x: lax.reduce_window(
+        x, -jnp.inf, lax.max, (2,), (1,), "VALID"
     ),
     "sort": jnp.sort,
     "concatenate": lambda x: jnp.concatenate([x, x[:2]]),
@@ -144,11 +143,48 @@ def test_values_that_are_moved_before_they_are_compared(name):
     assert doubling.outvars[0] in bitwise_observable.bitwise_observable(inlined)
 
 
+INFINITY = jnp.float32(jnp.inf)
+LOOPS = {
+    "cond": lambda x: lax.cond(
+        x.sum() > 0, lambda: drjax.reduce_min(x), lambda: drjax.reduce_max(x)
+    ),
+    "scan": lambda x: lax.scan(
+        lambda c, _: (jnp.minimum(c, drjax.reduce_min(x)), None), INFINITY, length=2
+    )[0],
+    "while": lambda x: lax.while_loop(
+        lambda c: c < 2, lambda c: c + drjax.gather(-x).sum(), jnp.float32(0)
+    ),
+    "condition of a while": lambda x: lax.while_loop(
+        lambda c: c < drjax.reduce_max(x), lambda c: c + 1, jnp.float32(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_values_that_a_loop_compares(name):
+    def fn(x):
+        return LOOPS[name](drjax.map_fn(lambda a: 2 * a, x))
+
+    inlined = inline_calls(jax.make_jaxpr(program(fn))(ARGS[1][:, 0, 0]))
+    doubled = inlined.eqns[0].outvars[0]
+    assert doubled in bitwise_observable.bitwise_observable(inlined)
+
+
+def test_values_that_a_loop_adds_are_rematerialized():
+    def fn(x):
+        doubled = drjax.map_fn(lambda a: 2 * a, x)
+        add = lambda c, _: (c + drjax.reduce_sum(doubled), None)
+        return lax.scan(add, jnp.float32(0), length=2)[0]
+
+    inlined = inline_calls(jax.make_jaxpr(program(fn))(ARGS[1][:, 0, 0]))
+    assert not bitwise_observable.bitwise_observable(inlined)
+
+
 def test_each_primitive_moves_values_or_computes_new_ones():
     computes = """argmax argmin bitcast_convert_type cholesky conv_general_dilated
-        cumlogsumexp cumprod cumsum dot_general eigh fft lu random_unwrap random_wrap
-        reduce_and reduce_or reduce_prod reduce_sum reduce_window_sum reduce_xor
-        scatter-add scatter-mul scatter-sub select_and_scatter_add sort svd
+        cumlogsumexp cumprod cumsum dot_general eigh fft lu random_gamma random_unwrap
+        random_wrap reduce_and reduce_or reduce_prod reduce_sum reduce_window_sum
+        reduce_xor scatter-add scatter-mul scatter-sub select_and_scatter_add sort svd
         triangular_solve""".split()
     rules = set(UNBATCHING_RULES) - ELEMENTWISE
     assert rules == (set(computes) | set(bitwise_observable.MOVED_OPERANDS)) & rules

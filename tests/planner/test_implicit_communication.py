@@ -15,7 +15,7 @@ from drjax import _compat
 from drjax._planner.make_plan import plan_of_jaxpr
 from drjax._sharding.planning_context import planning
 from drjax.backends import reference
-from tests.helpers.cases import CASES
+from tests.helpers.cases import CASES, checkerboard
 
 N = 4
 program = drjax.program(clients=N)
@@ -170,7 +170,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@checkerboard(name=WRITTEN)
 def test_reductions_that_users_write(name):
     fn = program(lambda x: jnp.sum(WRITTEN[name](drjax.map_fn(jnp.sin, x)) ** 2))
     want = jax.jit(jax.value_and_grad(fn))(X)

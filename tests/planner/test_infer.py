@@ -2,11 +2,12 @@
 
 Covers: drjax._planner.partitioning.infer, drjax._planner.partitioning.environment,
 drjax._planner.partitioning.propagation_rules,
-drjax._planner.partitioning.consistency.
+drjax._planner.partitioning.consistency, drjax._planner.partitioning.control_flow.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -51,6 +52,18 @@ def test_demands_are_global_first_and_partitioned_then():
     assert results(before)[0] == PARTITIONED
 
 
+def test_a_building_block_has_a_kind_for_each_operand():
+    """A map whose unused operands were dropped has none."""
+    env = infer(lambda x: drjax.map_fn(lambda a, b: jnp.ones(2), (x, x)), X)
+    [eqn] = env.program.eqns
+    for num_operands in 0, 1, 2:
+        operands = eqn.invars[:1] * num_operands
+        kinds = env.signature(eqn.replace(invars=operands))
+        assert kinds is not None
+        assert kinds.operand_kinds == [PARTITIONED] * num_operands
+        assert kinds.result_kinds == [PARTITIONED]
+
+
 def test_the_group_axis_moves_with_the_layout():
     turned = lambda x: (drjax.map_fn(jnp.sin, x), x.T, jnp.sum(x, axis=1))
     env = infer(turned, MATRIX)
@@ -64,6 +77,54 @@ def test_an_argument_with_two_group_axes_is_global():
     assert [v for e in declared.program.eqns for v in contradictions(declared, e)]
     with pytest.raises(drjax.PlanError, match="reduce_sum"):
         check_partitioning(declared)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_demands_are_no_contradiction_in_either_order(first):
+    """A value that one use takes partitioned, and another use must have global."""
+    slices = lambda x: drjax.map_fn(jnp.sin, x)
+    uses = [
+        lambda x, z: drjax.reduce_sum(slices(x) * z),
+        lambda x, z: drjax.reduce_sum(z.T),
+    ]
+    fn = program(lambda x, z: uses[first](x, z) + uses[1 - first](x, z))
+    x = jnp.arange(16.0).reshape(4, 4)
+    result = drjax.backends.reference.compile(drjax.make_plan(fn)(x, x))(x, x)
+    np.testing.assert_allclose(result, jax.jit(fn)(x, x), rtol=1e-5)
+
+
+MOVING_BODIES = {
+    "scan": lambda y: lax.scan(lambda c, _: (c.T, None), y, length=3)[0],
+    "scan in a scan": lambda y: lax.scan(
+        lambda c, _: (lax.scan(lambda c, _: (c.T, None), c, length=1)[0], None),
+        y,
+        length=2,
+    )[0],
+    "while": lambda y: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1].T), (0, y)
+    )[1],
+    "cond": lambda y: lax.cond(True, lambda y: y.T, lambda y: y, y),
+}
+
+
+@pytest.mark.parametrize("name", MOVING_BODIES)
+def test_a_body_that_moves_the_group_axis_is_refused(name):
+    """Else a step would take slices along one axis for slices along another."""
+    fn = program(lambda x: MOVING_BODIES[name](drjax.map_fn(jnp.sin, x)))
+    with pytest.raises(drjax.PlanError, match="Move the group axis back at the end"):
+        drjax.make_plan(fn)(SQUARE)
+
+
+def test_a_body_that_moves_the_group_axis_and_back():
+    def fn(x):
+        step = lambda c, _: (jnp.sin(c.T).T, jnp.cos(c.T))
+        return lax.scan(step, drjax.map_fn(jnp.sin, x), length=3)
+
+    x = jnp.arange(16.0).reshape(4, 4)
+    plan = drjax.make_plan(program(fn))(x)
+    result = drjax.backends.reference.compile(plan)(x)
+    for got, want in zip(result, jax.jit(program(fn))(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_a_carried_value_is_partitioned_in_all_steps():

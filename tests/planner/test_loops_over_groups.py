@@ -59,6 +59,9 @@ MAPS = {
     "backwards": lambda w, x: lax.scan(
         lambda c, r: (c + r, r), jnp.zeros(3), slices(x), reverse=True
     )[0],
+    "sum from a Python number": lambda w, x: lax.scan(
+        lambda c, r: (c + (w @ r).sum(), r), 0.0, slices(x)
+    )[0],
     "in rounds": lambda w, x: rounds(w, slices(x)),
 }
 
@@ -90,6 +93,20 @@ MIXED = {
     "in the work": lambda c, r: (c + jnp.sin(c) * r, r),
     "a swap": lambda c, r: (r, r),
 }
+
+
+# The step reads the sum by its conversion to a type that is not weak.
+READ = {
+    "its sine": lambda c, r: (c + r[0], jnp.sin(c + jnp.float32(0))),
+    "itself": lambda c, r: (c + jnp.sum(r), c * r),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_sum_from_a_python_number_that_is_read_is_refused(name):
+    fn = program(lambda x: lax.scan(READ[name], 0.0, slices(x)))
+    with pytest.raises(drjax.PlanError, match="scan at "):
+        drjax.make_plan(fn)(X)
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -4,6 +4,8 @@ Covers: drjax._planner.make_plan, drjax._planner.arguments, drjax._planner.namin
 drjax._planner.rounds, drjax.plan, drjax._drawing.text.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,17 @@ def test_the_ledger_counts_what_the_compiler_sends():
         result = collectives(hlo_text(drjax.jit(fn), *args))
     assert sum(c.bytes for c in result) == ledger.reduced_per_device()
     assert "total: 516 bytes down and 512 up for each group" in str(ledger)
+
+
+def test_the_ledger_is_of_one_device_or_more():
+    plan = drjax.make_plan(program(drjax.reduce_sum))(jnp.ones((N, 3)))
+    four: Any = np.int64(4)
+    assert plan.communication(four).reduced_per_device() == 12
+    wrong: Any = ((0, ValueError), (-1, ValueError), ("4", TypeError))
+    for devices, kind in wrong:
+        with pytest.raises(kind, match="communication needs") as caught:
+            plan.communication(devices)
+        assert isinstance(caught.value, drjax.DrjaxError)
 
 
 def make_rounds(n: int, steps: int = 5):
@@ -269,3 +282,20 @@ def test_errors_name_the_group():
         drjax.backends.reference.compile(plan, check_nans=True)(x)
     assert caught.value.group == 0 and "yields NaN" in str(caught.value)
     assert caught.value.inputs[1] == 0.0
+
+
+def test_planned_in_a_jit_that_the_function_closes_over():
+    """What it closes over is traced: no constant that the planner could evaluate."""
+    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+
+    def planned(scale, i):
+        @drjax.program(clients=4)
+        def fn(x):
+            slices = drjax.map_fn(jnp.sin, x * jnp.exp(scale))
+            return drjax.reduce_sum(slices[jnp.arange(4), i])
+
+        return drjax.backends.xla.compile(drjax.make_plan(fn)(x))(x)
+
+    got = jax.jit(planned)(jnp.float32(0.5), jnp.array([0, 2, 1, 1]))
+    expected = np.sin(x * np.exp(0.5))[np.arange(4), [0, 2, 1, 1]].sum()
+    np.testing.assert_allclose(got, expected, rtol=1e-5)

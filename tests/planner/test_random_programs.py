@@ -18,6 +18,7 @@ drjax._planner.unbatching.rules.
 
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -69,10 +70,12 @@ def assert_all_rules(reached) -> None:
     meanings = {f"means {name}" for name in combining}
     public = vars(drjax.primitives).values()
     primitives = {p.name for p in public if isinstance(p, Primitive)}
+    primitives.remove("drjax_map_columns")  # a gather, when kinds are inferred
     assert names >= primitives | set(CONTROL) | meanings
     others = set(UNBATCHING_RULES) - ELEMENTWISE
     assert len(set(rules) - others) > 20
-    assert not others - set(rules) - INTERNAL
+    # Samples of gamma distributions take seconds to compile; `test_rule` has them.
+    assert not others - set(rules) - INTERNAL - {"random_gamma"}
 
 
 def _covering() -> list[Program]:
@@ -104,6 +107,7 @@ def _covering() -> list[Program]:
     return programs
 
 
+@pytest.mark.slow
 def test_ways_agree_in_programs_that_reach_every_rule(reached):
     programs, refused = _covering(), 0
     for program in programs:
@@ -146,15 +150,18 @@ MINIMIZED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe, f, way", MINIMIZED)
-def test_what_was_found(recipe, f, way):
-    step, mesh = way
+slowly = functools.partial(some, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", slowly(MINIMIZED, *MINIMIZED[:2]))
+def test_what_was_found(case):
+    recipe, f, (step, mesh) = case
     check(Program(recipe, f=f, step=step, mesh=mesh))
 
 
-@pytest.mark.parametrize("start", some(range(0, 24, 8), 0, marks=pytest.mark.slow))
+@pytest.mark.parametrize("start", slowly(range(0, 24, 4), 0))
 def test_ways_agree(start, reached, capsys):
-    assert run(SEED, start, 8) == 0, capsys.readouterr().out
+    assert run(SEED, start, 4) == 0, capsys.readouterr().out
     report(reached)
 
 

@@ -84,7 +84,7 @@ def slice_of(x, i, axis):
 
 RULES = [
     pytest.param(name, marks=pytest.mark.slow)
-    if name in ELEMENTWISE - {"add"}
+    if name in (ELEMENTWISE | {"random_gamma"}) - {"add"}
     else name
     for name in sorted(UNBATCHING_RULES)
 ]
@@ -141,6 +141,16 @@ def test_no_pointwise_primitive_of_this_jax_is_missing():
     assert not pointwise - set(UNBATCHING_RULES) - NOT_WORK
 
 
+def test_groups_do_not_draw_from_one_key():
+    """Each would split the whole key for itself, and draw what the others draw."""
+
+    def one(x):
+        return jax.random.gamma(jax.random.key(0), drjax.map_fn(jnp.square, x))
+
+    with pytest.raises(drjax.PlanError, match=r"random_gamma .*key<fry>\[\] global"):
+        drjax.make_plan(drjax.program(clients=len(A))(one))(A)
+
+
 @pytest.mark.parametrize("mode", ["read", "update"])
 def test_a_batched_slice_along_the_features(mode):
     """JAX's batching writes an index for the group axis, too, which is covered."""
@@ -154,4 +164,14 @@ def test_a_batched_slice_along_the_features(mode):
 
     fn = jax.vmap(drjax.program(clients=len(A))(one), (0, 0, None))
     args = np.array([0.5, 1.5]), np.array([0, 1]), A[:, 0]
+    np.testing.assert_allclose(drjax.jit(fn)(*args), jax.jit(fn)(*args), 1e-6)
+
+
+def test_a_random_index_of_each_slice():
+    def one(x, key):
+        i = jax.random.randint(key, (len(x),), 0, x.shape[1])
+        y = drjax.map_fn(jnp.sin, x)[jnp.arange(len(x)), i]
+        return drjax.reduce_sum(y) + x[i, i].sum()
+
+    fn, args = drjax.program(clients=len(A))(one), (A[:, 0], jax.random.key(0))
     np.testing.assert_allclose(drjax.jit(fn)(*args), jax.jit(fn)(*args), 1e-6)

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import temp_bytes
 from tests.helpers.meshes import in_mesh_of, make_mesh
 
@@ -159,7 +160,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@checkerboard(4, name=PROGRAMS)
 def test_corner(name):
     fn, args = PROGRAMS[name]
     want = jax.jit(fn)(*args)

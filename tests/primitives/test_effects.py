@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import drjax
+from tests.helpers.cases import checkerboard
 
 N = 3
 groups = drjax.program(clients=N)
@@ -31,6 +32,7 @@ DERIVATIVES = {
     "Hessian product": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (x,)),
 }
 every_run = pytest.mark.parametrize("run", RUNS)
+every_second = checkerboard(run=RUNS, derivative=DERIVATIVES)
 every_derivative = pytest.mark.parametrize("derivative", DERIVATIVES)
 
 
@@ -49,8 +51,7 @@ def _check(fn, run, derivative, times):
     assert sorted(calls) == [(i, t) for i in range(N) for t in range(times)]
 
 
-@every_run
-@every_derivative
+@every_second
 def test_in_rounds_of_a_scan(run, derivative):
     """Also of values known before a derivative, which are not rematerialized."""
 
@@ -71,8 +72,7 @@ def test_in_rounds_of_a_scan(run, derivative):
     _check(rounds, run, derivative, times=2)
 
 
-@every_run
-@every_derivative
+@every_second
 def test_of_work_without_results(run, derivative):
     def program(call):
         def work(x):

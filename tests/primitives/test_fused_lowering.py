@@ -8,12 +8,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax._primitives import fused_lowering
 from tests.helpers.compiled import hlo_text
-from tests.helpers.meshes import in_mesh_of
+from tests.helpers.meshes import EXPLICIT, in_mesh_of, make_mesh
 
 N = 16
 W, X = jnp.ones((7, 11)), jnp.ones((N, 5, 7))
@@ -80,3 +82,22 @@ def test_what_is_known_of_a_module_is_deleted_with_it():
     jax.clear_caches()
     gc.collect()
     assert len(fused_lowering._by_module) < known
+
+
+def test_a_sum_within_the_map_has_the_sharding_of_each_groups_product():
+    """The gradients of both uses of w are added in one sharding."""
+
+    @drjax.program(clients=8)
+    def penalized(w, x):
+        group_loss = lambda w, x: jnp.sum(jnp.sin(x @ w)) + jnp.sum(w**2)
+        return drjax.reduce_mean(drjax.map_fn(group_loss, (drjax.broadcast(w), x)))
+
+    w, x = jnp.ones((4, 2)), jnp.linspace(-2, 1, 160).reshape(8, 5, 4)
+    expected = jax.grad(penalized)(w, x)
+    mesh = make_mesh({"clients": 4, "model": 2}, EXPLICIT)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(w, jax.NamedSharding(mesh, P("model")))
+        x = jax.device_put(x, jax.NamedSharding(mesh, P("clients")))
+        result = jax.jit(jax.grad(penalized))(w, x)
+    assert jax.typeof(result).sharding == jax.typeof(w).sharding
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -29,7 +29,7 @@ def test_jvp(case, mesh_name):
         assert_close(tangent, difference(case.numpy, case.args), 1e-8)
 
 
-@grid(shift=2)
+@grid(shift=2, every=2)
 def test_linearize(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         value, linear = jax.linearize(case.fn, *args)

@@ -100,7 +100,7 @@ def expected_of_feature(feature):
     return jax.tree.map(lambda *ys: np.stack(ys), *[fn(a) for a in FEATURE_X])
 
 
-@checkerboard(feature=[*FEATURES, *ONLY_VALUES], mesh=MESHES)
+@checkerboard(4, feature=[*FEATURES, *ONLY_VALUES], mesh=MESHES)
 def test_features_inside_a_mapped_function(feature, mesh):
     fn = FEATURES.get(feature) or ONLY_VALUES[feature]
 
@@ -323,7 +323,7 @@ INDEXED = {
 @pytest.mark.parametrize(
     "mesh", [{"clients": 3}, pytest.param(None, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("inside", INDEXED)
+@checkerboard(inside=INDEXED)
 def test_the_group_index_inside_of_transformations(inside, mesh):
     x = np.array([-1.5, 0.5, 2.0, 3.5], np.float32)
     batch = np.stack([x, 2 * x], 1)

@@ -3,6 +3,8 @@
 Covers: drjax._primitives.map_fn, drjax._compat.jaxprs.
 """
 
+import functools
+
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.interpreters import partial_eval
 
 import drjax
 from drjax import primitives
+from tests.helpers.cases import checkerboard
 from tests.helpers.jaxprs import BY_OBJECT
 
 N = 4
@@ -233,8 +236,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("transform", AROUND)
-@pytest.mark.parametrize("rule", ["in forward", "in backward"])
+@checkerboard(rule=["in forward", "in backward"], transform=AROUND)
 def test_custom_vjp_around_blocks(rule, transform):
     xs = XS[:, 0]
     custom, plain = mean_of_sines(rule, program)
@@ -270,3 +272,22 @@ def test_rules_hold_under_internal_checks():
             jax.jit(transform(loss))(M, XS)
         jax.vmap(jax.grad(loss), (0, None))(jnp.stack([M, M]), XS)
         jax.linearize(lambda m: loss(m, XS), M)[1](M)
+
+
+SCALED = {
+    "constant": lambda x: drjax.map_fn(lambda a: 2 * a, drjax.broadcast(x)),
+    "data": lambda x: drjax.map_fn(jnp.multiply, (drjax.broadcast(x), XS)),
+    "closure": lambda x: drjax.map_fn(lambda d: x * d, XS),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_transposing_again_and_again_adds_no_maps(name):
+    scaled = program(lambda x: drjax.reduce_sum(SCALED[name](x)))
+    x, transposed = XS[0], scaled
+    count = lambda f: str(jax.make_jaxpr(f)(x)).count("drjax_map_fn")
+    for _ in range(4):
+        transpose = lambda f, ct: jax.linear_transpose(f, x)(ct)[0]
+        transposed = functools.partial(transpose, transposed)
+        assert count(transposed) == count(scaled) == 1
+    np.testing.assert_allclose(transposed(x), scaled(x))

@@ -2,7 +2,7 @@
 
 What is in the first part is all that a new reduction needs; every backend then runs it.
 
-Covers: drjax._primitives.reduce_ops.
+Covers: drjax._primitives.reduce_ops, drjax.backends.xla.chunked_stage.
 """
 
 import jax
@@ -130,6 +130,23 @@ def test_xla(shape, step):
         close(f(1.5, X))
         close(jax.jit(f)(1.5, X))
         close(drjax.jit(f, groups_per_step=step)(1.5, X))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_its_output_is_a_matrix_product_that_is_also_summed(order):
+    """The sum over the groups contracts the product, the other reduction does not."""
+    x = np.float32(np.random.RandomState(1).uniform(0.5, 1, (N, 3, 2)))
+
+    @drjax.program(clients=N)
+    def both(x):
+        y = drjax.map_fn(lambda x: x.T @ x, x)
+        reductions = reduce_prod, drjax.reduce_sum
+        return [reductions[i](y) for i in order]
+
+    y = np.swapaxes(x, 1, 2) @ x
+    expected = [(y.prod(0), y.sum(0))[i] for i in order]
+    for result, value in zip(drjax.jit(both)(x), expected, strict=True):
+        np.testing.assert_allclose(result, value, rtol=1e-5)
 
 
 def test_devices_are_combined_by_one_collective():

@@ -16,8 +16,7 @@ from experiments.hlo import Module
 from tests.helpers import cases
 
 
-@pytest.mark.parametrize("shape", cases.some([(2, 1, 4), (2, 2, 2)], (2, 1, 4)))
-@pytest.mark.parametrize("name", collectives.LAYERS)
+@cases.checkerboard(4, name=collectives.LAYERS, shape=[(2, 1, 4), (2, 2, 2)])
 @pytest.mark.usefixtures("leaks_unchecked")  # JAX finds its own of shard_map
 def test_layers_with_explicit_collectives(name, shape):
     layer, draw = collectives.LAYERS[name], np.random.default_rng(0)

@@ -102,10 +102,9 @@ TABLES = (
     "docs/plan_files.md",
     "docs/sharp_edges.md",
     "docs/tutorials/model_parallel.md",
-    "drjax/_drawing/positions.py",
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
-    "drjax/backends/groups.py",
+    "drjax/backends/parquet.py",
     "examples/common/",
     "examples/engines.py",
     "examples/maml.py",

@@ -42,6 +42,12 @@ def test_collectives_over_the_partitions_own_axis(collective, mesh):
     assert "with drjax.reduce_sum, drjax.reduce_max or drjax.gather" in result
 
 
+def test_collectives_over_a_partition_whose_name_has_a_hyphen():
+    program = drjax.program(placements={"my-clients": 3})
+    f = program(lambda x: drjax.map_fn(lambda a: lax.psum(a, "my-clients"), x))
+    raises(drjax.MeshError, "over the axis of partition my-clients:3 itself", f, X3)
+
+
 def test_collectives_over_the_own_axis_where_it_is_bound():
     nested = jax.shard_map(
         lambda a: lax.psum(a, "clients"), in_specs=P(), out_specs=P(),
@@ -165,6 +171,24 @@ def test_a_mesh_argument_that_contradicts_the_context():
     with jax.set_mesh(make_mesh({"clients": 8})):
         text = "mesh= is (clients: 4), but the mesh in context is (clients: 8); JAX "
         raises(drjax.MeshError, text, f, 1.0)
+
+
+def test_a_mesh_argument_with_other_devices_than_the_context():
+    shape, axes = (4,), ("clients",)
+    context, other = (
+        jax.make_mesh(shape, axes, devices=d, axis_types=(AUTO,))
+        for d in (jax.devices()[:4], jax.devices()[4:8])
+    )
+    f = drjax.program(clients=8, mesh=other)(drjax.broadcast)
+    explicit = jax.sharding.Mesh(context.devices, axes, axis_types=(EXPLICIT,))
+    with jax.set_mesh(context):
+        devices = f"device {jax.devices()[4]} in the place of {jax.devices()[0]} of"
+        text = f"mesh= (clients: 4) has {devices} the mesh in context; JAX needs"
+        raises(drjax.MeshError, text, f, 1.0)
+        raises(drjax.MeshError, text, jax.jit(f), 1.0)
+        same = drjax.program(clients=8, mesh=explicit)(drjax.broadcast)
+        assert same(1.0).devices() == set(context.devices.flat)
+    assert f(1.0).devices() == set(other.devices.flat)
 
 
 def test_an_abstract_mesh_without_devices():

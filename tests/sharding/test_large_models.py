@@ -193,6 +193,7 @@ PLACEMENTS = [
 
 
 @checkerboard(
+    4,
     look_up=LOOK_UPS,
     tokens=[P("clients"), P("clients", "fsdp")],
     placement=PLACEMENTS,
@@ -236,7 +237,7 @@ REDUCTIONS = {
 }
 
 
-@checkerboard(shape=MESHES, dtype=["bfloat16", "float16"])
+@checkerboard(4, shape=MESHES, dtype=["bfloat16", "float16"])
 def test_reductions_of_narrow_floats(shape, dtype):
     mesh = make_mesh(MESHES[shape])
     x = jnp.asarray(RNG.randint(-8, 8, (8, 3)), dtype)
@@ -331,7 +332,7 @@ def round_of_a_model(dtype):
     return params, tokens, jax.tree.map(lambda p, x: wide(p) + x, params, mean)
 
 
-@checkerboard(dtype=["float32", "bfloat16"], how=["jax.jit", "drjax.jit"])
+@checkerboard(4, dtype=["float32", "bfloat16"], how=["jax.jit", "drjax.jit"])
 def test_a_round_of_a_model_with_two_axes(how, dtype):
     params, tokens, expected = round_of_a_model(dtype)
     mesh = make_mesh(AXES)

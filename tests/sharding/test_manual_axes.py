@@ -3,8 +3,12 @@
 Over the partition's axes the blocks act on the groups that the device holds; over
 other axes they keep working on the whole partition.
 
-Covers: drjax._sharding.layout, drjax._sharding.execute, drjax._compat.trace_context.
+Covers: drjax._sharding.layout, drjax._sharding.execute, drjax._compat.trace_context,
+drjax.backends.xla.compile_plan, drjax.backends.xla.chunked_stage,
+drjax._jit.jit_primitive.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax.backends.xla import reuse_accumulators
+from tests.helpers.cases import checkerboard
 from tests.helpers.every_block import X, assert_close, data_for, make_program
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
@@ -182,3 +188,119 @@ def test_two_manual_axes_carry_the_partition():
         mapped = jax.shard_map(f, in_specs=(P(), P(axes)), out_specs=P())
         result = jax.jit(jax.value_and_grad(mapped, (0, 1)))(X, data_for(16))
     assert_close(result, jax.value_and_grad(make_program(16), (0, 1))(X, data_for(16)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_plan_does_not_run_in_a_shard_map_over_the_partition(check_vma):
+    """It has all groups: on each device it would reduce over the first of them."""
+
+    @drjax.program(clients=N)
+    def total(x):
+        return drjax.reduce_sum(drjax.map_fn(lambda a: a * 1.0, drjax.scatter(x)))
+
+    x = jnp.arange(1.0, 9.0)
+    plan = drjax.make_plan(total)(x)
+    planned = [drjax.jit(total, groups_per_step=k) for k in (None, 1, "auto")]
+    planned += [drjax.backends.xla.compile(plan, groups_per_step=k) for k in (None, 1)]
+    with in_mesh(make_mesh({"clients": 4})):
+        mapped = lambda f: jax.jit(
+            jax.shard_map(f, in_specs=P(), out_specs=P(), check_vma=check_vma)
+        )
+        assert mapped(total)(x) == 36
+        for f in planned:
+            with pytest.raises(drjax.MeshError, match="Use jax.jit of the program"):
+                mapped(f)(x)
+
+
+@pytest.mark.parametrize(("n", "devices"), [(8, 2), (4, 3)])
+def test_a_plan_in_chunks_in_a_shard_map_over_another_axis(n, devices, monkeypatch):
+    """Of three devices, one has none of four groups."""
+    monkeypatch.setattr(reuse_accumulators, "LARGE", 0)
+
+    @drjax.program(clients=n)
+    def f(x, data):
+        y = drjax.map_fn(lambda x, d: jnp.tanh(x * d), (drjax.broadcast(x), data))
+        return 2 * drjax.reduce_mean(y), drjax.reduce_max(y)
+
+    x, data = jnp.float32(2), jnp.linspace(0, 1, n)
+    plan = drjax.make_plan(f)(x, data)
+    compiled = drjax.backends.xla.compile(plan, groups_per_step=1)
+    with in_mesh(make_mesh({"clients": devices, "data": 2})):
+        for run in (drjax.jit(f, groups_per_step=1), compiled):
+            mapped = jax.shard_map(
+                run, axis_names={"data"}, in_specs=(P(), P()), out_specs=P()
+            )
+            assert_close(jax.jit(mapped)(x, data), f(x, data))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_plan_of_data_that_vary_over_another_axis(step, kind):
+    @drjax.program(clients=N)
+    def f(x, data):
+        square = lambda x, d: jnp.mean(jnp.tanh(d @ x) ** 2)
+        return drjax.reduce_mean(drjax.map_fn(square, (drjax.broadcast(x), data)))
+
+    planned, x = drjax.jit(f, groups_per_step=step), jnp.ones(3)
+    datas = jnp.asarray(np.random.RandomState(0).normal(size=(2, N, 4, 3)))
+    value = lambda x, d: planned(x, d[0])[None]
+    # The gradient in `x`, which does not vary, is summed over the axis.
+    within = lambda x, d: jax.grad(planned)(x, d[0])
+    expected = [jax.value_and_grad(f)(x, data) for data in datas]
+    values, slopes = map(jnp.stack, zip(*expected, strict=True))
+    with in_mesh(make_mesh({"data": 2, "clients": 4}, (AUTO, kind))):
+        mapped = lambda fn, out: jax.shard_map(
+            fn, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=out
+        )
+        through = jax.grad(lambda x: mapped(value, P("data"))(x, datas).sum())
+        assert_close(jax.jit(mapped(value, P("data")))(x, datas), values)
+        assert_close(jax.jit(mapped(within, P()))(x, datas), slopes.sum(0))
+        assert_close(jax.jit(through)(x), slopes.sum(0))
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.jit(mapped(lambda x, d: value(x, d)[0], P()))(x, datas)
+
+
+# Of one group's slice, and a global value that the mapped function closes over.
+CLOSURES = {
+    "product": lambda a, w: a * w,
+    "alone": lambda a, w: jnp.sin(w),
+    "with the index": lambda a, w: a * w * drjax.partition_index() + w,
+    "constants": lambda a, w: a * jnp.arange(3.0) + w,
+    "carried": lambda a, w: lax.scan(lambda c, _: (jnp.sin(c), c), w, length=3)[0] * a,
+    "scanned": lambda a, w: lax.scan(lambda c, _: (c * w, c), 0 * a + w, length=3)[0],
+    "looped": lambda a, w: lax.fori_loop(
+        0, 3, lambda i, c: c * a * i + w * drjax.partition_index(), a
+    ),
+    "branches": lambda a, w: lax.cond(
+        drjax.partition_index() % 2 == 0, lambda: a * w, lambda: a + w
+    ),
+    "vmapped": lambda a, w: jax.vmap(lambda s: a * s)(w).sum(0),
+    "checkpoint": lambda a, w: jax.checkpoint(lambda a: jnp.sin(a * w))(a),
+    "gradient": lambda a, w: jax.grad(lambda a: jnp.sin(a * w).sum())(a),
+    "random": lambda a, w: a * w * jax.random.normal(
+        jax.random.fold_in(jax.random.key(0), drjax.partition_index()), (3,)
+    ),
+}  # fmt: skip
+
+
+@checkerboard(4, name=CLOSURES, axes=[{"clients"}, {"clients", "model"}], inside=[0, 1])
+def test_closures_in_a_shard_map_over_the_partition(name, axes, inside):
+    """Values that do not vary over the devices: their cotangents are added up once."""
+    fn = CLOSURES[name]
+    f = drjax.program(clients=8)(
+        lambda x, w: drjax.reduce_mean(drjax.map_fn(lambda a: fn(a, w), x)).sum()
+    )
+    x, w = jnp.arange(24.0).reshape(8, 3) / 10, jnp.arange(1.0, 4)
+    want = jax.value_and_grad(f, (0, 1))(x, w)
+    specs = P("clients"), P()
+    sharded = functools.partial(
+        jax.shard_map, mesh=make_mesh({"clients": 4, "model": 2}), in_specs=specs,
+        axis_names=axes,
+    )  # fmt: skip
+    if inside:
+        grad = sharded(lambda x, w: jax.grad(f, (0, 1))(x, w), out_specs=specs)
+        result = sharded(f, out_specs=P())(x, w), jax.jit(grad)(x, w)
+    else:
+        result = jax.jit(jax.value_and_grad(sharded(f, out_specs=P()), (0, 1)))(x, w)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -70,8 +70,7 @@ def check(n, context=None, jit=True, block=None, **keywords):
 @pytest.mark.parametrize(
     "name",
     some(
-        MESHES, "auto", "auto model", "explicit", "explicit, auto model",
-        "no axis, explicit", "one device",
+        MESHES, "auto model", "explicit", "no axis, explicit",
     ),
 )  # fmt: skip
 def test_mesh_in_context(name):

@@ -20,9 +20,17 @@ from drjax._planner.partitioning.propagation_rules import rule_of
 
 
 def contradictions(env: Environment, eqn) -> list[Any]:
-    """The partitioned variables of an equation along another axis than it needs.
+    """The variables of an equation that are partitioned where it needs another kind.
 
-    [] if there are none. If the equation mixes groups, its partitioned results.
+    The other kind is global, or partitioned along another axis.
+
+    Args:
+      env: The kinds of the variables of the program that contains the equation.
+      eqn: The equation.
+
+    Returns:
+      Operands first, then results; [] if there are none. If the equation mixes the
+      slices of different groups, all that are partitioned.
     """
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
@@ -30,21 +38,26 @@ def contradictions(env: Environment, eqn) -> list[Any]:
         return []
     kinds = rule_of(env, eqn).kinds(env, eqn)
     if kinds is None:
-        return [v for v in eqn.outvars if env.cell(v).partitioned]
+        # If demands of uses made the results partitioned, inference forces them to be
+        # global, and they then demand global operands.
+        return [atom for atom in atoms if env.cell(atom).partitioned]
     needed = [*kinds.operand_kinds, *kinds.result_kinds]
     triples = zip(atoms, actual, needed, strict=True)
     return [atom for atom, kind, need in triples if kind.partitioned and kind != need]
 
 
 def check_partitioning(env: Environment) -> Environment:
-    """Check that each equation has a meaning with its kinds, those in loops too.
+    """Check that the inferred kinds fit each equation, also in the bodies of loops.
+
+    Args:
+      env: The inferred kinds of a program's variables.
 
     Returns:
-      The environment itself.
+      `env` itself.
 
     Raises:
-      PlanError: An equation mixes groups, or is partitioned where it needs a global
-        value.
+      PlanError: An equation mixes the slices of different groups; or an operand is
+        partitioned where it must be global, or partitioned along another axis.
     """
     for eqn in env.program.eqns:
         check_equation(env, eqn)
@@ -55,10 +68,18 @@ def check_partitioning(env: Environment) -> Environment:
 
 
 def check_equation(env: Environment, eqn) -> None:
-    """Check that the kinds of an equation fit it, but for the bodies of a loop.
+    """Check that the inferred kinds of the operands and results fit an equation.
+
+    The bodies of a loop are not checked.
+
+    Args:
+      env: The inferred kinds of the variables of the program that contains the
+        equation.
+      eqn: The equation.
 
     Raises:
-      PlanError: It mixes groups, or is partitioned where it needs a global value.
+      PlanError: The equation mixes the slices of different groups; or an operand is
+        partitioned where it must be global, or partitioned along another axis.
     """
     if env.is_loop(eqn):
         check_loop(env, eqn)
@@ -68,11 +89,16 @@ def check_equation(env: Environment, eqn) -> None:
         return
     signature = env.signature(eqn)
     if signature is None:
-        mixes = rule_of(env, eqn).kinds(env, eqn) is None
-        if mixes or contradictions(env, eqn):
+        if contradictions(env, eqn):
             raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
-    elif signature[0] == GLOBAL:
-        if not env.is_redundant_scatter(eqn):
-            raise diagnostics.refusal(env, eqn, diagnostics.ALREADY_PARTITIONED)
-    elif any(env[v].axis for v in eqn.invars):
-        raise diagnostics.refusal(env, eqn, diagnostics.ANOTHER_AXIS)
+        return
+    # Not refused, but replaced by a copy (`explicit_communication.py`).
+    if env.is_redundant_scatter(eqn):
+        return
+    for v, needed in zip(eqn.invars, signature.operand_kinds, strict=True):
+        if env[v].partitioned and env[v] != needed:
+            if needed == GLOBAL:
+                fix = diagnostics.ALREADY_PARTITIONED
+            else:
+                fix = diagnostics.ANOTHER_AXIS
+            raise diagnostics.refusal(env, eqn, fix)

@@ -45,9 +45,14 @@ def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
     """Infer the kinds of a `scan`, `while` or `cond` and of its bodies.
 
     Args:
-      env: The environment of the program that contains the equation.
+      env: The kinds of the variables of the program that contains the equation.
       eqn: The equation.
-      infer_body: Infers the environment of a body.
+      infer_body: `infer_body(body, argument_kinds, result_kinds)`: the environment of a
+        body, an `InlinedJaxpr`, from the kinds known of its arguments and results.
+
+    Returns:
+      The kind that each operand must have, the kind of each result, and the environment
+      of each body.
     """
     operands = [env.cell(v) for v in eqn.invars]
     results = [env.cell(v) for v in eqn.outvars]
@@ -66,8 +71,12 @@ def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
     # The body sees one step of each stack.
     xs = [shift_axis(kind, -1) for kind in stacks]
     ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
+    # A carried value has one kind in all steps, so that a demand on the last one is a
+    # demand on each.
     carry = _join(_scatterable(init), results[:n_carry])
     while True:
+        # From the start in each iteration: an environment never raises a variable from
+        # global to partitioned, as `_join` does.
         body = infer_step([*consts, *carry, *xs], [*carry, *ys])
         ins, outs = _argument_and_result_kinds(body)
         const_kinds, carry_kinds, x_kinds = split_scan(eqn, ins)
@@ -92,6 +101,7 @@ def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKi
         body = infer_step([*body_consts, *carry], carry)
         cond_ins, _ = _argument_and_result_kinds(cond)
         ins, outs = _argument_and_result_kinds(body)
+        # The condition reads the carried values too, so its demands hold in all steps.
         joined = _join(carry, cond_ins[n_cond:], ins[n_body:], outs)
         if joined == carry:
             break
@@ -110,6 +120,7 @@ def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
         if joined == outs:
             break
         outs = joined
+    # Operands need no iteration: after one is raised, the equation is visited again.
     operand_kinds = _join(ins, *(branch_ins for branch_ins, _ in kinds))
     # All groups take the same branch, so the index is global.
     return LoopKinds([GLOBAL, *operand_kinds], outs, branches)
@@ -119,13 +130,19 @@ _RULES = {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def check_loop(env: Environment, eqn) -> None:
-    """Check that a loop is not over the groups, and takes global values as it needs.
+    """Check that a loop's operands and results have the kinds that its bodies need.
 
-    Its bodies are checked as programs of their own (`check_partitioning`).
+    The equations of the bodies are not checked.
+
+    Args:
+      env: The inferred kinds of the variables of the program that contains the loop.
+      eqn: The loop: a `scan`, `while` or `cond`.
 
     Raises:
-      PlanError: The steps or the branch index are the groups, a partitioned operand
-        must be global, or a result that must be partitioned is not.
+      PlanError: The steps of a scan, or the index of a cond, are the groups; a
+        partitioned operand must be global, or partitioned along another axis; a result
+        that the bodies make partitioned has another kind outside the loop; or a body
+        moves the group axis of a carried value, or one branch that of a result.
     """
     loop = env.loops[eqn]
     name, kinds = eqn.primitive.name, [env[v] for v in eqn.invars]
@@ -133,6 +150,8 @@ def check_loop(env: Environment, eqn) -> None:
     steps = kinds[:1] if name == "cond" else []
     if name == "scan":
         _, _, steps = split_scan(eqn, kinds)
+    # With the groups along another axis of a stack, each step has all of them. A scan
+    # over the groups that is a map is no loop (`Environment.is_loop`).
     if PARTITIONED in steps:
         raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
     # A global operand may be scattered before the loop. The other way takes a gather,
@@ -143,28 +162,71 @@ def check_loop(env: Environment, eqn) -> None:
     for result, var in zip(loop.result_kinds, eqn.outvars, strict=True):
         if result.partitioned and env[var] != result:
             raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
+    # A body that moves the group axis: slices along the new axis are those of other
+    # groups, which the next step, or another branch, would take for its own.
+    for body, required in _required_of_bodies(eqn, loop):
+        for var, kind in zip(body.program.outvars, required, strict=True):
+            if body[var].partitioned and body[var] != kind:
+                raise diagnostics.refusal(env, eqn, diagnostics.MOVES_GROUP_AXIS)
+
+
+def _required_of_bodies(eqn, loop: LoopKinds) -> list[tuple[Environment, list[Kind]]]:
+    """The kinds that the results of a loop's bodies must have.
+
+    Args:
+      eqn: The loop: a `scan`, `while` or `cond`.
+      loop: Its kinds.
+
+    Returns:
+      For each body but the condition of a `while`, which is global, its environment and
+      the kind of each of its results.
+    """
+    results = list(loop.result_kinds)
+    match eqn.primitive.name:
+        case "scan":
+            _, carry, _ = split_scan(eqn, eqn.invars)
+            n_carry = len(carry)
+            # The body returns one step of each stack.
+            steps = [shift_axis(kind, -1) for kind in results[n_carry:]]
+            return [(loop.bodies[0], [*results[:n_carry], *steps])]
+        case "while":
+            return [(loop.bodies[1], results)]
+        case _:
+            return [(body, results) for body in loop.bodies]
 
 
 def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind]]:
-    """`(kinds of arguments, kinds of results)` of a body, as far as inferred."""
+    """The kinds of a loop body's arguments and results, as far as inferred.
+
+    Args:
+      body: The kinds of the variables of the body.
+
+    Returns:
+      `(kind of each argument, kind of each result)`.
+    """
     program = body.program
     ins, outs = program.invars, program.outvars
+    # Not `body[v]`, which is global for a free variable that a later phase may raise.
     return [body.cell(v) for v in ins], [body.cell(v) for v in outs]
 
 
 def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:
-    """Replace global kinds by free ones, for initial values and results of branches.
+    """Replace global kinds by free ones; partitioned and free kinds stay.
 
-    These values may be scattered where the loop or branch needs partitioned ones.
+    For the initial values of a loop and the results of branches: a global one may be
+    scattered if the loop or another branch needs a partitioned value.
     """
     return [kind if kind.partitioned else FREE for kind in kinds]
 
 
 def _join(*columns: Sequence[Kind]) -> list[Kind]:
-    """The highest kind of each variable; the first axis, if there are several.
+    """The highest kind of each variable, in the order free < global < partitioned.
 
     Args:
-      *columns: Each has a kind for every variable, in the same order.
+      *columns: Sequences of kinds, one kind for each variable, in the same order.
+
+    Returns:
+      One kind for each variable. Of kinds partitioned along different axes, the first.
     """
     joined = []
     for kinds in zip(*columns, strict=True):

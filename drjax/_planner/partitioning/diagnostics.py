@@ -18,13 +18,18 @@ MIXES_GROUPS = (
     "It may mix the slices of different groups, which only a reduction can do. Do it "
     "inside the function given to drjax.map_fn, where each group sees its own slice, "
     "combine the groups with drjax.reduce_sum, reduce_mean, reduce_max, reduce_min or "
-    "select, or collect the slices as a global value with drjax.gather."
+    "select, move slices between groups with drjax.shift, take or put, or collect them "
+    "as a global value with drjax.gather."
 )
 ALREADY_PARTITIONED = (
     "It needs a global value. Use drjax.gather to collect all slices as a global "
     "value, or leave out the broadcast: the value already has a slice for each group. "
     "Is it a value that a mapped function closes over? Pass it to drjax.map_fn as an "
     "argument."
+)
+MOVES_GROUP_AXIS = (
+    "Its body returns a value with the groups along another axis than before the step, "
+    "or than in another branch. Move the group axis back at the end of the body."
 )
 ANOTHER_AXIS = (
     "It needs the groups along axis 0, as drjax.scatter gives them. Move the axis "
@@ -41,14 +46,21 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
     """Build the error for an equation that has no plan; the caller raises it.
 
     Args:
-      env: The kinds of the program that contains the equation.
+      env: The kinds of the variables of the program that contains the equation.
       eqn: The equation.
-      fix: What users can do about it, such as `MIXES_GROUPS`.
+      fix: A sentence on what users can do about it: `MIXES_GROUPS`,
+        `ALREADY_PARTITIONED`, `MOVES_GROUP_AXIS` or `ANOTHER_AXIS`.
+
+    Returns:
+      An error that names the primitive, its source line, the types and kinds of its
+      operands, the partition and the fix. For callbacks, primitives without an
+      unbatching rule, and arguments that `partitioned=` declares, the fix says more.
     """
     operands = ", ".join(f"{v.aval.str_short()} {env[v]}" for v in eqn.invars)
     name = eqn.primitive.name
     # Callbacks and missing rules look like mixing to inference, which only asks for a
     # rule; users need another fix for them.
+    # By its name, the primitive of `jax.debug.print` is no callback.
     if fix is MIXES_GROUPS and ("callback" in name or name == "debug_print"):
         fix = _CALLBACK
     elif fix is MIXES_GROUPS and name not in UNBATCHING_RULES:
@@ -56,6 +68,7 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
     # The declaration may be wrong rather than the equation.
     suspects = _declared_partitioned(env) & _arguments_of(eqn, env.program)
     if suspects:
+        # In the order of the arguments, as that of a set is not deterministic.
         named = env.program.names
         names = ", ".join(named[v] for v in named if v in suspects)
         fix += (
@@ -69,12 +82,22 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
 
 
 def _declared_partitioned(env: Environment) -> set:
-    """The arguments of the program that `partitioned=` declares to be partitioned."""
+    """The variables of the arguments that `partitioned=` declares to be partitioned."""
+    # The kinds of a loop body's arguments are inferred, not declared. `refusal` leaves
+    # them out, as they have no names.
     pairs = zip(env.program.invars, env.argument_kinds, strict=True)
     return {var for var, kind in pairs if kind is not None and kind.partitioned}
 
 
 def _arguments_of(eqn, program: InlinedJaxpr) -> set:
-    """The named arguments of a program on which an equation depends; may be empty."""
+    """The variables of the program's named arguments on which an equation depends.
+
+    Args:
+      eqn: An equation of the program.
+      program: The program; only a whole one has names, the body of a loop has none.
+
+    Returns:
+      The variables; an empty set if there are none.
+    """
     _, starts = backward_slice(eqn.invars, definitions(program.eqns))
     return set(starts).intersection(program.names)

@@ -51,8 +51,8 @@ class EquationKinds:
     """The kinds of an equation's operands and results.
 
     Attributes:
-      operand_kinds: The kind that each operand must have.
-      result_kinds: The kind of each result.
+      operand_kinds: For each operand the kind that it must have.
+      result_kinds: For each result the kind that it has.
     """
 
     operand_kinds: Sequence[Kind]
@@ -61,11 +61,14 @@ class EquationKinds:
 
 @dataclass(frozen=True)
 class LoopKinds(EquationKinds):
-    """What is inferred of a `scan`, `while` or `cond` of rounds.
+    """The kinds of the operands and results of a loop of rounds, and of its bodies.
 
     Attributes:
-      bodies: An environment for each of its jaxprs, in the order of
-        `InlinedJaxpr.bodies`.
+      operand_kinds: For each operand of the `scan`, `while` or `cond` the kind that it
+        must have.
+      result_kinds: For each result the kind that it has.
+      bodies: The environment of each body: `(body,)` of a scan, `(condition, body)` of
+        a while, one for each branch of a cond.
     """
 
     bodies: tuple["Environment", ...]
@@ -73,14 +76,16 @@ class LoopKinds(EquationKinds):
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """The kinds of the variables of an inlined jaxpr, so far or as inferred.
+    """The kinds of the variables of an inlined jaxpr, during and after inference.
 
     Attributes:
-      program: The inlined jaxpr.
-      partition: Its partition, None if it has no building block.
-      argument_kinds: The kind that each argument is declared to have; None: inferred.
-      cells: The kind of each variable that is not free.
-      loops: For each loop of rounds the kinds of its operands, results and bodies.
+      program: The inlined jaxpr, of a whole program or of the body of a loop.
+      partition: The partition of the program, None if it has no building block.
+      argument_kinds: For each argument of `program` the kind that is declared, or for
+        the body of a loop is known from outside; None or free: it is inferred.
+      cells: For each variable that is no longer free its kind.
+      loops: For each loop of rounds, a `scan`, `while` or `cond` equation, the kinds of
+        its operands, results and bodies, as of its last visit.
     """
 
     program: InlinedJaxpr
@@ -90,12 +95,20 @@ class Environment:
     loops: dict[Any, LoopKinds] = field(default_factory=dict)
 
     def __getitem__(self, atom: Any) -> Kind:
-        """The kind of a variable after inference; literals and free ones are global."""
+        """The kind of a variable or literal after inference: global or partitioned.
+
+        Variables that are still free are global, and so are literals.
+        """
         kind = self.cell(atom)
+        # No use demands slices of a free variable, so the server computes it once.
         return GLOBAL if kind is FREE else kind
 
     def cell(self, atom: Any) -> Kind:
-        """The kind of a variable as far as it is inferred; else free."""
+        """The kind of a variable or literal, as far as it is inferred.
+
+        A variable whose kind is not inferred is free. A scalar literal is free, too; a
+        literal with a shape is global.
+        """
         if isinstance(atom, Literal):
             # A scalar literal fits a partitioned partner, as pointwise equations
             # broadcast it; an array literal has a shape and is global.
@@ -104,10 +117,11 @@ class Environment:
         return self.cells.get(atom, FREE)
 
     def join(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> list[Any]:
-        """Join kinds into the cells of variables.
+        """Set the kinds of variables that are still free.
 
-        Two kinds that are not free have no join: the first one stays, and
-        `consistency.py` looks for the contradiction afterwards.
+        The kind of any other variable stays, also if it differs from the new one: two
+        kinds that are not free have no join. `contradictions` detects this after
+        inference.
 
         Args:
           atoms: Variables, or literals, which are ignored.
@@ -126,40 +140,75 @@ class Environment:
         return raised
 
     def group_axes(self, atoms: Sequence[Any]) -> tuple[int | None, ...]:
-        """The group axis of each variable; None: it is not partitioned, so far."""
+        """The group axis of each variable, as far as inferred; None: not partitioned.
+
+        Args:
+          atoms: Variables, or literals, which are never partitioned.
+        """
         return tuple([self.cell(atom).axis for atom in atoms])
 
-    def signature(self, eqn) -> tuple[Kind, Kind] | None:
-        """`(kind of operands, kind of results)` of a building block over the partition.
+    def signature(self, eqn) -> EquationKinds | None:
+        """The kinds that a building block over the partition takes and returns.
 
-        None for any other equation, also for building blocks over other partitions.
+        Args:
+          eqn: The equation, of any primitive.
+
+        Returns:
+          The kind of each operand and of each result; None if the equation is no
+          building block, or one over another partition.
         """
         if self.partition is None or eqn.params.get("partition") != self.partition:
             return None
-        return signature(eqn.primitive)
+        known = signature(eqn.primitive)
+        if known is None:
+            return None
+        operands, result = known
+        # A mapped function may have no operands at all, once unused ones are dropped.
+        num_operands = len(eqn.invars)
+        kinds = [*operands, *operands[-1:] * num_operands][:num_operands]
+        return EquationKinds(kinds, [result] * len(eqn.outvars))
 
     def is_loop(self, eqn) -> bool:
-        """Whether a `scan`, `while` or `cond` is a loop of rounds, with its own plan.
+        """Whether an equation is a loop of rounds, whose bodies have their own plans.
 
-        Other loops are work of the server, or imply communication (maps over groups).
+        These are a `scan`, `while` or `cond` of which an operand is partitioned, as far
+        as inferred, or a body binds a building block over the partition; and the scans
+        that rematerialization has rewritten. Not among them is a scan that implies
+        communication, as its steps are the groups. Other loops are work of the server.
+
+        Args:
+          eqn: The equation, of any primitive.
         """
         if eqn.primitive.name not in CONTROL:
             return False
+        # First, as the operands of such a scan over the groups are partitioned, too.
         if self.implicit_communication(eqn) is not None:
             return False
+        # Loops have no unbatching rule: also without blocks, their bodies are planned.
         if any(axis is not None for axis in self.group_axes(eqn.invars)):
             return True
         # Rematerialization rewrites loops of rounds only.
         if is_rewritten_scan(eqn):
             return True
+        # Each visit of the equation asks this, and its bodies may be large.
         return self.partition is not None and self.program.memoize(
             _holds_blocks, eqn, self.partition
         )
 
     def implicit_communication(self, eqn) -> ImplicitCommunication | None:
-        """The communication that an equation implies, for the kinds of its operands.
+        """The communication that an equation of `lax` implies, as a sum of groups does.
 
-        None if it implies none, is a building block, or has no partitioned operand.
+        It depends on which operands are partitioned, as far as inferred.
+
+        Args:
+          eqn: The equation, of any primitive.
+
+        Returns:
+          The same work written with building blocks, and the group axes of the
+          equation's operands and results. In a partition of one group, this may be a
+          gather of the operands, for an equation that cannot be unbatched. None if the
+          equation implies no communication that has a plan, is a building block over
+          the partition, or has no partitioned operand.
         """
         if self.partition is None or self.signature(eqn) is not None:
             return None
@@ -167,6 +216,8 @@ class Environment:
         if all(axis is None for axis in axes):
             return None
         implicit = self.program.memoize(implicit_communication, eqn, axes)
+        # A loop is never gathered: `is_loop` would be false for it, and the blocks in
+        # its bodies would have no plan.
         single = self.partition.size == 1 and eqn.primitive.name not in CONTROL
         if implicit is None and single and self.unbatched(eqn) is None:
             # A gather from one group costs nothing, so that any equation has a plan.
@@ -174,9 +225,18 @@ class Environment:
         return implicit
 
     def unbatched(self, eqn) -> UnbatchedEquation | None:
-        """The equation of one group, by the group axes of operands, or else of results.
+        """Unbatch an equation on partitioned values: derive the equation of one group.
 
-        None if no variable is partitioned, or if the equation mixes groups.
+        It follows from the group axes of the operands; if no operand is partitioned,
+        from those of the results.
+
+        Args:
+          eqn: The batched equation, of any primitive.
+
+        Returns:
+          The equation of one group. None if no operand or result is partitioned, as far
+          as inferred, if the equation mixes the slices of different groups, or if its
+          primitive has no unbatching rule.
         """
         axes = self.group_axes(eqn.invars)
         if any(axis is not None for axis in axes):
@@ -195,28 +255,49 @@ class Environment:
         return None
 
     def unbatching_candidates(self, eqn) -> list[UnbatchedEquation]:
-        """The equation of one group for each axis along which an operand has n groups.
+        """Unbatch an equation for each way in which an operand could be partitioned.
 
-        [] if there is no such axis, or no unbatching rule for it.
+        The kinds of its variables are not read: an operand could be partitioned along
+        each of its axes of size n, the number of groups.
+
+        Args:
+          eqn: The equation, of any primitive.
+
+        Returns:
+          The equation of one group for each operand and axis of size n to which the
+          primitive's unbatching rule applies. [] if there is none.
         """
         return unbatching_candidates(eqn, self._num_groups)
 
     @property
     def _num_groups(self) -> int:
         # No axis has size -1, so without a partition there are no candidates.
+        """The number of groups of the partition; -1 without a partition."""
         return -1 if self.partition is None else self.partition.size
 
     def is_redundant_scatter(self, eqn) -> bool:
-        """Whether a scatter takes a partitioned value, as derivatives may.
+        """Whether an equation is a `scatter` of a value that is partitioned already.
 
-        The transpose of a gather scatters the cotangent of its result, which is
+        The value has the group axis 0, so the scatter changes nothing. Derivatives have
+        it: the transpose of a gather scatters the cotangent of its result, which is
         partitioned where the result was used in unbatchable equations.
+
+        Args:
+          eqn: The equation, of any primitive.
         """
         if self.signature(eqn) is None or eqn.primitive is not scatter_p:
             return False
+        # Along another axis, the scatter would move elements between groups.
         return self.cell(eqn.invars[0]) == PARTITIONED
 
 
 def _holds_blocks(eqn, partition: Partition) -> bool:
-    """Whether the jaxprs in an equation's parameters bind blocks of a partition."""
+    """Whether the body of a loop binds a building block over a partition.
+
+    Building blocks count at any depth, except inside mapped functions.
+
+    Args:
+      eqn: The loop: a `scan`, `while` or `cond`.
+      partition: The partition.
+    """
     return any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params))

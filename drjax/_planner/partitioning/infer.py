@@ -47,14 +47,18 @@ from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import FREE, GLOBAL, Kind
 from drjax._planner.partitioning.propagation_rules import has_free_operand, rule_of
 
+# The last two are names of kinds: a demand for a kind propagates in its phase.
 PHASES = ("forward", "global", "partitioned")
 
 
 class _ConflictingDemands(Exception):
-    """An equation mixes groups of variables that only demands made partitioned.
+    """An equation mixes groups, but only because of demands on its operands.
+
+    A demand is the kind that an equation needs of an operand. Demands of other
+    equations have made operands partitioned that this equation needs to be global.
 
     Attributes:
-      variables: These variables, which inference then forces to be global.
+      variables: These operands. Inference starts again with them forced to be global.
     """
 
     def __init__(self, variables: set[Any]):
@@ -71,16 +75,26 @@ def infer_partitioning(
     """Infer the kinds of all variables of an inlined jaxpr; they are not checked yet.
 
     Args:
-      program: The jaxpr.
-      partition: Its partition, None if it has no building block.
-      argument_kinds: The kind of each argument, None if it is to be inferred.
-      result_kinds: The kind of each result, None or left out if it is to be inferred.
+      program: The inlined jaxpr, of a whole program or of the body of a loop.
+      partition: The partition of the program, None if it has no building block.
+      argument_kinds: For each argument its kind; None or free: it is to be inferred.
+      result_kinds: For each result the kind that it must have; None, free or left out:
+        it is to be inferred.
       last_phase: The last of `PHASES` to run.
+
+    Returns:
+      The environment. After the last of all phases, variables that are still free are
+      global; before it, a demand may still come from outside of a loop's body.
+
+    Raises:
+      PlanError: An equation mixes the slices of different groups.
     """
     # Variables whose uses demand different axes. No one axis fits, so they are global
     # and scattered for each use.
     forced_global: set[Any] = set()
     while True:
+        # The server has the constants: where slices are needed, it scatters them. The
+        # environment is new, as kinds that follow from a conflict are never lowered.
         cells = dict.fromkeys((*program.consts, *forced_global), GLOBAL)
         env = Environment(program, partition, argument_kinds, cells)
         conflicts = _run_phases(env, result_kinds, last_phase)
@@ -92,16 +106,21 @@ def infer_partitioning(
 def _run_phases(
     env: Environment, result_kinds: Sequence[Kind | None], last_phase: str
 ) -> set[Any]:
-    """Raise the cells of an environment, phase by phase.
+    """Infer the kinds of an environment's variables, phase by phase.
 
     Args:
-      env: The environment, which is written to.
-      result_kinds: The kind of each result, None or left out if it is to be inferred.
+      env: The kinds of the program's variables, so far; new ones are written to it.
+      result_kinds: For each result of the program the kind that it must have; None,
+        free or left out: it is to be inferred.
       last_phase: The last of `PHASES` to run.
 
     Returns:
-      The variables with contradicting demands; an empty set if there are none, or
-      before the last of all phases.
+      The variables for which equations demand contradicting kinds: the caller forces
+      them to be global and starts again. An empty set if there are none, or if
+      `last_phase` is not the last of all phases.
+
+    Raises:
+      PlanError: An equation mixes the slices of different groups, whatever is demanded.
     """
     env.join(env.program.invars, env.argument_kinds)
     settled: frozenset[Any] = frozenset()
@@ -125,21 +144,22 @@ def _run_phases(
 
 
 def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
-    """Apply the rules of all equations until no cell is raised: a fixed point.
+    """Apply the propagation rules of all equations until no kind changes.
 
     Args:
-      env: The environment, which is written to.
+      env: The kinds of the program's variables, so far; new ones are written to it.
       phase: The phase, one of `PHASES`.
-      settled: The variables that previous phases have raised.
+      settled: The variables whose kinds previous phases have inferred.
 
     Raises:
-      _ConflictingDemands: In the last phase, an equation mixes groups of variables that
-        this phase has raised.
-      PlanError: An equation mixes groups of other variables.
+      _ConflictingDemands: In the last phase, an equation mixes groups, and some of its
+        partitioned operands are not in `settled`.
+      PlanError: An equation mixes groups otherwise.
     """
     eqns, neighbors = env.program.eqns, env.program.defs_and_uses
     order = range(len(eqns))
     # Demands flow from uses to definitions: fewer visits in reverse order.
+    # An ordered set: an equation waits once, however many of its variables change.
     worklist = OrderedDict.fromkeys(order if phase == "forward" else reversed(order))
     infer_body = functools.partial(_infer_body, env.partition, phase)
     while worklist:
@@ -165,14 +185,23 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
 def _visit(
     env: Environment, eqn, loop: bool, phase: str, infer_body: InferBody
 ) -> list[Any]:
-    """Apply the rule of an equation once; returns the variables that it raised.
+    """Apply the propagation rule of an equation once.
 
     Args:
-      env: The environment, which is written to.
+      env: The kinds of the program's variables, so far; new ones are written to it.
       eqn: The equation.
       loop: Whether the equation is a loop of rounds.
-      phase: The phase, one of `PHASES`.
-      infer_body: Infers the environment of a loop's body.
+      phase: The phase, one of `PHASES`. After the first one, kinds also propagate
+        backward, from results to operands.
+      infer_body: Infers the environment of a loop's body, from the body and the kinds
+        known of its arguments and of its results.
+
+    Returns:
+      The variables that were free and are no longer: operands and results of the
+      equation.
+
+    Raises:
+      PlanError: The equation mixes the slices of different groups.
     """
     # A loop is always visited: its bodies may still have free variables.
     forward = loop or any(env.cell(v) == FREE for v in eqn.outvars)
@@ -180,6 +209,7 @@ def _visit(
     if not (forward or backward):
         return []
     rule, raised = rule_of(env, eqn), []
+    # Results first, as the demands on operands depend on their kinds.
     if forward:
         raised += env.join(eqn.outvars, rule.results(env, eqn, infer_body))
     if backward:
@@ -189,7 +219,13 @@ def _visit(
 
 
 def _in_phase(kind: Kind | None, phase: str) -> Kind | None:
-    """`kind` if values of this kind are demanded in the phase, else None."""
+    """`kind` if demands for this kind propagate in the phase, else None.
+
+    Args:
+      kind: The kind that is demanded of a variable; None: no demand.
+      phase: One of `PHASES`. Demands for a kind propagate in the phase with its name;
+        none do in "forward".
+    """
     return kind if kind is not None and kind.name == phase else None
 
 
@@ -207,12 +243,19 @@ def _infer_body(
 
     Args:
       partition: The partition of the program.
-      phase: Its phase, one of `PHASES`.
-      body: The body.
-      argument_kinds: The kind of each argument of the body, as far as known.
-      result_kinds: The kind of each result of the body, as far as known.
+      phase: The phase of the program around the loop, one of `PHASES`.
+      body: The inlined jaxpr of the body.
+      argument_kinds: The kind of each argument of the body, as far as known; else free.
+      result_kinds: The kind of each result of the body, as far as known; else free.
+
+    Returns:
+      The environment of the body; the same object for the same arguments.
+
+    Raises:
+      PlanError: An equation of the body mixes the slices of different groups.
     """
     # A fixed point asks for the same kinds often, and nested loops would otherwise be
     # inferred exponentially often.
+    # An environment may be shared, as it is not written to after its inference.
     kinds = tuple(argument_kinds), tuple(result_kinds)
     return body.memoize(infer_partitioning, body, partition, *kinds, phase)

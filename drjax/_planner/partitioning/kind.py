@@ -22,7 +22,10 @@ from drjax._primitives.reduce_ops import of_primitive
 
 @dataclass(frozen=True)
 class Kind:
-    """Free, global, or partitioned along an axis: an element of the lattice.
+    """The kind of a variable: free, global, or partitioned along an axis.
+
+    A variable is free if no kind is inferred for it yet. Free is the lowest element of
+    the lattice.
 
     Attributes:
       name: "free", "global" or "partitioned".
@@ -33,11 +36,13 @@ class Kind:
     axis: int | None = None
 
     def __str__(self) -> str:
+        # Axis 0 is the rule in users' programs, so only others are printed.
         suffix = f" along axis {self.axis}" if self.axis else ""
         return self.name + suffix
 
     @property
     def partitioned(self) -> bool:
+        """Whether the kind is partitioned, along any axis."""
         return self.axis is not None
 
 
@@ -45,18 +50,27 @@ FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
 
 
 def partitioned_along(axis: int) -> Kind:
+    """The kind of a partitioned value with this group axis."""
     return Kind("partitioned", axis)
 
 
 def kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:
-    """The kinds of values with these group axes; None: a global value."""
+    """For each group axis the kind of a value that has it; None: a global value."""
     return [GLOBAL if axis is None else partitioned_along(axis) for axis in axes]
 
 
 def shift_axis(kind: Kind, by: int) -> Kind:
-    """The kind of one step of a stacked value (by=-1), or of the stack (by=+1).
+    """The kind of one step of a scan's stack; or of the stack, from that of a step.
 
-    Free for one step of a stack whose steps are the groups.
+    A stack has the steps along a new axis 0, so the group axis moves by one. Kinds
+    without a group axis stay.
+
+    Args:
+      kind: The kind of the stack, or of one step.
+      by: -1 from the stack to one step, +1 from one step to the stack.
+
+    Returns:
+      The kind. Free for one step of a stack whose steps are the groups.
     """
     if kind.axis is None:
         return kind
@@ -65,18 +79,33 @@ def shift_axis(kind: Kind, by: int) -> Kind:
     return FREE if axis < 0 else partitioned_along(axis)
 
 
-# The type rules of the primitives that do not reduce: kind of operands, of results.
-_SIGNATURES: dict[Any, tuple[Kind, Kind]] = {
-    primitives.broadcast_p: (GLOBAL, PARTITIONED),
-    primitives.map_fn_p: (PARTITIONED, PARTITIONED),
-    primitives.gather_p: (PARTITIONED, GLOBAL),
-    primitives.scatter_p: (GLOBAL, PARTITIONED),
-    primitives.partition_index_p: (GLOBAL, PARTITIONED),
+# The kinds of a primitive's operands, of which the last is that of all further ones,
+# and the kind of its results.
+Signature = tuple[tuple[Kind, ...], Kind]
+# The type rules of the primitives that do not reduce.
+_SIGNATURES: dict[Any, Signature] = {
+    primitives.broadcast_p: ((GLOBAL,), PARTITIONED),
+    primitives.map_fn_p: ((PARTITIONED,), PARTITIONED),
+    primitives.gather_p: ((PARTITIONED,), GLOBAL),
+    primitives.scatter_p: ((GLOBAL,), PARTITIONED),
+    primitives.partition_index_p: ((), PARTITIONED),
+    primitives.permute_p: ((PARTITIONED,), PARTITIONED),
+    primitives.take_p: ((PARTITIONED, GLOBAL), PARTITIONED),
+    primitives.put_add_p: ((PARTITIONED, GLOBAL), PARTITIONED),
 }
 
 
-def signature(primitive: Any) -> tuple[Kind, Kind] | None:
-    """`(kind of operands, kind of results)` of a drjax primitive, or None."""
+def signature(primitive: Any) -> Signature | None:
+    """The kinds that a primitive of drjax takes and returns.
+
+    Args:
+      primitive: Any primitive.
+
+    Returns:
+      `(kinds of the operands, kind of each result)`, where the last kind is that of all
+      further operands; None if it is no primitive of drjax.
+    """
+    # Plug-ins register reductions of their own, so the table above lists none.
     if of_primitive(primitive) is not None:
-        return PARTITIONED, GLOBAL
+        return (PARTITIONED,), GLOBAL
     return _SIGNATURES.get(primitive)

@@ -25,39 +25,60 @@ from drjax._planner.partitioning.kind import FREE, GLOBAL, Kind, kinds_of_axes
 
 
 class PropagationRule(abc.ABC):
-    """The transfer functions of an equation: forward `results`, backward `demands`."""
+    """How the kinds of an equation's operands and results depend on each other.
+
+    `results` propagates kinds forward, from operands to results; `demands` backward,
+    from results to operands. Their arguments:
+
+    * env: The kinds of the variables of the program that contains the equation.
+    * eqn: The equation.
+    * infer_body: Infers the environment of a loop's body, from the body and the kinds
+      known of its arguments and of its results.
+    """
 
     @abc.abstractmethod
     def kinds(self, env: Environment, eqn) -> EquationKinds | None:
-        """Kinds that fit the equation, as far as they follow from its variables.
+        """The kinds that partitioned operands and results must have after inference.
 
-        At the fixed point its partitioned variables must have these kinds. None: no
-        kinds fit, so that all of its variables must be global.
+        Returns:
+          A kind for each operand and result, as far as they follow from the present
+          kinds. None if no operand or result is partitioned, or if the equation mixes
+          groups, so that none of them may be partitioned.
         """
 
     @abc.abstractmethod
     def results(self, env: Environment, eqn, infer_body: InferBody) -> Sequence[Kind]:
-        """The kinds of results that follow from those of the operands."""
+        """The kind of each result that follows from the kinds of the operands.
+
+        Returns:
+          A kind for each result; free if none follows yet.
+
+        Raises:
+          PlanError: The equation mixes the slices of different groups.
+        """
 
     @abc.abstractmethod
     def demands(
         self, env: Environment, eqn, infer_body: InferBody
     ) -> Sequence[Kind | None]:
-        """The kind that the equation demands of each operand; None: any."""
+        """The kind that the equation demands of each operand, given its results' kinds.
+
+        Returns:
+          A kind for each operand; None or free: any kind will do.
+        """
 
 
 class BuildingBlock(PropagationRule):
-    """The rule of a drjax primitive over the partition that is inferred.
+    """The propagation rule of a building block over the partition that is inferred.
 
-    The primitive fixes the kinds: those of a map are all partitioned; a broadcast takes
-    global values and gives partitioned ones; a reduction, the reverse.
+    The primitive fixes all kinds: a map takes and returns partitioned values; a
+    broadcast takes global values and returns partitioned ones; a reduction the reverse.
     """
 
     def kinds(self, env, eqn) -> EquationKinds:
-        signature = env.signature(eqn)
-        assert signature is not None
-        operand, result = signature
-        return EquationKinds([operand] * len(eqn.invars), [result] * len(eqn.outvars))
+        kinds = env.signature(eqn)
+        assert kinds is not None
+        return kinds
 
     def results(self, env, eqn, infer_body):
         return self.kinds(env, eqn).result_kinds
@@ -67,12 +88,18 @@ class BuildingBlock(PropagationRule):
 
 
 class ControlFlow(PropagationRule):
-    """The rule of a loop of rounds, whose bodies are inferred again at each visit."""
+    """The propagation rule of a loop of rounds: its kinds are inferred from its bodies.
+
+    The bodies are inferred again at each visit, and `results` records their
+    environments in `Environment.loops`.
+    """
 
     def kinds(self, env, eqn) -> EquationKinds:
         return env.loops[eqn]
 
     def results(self, env, eqn, infer_body):
+        # A visit that raises a variable of the loop is followed by another, so that the
+        # last record is that of the fixed point.
         env.loops[eqn] = infer_loop(env, eqn, infer_body)
         return env.loops[eqn].result_kinds
 
@@ -82,7 +109,11 @@ class ControlFlow(PropagationRule):
 
 
 class Communication(PropagationRule):
-    """The rule of an equation of `lax` that combines groups, such as a sum of them."""
+    """The propagation rule of a `lax` equation that implies communication.
+
+    An example is a `reduce_sum` over the group axis. Its kinds are those of the
+    building blocks that replace it.
+    """
 
     def kinds(self, env, eqn) -> EquationKinds:
         implicit = env.implicit_communication(eqn)
@@ -98,9 +129,10 @@ class Communication(PropagationRule):
 
 
 class PerGroup(PropagationRule):
-    """The rule of all other equations: work of each group, or of the server.
+    """The propagation rule of other equations: work of each group or of the server.
 
-    Work of a group has an equation of one group, by the primitive's unbatching rule.
+    On partitioned operands, the primitive's unbatching rule gives the kinds. Equations
+    without partitioned operands or results are work of the server.
     """
 
     def kinds(self, env, eqn) -> EquationKinds | None:
@@ -114,12 +146,15 @@ class PerGroup(PropagationRule):
         if any(axis is not None for axis in env.group_axes(eqn.invars)):
             kinds = self.kinds(env, eqn)
             if kinds is None:
+                # If demands made operands partitioned, `_propagate` catches this, and
+                # these operands are forced to be global.
                 raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
             return kinds.result_kinds
         # Work on free values is of the groups or of the server: demands decide, and
         # until then the results stay free.
         if has_free_operand(env, eqn) and env.unbatching_candidates(eqn):
             return [FREE] * len(eqn.outvars)
+        # No operand can be partitioned, or no rule gives slices: the server's work.
         return [GLOBAL] * len(eqn.outvars)
 
     def demands(self, env, eqn, infer_body):
@@ -142,17 +177,30 @@ _COMMUNICATION, _PER_GROUP = Communication(), PerGroup()
 
 
 def rule_of(env: Environment, eqn) -> PropagationRule:
-    """The propagation rule of an equation, for the present kinds of its operands."""
+    """Select the propagation rule of an equation by the present kinds of its operands.
+
+    Args:
+      env: The kinds of the variables of the program that contains the equation.
+      eqn: The equation, of any primitive.
+
+    Returns:
+      The rule: a `BuildingBlock`, `ControlFlow`, `Communication` or `PerGroup`.
+    """
     if env.signature(eqn) is not None:
         return _BUILDING_BLOCK
     if env.is_loop(eqn):
         return _CONTROL_FLOW
+    # Before `PerGroup`: with a single group, a reduction over the group axis can be
+    # unbatched too, and its result would be partitioned.
     if env.implicit_communication(eqn) is not None:
         return _COMMUNICATION
     return _PER_GROUP
 
 
 def has_free_operand(env: Environment, eqn) -> bool:
-    """Whether an equation has a free operand that could still become partitioned."""
+    """Whether an operand of an equation is free and could still become partitioned.
+
+    Scalars do not count: they have no axis for the groups.
+    """
     # Scalars have no axis along which they could be partitioned.
     return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)

@@ -25,13 +25,15 @@ Axes = Sequence[int | None]
 
 @dataclass(frozen=True)
 class UnbatchedEquation:
-    """The equation of one group.
+    """The equation of one group, derived from a batched equation.
 
     Attributes:
-      in_axes: For each operand its group axis; None: every group takes all of it.
-      out_axes: For each result its group axis.
+      in_axes: For each operand of the batched equation, also for a dropped one, its
+        group axis; None: every group takes the whole operand.
+      out_axes: For each result of the batched equation its group axis.
       params: The parameters of the equation of one group.
-      dropped_operands: Operands that the equation of one group does not take.
+      dropped_operands: The positions, among the operands of the batched equation, of
+        those that the equation of one group does not take.
       keeps_unit_axis: Whether the equation of one group takes and returns slices that
         still have the group axis, of size one.
     """
@@ -43,13 +45,20 @@ class UnbatchedEquation:
     keeps_unit_axis: bool = False
 
     def run(self, eqn, operands: Sequence[Any]) -> list:
-        """Bind the equation of one group; returns its results.
+        """Bind the equation of one group.
 
         Args:
           eqn: The batched equation.
-          operands: For each operand of `eqn` the slice of one group, or all of it.
+          operands: An array for each operand of `eqn`, also for a dropped one: the
+            slice of one group, without the group axis; the whole operand if its
+            `in_axes` is None.
+
+        Returns:
+          For each result of `eqn` the slice of this group, without the group axis.
         """
         if self.keeps_unit_axis:
+            # The primitive needs this dimension, or an index addresses it. Where it has
+            # size one, dimension numbers of the batched equation fit a single group.
             operands = [
                 x if axis is None else lax.expand_dims(x, (axis,))
                 for x, axis in zip(operands, self.in_axes, strict=True)
@@ -66,19 +75,38 @@ class UnbatchedEquation:
 
 
 def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
-    """Renumber dimensions after dimension `axis`, not among them, has been removed."""
+    """Renumber dimensions of an array from which dimension `axis` is removed.
+
+    Args:
+      axis: The dimension that is removed.
+      dims: Dimensions of the array, without `axis`.
+
+    Returns:
+      The same dimensions, as numbered in the array without `axis`.
+    """
     return tuple(d - (d > axis) for d in dims)
 
 
 def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Values, one for each dimension of an array, without that of dimension `axis`."""
+    """Remove the entry at position `axis` from `values`.
+
+    Args:
+      axis: The position, for instance a dimension of an array.
+      values: A sequence, for instance with one entry for each dimension of the array.
+    """
     return (*values[:axis], *values[axis + 1 :])
 
 
 def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch a pointwise equation: `f(x, y)[i] == f(x[i], y[i])`, along one axis.
 
-    None if no operand is partitioned, or several are along different axes.
+    Args:
+      eqn: The equation, whose operands have one shape, or are scalars.
+      axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      The equation of one group, which takes slices of all operands but scalars. None if
+      no operand is partitioned, or operands are partitioned along different axes.
     """
     known = {axis for axis in axes if axis is not None}
     # Groups along different axes would meet as a matrix of all pairs of groups.
@@ -86,6 +114,8 @@ def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
         return None
     (axis,) = known
     # Scalars have no axis to slice; the primitive broadcasts them.
+    # Inlining makes pointwise broadcasts explicit, so that all others have one shape;
+    # global ones among them are scattered.
     in_axes = tuple(axis if var.aval.shape else None for var in eqn.invars)
     params = dict(eqn.params)
     if "sharding" in params:
@@ -98,12 +128,14 @@ def unary(rule_of_axis: Callable) -> Callable:
     """Build the unbatching rule of a primitive with one operand.
 
     Args:
-      rule_of_axis: From the equation and the group axis of its operand to `(group axis
-        of its results, {parameter that differs for one group: its value})`; None: the
-        equation mixes groups.
+      rule_of_axis: `rule_of_axis(eqn, axis)`, with the group axis of the operand,
+        returns `(group axis of the results, {changed parameter: value for one group})`,
+        or None if the equation mixes groups.
 
     Returns:
-      `(equation, group axes of operands) -> UnbatchedEquation or None`.
+      The rule, `rule(eqn, axes)`: `axes` has the group axis of the operand, None if it
+      is not partitioned. It returns the equation of one group; None if the operand is
+      not partitioned, or the equation mixes groups.
     """
 
     def rule(eqn, axes: Axes) -> UnbatchedEquation | None:

@@ -13,7 +13,8 @@ axis that the window covers. The slices of one group then keep a group axis of s
 an index is in bounds only if it is 0, and is clipped to 0, for one group as for all.
 
 Invariants: nothing is read that depends on the value of an index. Sharp edges: an index
-into G itself addresses other groups; `index_groups.py` has the cases with a plan.
+into G itself addresses other groups; `read_and_update_groups.py` has the cases that
+have a plan.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,20 @@ from drjax._planner.unbatching.core import Axes, UnbatchedEquation, drop, withou
 def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `dynamic_slice`: each group slices its other dimensions.
 
-    None if the operand is not partitioned, or the slice has not all groups.
+    Args:
+      eqn: The `dynamic_slice`.
+      axes: The group axis of each of its operands (the array, then a start index for
+        each dimension); None: it is not partitioned.
+
+    Returns:
+      The equation of one group, without the start index of the group axis. None if the
+      array is not partitioned, or if the slice leaves out groups.
     """
     axis, sizes = axes[0], eqn.params["slice_sizes"]
     if axis is None or sizes[axis] != eqn.invars[0].aval.shape[axis]:
         return None  # a slice of full size starts at 0, whatever the index says
+    # Start indices are scalars, without a group axis. Each is clamped by itself, so
+    # that one can be dropped.
     in_axes = (axis, *(None for _ in axes[1:]))
     params = {**eqn.params, "slice_sizes": drop(axis, sizes)}
     return UnbatchedEquation(in_axes, (axis,), params, (1 + axis,))
@@ -37,14 +47,22 @@ def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `dynamic_update_slice`: each group updates its slice.
 
-    None if the update has no slice for each group, or the groups of the operands lie
-    along different axes.
+    Args:
+      eqn: The `dynamic_update_slice`.
+      axes: The group axis of each of its operands (the array, the update, then a start
+        index for each dimension); None: it is not partitioned.
+
+    Returns:
+      The equation of one group, which takes slices of array and update, and no start
+      index of the group axis. None if the update leaves out groups, if neither is
+      partitioned, or if they are along different axes.
     """
     known = {axis for axis in axes if axis is not None}
     operand, update = (var.aval.shape for var in eqn.invars[:2])
     if len(known) != 1:
         return None
     (axis,) = known
+    # An update of some groups implies communication: `read_and_update_groups.py`.
     if operand[axis] != update[axis]:
         return None
     # An update of full size starts at 0, so the start index along it is dropped.
@@ -53,20 +71,37 @@ def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _agree(axes: Axes, required: Axes) -> bool:
-    """Whether each partitioned operand has the group axis that is required of it."""
+    """Whether each operand has the group axis that a rule requires, or none.
+
+    Args:
+      axes: The group axis of each operand; None: it is not partitioned.
+      required: For each operand the group axis that it must have if it is partitioned;
+        None: it must not be partitioned.
+    """
     return all(a is None or a == r for a, r in zip(axes, required, strict=True))
 
 
 def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `gather`: groups read their own slices, or one table by own indices.
+    """Unbatch `lax.gather`: each group gathers from its slice, or by its own indices.
 
-    None if an index may address another group, or the axes do not fit together.
+    Either groups index their own slices of the operand, with shared or their own
+    indices, or they index a shared operand with their own indices.
+
+    Args:
+      eqn: The `lax.gather`.
+      axes: The group axes of its operand and of its indices; None: not partitioned.
+
+    Returns:
+      The equation of one group. None if an index may address the slice of another
+      group, or if the two group axes do not fit together.
     """
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (var.aval for var in eqn.invars)
     offsets = dims.offset_dims
+    # In the result, these are the dimensions of the indices but the last, in order.
     free = [d for d in range(eqn.outvars[0].aval.ndim) if d not in offsets]
     a, b = axes  # group axes of the operand and of the indices
+    # Batch dimensions are pairs, so that the group axis of one determines the other.
     if a in dims.operand_batching_dims and a is not None:
         b = dims.start_indices_batching_dims[dims.operand_batching_dims.index(a)]
     elif b in dims.start_indices_batching_dims and b is not None:
@@ -76,15 +111,19 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
     if b is not None:  # each group has its indices, into one table or its own
         batched = b in dims.start_indices_batching_dims
         # The last dimension of the indices holds the coordinates of one position.
+        # Groups along separate dimensions of both would meet as all pairs of groups.
         if b == indices.ndim - 1 or batched != (a is not None):
             return None
         out = free[b]
     else:  # each group has its table, of which other dimensions are indexed
         assert a is not None
+        # A window of all groups has one position in bounds; another one selects groups.
         if a in dims.collapsed_slice_dims or sizes[a] != operand.shape[a]:
             return None
         gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
         out = offsets[[d for d in range(operand.ndim) if d not in gone].index(a)]
+        # The indices into the group axis stay, unlike those of `dynamic_slice`: by the
+        # mode, one out of bounds may fill the whole window.
         if a in dims.start_index_map:
             sizes = (*sizes[:a], 1, *sizes[a + 1 :])
             params = {**eqn.params, "slice_sizes": sizes}
@@ -103,9 +142,17 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch scatters: each group updates its slice by its slice of the updates.
+    """Unbatch `lax.scatter` or `lax.scatter_add`, ...: each group updates its slice.
 
-    None if an index may address another group, or the axes do not fit together.
+    Args:
+      eqn: A scatter equation of `lax`.
+      axes: The group axes of its operand, indices and updates; None: not partitioned.
+
+    Returns:
+      The equation of one group, which takes slices of operand and updates, and of
+      indices if they share a batch dimension. None if an index may address the slice of
+      another group, if the updates leave out groups, or if the group axes do not fit
+      together.
     """
     dims = eqn.params["dimension_numbers"]
     operand, _, updates = (var.aval for var in eqn.invars)
@@ -113,6 +160,7 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
     free = [d for d in range(updates.ndim) if d not in windows]
     gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     kept = [d for d in range(operand.ndim) if d not in gone]
+    # Unlike in `gather`, indices alone cannot have groups: all would update one array.
     candidates = [  # group axes of operand, indices and updates
         *((d, None, windows[i]) for i, d in enumerate(kept)),
         *(
@@ -128,8 +176,10 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
         if not _agree(axes, (a, b, c)):
             continue
         # A window may cover fewer groups than the operand has: then it moves groups.
+        # No other candidate agrees, as no two share an axis.
         if operand.shape[a] != updates.shape[c]:
             return None
+        # As in `gather`: by the mode, an index out of bounds drops the whole window.
         if a in dims.scatter_dims_to_operand_dims:
             params = dict(eqn.params)
             return UnbatchedEquation((a, b, c), (a,), params, keeps_unit_axis=True)
@@ -150,9 +200,14 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def _lower(axis: int | None) -> Callable:
-    """Build a function that renumbers dimensions after dimension `axis` is removed.
+    """Build a function that renumbers dimensions of an array without dimension `axis`.
 
-    The function drops `axis` itself. None: no dimension is removed.
+    Args:
+      axis: The dimension that is removed; None: none is removed.
+
+    Returns:
+      A function from a sequence of dimensions of the array, to the tuple of these
+      dimensions as numbered without `axis`. It leaves out `axis` itself.
     """
     if axis is None:
         return tuple

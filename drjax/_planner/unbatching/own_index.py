@@ -22,27 +22,34 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._jaxprs.walk import backward_slice, definitions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 
+# Between an iota and a column of indices lie these and pointwise equations: jax.numpy
+# normalizes negative indices by `lt`, `add` and `select_n`.
 _LAYOUT = frozenset(
     "broadcast_in_dim concatenate iota reshape slice squeeze transpose".split()
 )
 
 
 def share_batch_dimensions(eqns: list, consts: dict) -> list:
-    """Rewrite gathers and scatters: batch dimensions for columns that count slices.
+    """Rewrite gathers and scatters: batch dimensions replace columns of indices.
+
+    A column has the indices into one dimension of the operand: a slice of the indices,
+    of size one along their last dimension. It is replaced if it is known before the
+    program runs and counts up from 0 along a batch, as `jnp.arange(n)` in
+    `x[jnp.arange(n), i]`.
 
     Args:
-      eqns: The equations of a program.
-      consts: For each constant of the program its value.
+      eqns: The equations of a program, definitions before uses.
+      consts: For each variable that is a constant of the program its value.
 
     Returns:
-      All equations of the program, with rewritten ones among them.
+      All equations of the program, in order, with rewritten ones among them.
     """
     if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
         return eqns
@@ -51,11 +58,15 @@ def share_batch_dimensions(eqns: list, consts: dict) -> list:
 
 
 class _KnownIntegers:
-    """The integers of a program that depend on constants only: constant propagation.
+    """The integer variables that depend on constants only: constant propagation.
 
     Args:
-      eqns: The equations of the program.
-      consts: For each constant of the program its value.
+      eqns: The equations of the program, definitions before uses.
+      consts: For each variable that is a constant of the program its value.
+
+    Attributes:
+      consts: The same values of constants.
+      definition: For each variable that an equation defines, this equation.
     """
 
     def __init__(self, eqns: list, consts: dict):
@@ -64,14 +75,21 @@ class _KnownIntegers:
         self._order = {id(e): i for i, e in enumerate(eqns)}
 
     def value(self, var) -> np.ndarray | None:
-        """The value of a variable or literal; None if planning cannot evaluate it.
+        """Evaluate a variable, if it is cheap to do so before the program runs.
 
-        It can if the variable depends on constants only, by integer equations.
+        Args:
+          var: A variable or literal of the program.
+
+        Returns:
+          The value. None unless the variable depends on constants only, by pointwise or
+          layout equations on integers or bools.
         """
         if isinstance(var, Literal):
             return np.asarray(var.val)
         eqns, starts = backward_slice([var], self.definition, _is_evaluable)
-        if not all(v in self.consts for v in starts):
+        constants = [self.consts.get(v) for v in starts]
+        # Under a jax.jit, what the program closes over may be a tracer.
+        if any(x is None or isinstance(x, core.Tracer) for x in constants):
             return None
         values: dict[Any, Any] = {}
 
@@ -80,7 +98,9 @@ class _KnownIntegers:
                 return atom.val
             return values[atom] if atom in values else self.consts[atom]
 
+        # The planner may run under a jax.jit, which would stage out the equations.
         with jax.ensure_compile_time_eval():
+            # `backward_slice` has the order of a search; definitions must precede uses.
             for eqn in sorted(eqns.values(), key=lambda e: self._order[id(e)]):
                 outs = _compat.bind_equation(eqn, list(map(read, eqn.invars)))
                 values.update(zip(eqn.outvars, outs, strict=True))
@@ -88,24 +108,39 @@ class _KnownIntegers:
 
 
 def _is_evaluable(var, eqn) -> bool:
-    """Whether `eqn`, which defines `var`, is cheap integer work to do in planning."""
+    """Whether `eqn`, which defines `var`, is cheap enough to evaluate while planning.
+
+    It is if it is a pointwise or layout equation, and `var` and all operands are
+    integers or bools.
+    """
     if eqn.primitive.name not in ELEMENTWISE | _LAYOUT:
         return False
-    return all(atom.aval.dtype.kind in "iub" for atom in (var, *eqn.invars))
+    # The dtype of random keys has no kind.
+    kinds = [getattr(v.aval.dtype, "kind", None) for v in (var, *eqn.invars)]
+    return all(kind in ("i", "u", "b") for kind in kinds)
 
 
 def _rewrite(eqn, known: _KnownIntegers) -> list:
-    """Remove the columns of indices that count 0, 1, ..., n - 1 from one equation.
+    """Replace the columns of indices that count 0, 1, ..., n - 1 in one equation.
+
+    A column has the indices into one dimension of the operand. A batch dimension, which
+    operand and indices share, replaces it.
+
+    Args:
+      eqn: The equation, of any primitive.
+      known: The values of the program's variables that are known before it runs.
 
     Returns:
-      The equation that joins the columns that are left, if there are several, and the
-      gather or scatter; `[eqn]` if it is another equation or has no such columns.
+      The equations that replace `eqn`: the gather or scatter, after a `concatenate` of
+      the columns that are left if there are several. `[eqn]` if it is another equation
+      or has no such columns, or if no other column would be left.
     """
     fields = _DIMENSION_FIELDS.get(eqn.primitive.name)
     if fields is None or isinstance(eqn.invars[1], Literal):
         return [eqn]
     operand, indices = (v.aval for v in eqn.invars[:2])
     join, last = known.definition.get(eqn.invars[1]), indices.ndim - 1
+    # jax.numpy concatenates a column for each dimension that it indexes.
     if join is None or join.primitive is not lax.concatenate_p:
         return [eqn]
     if join.params["dimension"] != last:
@@ -123,6 +158,8 @@ def _rewrite(eqn, known: _KnownIntegers) -> list:
         # Only a dimension of window size one can be a batch dimension.
         if d in gone:
             size = operand.shape[d]
+            # A counting column is in bounds, so that no mode acts on its indices. Batch
+            # dimensions are pairs: of two columns along one of them, the second stays.
             b = _counting_dimension(known.value(column), size, shared.values())
         if b is None:
             kept.append((d, column))
@@ -131,6 +168,7 @@ def _rewrite(eqn, known: _KnownIntegers) -> list:
     # With no column left there would be no indices; with all left, nothing changes.
     if len(kept) in (0, len(columns)):
         return [eqn]
+    # In the order that JAX requires of batch dimensions of the operand.
     operand_batch = sorted(shared)
     changed = (
         tuple(d for d, _ in kept),
@@ -140,6 +178,7 @@ def _rewrite(eqn, known: _KnownIntegers) -> list:
     )
     dims = dims._replace(**dict(zip(fields, changed, strict=True)))
     # The promise was about indices with the column that is gone.
+    # `unique_indices` still holds: the batch dimension distinguishes the same elements.
     params = {**eqn.params, "dimension_numbers": dims, "indices_are_sorted": False}
     joined, more = kept[0][1], []
     if len(kept) > 1:
@@ -152,15 +191,17 @@ def _rewrite(eqn, known: _KnownIntegers) -> list:
 
 
 def _counting_dimension(column: np.ndarray | None, size: int, shared) -> int | None:
-    """The dimension of indices along which a column of them counts 0, 1, ..., size - 1.
+    """The dimension along which a column of indices counts 0, 1, ..., size - 1.
 
     Args:
-      column: The values of the column, `[..., 1]`; None: they are not known.
-      size: The size of the operand's dimension that the column indexes.
-      shared: Dimensions of the indices that are batch dimensions already.
+      column: The indices into one dimension of the operand, `[..., 1]`; None: they are
+        not known.
+      size: The size of that dimension of the operand.
+      shared: The dimensions of the indices that are batch dimensions already.
 
     Returns:
-      None if there is no such dimension.
+      The first such dimension of `column` that is not in `shared`; None if there is
+      none.
     """
     if column is None:
         return None

@@ -47,23 +47,23 @@ ELEMENTWISE = frozenset(
     div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
     igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
     max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
-    population_count pow random_bits random_clone random_fold_in random_gamma
-    random_seed random_split real reduce_precision regularized_incomplete_beta rem round
-    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    sqrt square stop_gradient sub tan tanh xor zeta""".split()
+    population_count pow random_bits random_clone random_fold_in random_seed
+    random_split real reduce_precision regularized_incomplete_beta rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor zeta""".split()
 )
 
 
 def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """The equation of one group, for operands with these group axes.
+    """Unbatch an equation: derive the equation of one group.
 
     Args:
       eqn: The equation, of any primitive.
       axes: The group axis of each operand; None: it is not partitioned.
 
     Returns:
-      None if the equation mixes groups, its primitive has no rule, or no operand is
-      partitioned.
+      The equation of one group. None if the equation mixes groups, its primitive has no
+      rule, or no operand is partitioned.
     """
     rule = UNBATCHING_RULES.get(eqn.primitive.name)
     if rule is None or all(axis is None for axis in axes):
@@ -75,8 +75,15 @@ def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch any equation of a partition of one group, where nothing can be mixed.
 
     The group axis of a result may be any of its axes of size one, as moving such an
-    axis moves no element. None if a result has no such axis, or for callbacks and
-    effects.
+    axis moves no element.
+
+    Args:
+      eqn: The equation, of any primitive.
+      axes: The group axis of each operand, of size one; None: it is not partitioned.
+
+    Returns:
+      The equation of the group. None if a result has no axis of size one, for
+      callbacks, and for equations with effects.
     """
     shapes = [var.aval.shape for var in eqn.outvars]
     # Python would see the unit axis, and effects may not be repeated or moved.
@@ -88,15 +95,16 @@ def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
-    """The equations of one group if one operand has n groups along some axis.
+    """Unbatch an equation for each way in which one operand could be partitioned.
 
     Args:
       eqn: The equation, of any primitive.
       n: The number of groups.
 
     Returns:
-      One for each operand and axis of size n for which there is a rule; rules infer the
-      axes of the other operands. [] if there is none.
+      The equation of one group for each operand and axis of size n to which the
+      primitive's rule applies; it infers the group axes of the other operands. [] if
+      there is none.
     """
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
@@ -121,7 +129,13 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
 def _broadcast_in_dim(eqn, axis):
     """Unbatch `broadcast_in_dim`: each group broadcasts its slice.
 
-    None if it repeats a single group along the group axis.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the result, {changed parameter: value for one group})`; None if it
+      repeats a single group.
     """
     dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     out = dims[axis]
@@ -135,7 +149,13 @@ def _broadcast_in_dim(eqn, axis):
 def _reshape(eqn, axis):
     """Unbatch `reshape`: each group reshapes its slice.
 
-    None if the new shape has no axis for the groups.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the result, {changed parameter: value for one group})`; None if
+      the new shape has no axis for the groups.
     """
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None:
@@ -150,11 +170,16 @@ def _reshape(eqn, axis):
 
 
 def _over(param: str, removed: bool = True) -> Callable:
-    """Build the rule of work on several dimensions; None if one is the group axis.
+    """Build the rule of a primitive with one operand that works on several dimensions.
 
     Args:
-      param: The parameter of the equation that has these dimensions.
+      param: The name of the parameter that has these dimensions.
       removed: Whether the result lacks them, as that of a reduction does.
+
+    Returns:
+      A rule: from an equation and the group axis of its operand, to
+      `(group axis of the result, {changed parameter: value for one group})`; None if
+      the axis is one of these.
     """
 
     def rule_of_axis(eqn, axis):
@@ -168,10 +193,15 @@ def _over(param: str, removed: bool = True) -> Callable:
 
 
 def _along(param: str) -> Callable:
-    """Build the rule of work along one dimension; None if it is the group axis.
+    """Build the rule of a primitive with one operand that works along one dimension.
 
     Args:
-      param: The parameter of the equation that has this dimension.
+      param: The name of the parameter that has this dimension.
+
+    Returns:
+      A rule: from an equation and the group axis of its operand, to
+      `(group axis of the results, {changed parameter: value for one group})`; None if
+      the axis is this one.
     """
 
     def rule_of_axis(eqn, axis):
@@ -183,7 +213,15 @@ def _along(param: str) -> Callable:
 
 
 def _transpose(eqn, axis):
-    """Unbatch `transpose`: each group permutes its other dimensions."""
+    """Unbatch `transpose`: each group permutes its other dimensions.
+
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the result, {changed parameter: value for one group})`.
+    """
     order = eqn.params["permutation"]
     out = order.index(axis)
     return out, {"permutation": without(axis, drop(out, order))}
@@ -192,7 +230,13 @@ def _transpose(eqn, axis):
 def _slice(eqn, axis):
     """Unbatch `slice`: each group slices its other dimensions.
 
-    None if the slice leaves out groups.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the result, {changed parameter: value for one group})`; None if
+      the slice leaves out groups.
     """
     p, n = eqn.params, eqn.invars[0].aval.shape[axis]
     strides = p["strides"]
@@ -210,7 +254,13 @@ def _slice(eqn, axis):
 def _tile(eqn, axis):
     """Unbatch `tile`: each group repeats its slice along other dimensions.
 
-    None if it repeats the groups.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the result, {changed parameter: value for one group})`; None if it
+      repeats the groups.
     """
     reps = eqn.params["reps"]
     # Copies of the groups would not be the groups.
@@ -222,8 +272,12 @@ def _tile(eqn, axis):
 def _bitcast(eqn, axis):
     """Unbatch `bitcast_convert_type`, whose result has the same group axis.
 
-    The primitive may add or remove a last dimension, for the parts of one element. None
-    if it removes the group axis.
+    Args:
+      eqn: The equation. It may add or remove a last dimension: parts of an element.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(axis, {})`; None if the equation removes the group axis.
     """
     return (axis, {}) if axis < eqn.outvars[0].aval.ndim else None
 
@@ -231,8 +285,10 @@ def _bitcast(eqn, axis):
 def _batch_of(dims: int) -> Callable:
     """Build the rule of work on the last `dims` dimensions, such as of matrices.
 
-    The rule returns None if the groups lie along these dimensions, or along different
-    axes of the operands.
+    Returns:
+      A rule: from an equation and the group axis of each operand (None: not
+      partitioned) to the equation of one group; None if the groups lie along these
+      dimensions, or along different axes of the operands.
     """
 
     def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
@@ -252,7 +308,12 @@ def _batch_of(dims: int) -> Callable:
 def _random_wrap(eqn, axis):
     """Unbatch `random_wrap`: each group makes random keys of its raw data.
 
-    None if the group axis is the last one, which holds the words of one key.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(axis, {})`; None if the axis is the last one, which holds the words of one key.
     """
     # The last dimension holds the words of one key.
     return None if axis == eqn.invars[0].aval.ndim - 1 else (axis, {})
@@ -261,7 +322,13 @@ def _random_wrap(eqn, axis):
 def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `pad`: each group pads its slice along other dimensions.
 
-    None if the group axis is padded, or the padding value is partitioned.
+    Args:
+      eqn: The equation.
+      axes: The group axes of the array and of the padding value; None: not partitioned.
+
+    Returns:
+      The equation of one group. None if the group axis is padded, the array is not
+      partitioned, or the padding value is.
     """
     axis, config = axes[0], eqn.params["padding_config"]
     # Padding along the group axis would add groups; the padding value is a scalar.
@@ -274,7 +341,13 @@ def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
 def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `sort` or `concatenate`: each group works along another dimension.
 
-    None if it works along the group axis, or the operands have different ones.
+    Args:
+      eqn: The equation.
+      axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      The equation of one group. None if the equation works along the group axis, or the
+      operands have different ones.
     """
     unbatched = elementwise(eqn, axes)
     if unbatched is None or unbatched.out_axes[0] == eqn.params["dimension"]:
@@ -287,7 +360,13 @@ def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
 def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `dot_general` along a batch dimension, or a free one of one operand.
 
-    None if the group axis is contracted, or the operands' group axes do not fit.
+    Args:
+      eqn: The equation.
+      axes: The group axes of its two operands; None: not partitioned.
+
+    Returns:
+      The equation of one group. None if the group axis is contracted, or the operands'
+      group axes do not fit.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = axes
@@ -315,10 +394,11 @@ def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | N
     Args:
       eqn: The `dot_general`.
       left: The group axis of its first operand; None: it is not partitioned.
-      right: The group axis of its second operand, or None.
+      right: The group axis of its second operand; None: it is not partitioned.
 
     Returns:
-      None if both operands are partitioned, or the group axis is contracted.
+      The equation of one group. None if both operands are partitioned, or the group
+      axis is contracted.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     # Both partitioned along free dimensions: a product of all pairs of groups.
@@ -342,7 +422,13 @@ def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | N
 def _top_k(eqn, axis):
     """Unbatch `top_k`: each group has its own greatest elements.
 
-    None if it chooses along the group axis.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the results, {changed parameter: value for one group})`; None if
+      it chooses along the group axis.
     """
     last = eqn.invars[0].aval.ndim - 1
     # Old JAX has no axis: it is the last one.
@@ -356,7 +442,12 @@ def _top_k(eqn, axis):
 def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `stack`: each group stacks its slices along the new dimension.
 
-    None if the operands have different group axes.
+    Args:
+      eqn: The equation.
+      axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      The equation of one group. None if the operands have different group axes.
     """
     unbatched = elementwise(eqn, axes)
     if unbatched is None:
@@ -371,7 +462,13 @@ def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
 def _unstack(eqn, axis):
     """Unbatch `unstack`: each group takes its slice apart along another dimension.
 
-    None if the equation takes apart the group axis.
+    Args:
+      eqn: The equation.
+      axis: The group axis of its operand.
+
+    Returns:
+      `(group axis of the results, {changed parameter: value for one group})`; None if
+      the equation takes apart the group axis.
     """
     gone = eqn.params["axis"]
     if gone == axis:
@@ -379,19 +476,17 @@ def _unstack(eqn, axis):
     return axis - (gone < axis), {"axis": gone - (axis < gone)}
 
 
-def _fft(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `fft`: each group transforms its slice along the last dimensions.
-
-    None if one of these is the group axis.
-    """
-    return _batch_of(len(eqn.params["fft_lengths"]))(eqn, axes)
-
-
 def _convolution(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `conv_general_dilated` along the image batch or the output features.
 
-    None if the groups lie along other dimensions, if both operands are partitioned, or
-    if batch groups (feature groups, for the features) would mix them.
+    Args:
+      eqn: The equation.
+      axes: The group axes of the images and of the kernel; None: not partitioned.
+
+    Returns:
+      The equation of one group. None if the groups lie along other dimensions, if both
+      operands are partitioned, or if a `batch_group_count` (`feature_group_count`, for
+      the features) above one may mix groups.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     batch, (left, right) = params["batch_group_count"] == 1, axes
@@ -421,7 +516,13 @@ _UNIT_WINDOW = {
 def _windows(eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch work on windows, such as of `reduce_window_sum`.
 
-    None if a window may hold several groups, or the operands' group axes differ.
+    Args:
+      eqn: The equation.
+      axes: The group axis of each operand; None: it is not partitioned.
+
+    Returns:
+      The equation of one group. None if a window may hold several groups, or the
+      operands' group axes differ.
     """
     known = {axis for axis in axes if axis is not None}
     if len(known) != 1:
@@ -447,6 +548,9 @@ UNBATCHING_RULES: dict[str, Callable] = {
     "slice": unary(_slice),
     "random_wrap": unary(_random_wrap),
     "random_unwrap": unary(lambda eqn, axis: (axis, {})),
+    # It splits each key among the elements that the key is for, by their number, so a
+    # group axis that the keys lack is none: its groups would draw from equal keys.
+    "random_gamma": _batch_of(0),
     "tile": unary(_tile),
     "bitcast_convert_type": unary(_bitcast),
     "split": unary(_along("axis")),
@@ -466,7 +570,7 @@ UNBATCHING_RULES: dict[str, Callable] = {
     "concatenate": _along_dimension,
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
-    "fft": _fft,
+    "fft": lambda eqn, axes: _batch_of(len(eqn.params["fft_lengths"]))(eqn, axes),
     **dict.fromkeys(
         """reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
         select_and_scatter_add""".split(),

@@ -43,12 +43,14 @@ def compile(
 
     Args:
       plan: The plan.
-      workers: How many worker processes of the default runner, on this machine. One
-        is a thread of this process.
-      runner: The runner, as for `beam.Pipeline`.
-      flags: Its options, as on a command line: `["--job_endpoint=..."]`.
-      folder: Where the driver and the workers exchange files: any path that Beam's
-        `FileSystems` knows and all of them see. Default: a temporary one.
+      workers: The number of worker processes of the default runner, on this machine;
+        with 1, pipelines run in a thread of this process. For other runners, the number
+        of workers for which the default block size is chosen.
+      runner: The name of the runner, as for `beam.Pipeline`.
+      flags: The options of the pipelines, as on a command line:
+        `["--job_endpoint=..."]`.
+      folder: The folder in which the driver and the workers exchange files: any path
+        that Beam's `FileSystems` knows and all of them see. Default: a temporary one.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `retries` of a pipeline that fails, `checkpoint`,
         `progress`. Runners have time limits of their own, so there is no `timeout`.
@@ -82,6 +84,7 @@ def compile(
     in_thread = runner == "FnApiRunner" and workers == 1
     # The default runs workers as threads of one process, which share the GIL.
     if runner == "FnApiRunner" and not in_thread:
+        # Before the user's flags: of a flag that occurs twice, the last one counts.
         settings[1:1] = [
             f"--direct_num_workers={workers}",
             "--direct_running_mode=multi_processing",
@@ -90,6 +93,7 @@ def compile(
 
 
 def __getattr__(name: str) -> Any:
+    # Imported late: it is a subclass of Beam's `PTransform`, and needs Beam.
     if name == "MapReduce":
         needed("apache_beam", "beam", "drjax.backends.beam")
         from drjax.backends.beam.transforms import MapReduce
@@ -99,13 +103,18 @@ def __getattr__(name: str) -> Any:
 
 
 class Pipelines(FileExchange):
-    """An engine that runs each stage as a Beam pipeline.
+    """An engine that runs each local stage of a plan as one Beam pipeline.
 
     Args:
-      workers: How many worker processes there are.
-      flags: The options of pipelines, as on a command line.
-      folder: The folder that driver and workers share. Default: a temporary one.
-      in_thread: Whether pipelines run in a thread of this process.
+      workers: The number of worker processes, for the default block size.
+      flags: The options of the pipelines, as on a command line; the runner is one.
+      folder: The path of the folder that the driver and the workers share. Default: a
+        temporary one.
+      in_thread: Whether a pipeline runs in a thread of this process; else it runs in a
+        subprocess.
+
+    Raises:
+      DrjaxValueError: `workers` is no integer from 1.
     """
 
     def __init__(
@@ -115,10 +124,12 @@ class Pipelines(FileExchange):
         self._flags, self._in_thread = flags, in_thread
 
     def start(self, stage_run: StageRun, folder: Path) -> Run:
+        # Imported late: both need packages of the `beam` extra.
         from drjax.backends.beam import transforms
         from drjax.backends.engine import subprocess_run
 
         run = functools.partial(transforms.run, stage_run, self._flags)
+        # A thread starts in less time, but only a subprocess that hangs can be killed.
         if self._in_thread:
             return subprocess_run.ThreadRun(run, folder)
         return subprocess_run.SubprocessRun(run, folder)

@@ -10,11 +10,12 @@ without either.
 """
 
 import importlib
+import secrets
 from typing import Any
 
 
 def _systems() -> Any:
-    """Beam's file systems, imported when they are first needed."""
+    """Import and return Beam's class `apache_beam.io.filesystems.FileSystems`."""
     return importlib.import_module("apache_beam.io.filesystems").FileSystems
 
 
@@ -28,9 +29,10 @@ def read(path: str) -> bytes:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file whole or not at all; a file of that name is replaced."""
+    """Write a file whole or not at all; replace an old file of that path."""
     # A crash must not leave half of a file under the name that readers look for.
-    systems, part = _systems(), f"{path}.part"
+    # Two workers may run one task at once: each needs a temporary file of its own.
+    systems, part = _systems(), f"{path}.{secrets.token_hex(8)}.part"
     with systems.create(part) as file:
         file.write(data)
     # Some file systems do not rename over a file.
@@ -40,7 +42,11 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """The paths of the files that begin with `prefix`, without unfinished files."""
+    """The paths of all files that begin with `prefix`, without unfinished files.
+
+    Args:
+      prefix: The beginning of the paths: a folder, and the beginning of a file name.
+    """
     (match,) = _systems().match([f"{prefix}*"])
     paths = [x.path for x in match.metadata_list]
     return [path for path in paths if not path.endswith(".part")]

@@ -30,10 +30,14 @@ from drjax.plan import Plan
 
 
 class Sums(beam.CombineFn):
-    """Combines partial reductions of blocks by `drjax.backends.engine.combine`.
+    """Beam's `CombineFn` for the partial reductions of blocks of groups.
+
+    An element is a list with the partial reduction of a block for each operation. The
+    accumulators and the result are such lists over several blocks; they have None for
+    an operation if no group took part.
 
     Args:
-      ops: The operation of each partial reduction, as `"sum"`.
+      ops: The names of the operations, such as `"sum"` or `"max"`.
     """
 
     def __init__(self, ops: tuple[str, ...]):
@@ -46,6 +50,8 @@ class Sums(beam.CombineFn):
         return add(self.ops, mutable_accumulator, element)
 
     def merge_accumulators(self, accumulators: Iterable[Totals]) -> Totals:
+        # Into a fresh accumulator: `add` overwrites its totals, but copies a first
+        # partial reduction, so that no merged accumulator changes.
         total = self.create_accumulator()
         for other in accumulators:
             total = add(self.ops, total, other)
@@ -56,15 +62,19 @@ class Sums(beam.CombineFn):
 
 
 class RunBlocks(beam.DoFn):
-    """Runs blocks of groups through a stage.
+    """Runs blocks of groups through a local stage.
 
-    It yields for each block the list of its partial reductions, with the number of its
-    groups as one more; and under the tag `"failed"` pairs of a group index and the
-    reason for which that group failed.
+    It takes pairs `(Block, reasons)`, with a dict from group index to the reason for
+    which the data of that group could not be read. Its main output has for each block
+    the list of its partial reductions, then the number of its groups. Its output with
+    the tag `"failed"` has pairs of a group index and the reason for which that group
+    failed.
 
     Args:
-      load: Returns the job; called once in each worker.
-      report: Called with each block and its result; None: nothing is reported.
+      load: A function without arguments that returns the `Job`: the stage with its
+        global inputs. It is called once in each worker.
+      report: Called as `report(block, result)` with each block and its `BlockResult`.
+        None: nothing is reported.
     """
 
     def __init__(self, load: Callable[[], Job], report: Callable | None = None):
@@ -74,15 +84,23 @@ class RunBlocks(beam.DoFn):
         self.job = self.load()
 
     def process(self, element: LoadedBlock) -> Iterator[Any]:
-        """Run a block; yields its partial reductions, and groups in it that failed.
+        """Run a block; yields its partial reductions, and the groups in it that failed.
 
-        `element` is a block with the reasons why groups in it could not be read.
+        Args:
+          element: A `Block`, and a dict from group index to the reason for which the
+            data of that group could not be read.
+
+        Returns:
+          A generator of a `beam.pvalue.TaggedOutput("failed", (group index, reason))`
+          for each group that failed; then, if some group did not fail, of the list of
+          the block's partial reductions with the number of these groups last.
 
         Raises:
           RuntimeError: A group failed, and the job does not drop groups.
         """
         (block, failed), job = element, self.job
         result = job.run(block, failed)
+        # Before anything raises: from the report the driver knows which group failed.
         if self.report is not None:
             self.report(block, result)
         for group, why in result.failed.items():
@@ -97,14 +115,17 @@ class RunBlocks(beam.DoFn):
 
 
 class _Stage(beam.PTransform):
-    """A transform from blocks to the totals of a stage and the groups that failed.
+    """A transform from blocks of groups to a stage's totals and the failed groups.
 
-    Its outputs are a dict: of `"totals"`, one list with the number of groups last; and
-    `"failed"`, pairs of a group index and the reason.
+    Its result is a dict of two collections. `"totals"` has one element, a list: for
+    each operation the combined partial reductions of all blocks, then the number of
+    groups. `"failed"` has pairs of a group index and the reason for which that group
+    failed.
 
     Args:
-      ops: The operations of the stage's partial reductions.
-      *job: The arguments of `RunBlocks`.
+      ops: The names of the operations of the stage's partial reductions, as `"sum"`.
+      *job: A function without arguments that returns the `Job`; then, optionally, a
+        function `report(block, result)` to call with each block and its `BlockResult`.
     """
 
     def __init__(self, ops: tuple[str, ...], *job: Any):
@@ -112,22 +133,34 @@ class _Stage(beam.PTransform):
         self.ops, self.job = ops, job
 
     def expand(self, input_or_inputs: Any) -> Any:
-        """Apply the transform to a collection of `LoadedBlock`s."""
+        """Apply the transform to a collection of blocks.
+
+        Args:
+          input_or_inputs: A `PCollection` of pairs of a `Block` and a dict from group
+            index to the reason for which the data of that group could not be read.
+
+        Returns:
+          The dict of the `PCollection`s `"totals"` and `"failed"`.
+        """
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
         outputs = input_or_inputs | "Work" >> run
         # The last is the number of groups.
         sums = Sums((*self.ops, "sum"))
         return {
+            # Without any block, this is the empty accumulator: None for each operation.
             "totals": outputs.partials | "Reduce" >> beam.CombineGlobally(sums),
             "failed": outputs.failed,
         }
 
 
 def run(stage_run: StageRun, flags: list[str]) -> None:
-    """Run a stage on blocks of groups as a pipeline, and wait for its end.
+    """Run a local stage on all groups as a Beam pipeline, and wait until it has ended.
+
+    The results of each block, and the totals of all blocks, are written to files.
 
     Args:
-      stage_run: The stage and its blocks; results go to its files.
+      stage_run: The stage with its global inputs, the ranges of groups to read, and the
+        folder of the files.
       flags: The options of the pipeline, as on a command line.
     """
     p = beam.Pipeline(options=PipelineOptions(flags))
@@ -150,21 +183,23 @@ def run(stage_run: StageRun, flags: list[str]) -> None:
 class MapReduce(beam.PTransform):
     """A planned function as a transform, for pipelines of your own on any runner.
 
-    Its input are pairs of a group index, from 0 to n - 1, and the group's slice of the
-    arguments: a pytree of arrays. Its outputs are a dict of `"results"`, one element,
-    what the planned function returns; and `"failed"`, pairs of a group index and why
-    it was dropped. The plan must have one round of communication, no loop around it,
-    and reduced results only; for others there is `drjax.backends.beam.compile`.
+    Its input is a collection of pairs of a group index, from 0 to n - 1, and the
+    group's slice of one argument: a pytree of arrays. Its result is a dict of two
+    collections: `"results"` has one element, the result of the planned function;
+    `"failed"` has pairs of a group index and the reason for which that group was
+    dropped. The plan must have one round of communication, no loop around it, and
+    reduced results only; for others there is `drjax.backends.beam.compile`.
 
     Args:
       plan: The plan, as made or loaded.
-      *args: Its arguments; `...` for the one whose slices come through the
-        pipeline.
+      *args: The arguments of the planned function; `...` for the one whose slices come
+        through the pipeline.
       **options: `block_size`, `on_error`, `min_groups` and `check_nans`, as in
         `drjax.backends.EngineOptions`.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: Wrong options, arguments, or such a plan.
+      DrjaxTypeError, DrjaxValueError: An option or argument is wrong, or the plan is
+        not such a plan.
 
     Example:
       >>> import apache_beam as beam
@@ -190,6 +225,7 @@ class MapReduce(beam.PTransform):
         job = self.stage.job
         staged = (
             input_or_inputs
+            # Both bounds, as Beam would otherwise choose the size by timing batches.
             | "Batch" >> beam.BatchElements(job.size, job.size)
             | "Block" >> beam.Map(block_of_pairs, self.stage.lazy)
             | "Groups" >> _Stage(job.ops, lambda: job)

@@ -6,10 +6,12 @@ The driver runs server stages and loops in its own process. An engine runs the s
 the groups: either it is a `Pool`, which runs single blocks and is driven by
 `pool_scheduler`, or a `FileExchange`, which runs a whole stage over shared files. Read
 in this order: `messages`, `job`, `protocols`, `driver`, `pool_scheduler`, `worker`;
-then what they use: `executable_plan`, `stage_results` with `combine`,
-`blocks_of_groups`, `block_size`, `checkpoint` with `checkpoint_files` and
-`folder_lock`, `options`, `progress`. For single engines: `file_exchange`,
-`wire_format`, `subprocess_run`, `temporary_folders`, `one_round` (Beam), `actor`,
-`placement`, `resident_slices`, `process_exit` (Ray), `client_data`,
-`untrusted_replies`, `assignment`, `claim_queries`, `background` (Flower).
+then what they use: `executable_plan`, `stage_results` with `combine` (what a reduction
+computes is in the table of `_primitives/reduce_ops`), `blocks_of_groups`, `block_size`,
+`checkpoint` (what is saved and when) with `checkpoint_files` (the files) and
+`folder_lock`, `options`, `progress`, `extras` (optional dependencies). For single
+engines: `file_exchange`, `wire_format`, `subprocess_run`, `temporary_folders`,
+`one_round` (Beam), `actor`, `placement`, `resident_slices`, `process_exit` (Ray),
+`client_data`, `untrusted_replies`, `assignment`, `claim_queries`, `background`
+(Flower).
 """

@@ -22,7 +22,10 @@ Arrays = list[np.ndarray]
 
 
 class Worker:
-    """A worker that keeps plan files by name, for engines whose workers are actors."""
+    """A worker of an engine whose workers are actors, such as Ray's; it runs blocks.
+
+    It stores the plan files that it receives by name, so that each is sent once.
+    """
 
     def __init__(self):
         self._files: dict[str, File] = {}
@@ -30,16 +33,26 @@ class Worker:
     def run(
         self, name: str, file: File | None, task: Task, slices: Arrays, shared: Arrays
     ) -> BlockResult:
-        """Run a block through a stage of a plan file; returns its `BlockResult`.
+        """Run one stage of a plan file on one block of groups.
 
         Args:
-          name: The name of the plan file, by which the worker keeps it.
-          file: The file; None if the worker was sent it before, by this name.
-          task: The task; its block has no slices.
-          slices: The slices of the block, one array `[c, ...]` for each partitioned
-            input.
-          shared: The global inputs of the stage.
+          name: The name of the plan file in this worker's store.
+          file: The plan file; None if an earlier call passed the file of this name.
+          task: The index of the stage, the block, and how failures are treated. The
+            block's list of slices is empty.
+          slices: For each partitioned input of the stage, in order, the slices of the
+            block's c groups, `[c, ...]`.
+          shared: The global inputs of the stage, in order.
+
+        Returns:
+          The block's partial reductions, the groups' slices of the outputs that are
+          read later, and why groups failed. No values if `task.search` is true, or if
+          `skip` was called for the task.
+
+        Raises:
+          Exception: The stage failed, and no single group causes it.
         """
+        # Before the task, which may be skipped: later tasks only name the file.
         if file is not None:
             self._files[name] = file
         # The task came without its slices: `slices` may be views of the shared store.
@@ -48,9 +61,15 @@ class Worker:
         return worker.run(self._files[name], task, shared)
 
     def skip(self, number: int) -> None:
-        """Do not begin the task with this number: its result is not needed any more."""
+        """Skip the task with this `Task.number`, as its result is not needed.
+
+        `run` then returns an empty `BlockResult`. A task that has begun is not stopped.
+        """
         worker.skip(number)
 
     def state(self) -> WorkerState:
-        """What the worker is doing, as a `WorkerState`; answered while `run` runs."""
+        """The worker's process id, the groups that it runs, and for how long.
+
+        It may be called in another thread while `run` runs.
+        """
         return worker.state()

@@ -2,13 +2,13 @@
 
 Input: the ids of clients, or their claims. Output: the client of each group.
 
-Invariants: each group has at most one client. Either the driver knows the clients,
-or each client claims a group, and the first to claim one has it for as long as it is
-present. A claim is not trusted: one that does not fit is refused, and changes nothing
-for other clients.
+Invariants: each group has at most one client, and each client at most one group. Either
+the driver knows the clients, or each client claims a group, and the first to claim one
+has it for as long as it is present and claims no other. A claim is
+not trusted: one that does not fit is refused, and changes nothing for other clients.
 
 Sharp edges: a client that reconnects under another id may find its group taken, and may
-claim it again once the holder is gone (`reclaimable`).
+claim it again once the holder has left or claimed another (`reclaimable`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,19 +19,20 @@ from drjax.backends.engine.untrusted_replies import BadReply, readable
 
 
 class Assignment:
-    """The clients of n groups, by their ids.
+    """A table of n groups: which client process, by its integer id, has which group.
 
     Args:
-      n: How many groups there are.
-      clients: The id of each group's client, in the order of the groups. Default: each
-        client is yet to claim a group.
+      n: The number of groups.
+      clients: The id of the client of each group, in the order of group indices.
+        Default: no group has a client until a client claims it.
 
     Attributes:
-      size: n.
-      fixed: Whether the clients are arguments, so that claims are not needed.
+      size: The number of groups, n.
+      fixed: Whether `clients` was passed, a bool. If so, no client needs to claim a
+        group.
 
     Raises:
-      DrjaxValueError: The ids are not n different integers.
+      DrjaxValueError: `clients` does not have n different integers.
     """
 
     def __init__(self, n: int, clients: Sequence[int] | None = None):
@@ -49,35 +50,47 @@ class Assignment:
             )
 
     def __getitem__(self, group: int) -> int | None:
-        """The id of a group's client; None if the group has none."""
+        """The id of the client of group `group`, a group index; None if it has none."""
         return self._clients.get(group)
 
     def complete(self, groups: Iterable[int], present: Collection[int]) -> bool:
-        """Whether each of these groups has a client that is present.
+        """Whether each of these groups has a client that is connected.
 
-        `present` has the ids of all clients that are connected.
+        Args:
+          groups: Group indices.
+          present: The ids of all connected clients.
         """
         return all(self._clients.get(group) in present for group in groups)
 
     def claim(self, client: int, group: Any, present: Collection[int]) -> str | None:
-        """Give a client the group that it claims; returns None, or why it is refused.
+        """Assign a group to the client that claims it, or refuse the claim.
+
+        A claim is refused if it is not a group index from 0 to n - 1, or if another
+        connected client has the group. The client loses the group of its earlier claim
+        in any case.
 
         Args:
           client: The id of the client.
-          group: The claimed group, of any type; a `BadReply` if the client claimed
-            none.
-          present: The ids of the clients that are present: others lose their group to
-            this one.
+          group: What the client sent as its group index. It is not validated yet and
+            may have any type. A `BadReply` if the client sent no readable claim.
+          present: The ids of all connected clients. A client that is not among them
+            loses its group to a client that claims it.
+
+        Returns:
+          None if the client now has the group; else the reason for the refusal, as text
+          for an error.
         """
         # A client may claim again, as after a restart: only its latest claim counts.
+        # It may have another group's data now, which would count twice.
         self._refused.pop(client, None)
+        self._clients = {g: c for g, c in self._clients.items() if c != client}
         claim_text, also = f"has partition-id={group!r}", ""
         if isinstance(group, BadReply):
             claim_text = f"does not report its partition-id: {group}"
         elif type(group) is int and 0 <= group < self.size:
             holder = self._clients.get(group)
             # A present holder keeps its group, or any client could take it by a claim.
-            if holder in (None, client) or holder not in present:
+            if holder is None or holder not in present:
                 self._clients[group] = client
                 return None
             also = f", and client {holder} has this one"
@@ -90,18 +103,23 @@ class Assignment:
         )
 
     def refused(self) -> list[str]:
-        """For each client that was refused a text: the client and why."""
+        """For each client with a refused claim, a text: its id and the reason."""
         return [why for _, why in self._refused.values()]
 
     def reclaimable(self, present: Collection[int]) -> list[int]:
-        """The ids of clients that were refused a group whose holder has left.
+        """The ids of clients whose claim was refused but would be accepted now.
 
-        `present` has the ids of all clients that are connected.
+        These are the clients that claimed a group of another client that has since
+        disconnected, or claimed another group.
+
+        Args:
+          present: The ids of all connected clients.
         """
         return [
             client
             for client, (group, _) in self._refused.items()
+            # What is no int was no valid claim, and a list cannot even be looked up.
             if type(group) is int
-            and group in self._clients
-            and self._clients[group] not in present
+            and 0 <= group < self.size
+            and self._clients.get(group) not in present
         ]

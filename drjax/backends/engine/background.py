@@ -15,10 +15,14 @@ from typing import Any
 
 
 class Background:
-    """Calls by key; each is waited for a while, and then goes on in its thread.
+    """Runs functions in threads, so that the caller can poll for slow results.
+
+    Each call has a key, and at most one call with a key runs at a time. A call that is
+    not done within `patience` seconds continues in its thread.
 
     Args:
-      patience: For how many seconds to wait when a call is new.
+      patience: How many seconds `result` waits for a call that it has just started. It
+        does not wait for a call that was running before.
 
     Example:
       >>> from drjax.backends.engine.background import Background
@@ -31,14 +35,19 @@ class Background:
         self._running: dict[str, futures.Future] = {}
 
     def result(self, key: str, fn: Callable[[], Any]) -> Any:
-        """The result of a call; None while it runs: then ask again, by the same key.
+        """Start the call with this key, unless it runs; return its result if done.
 
         Args:
           key: Text that identifies the call.
-          fn: The function to call, in a thread; used only if no call of this key runs.
+          fn: A function without arguments, to call in a thread. It is not used if the
+            call with this key was started before and its result was not returned yet.
+
+        Returns:
+          What the function returned; None if it is still running. In that case call
+          `result` again with the same key.
 
         Raises:
-          BaseException: Whatever `fn` raised.
+          BaseException: Whatever the function raised.
         """
         # A call that runs already was waited for: now it is only looked at.
         patience, future = 0.0, self._running.pop(key, None)
@@ -53,14 +62,19 @@ class Background:
         return None
 
     def forget(self, key: str) -> None:
-        """Release the call of this key, whose result will not be asked for."""
+        """Discard the call with this key, if there is one: its result is not needed.
+
+        Its thread runs until the function returns.
+        """
         self._running.pop(key, None)
 
 
 def _resolve(future: futures.Future, fn: Callable[[], Any]) -> None:
-    """Call `fn`, and set the result of a future to its result or to what it raises.
+    """Set the result of a future to `fn()`, or its exception to what `fn()` raises.
 
-    It is what a thread of `Background` runs.
+    Args:
+      future: A future that is not done.
+      fn: A function without arguments.
     """
     try:
         future.set_result(fn())

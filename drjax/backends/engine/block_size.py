@@ -36,21 +36,25 @@ _CHANGES = 2  # each one compiles the stage again in all workers
 
 
 class BlockSize:
-    """The block size of one stage, chosen by bytes first and by measured times later.
+    """The number of groups in a block of a stage, set by bytes, adjusted by run times.
 
     Args:
-      a_round: The round whose local stage it is.
-      n: How many groups there are.
-      workers: How many workers there are.
-      timeout: Seconds after which a block is late; None: no block is.
+      a_round: The round whose local stage runs in blocks.
+      n: The number of groups.
+      workers: The number of workers of the engine.
+      timeout: The engine's option `timeout`: how many seconds a block may take. None:
+        no limit.
 
     Attributes:
-      value: How many groups a block of the next run has.
+      value: The number of groups in a block of the stage's next run, an int of at least
+        1.
     """
 
     def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
         stage = a_round.local
         own = [v for v in stage.inputs if v.partitioned]
+        # All outputs, also those that are only reduced: the stage computes them for all
+        # groups of the block before it reduces them.
         size = sum(map(_bytes, (*own, *stage.outputs)))
         sent = sum(_bytes(reduce.result) for reduce in a_round.partials)
         # Without a lower bound on bytes, scalars for each group would make blocks of
@@ -65,9 +69,16 @@ class BlockSize:
         self._left = _CHANGES
 
     def measure(self, blocks: Sequence[BlockResult]) -> None:
-        """Choose the size for the next run, by how long full blocks of this run took.
+        """Adjust `value` to the times that blocks took in the latest run of the stage.
 
-        `blocks` are their results; without any the size stays.
+        `value` does not change if no block counts, if the median time is within the
+        limits, if the change would be by less than a factor of two, or if it has
+        changed twice already.
+
+        Args:
+          blocks: The results of the run's full blocks, those with `value` groups; only
+            `pid` and `seconds` are read. The first block of each process does not
+            count, as its time includes compilation.
         """
         seconds = []
         for done in blocks:
@@ -92,11 +103,15 @@ class BlockSize:
         # Smaller changes are not worth compiling the stage again in all workers.
         if not self.value / 2 < size < 2 * self.value:
             self.value = size
+            # A block of another size has another shape, which each process compiles.
             self._compiled.clear()
             self._left -= 1
 
 
 def _bytes(value: Value) -> int:
-    """The size of a value in bytes; of a partitioned value, that of one slice."""
+    """The size in bytes of a plan's value; of a partitioned one, that of one slice.
+
+    A random key has the size of its raw data.
+    """
     raw = raw_type(value)
     return int(np.prod(raw.shape)) * np.dtype(raw.dtype).itemsize

@@ -28,22 +28,25 @@ LoadedBlock = tuple[Block, dict[int, str]]
 def blocks_of_groups(
     slices: list[Any], alive: np.ndarray, size: int, start: int = 0
 ) -> Iterator[LoadedBlock]:
-    """Read the groups block by block: pairs of a block and why groups in it failed.
+    """Read the data of c consecutive groups as a sequence of blocks.
 
     Args:
-      slices: The partitioned inputs of a stage: `Lazy`, or arrays with the slices of c
-        groups along axis 0.
-      alive: Which groups take part, bool `[c]`.
-      size: The number of groups of a block; the last may have fewer.
-      start: The index of the first group.
+      slices: The partitioned inputs of a stage, in order. Each is an array `[c, ...]`
+        of the groups' slices, or a `Lazy`, which reads them one by one from a file or
+        an iterable.
+      alive: Which of the groups take part, bool `[c]`.
+      size: The number of groups in a block; the last block may have fewer.
+      start: The index of the first of the c groups.
 
     Returns:
-      Blocks of consecutive groups, in order, each with a dict from group index to
-      reason, for the groups that take part but whose data cannot be read.
+      An iterator of pairs `(block, failed)`, in the order of group indices. Each
+      `Block` holds the slices of its groups. `failed` is a dict from group index to
+      reason, with the groups that take part but whose data cannot be read; the block
+      masks them.
 
     Raises:
-      DrjaxValueError: (when read) there are too few groups, or too many.
-      EngineError: (when read) an iterator of groups raised.
+      DrjaxValueError: (while iterating) an iterable has too few groups, or too many.
+      EngineError: (while iterating) an iterator of groups raised.
     """
     # Several inputs may come from one source, as leaves of a pytree: it is read once.
     sources = list(
@@ -56,6 +59,7 @@ def blocks_of_groups(
         failed = {
             g: str(e) for part in read for g, e in part if isinstance(e, Exception)
         }
+        # int32 is the type of the group index for which stages are exported.
         groups = np.arange(len(valid), dtype=np.int32) + np.int32(start + low)
         # A group that was dropped before is read too, as iterators cannot skip, but its
         # failure is not news.
@@ -77,23 +81,29 @@ def blocks_of_groups(
 def block_of_pairs(
     pairs: Sequence[tuple[int, Any]], lazy: Sequence[Lazy]
 ) -> LoadedBlock:
-    """A block from pairs of a group index and the group's slice of one argument.
+    """Make a block from the data of some groups, in any order.
 
-    Beam's `MapReduce` gets such pairs from the user's pipeline.
+    Beam's `MapReduce` calls it with elements of the user's pipeline.
 
     Args:
-      pairs: The pairs.
-      lazy: The partitioned inputs of the stage; that argument holds all of them.
+      pairs: Pairs `(group index, data)`. The data of a group is its slice of the one
+        argument that the pipeline provides, a pytree of arrays.
+      lazy: The partitioned inputs of the stage, in order, at least one. Each `Lazy`
+        refers to one leaf of that pytree.
 
     Returns:
-      The block, and by group index why groups in it failed: their data does not fit.
+      A pair `(block, failed)`: the `Block` with the groups' slices, and a dict from
+      group index to reason, with the groups whose data does not fit the plan; the block
+      masks them.
 
     Raises:
-      DrjaxValueError: An index is out of range.
+      DrjaxValueError: A group index is out of range.
     """
     leaves, n = [], lazy[0].n
     for group, item in pairs:
         # Pipelines of users make these numbers, so they are checked here.
+        # Whether each group comes once is not visible in one block: the number of
+        # groups in the totals is checked at the end.
         if not 0 <= group < n:
             raise DrjaxValueError(f"The plan has groups 0 to {n - 1}, got {group}.")
         try:
@@ -107,15 +117,20 @@ def block_of_pairs(
 
 
 def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
-    """Stack the slices of c groups into one array; masked groups have another's slice.
+    """Stack the slices of c groups of one partitioned value into one array.
 
     Args:
-      x: The partitioned value.
-      leaves: For each group a pair of its index and its leaves, or why it has none.
-      valid: Which of the groups take part, bool `[c]`.
+      x: The partitioned value, which refers to one leaf of each group's data.
+      leaves: For each of the c groups a pair `(group index, leaves of the group's
+        data)`. The leaves are a list of arrays, or an exception if the data cannot be
+        read.
+      valid: Which of the groups take part, bool `[c]`; false for each group with an
+        exception.
 
     Returns:
-      `[c, ...]`; zeros `[c]` if no group takes part.
+      An array `[c, ...]`, in which groups that do not take part have a copy of another
+      group's slice; zeros `[c]` if no group takes part; `[c, 0]` if the data stays with
+      the workers.
     """
     pairs = zip(leaves, valid, strict=True)
     slices = [x.slice_of(part) if ok else None for (_, part), ok in pairs]

@@ -34,41 +34,64 @@ from drjax.backends.groups import Lazy
 
 
 class Checkpoint:
-    """The entries of a call by their place in the plan. This class saves nothing.
+    """The checkpoint of one call of a plan on an engine. This class stores nothing.
 
-    It is for calls without the option; `FolderCheckpoint` saves. A place is a text, as
-    `2.groups`.
+    Calls without the option `checkpoint` use it; the subclass `FolderCheckpoint` stores
+    entries in a folder. An entry is a list of arrays: the results of one round's
+    groups, the progress of a loop, or the indices of dropped groups. Its key is a text,
+    such as `2.groups` for the groups of round 2.
 
     Attributes:
-      resumed: How many entries an earlier call has left.
+      resumed: The number of entries that were restored from an earlier, interrupted
+        call, an int.
     """
 
     resumed = 0
 
     def get(self, key: str) -> Entry | None:
-        """The entry of a place, of this call or an earlier one; None if it has none."""
-
-    def put(self, key: str, entry: Entry, over: str | None = None) -> None:
-        """Set the entry of a place, and forget those of places that begin with `over`.
+        """The entry with this key, from this call or restored; None if there is none.
 
         Args:
-          key: The place in the plan.
-          entry: Its arrays.
-          over: What the places begin with whose entries are not needed any more, as
-            those of rounds inside a loop once its step is done; None: no place.
+          key: The location in the plan, such as `2.groups`.
+        """
+
+    def put(self, key: str, entry: Entry, over: str | None = None) -> None:
+        """Set the entry of a key, and drop entries that are not needed any more.
+
+        Args:
+          key: The location in the plan, such as `2.groups` for the groups of round 2,
+            or `3.scan` for a loop in round 3.
+          entry: The entry, a list of arrays.
+          over: A prefix of keys, such as `3.scan.`. Entries whose keys start with it
+            are dropped: after a step of a loop, those of the rounds inside the loop.
+            None: no entry is dropped.
         """
 
     def write(self) -> None:
-        """Save entries that are not saved yet; called before the groups work."""
+        """Begin to save the entries, if any has changed since they were saved.
+
+        The driver calls it before each stage of the groups. Saving continues in the
+        background.
+
+        Raises:
+          EngineError: The previous save failed, or another driver has locked the folder
+            in the meantime.
+        """
 
     def close(self) -> None:
-        """Save entries that are not saved yet, and unlock the folder.
+        """Save the entries that are not saved yet, and unlock the folder.
 
-        Called when the call has ended or failed.
+        It is called when the call has returned or raised.
+
+        Raises:
+          EngineError: The entries cannot be saved. The folder is unlocked all the same.
         """
 
     def clear(self) -> None:
-        """Forget all entries, also saved ones: the call has all of its results."""
+        """Remove the saved entries: the call has all of its results.
+
+        If they cannot be removed, a `RuntimeWarning` is issued.
+        """
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -83,15 +106,16 @@ class Checkpoint:
 
 
 class FolderCheckpoint(Checkpoint):
-    """Entries in a folder, which this driver locks.
+    """A `Checkpoint` that saves its entries as files in a folder, which it locks.
 
     Args:
-      folder: The folder: a path, or a URL that fsspec knows.
-      fingerprint: The fingerprint of the call, from `call_fingerprint`.
+      folder: The folder: a local path, or a URL of a file system that fsspec supports.
+      fingerprint: The hash that identifies the call, from `call_fingerprint`. Files
+        that were saved with another fingerprint are an error.
 
     Raises:
-      EngineError: The folder cannot be used, is in use, holds entries of another call,
-        or has steps of which none is whole.
+      EngineError: The folder cannot be used, another driver has locked it, it has
+        entries of another call, or all of its files are damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str):
@@ -100,6 +124,7 @@ class FolderCheckpoint(Checkpoint):
         self._files = StepFiles(self._folder, fingerprint)
         try:
             self._entries = self._files.restore()
+        # A folder that cannot be restored must not stay locked by this process.
         except BaseException:
             self._release()
             raise
@@ -119,9 +144,12 @@ class FolderCheckpoint(Checkpoint):
     def write(self) -> None:
         if not self._is_new:
             return
+        # Before anything raises: `close` must then neither save nor fail once more.
         self._is_new = False
         # The previous step is on disk then: at most one is in memory besides this.
         self._files.wait()
+        # After the wait, in which the lease may be lost: a step of this driver could
+        # replace one of the other driver, as the names may be the same.
         if self._lock.lost:
             raise EngineError(
                 f"The checkpoint folder {self._folder.location('')} was taken by "
@@ -139,14 +167,17 @@ class FolderCheckpoint(Checkpoint):
             self._release()
 
     def _release(self) -> None:
-        """Unlock the folder, and end the thread that writes; save nothing."""
+        """End the thread that writes files, and unlock the folder; save nothing."""
+        # First: no step may be written once another driver can have the lock.
         self._files.close()
         self._lock.release()
 
     def clear(self) -> None:
+        # Unsaved entries are not needed: `close` must not leave a step behind.
         self._is_new = False
         with suppress(EngineError):  # the call has its results: nothing is lost
             self._files.wait()
+        # The steps in the folder may be those of the driver that has the lock now.
         if self._lock.lost:
             return
         try:
@@ -163,10 +194,17 @@ class FolderCheckpoint(Checkpoint):
 def _locked_folder(
     path: str | os.PathLike[str],
 ) -> tuple[_storage.Folder, "folder_lock.Lock | folder_lock.Lease"]:
-    """Make the folder of a path or URL, and lock it for this driver: `(folder, lock)`.
+    """Create a folder, unless it exists, and lock it for this process.
+
+    Args:
+      path: The folder: a local path, or a URL of a file system that fsspec supports.
+
+    Returns:
+      `(folder, lock)`: an object that reads and writes files in the folder by name, and
+      the lock, to be ended by `lock.release()`.
 
     Raises:
-      EngineError: It cannot be used, or another driver has locked it.
+      EngineError: The folder cannot be used, or another driver has locked it.
     """
     try:
         folder = _storage.folder(_storage.locate(path))
@@ -187,14 +225,18 @@ def _locked_folder(
 
 
 def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
-    """The fingerprint of a call: a hash of what determines its results.
+    """A hash of what determines the results of one call of a plan on an engine.
 
-    Arrays are hashed by content, files by their names and sizes; iterables not at all.
+    Arrays are hashed by content, dtype and shape, Parquet files by their paths and
+    sizes. The data of other `Groups`, such as an iterable, is not hashed.
 
     Args:
-      plan_key: The hash of the plan file.
-      inputs: The inputs of the plan, as `flat_slices` returns them.
-      options: The options: which groups fail depends on some of them.
+      plan_key: The SHA-256 of the plan file, in hexadecimal.
+      inputs: The inputs of the plan, in order, each a numpy array or a `Lazy`.
+      options: The engine's options; only `on_error` and `check_nans` are hashed.
+
+    Returns:
+      A SHA-256, in hexadecimal.
     """
     # Only options that change results: a resumed call may have other workers, block
     # sizes or time limits.

@@ -35,17 +35,21 @@ Entry = list[np.ndarray]
 
 _MAGIC = b"drjax checkpoint 1\n"
 _STEP = re.compile(r"step-(\d+)")
-_PART = re.compile(_storage.part_name(_STEP.pattern).replace(".", r"\."))
+# Exactly the names that `LocalFolder.write` uses: other programs' .part files stay.
+_PART = _storage.part_names(_STEP.pattern)
 _KEPT = 2
 _HASH = hashlib.sha256().digest_size
 
 
 class StepFiles:
-    """The steps of one call in a folder.
+    """The checkpoint files of one call, in one folder.
+
+    Each file, a *step*, holds all entries of the call at one moment. An entry is a list
+    of arrays with a text as its key. Files are written in a background thread.
 
     Args:
-      folder: The folder.
-      fingerprint: The fingerprint of the call: steps of another call are an error.
+      folder: The folder, local or remote.
+      fingerprint: The hash that identifies the call; each file contains it.
     """
 
     def __init__(self, folder: _storage.Folder, fingerprint: str):
@@ -57,13 +61,16 @@ class StepFiles:
         self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
 
     def restore(self) -> dict[str, Entry]:
-        """Read the entries of the newest step that is whole; {} if there is no step.
+        """Read the entries from the newest file that is not damaged.
 
-        Damaged newer steps cause a warning.
+        Unfinished files are removed, and damaged newer files cause a `RuntimeWarning`.
+
+        Returns:
+          The entries by key; {} if the folder has no checkpoint file.
 
         Raises:
-          EngineError: The folder cannot be read, or no step of it is whole, or they are
-            of another call.
+          EngineError: The folder cannot be read, all checkpoint files are damaged, or
+            the newest undamaged one has the fingerprint of another call.
         """
         steps = sorted(
             (int(m[1]), m[0]) for m in map(_STEP.fullmatch, self._names()) if m
@@ -93,13 +100,18 @@ class StepFiles:
         return entries
 
     def _names(self) -> list[str]:
-        """Remove unfinished files from the folder; returns the names that it had.
+        """Remove unfinished checkpoint files of an earlier driver, and list the folder.
+
+        Returns:
+          The names of all files in the folder, including the removed ones.
 
         Raises:
-          EngineError: The folder cannot be read.
+          EngineError: The folder cannot be read, or an unfinished file cannot be
+            removed.
         """
         try:
             names = self._folder.names()
+            # The folder is locked, so that no live driver is writing any of them.
             for name in names:
                 if _PART.fullmatch(name):  # what a driver that died was writing
                     self._folder.remove(name)
@@ -110,9 +122,13 @@ class StepFiles:
         return names
 
     def _report_damage(self, reasons: list[str]) -> None:
-        """Warn of damaged steps; raise `EngineError` if no step is whole.
+        """Warn that checkpoint files are damaged, and that an older one is used.
 
-        `reasons` are texts: a file and why it cannot be used.
+        Args:
+          reasons: For each damaged file a text: its path and why it cannot be used.
+
+        Raises:
+          EngineError: There is no undamaged file.
         """
         text = f"The checkpoint has files that cannot be used: {', '.join(reasons)}. "
         if not self._steps:
@@ -130,7 +146,13 @@ class StepFiles:
         )
 
     def save(self, entries: dict[str, Entry]) -> None:
-        """Begin to write a step with these entries, in a thread; call `wait` before."""
+        """Begin to write a new checkpoint file, in the background thread.
+
+        Call `wait` before the next `save`: it reports whether the file was written.
+
+        Args:
+          entries: All entries of the call, by key.
+        """
         self._number += 1
         # A copy of the dict, not of the arrays: entries are never changed in place.
         self._saving = self._thread.submit(
@@ -138,11 +160,16 @@ class StepFiles:
         )
 
     def _write(self, name: str, entries: dict[str, Entry]) -> None:
-        """Write a step, then remove older ones; runs in the thread.
+        """Write a checkpoint file, then remove old files but the latest two.
+
+        It runs in the background thread.
 
         Args:
-          name: The name of the step's file.
-          entries: All entries of the call, by their place in the plan.
+          name: The name of the new file, such as `step-000000001`.
+          entries: All entries of the call, by key.
+
+        Raises:
+          OSError: The file cannot be written.
         """
         self._folder.write(name, _chunks(self._fingerprint, entries))
         self._steps.append(name)
@@ -154,10 +181,10 @@ class StepFiles:
                 self._folder.remove(step)
 
     def wait(self) -> None:
-        """Wait until the step that `save` began is written; return if there is none.
+        """Wait until the file that `save` began is on disk; return if none is pending.
 
         Raises:
-          EngineError: The step cannot be written.
+          EngineError: The file could not be written. The error is raised once.
         """
         saving: Future | None = self._saving
         self._saving = None
@@ -168,19 +195,21 @@ class StepFiles:
         except Exception as error:
             # The user must know whether the time so far is lost.
             kept = "What was saved before is kept. " if self._steps else ""
+            # Other errors are no matter of the disk.
+            disk = isinstance(error, OSError)
+            fix = "Free space there, or make it writable, and make" if disk else "Make"
             raise self._error(
                 f"step-{self._number:09}",
                 "cannot be written",
                 error,
-                f"{kept}Free space there, or make it writable, and make the same call "
-                "again.",
+                f"{kept}{fix} the same call again.",
             ) from error
 
     def remove(self) -> None:
-        """Remove all steps from the folder; other files stay.
+        """Remove all checkpoint files from the folder; others, such as the lock, stay.
 
         Raises:
-          OSError: A step cannot be removed.
+          OSError: A file cannot be removed, or the folder cannot be listed.
         """
         # Other files stay, such as the lock's: others may be waiting for it.
         for name in self._folder.names():
@@ -188,13 +217,17 @@ class StepFiles:
                 self._folder.remove(name)
 
     def close(self) -> None:
-        """End the thread that writes."""
+        """Wait for a file that is being written, then end the background thread."""
         self._thread.shutdown()
 
     def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
-        """An `EngineError` to raise for a file: what is wrong, why, and how to fix it.
+        """Create, but not raise, an `EngineError` about a file in the folder.
 
-        `name` is the file's name in the folder; empty for the folder itself.
+        Args:
+          name: The name of the file; empty for the folder itself.
+          what: What is wrong, as the end of a sentence: "cannot be written".
+          error: The exception that is the cause; its text becomes part of the message.
+          fix: One or two sentences on what the user can do.
         """
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EngineError(
@@ -207,11 +240,15 @@ class StepFiles:
 
 
 def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
-    """The bytes of a step in parts; contiguous arrays are not copied.
+    """Serialize entries to the bytes of a checkpoint file, in parts.
 
     Args:
-      fingerprint: The fingerprint of the call.
-      entries: The entries, by their place in the plan.
+      fingerprint: The hash that identifies the call.
+      entries: The entries, by key.
+
+    Returns:
+      An iterator of `bytes` and of `memoryview`s of arrays; only arrays that are not
+      contiguous are copied.
     """
     # The names in the header are those of the file format: "key" is the fingerprint.
     types = {
@@ -229,10 +266,17 @@ def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
 
 
 def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
-    """Parse the bytes of a step: `(fingerprint, entries)`, entries as read-only views.
+    """Deserialize the bytes of a checkpoint file.
+
+    Args:
+      data: All bytes of the file.
+
+    Returns:
+      `(fingerprint, entries)`: the hash that identifies the call, and the entries by
+      key, with arrays that are read-only views of `data`.
 
     Raises:
-      LookupError, TypeError, ValueError: They are not a whole step.
+      LookupError, TypeError, ValueError: The file is damaged, or is no checkpoint file.
     """
     if len(data) < len(_MAGIC) + _HASH or not data.startswith(_MAGIC):
         raise ValueError("it is no step of a checkpoint, or was cut off")
@@ -256,5 +300,7 @@ def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    """The bytes of an array, of any dtype; a view if the array is contiguous."""
+    """The bytes of an array of any dtype, in C order, copied only if not contiguous."""
+    # Flat and as bytes: a memoryview has no format for bfloat16, and an array `[]`
+    # cannot be viewed with another item size.
     return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))

@@ -24,39 +24,56 @@ _logger = logging.getLogger("drjax")
 
 
 class ClientFailed(Exception):
-    """A client could not answer a query; it may answer when it is asked again."""
+    """A client reported that it cannot answer a query; it may be asked again."""
 
 
 class Link(Protocol):
-    """How clients are reached: what an engine gives to `ClaimQueries`."""
+    """The connection of an engine to its clients, by which `ClaimQueries` asks them.
+
+    A client is a process with the data of one group. Its id is an integer.
+    """
 
     def present(self) -> set[int]:
-        """The ids of the clients that are connected."""
+        """The ids of the clients that are connected now."""
         ...
 
     def query(self, client: int) -> str | None:
-        """Ask a client for its group; returns the query's number, None if it fails."""
+        """Send a client the query which group it has.
+
+        Args:
+          client: The id of the client.
+
+        Returns:
+          A text that identifies the query, for `claim`; None if the query cannot be
+          sent.
+        """
         ...
 
     def claim(self, number: str) -> Any:
-        """The group, of any type, in the answer to the query with this number.
+        """Read a client's answer to a query, without waiting.
 
-        None if there is no answer yet.
+        Args:
+          number: The text that identifies the query, from `query`.
+
+        Returns:
+          What the client sent as its group index, of any type and not validated; None
+          if there is no answer yet.
 
         Raises:
           BadReply: The answer cannot be read.
-          ClientFailed: The client could not answer.
+          ClientFailed: The client reported that it cannot answer.
         """
         ...
 
 
 class ClaimQueries:
-    """Asks the clients of an engine for their groups.
+    """Asks clients which group they have, and puts their answers into an `Assignment`.
 
     Args:
-      link: How the clients are reached.
-      assignment: The assignment of groups to clients, which gets the claims.
-      drop: Whether a refused claim is only logged, and is no error.
+      link: The connection to the clients.
+      assignment: The table of the client of each group, which is updated. If it is
+        `fixed`, no client is asked.
+      drop: If true, a refused claim is logged as a warning; if false, it is an error.
     """
 
     def __init__(self, link: Link, assignment: Assignment, drop: bool):
@@ -65,12 +82,16 @@ class ClaimQueries:
         self._asked: dict[int, str | None] = {}
 
     def run(self, groups: Iterable[int], seconds: float, late: bool) -> None:
-        """Ask new clients for their groups, until all of these groups have a client.
+        """Ask clients for their groups, until each of `groups` has a connected client.
+
+        Clients that are new, or that may claim again, are asked. It returns without an
+        error if time is over before each group has a client.
 
         Args:
-          groups: The group indices.
-          seconds: How long to wait for that at most.
-          late: Whether to wait also for clients that are yet to connect.
+          groups: Group indices.
+          seconds: The time limit.
+          late: If true, wait also for clients that have not connected yet. If false,
+            return as soon as no connected client has an unanswered query.
 
         Raises:
           EngineError: A claim is refused, and `drop` is false.
@@ -91,14 +112,19 @@ class ClaimQueries:
             time.sleep(_INTERVAL)
 
     def _ask(self, present: set[int]) -> None:
-        """Query the clients that are new, or may claim again.
+        """Send a query to each connected client that was not asked, or may claim again.
 
-        `present` has the ids of the clients that are connected.
+        A client may claim again if it has reconnected, or if its claim was refused for
+        another client that has disconnected or claimed another group.
+
+        Args:
+          present: The ids of all connected clients.
         """
         # A client that left may come back as another group; one that was refused may
         # now have a chance.
         gone = {*self._asked} - present
         for client in gone | {*self._assignment.reclaimable(present)}:
+            # An unanswered query stays: a client has one query at a time.
             if self._asked.get(client) is None:
                 self._asked.pop(client, None)  # it is new again
         for client in sorted(present - {*self._asked}):
@@ -106,12 +132,18 @@ class ClaimQueries:
                 self._asked[client] = number
 
     def _collect(self, present: set[int]) -> None:
-        """Pass the answers that have come to the assignment.
+        """Read the claims that clients have answered, and assign groups to clients.
 
-        `present` has the ids of the clients that are connected.
+        A claim is the index of the group whose data a client says that it has. A claim
+        is refused if it is no index of a group, or if a connected client has the group
+        already. If the option `drop` is set, the client of a refused claim takes no
+        part, with a warning.
+
+        Args:
+          present: The ids of all connected clients. The groups of others are free.
 
         Raises:
-          EngineError: A claim is refused, and `drop` is false.
+          EngineError: A claim is refused, and `drop` is not set.
         """
         for client, number in [*self._asked.items()]:
             if number is None:

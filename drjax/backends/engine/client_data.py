@@ -31,18 +31,23 @@ from drjax.backends.groups import Lazy, as_array
 
 
 class Requests:
-    """The requests to the workers in one run of a stage, one for each group.
+    """Makes the requests, as bytes, to workers that have the groups' data themselves.
+
+    In one run of a stage there is one request for each group, to its worker.
 
     Args:
-      call: The run of the stage.
+      call: The run of the stage. Among its partitioned inputs, each `Lazy` is data that
+        the workers have; arrays are slices that the server sends.
 
     Raises:
-      DrjaxTypeError: More than one argument is the workers' own data.
+      DrjaxTypeError: The data of the workers is in more than one argument of the plan.
     """
 
     def __init__(self, call: StageCall):
         # A worker has one group, and the driver combines their partial reductions.
         job = replace(call.job, ops=(), size=1)
+        # Once for all requests. Each has the whole plan file: Flower may start a new
+        # process for each message, which has no file yet.
         self._job = np.frombuffer(job.to_bytes(), np.uint8)
         lazy = [x for x in call.slices if isinstance(x, Lazy)]
         values, tree = [], None
@@ -66,7 +71,16 @@ class Requests:
         }
 
     def to_bytes(self, task: Task) -> bytes:
-        """The request for a task whose block is one group, as bytes for `answer`."""
+        """Make the request for one group, which the worker passes to `answer`.
+
+        Args:
+          task: A task whose block has one group. From its slices, the request includes
+            those that the worker does not have.
+
+        Returns:
+          The stage with its global inputs, the group index, the mask, the slices, and
+          the planned structure and types of the worker's data, as bytes.
+        """
         block = task.block
         pairs = zip(self._header["slices"], block.slices, strict=True)
         # The worker has the others.
@@ -77,14 +91,21 @@ class Requests:
 
 
 def answer(request: bytes, load: Callable[[], Any]) -> bytes:
-    """Run a request on the worker's own data; returns the answer as bytes.
+    """Run the stage of a request on the worker's own data, for one group.
 
     Args:
-      request: The request, from `Requests.to_bytes`.
-      load: Returns the group's slice of the argument that is the workers' own, a pytree
-        of arrays.
+      request: The bytes that `Requests.to_bytes` returned.
+      load: A function without arguments that returns the group's slice of the argument
+        that the workers have, a pytree of arrays. If it raises, or the data does not
+        fit the plan, the group has failed. It is not called if the stage needs none of
+        this data.
+
+    Returns:
+      The group's partial reductions, or the reason why the group failed, as bytes of
+      `wire_format.result_to_bytes`.
 
     Raises:
+      RuntimeError: The stage failed, and no single group causes it.
       ValueError: The stage would return slices of the group.
     """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
@@ -117,14 +138,19 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
 
 
 def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
-    """Check a group's data against the plan; returns its leaves as raw arrays.
+    """Check that a group's data has the planned structure and types; return its leaves.
 
     Args:
-      data: The data, a pytree of arrays.
-      header: The header of the request, with the planned structure and types.
+      data: The group's data, a pytree of arrays.
+      header: The header of the request, from JSON. Its fields are `tree`, the planned
+        structure; `types` and `names`, a text for each leaf; and `wide`, whether the
+        plan has 64-bit values.
+
+    Returns:
+      For each leaf a numpy array; random keys as raw data.
 
     Raises:
-      ValueError: The data does not have the planned structure and types.
+      ValueError: The data has another structure, or other shapes or dtypes.
     """
     leaves, tree = jax.tree.flatten(data)
     # Through JSON, as the header was: tuples become lists.

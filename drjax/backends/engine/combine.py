@@ -25,27 +25,42 @@ Totals = list[np.ndarray | None]  # None: no group took part
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
-    """Combine totals with the partial reductions of a block; returns the new totals.
+    """Combine the partial reductions over earlier blocks with those of one more block.
 
     Args:
-      ops: The operation of each reduction.
-      totals: The totals so far, whose buffers are reused; None where no group took
-        part.
-      partials: The partial reductions of the block, likewise.
+      ops: For each reduction its operation: sum, mean, max or min.
+      totals: For each reduction the partial reduction over all earlier blocks; None if
+        no group took part. The arrays are overwritten, so do not use them afterwards.
+      partials: For each reduction the partial reduction over the new block; None if no
+        group took part.
+
+    Returns:
+      For each reduction the partial reduction over all of these blocks; None if no
+      group took part. For a mean it is the sum. Floats are added in float64.
     """
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
 def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
-    """Combine a total with one more partial reduction; returns the new total.
+    """Combine two partial reductions of one reduction, over disjoint sets of groups.
 
-    Either may be None if no group took part; then the other is the new total. The first
-    partial reduction is copied, in 64 bits unless it is a maximum or minimum.
+    Args:
+      op: The operation: sum, mean, max or min.
+      total: The partial reduction over all earlier blocks, which is overwritten; None
+        if no group took part.
+      partial: The partial reduction over the new block, an array; None if no group took
+        part.
+
+    Returns:
+      The partial reduction over both; None if no group took part. It shares no memory
+      with `partial`. Floats are added in float64.
     """
     # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
         return total
     reduce_op, partial = REDUCE_OPS[op], np.asarray(partial)
+    # Before it is added: in float32 the error of a running sum grows with the number
+    # of blocks.
     partial = partial.astype(reduce_op.wide(partial.dtype), copy=False)
     if total is None:
         # A copy, as later blocks are added in place and this one may be read-only.
@@ -54,12 +69,17 @@ def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
-    """The reduced value `[*s]`, in the dtype of the program.
+    """The result of a reduction, from its partial reduction over all groups.
 
     Args:
-      reduce: The reduction.
-      total: Its total; None if no group took part.
-      groups: The number of groups that took part.
+      reduce: The reduction, as in the plan.
+      total: The partial reduction over all groups, as `add` returns it; None if no
+        group took part.
+      groups: The number of groups that took part, by which a mean divides.
+
+    Returns:
+      An array of the planned shape and dtype. If no group took part, it is NaN for a
+      mean and zero for other reductions.
     """
     op, source = REDUCE_OPS[reduce.op], reduce.source
     if total is None:  # no group takes part

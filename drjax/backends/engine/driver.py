@@ -9,11 +9,13 @@ between stages are numpy arrays, random keys as raw data. Server stages are the 
 ones of the plan file, so that they compute the same on every engine and after a
 resumption. A group that was dropped takes no part in any later stage of the call.
 
-Sharp edges: slices that a later round needs, or that are returned, are held by the
-driver. A loop of rounds is a Python loop: each step waits for its groups.
+Sharp edges: slices that a later round needs, that move to other groups, or that are
+returned, are held by the driver. A loop of rounds is a Python loop: each step waits for
+its groups.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -22,6 +24,7 @@ import numpy as np
 from drjax._errors import EngineError
 from drjax.backends import _python_loops
 from drjax.backends._interpret_plan import Environment, PlanInterpreter
+from drjax.backends._move_slices import move_slices
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
@@ -35,8 +38,8 @@ from drjax.backends.engine.stage_results import (
     check_survivors,
     stage_error,
 )
-from drjax.backends.groups import flat_slices, survivors
-from drjax.plan import Loop, Plan, Round, Stage, Value
+from drjax.backends.groups import Lazy, flat_slices, mask_dropped_slices, read_if_lazy
+from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
 
 class Runner:
@@ -47,13 +50,21 @@ class Runner:
     of arrays. Workers start with the first call and stay until `close`, or until the
     end of a `with` block.
 
+    Args:
+      plan: The plan; its stages need not be exported yet.
+      engine: The engine, which runs the stages of the groups in its workers.
+      options: The engine's options.
+      owner: Whether `close` ends the workers; false if other runners share them.
+
     Attributes:
       plan: The plan.
-      engine: What runs the groups.
-      options: How it runs.
-      report: A `Report` on the latest call.
-      executable: The plan with compiled server stages, and its file.
-      engine_cache: What the engine keeps between calls.
+      engine: The engine.
+      options: The engine's options.
+      report: A `Report` on the latest call: stages, times, and dropped groups.
+      executable: The plan with compiled server stages and its plan file, an
+        `ExecutablePlan`.
+      engine_cache: A dict of what the engine stores between calls, by a key that the
+        engine chooses.
     """
 
     def __init__(
@@ -72,6 +83,7 @@ class Runner:
         return self.executable.file
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around the arguments too: without x64, 64-bit ones would be cast to 32 bits.
         with self.executable.precision():
             inputs = flat_slices(self.plan, args, kwargs)
             with self._checkpoint(inputs) as saved:
@@ -90,24 +102,43 @@ class Runner:
                 return results
 
     def _run(self, inputs: list, saved: checkpoint.Checkpoint) -> Any:
-        """Run the plan in one call; returns the results of the planned function.
+        """Run the plan once, and return the results of the planned function.
 
         Args:
-          inputs: The plan's inputs, as `flat_slices` returns them.
-          saved: The checkpoint of the call.
+          inputs: The inputs of the plan, in order. Each is a numpy array, with the
+            groups along axis 0 if it is partitioned, or a `Lazy`, which is read by
+            blocks.
+          saved: The open checkpoint of the call: results that it has are not computed.
+
+        Returns:
+          The pytree of arrays that the planned function returns; the slices of dropped
+          groups are NaN, or zero if they are not floats.
         """
         call = _Call(self, saved)
         run, outputs = _DriverInterpreter(call, self.executable.plan, ""), []
         for value, x in zip(self.plan.outputs, run(inputs), strict=True):
             if value.partitioned:
-                x = np.moveaxis(survivors(value, x, call.alive), 0, value.axis)
+                # Masked now, as a group may be dropped in a later round than that of
+                # its slice.
+                x = np.moveaxis(
+                    mask_dropped_slices(value, x, call.alive), 0, value.axis
+                )
             outputs.append(x)
         return self.executable.results(outputs)
 
     def _checkpoint(self, inputs: list) -> checkpoint.Checkpoint:
-        """Open the checkpoint of a call; without the option, one that saves nothing.
+        """Open the checkpoint of a call in the folder of the option `checkpoint`.
 
-        `inputs` are the plan's inputs, as `flat_slices` returns them.
+        Args:
+          inputs: The inputs of the plan, in order, each a numpy array or a `Lazy`; a
+            hash of them identifies the call.
+
+        Returns:
+          The checkpoint, a context manager; without the option, one that saves nothing.
+
+        Raises:
+          EngineError: The folder cannot be used, is locked, or has another call's
+            checkpoint.
         """
         if self.options.checkpoint is None:
             return checkpoint.Checkpoint()
@@ -115,7 +146,11 @@ class Runner:
         return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
 
     def block_size(self, a_round: Round) -> BlockSize:
-        """The `BlockSize` of a round, kept between calls of this runner."""
+        """The `BlockSize` of a round's local stage; calls of this runner share it.
+
+        Args:
+          a_round: A round of the plan, or of the body of a loop.
+        """
         index = self.executable.stage_index(a_round)
         if index not in self._sizes:
             self._sizes[index] = BlockSize(
@@ -124,7 +159,7 @@ class Runner:
         return self._sizes[index]
 
     def close(self) -> None:
-        """End the workers, unless they were given to `compile`."""
+        """End the workers, unless `owner` is false, and clear `engine_cache`."""
         self.engine_cache.clear()
         # Workers that several plans share end with their owner.
         if self._owner:
@@ -138,15 +173,18 @@ class Runner:
 
 
 class _DriverInterpreter(PlanInterpreter):
-    """Runs a plan, or the body of a loop, within one call.
+    """Runs a plan, or the body of a loop, in one call: `interpreter(inputs)`.
 
-    Partitioned values have slices along axis 0, or are `Lazy`.
+    Server stages run in this process, and stages of the groups on the engine. Inputs
+    and outputs are lists of numpy arrays in the order of `plan.inputs` and
+    `plan.outputs`. Partitioned values have the groups along axis 0, or are a `Lazy`,
+    which is read by blocks.
 
     Args:
-      call: The call.
-      plan: The plan, with exported stages.
-      prefix: What the locations of its rounds begin with: empty, or of a body
-        `2.scan.0.`.
+      call: The state of the call.
+      plan: The plan, or the body of a loop, with exported stages.
+      prefix: A text before the number of each round in its location: empty for the
+        plan, and `2.scan.0.` for body 0 of the loop `scan` in round 2.
     """
 
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
@@ -169,33 +207,67 @@ class _DriverInterpreter(PlanInterpreter):
                 entry = self.call.run_stage(a_round, kept, env, location)
                 self.call.checkpoint.put(key, entry)
             env.write([*(r.result for r in a_round.partials), *kept], entry)
+        # Gathers are not saved: what they gather is in `env`, also after a resumption.
         for reduce in a_round.reduces:
             if reduce.op == "gather":
                 source = reduce.source
                 # Slices of dropped groups are NaN or zero in whatever gathers them.
-                slices = survivors(source, env[source], self.call.alive)
+                slices = mask_dropped_slices(source, env[source], self.call.alive)
                 env[reduce.result] = slices
+
+    def move(self, move: Move, slices: Any, index: Any = None) -> np.ndarray:
+        slices, alive = read_if_lazy(slices), self.call.alive
+        if move.op == "put_add":
+            # An index of n: what a dropped group has is added to no group.
+            index = np.where(alive, index, len(alive))
+        # Slices of dropped groups are NaN or zero in other groups, too.
+        slices = mask_dropped_slices(move.source, slices, alive)
+        return move_slices(move, slices, index)
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
         # The index of the body follows, as in names of members of the plan file.
         prefix = f"{self.prefix}{index + 1}.{loop.name}"
-        bodies = [
+        bodies: list[Callable[[list], list]] = [
             _DriverInterpreter(self.call, body, f"{prefix}.{i}.")
             for i, body in enumerate(loop.bodies)
         ]
-        steps = _CheckpointedSteps(self.call.checkpoint, prefix)
+        if loop.op == "scan":
+            bodies = [_read_stacked(bodies[0], loop.carry)]
+        steps = _CheckpointedSteps(self.call.checkpoint, prefix, inputs)
         return _python_loops.run(loop, bodies, inputs, self.plan.size, np, steps)
 
 
+def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], list]:
+    """Make the body of a scan return arrays, not `Lazy`s, for the outputs to stack.
+
+    Args:
+      body: Runs one step: from the list of its inputs to the list of carried values,
+        then of outputs to stack.
+      carry: The number of carried values. These stay `Lazy`, as the next step reads
+        them by blocks.
+    """
+
+    def step(inputs: list) -> list:
+        outputs = body(inputs)
+        return [*outputs[:carry], *map(read_if_lazy, outputs[carry:])]
+
+    return step
+
+
 class _Call:
-    """One call of a `Runner`: which groups take part, the report, the checkpoint.
+    """The state of one call of a `Runner`.
 
     Args:
       runner: The runner.
-      saved: The checkpoint of the call.
+      saved: The open checkpoint of the call. The groups that it lists as dropped are
+        dropped from the start.
 
     Attributes:
-      alive: Which groups take part, bool `[n]`; dropped ones do not.
+      runner: The runner.
+      checkpoint: The checkpoint of the call.
+      options: The engine's options.
+      report: The `Report` on the call.
+      alive: Which groups take part, bool `[n]`: false for groups that were dropped.
     """
 
     def __init__(self, runner: Runner, saved: checkpoint.Checkpoint):
@@ -212,20 +284,23 @@ class _Call:
     def run_stage(
         self, a_round: Round, kept: list[Value], env: Environment, location: str
     ) -> list[np.ndarray]:
-        """Run the groups of a round on the engine.
+        """Run the local stage of a round for all groups, on the engine.
 
         Args:
           a_round: The round.
-          kept: The outputs of its stage that are read later as slices.
-          env: The arrays so far.
-          location: The round, as in `StageReport`.
+          kept: The outputs of the stage whose slices are needed after it.
+          env: The arrays of the plan's values so far; the stage's inputs are read from
+            it.
+          location: The location of the round: `2`, or `2.scan.0.1` for round 1 in body
+            0 of the loop `scan` in round 2.
 
         Returns:
-          The reduced values of the round's reductions but gathers, then all groups'
-          slices `[n, *s]` of each output in `kept`.
+          The results of the round's reductions but gathers, then for each output in
+          `kept` all groups' slices, `[n, ...]`.
 
         Raises:
-          EngineError: A group or the stage failed, or too few groups survive.
+          EngineError: The stage failed, a group failed with `on_error="raise"`, or
+            fewer groups than `min_groups` survive.
         """
         # Now, so that the file is written while the groups run.
         self.checkpoint.write()
@@ -273,17 +348,20 @@ class _Call:
         stage_report: StageReport,
         stage: Stage,
     ) -> None:
-        """Run a stage on the engine, and add the results of its blocks to `results`.
+        """Run a stage on the engine, and add the result of each block to `results`.
+
+        Groups that fail are dropped; the report and the progress bar are updated.
 
         Args:
-          call: What the engine is asked for.
-          results: The results so far.
+          call: The run of the stage, for the engine.
+          results: The accumulator of reductions and slices, which is updated.
           stage_report: The report on the stage, which is updated.
-          stage: The stage.
+          stage: The stage, for errors.
 
         Raises:
-          EngineError: A group failed, with `on_error="raise"`; and whatever the engine
-            raises.
+          EngineError: A group failed, with `on_error="raise"`.
+          Exception: What the engine raises if the stage failed, and no single group
+            did.
         """
         location = stage_report.round
         with (
@@ -304,16 +382,16 @@ class _Call:
                     bar.update(int(block.valid.sum()))
 
     def _fail(self, group: int, why: str, location: str, stage: Stage) -> None:
-        """Drop a group that failed, for the rest of the call.
+        """Drop a group that failed for the rest of the call, or raise its error.
 
         Args:
           group: The group index.
           why: The reason.
-          location: The round, as in `StageReport`.
-          stage: The stage.
+          location: The location of the round, such as `2`, or `2.scan.0.1` in a loop.
+          stage: The stage, for the error.
 
         Raises:
-          EngineError: With `on_error="raise"`.
+          EngineError: The option `on_error` is `"raise"`.
         """
         if self.options.on_error == "raise":
             raise self._error(stage, location, why, group)
@@ -323,20 +401,28 @@ class _Call:
     def _error(
         self, stage: Stage, location: str, why: str, group: int | None = None
     ) -> EngineError:
-        """An `EngineError` to raise for a stage.
+        """Create, but not raise, the `EngineError` of a stage that failed.
 
         Args:
           stage: The stage.
-          location: The round, as in `StageReport`.
+          location: The location of the round, such as `2`, or `2.scan.0.1` in a loop.
           why: The reason.
           group: The index of the group that failed; None: no single group did.
         """
         return stage_error(self.runner.plan, location, stage, why, group)
 
     def _progress_bar(self, text: str) -> Any:
-        """A context whose value is a progress bar over the groups; by default None.
+        """A context manager for a progress bar that counts groups.
 
-        `text` is its title.
+        Args:
+          text: The title of the bar.
+
+        Returns:
+          A context manager whose value in the `with` block is a `tqdm` bar, with
+          `update(count)`; None if the option `progress` is false.
+
+        Raises:
+          EngineError: tqdm is not installed.
         """
         if not self.options.progress:
             return nullcontext()
@@ -345,28 +431,57 @@ class _Call:
 
 
 class _CheckpointedSteps(_python_loops.Steps):
-    """The progress of a loop as an entry of the checkpoint.
+    """Loads and saves the progress of a loop as an entry of the checkpoint.
+
+    The progress is the number of steps done, the carried values, and the values that a
+    scan stacks. Of a carried `Lazy` its origin is saved, not its slices: which input of
+    the loop has the same source and leaf, and its steps.
 
     Args:
       saved: The checkpoint of the call.
-      key: The place of the loop in the plan, as `2.scan`.
+      key: The key of the entry: the location of the loop, such as `2.scan` for the loop
+        `scan` in round 2.
+      inputs: The inputs of the loop, arrays or `Lazy`. A carried `Lazy` is one of them,
+        or a step of one.
     """
 
-    def __init__(self, saved: checkpoint.Checkpoint, key: str):
+    def __init__(self, saved: checkpoint.Checkpoint, key: str, inputs: list):
         self.checkpoint, self.key = saved, key
+        self._lazy = [x for x in inputs if isinstance(x, Lazy)]
 
     def load(self):
         entry = self.checkpoint.get(self.key)
         if entry is None:
             return None
-        (done, carried, each), arrays = map(int, entry[0]), entry[1:]
-        carry, rest = arrays[:carried], arrays[carried:]
+        (done, carried, each, *lazy), arrays = map(int, entry[0]), entry[1:]
+        carry: list[Any] = arrays[:carried]
+        rest = arrays[carried:]
+        for i in lazy:
+            origin, *steps = map(int, carry[i])
+            carry[i] = self._lazy[origin].at_steps(tuple(steps))
         outs = [rest[i * each : (i + 1) * each] for i in range(done)] if each else []
         return done, carry, outs or [[] for _ in range(done)]
 
     def save(self, done: int, carry: list, outs: list) -> None:
         each = len(outs[0]) if outs else 0
+        lazy = [i for i, x in enumerate(carry) if isinstance(x, Lazy)]
         # Entries are lists of arrays, so the counts are an array too.
-        sizes = np.array([done, len(carry), each])
+        sizes = np.array([done, len(carry), each, *lazy])
+        carry = [self._origin(x) if isinstance(x, Lazy) else x for x in carry]
         flat = [x for out in outs for x in out]
+        # The entries of the rounds in the loop go: the next step has the same keys, and
+        # would take them for its own results.
         self.checkpoint.put(self.key, [sizes, *carry, *flat], over=f"{self.key}.")
+
+    def _origin(self, x: Lazy) -> np.ndarray:
+        """The array that is saved in place of a carried `Lazy`: int `[1 + k]`.
+
+        Args:
+          x: The `Lazy`, of an input of the loop.
+
+        Returns:
+          The position of that input among the inputs that are `Lazy`, then the k
+          current steps of `x`.
+        """
+        same = [y.source is x.source and y.leaf == x.leaf for y in self._lazy]
+        return np.array([same.index(True), *x.steps])

@@ -21,25 +21,27 @@ import numpy as np
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan_file.custom_calls import ALLOWED
 from drjax._plan_file.export_plan import export_plan
+from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
 from drjax.backends._interpret_plan import Environment
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import File, rounds_of
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.groups import Lazy
+from drjax.backends.groups import read_if_lazy
 from drjax.plan import Plan, Round, Stage, Value
 
 
 class ExecutablePlan:
-    """A plan with compiled server stages and a file for workers.
+    """A plan with server stages to run in this process, and a plan file for workers.
 
     Args:
       plan: The plan; its stages need not be exported yet.
 
     Attributes:
-      plan: The plan, with exported stages.
-      file: The file for workers.
+      plan: The `Plan`, with exported stages.
+      file: The plan file for workers: its bytes, its hash, and the custom calls that
+        its stages may make, as a `File`.
     """
 
     def __init__(self, plan: Plan):
@@ -49,6 +51,8 @@ class ExecutablePlan:
         x64 = any(stage.origin["x64"] for stage in exported)
         # Workers trust the driver: its plan may make these custom calls there.
         calls = {name for stage in exported for name in stage.custom_calls} - ALLOWED
+        # By content, so that it is the same in another process: workers identify their
+        # compiled stages by it, and a resumed call its checkpoint.
         key = hashlib.sha256(data).hexdigest()
         self.file = File(data, key, x64, tuple(sorted(calls)))
         # By identity: stages live as long as the plan, and hashing a jaxpr is slow.
@@ -57,31 +61,52 @@ class ExecutablePlan:
 
     @classmethod
     def from_file(cls, file: File) -> "ExecutablePlan":
-        """The plan of a file that another process has written.
+        """Load the plan from a plan file that another process has written.
 
-        It may make the custom calls that the record `file` names.
+        Args:
+          file: The plan file. Its stages may make the custom calls that
+            `file.custom_calls` names.
         """
         path = Path(f"{file.key[:12]}.drjax")  # for errors
+        # Without x64 the loader refuses a file that has 64-bit values.
         with jax.enable_x64(file.x64):
             return cls(plan_from_bytes(path, file.data, custom_calls=file.custom_calls))
 
     def precision(self) -> AbstractContextManager:
-        """A context in which JAX has 64-bit values, if the plan or the process does."""
+        """A context manager for the plan's precision: 64-bit values are enabled or not.
+
+        They are enabled if the plan has such values, or if `jax_enable_x64` is set.
+        """
         return jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64")))
 
     def stage_index(self, a_round: Round) -> int:
-        """The index of a round in `rounds_of`, by which workers know its stage."""
+        """The index of a round among all rounds of the plan, loops included, from 0.
+
+        By this index, workers find the round's local stage in the plan file.
+
+        Args:
+          a_round: A round of `self.plan`, or of the body of a loop.
+        """
         return self._indices[id(a_round)]
 
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Run a server stage: read its inputs from `env`, write raw outputs there."""
+        """Run a server stage in this process; it is compiled on first use.
+
+        Args:
+          stage: A server stage of `self.plan`.
+          env: The arrays of the plan's values so far. The stage's inputs are read from
+            it, and its outputs are added as numpy arrays; random keys are raw data.
+        """
+        # A stage without outputs is not exported.
         if stage.exported is None:
             return
         if id(stage) not in self._compiled:
-            self._compiled[id(stage)] = jax.jit(stage.exported.per_group.function.call)
+            self._compiled[id(stage)] = jax.jit(
+                exported_of(stage).per_group.function.call
+            )
         # A server stage takes partitioned values whole, as after a gather.
-        args = [x.whole() if isinstance(x, Lazy) else x for x in env.read(stage.inputs)]
-        outs = self._compiled[id(stage)](*stage.exported.consts, *args)
+        args = [read_if_lazy(x) for x in env.read(stage.inputs)]
+        outs = self._compiled[id(stage)](*exported_of(stage).consts, *args)
         env.write(stage.outputs, map(np.asarray, outs))
 
     def job(
@@ -92,14 +117,16 @@ class ExecutablePlan:
         size: int,
         options: EngineOptions,
     ) -> Job:
-        """A `Job` for workers: the stage of a round's groups, with its global inputs.
+        """Make the `Job` for workers: a round's local stage with its global inputs.
 
         Args:
-          a_round: The round.
-          env: The arrays so far.
-          location: The round, as in `StageReport`.
-          size: How many groups a worker works on at once.
-          options: How groups that fail are treated.
+          a_round: A round of `self.plan`, or of the body of a loop.
+          env: The arrays of the plan's values so far; the stage's global inputs are
+            read from it.
+          location: The location of the round, for errors: `2`, or `2.scan.0.1` for
+            round 1 in body 0 of the loop `scan` in round 2.
+          size: The number of groups in a block.
+          options: The engine's options; `check_nans` and `on_error` are used.
         """
         stage = a_round.local
         return Job(
@@ -107,6 +134,7 @@ class ExecutablePlan:
             stage=self.stage_index(a_round),
             location=f"round {location}, {stage.name}",
             ops=tuple(reduce.op for reduce in a_round.partials),
+            # A block of more than n groups would only have more padding.
             size=min(size, self.plan.size),
             check_nans=options.check_nans,
             drop=options.on_error == "drop",
@@ -114,9 +142,14 @@ class ExecutablePlan:
         )
 
     def results(self, outputs: list[np.ndarray]) -> Any:
-        """The planned function's results, a pytree, from raw arrays of its leaves.
+        """Convert the plan's outputs to what the planned function returns.
 
-        Partitioned ones have the groups along `Value.axis`.
+        Args:
+          outputs: The outputs of the plan, in order: numpy arrays, with random keys as
+            raw data. A partitioned value has the groups along its `Value.axis`.
+
+        Returns:
+          A pytree of JAX arrays.
         """
         arrays = [
             from_raw(jax.numpy.asarray(x), value.dtype)
@@ -126,12 +159,10 @@ class ExecutablePlan:
 
 
 def scatter(slices: Value, whole: np.ndarray) -> np.ndarray:
-    """The slices `[n, *s]` of a scattered value, from its global array.
-
-    It is a view: each block is sent its slices in any case.
+    """Move the group axis of a global array to axis 0: its slices `[n, ...]`, a view.
 
     Args:
-      slices: The partitioned value.
-      whole: The global array; the slices lie along axis `slices.axis`.
+      slices: The partitioned value that is the result; its `axis` is the group axis.
+      whole: The global array.
     """
     return np.moveaxis(whole, slices.axis, 0)

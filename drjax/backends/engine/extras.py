@@ -14,15 +14,17 @@ from drjax._errors import EngineError
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import a module that one of the extras of drjax installs.
+    """Import and return a module that one of drjax's extras installs.
 
     Args:
-      module: The name of the module.
-      extra: The name of the extra.
-      what: What needs the module, for the error.
+      module: The name of the module, such as `"pyarrow.parquet"`.
+      extra: The name of the extra, such as `"ray"`.
+      what: What needs the module, as the subject of the error message.
 
     Raises:
-      EngineError: The module is not installed.
+      EngineError: The module is not installed. The message has the command to install
+        it.
+      ImportError: The module is installed but cannot be imported.
     """
     try:
         return importlib.import_module(module)

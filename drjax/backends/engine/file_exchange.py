@@ -32,12 +32,17 @@ from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.backends.engine.combine import Totals
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.options import checked_integer
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.groups import Lazy
 
 
 class Files(Protocol):
-    """A file system that the driver and all workers see. A module can be one."""
+    """A file system that the driver and all workers see. A module can be one.
+
+    `make` creates a folder, `read` returns the bytes of a file, and `remove` deletes a
+    folder with its files. Folders and files are identified by their paths.
+    """
 
     def make(self, folder: str) -> None: ...
 
@@ -48,39 +53,44 @@ class Files(Protocol):
         ...
 
     def listed(self, prefix: str) -> list[str]:
-        """The paths of the files that begin with `prefix`."""
+        """The paths of all finished files whose paths begin with `prefix`."""
         ...
 
     def remove(self, folder: str) -> None: ...
 
 
 class Run(Protocol):
-    """A stage run that was started, as a process or a thread."""
+    """A stage run that `FileExchange.start` has started, as a process or a thread."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so many seconds; returns whether the run has ended."""
+        """Wait until the run ends, at most so many seconds; return whether it ended."""
         ...
 
     def error(self) -> str | None:
-        """Why the run failed, once it has ended; None if it did not fail."""
+        """The reason why the run failed, once it has ended; None if it did not fail."""
         ...
 
     def end(self) -> None:
-        """End the run and its workers."""
+        """Kill the run and its workers; a run that cannot be killed is waited for."""
         ...
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """A run of a stage of the groups, for workers: it can be sent to them.
+    """One run of a local stage for all groups, as it is sent to the workers.
+
+    The workers read the stage and the groups' slices from files in one folder of a
+    shared file system, and write the results to files there.
 
     Attributes:
       files: The file system that the driver and all workers see, a `Files`.
-      folder: The folder of the run there.
-      ops: The operations of the stage's partial reductions.
-      starts: The indices of the first groups of the ranges that workers take.
-      lazy: For each partitioned input a `Lazy` that workers can read; None if its
-        slices are in a file of the run.
+      folder: The path of the run's folder in it.
+      ops: For each reduction of the round but gathers its operation: sum, mean, max or
+        min.
+      starts: The groups are divided into ranges, one for a worker at a time: the index
+        of the first group of each range.
+      lazy: For each partitioned input of the stage, in order, a `Lazy` that workers can
+        read themselves; None if the run's folder has a file with its slices.
       size: The number of groups in a block.
     """
 
@@ -92,11 +102,20 @@ class StageRun:
     size: int
 
     def job(self) -> Job:
-        """Read the job from its file: the stage with its global inputs."""
+        """Read the `Job` from the run's folder: the stage with its global inputs."""
         return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
     def blocks(self, start: int) -> Iterator[LoadedBlock]:
-        """Read the blocks of a range of groups; `start` is one of `starts`."""
+        """Read the groups of one range, in blocks.
+
+        Args:
+          start: The index of the first group of the range, one of `starts`.
+
+        Returns:
+          An iterator of pairs `(block, failed)`, in the order of group indices.
+          `failed` is a dict from group index to reason, with the groups whose data
+          cannot be read.
+        """
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
         _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
@@ -105,18 +124,27 @@ class StageRun:
         yield from blocks_of_groups(slices, alive, self.size, start)
 
     def report(self, block: Block, result: BlockResult) -> None:
-        """Write the result of a block to a file, for the driver.
+        """Write the result of a block to a file in the run's folder, for the driver.
 
-        Without the partial reductions: workers combine these themselves.
+        The file has the block's group indices and mask, its groups' slices of the
+        stage's outputs that are read later, and why groups failed. It does not have the
+        partial reductions: workers combine these.
+
+        Args:
+          block: The block.
+          result: Its result.
         """
         # Without partial reductions: those the workers combine among themselves.
         data = wire_format.result_to_bytes(block, replace(result, partials=[]))
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
 
     def write_totals(self, totals: Totals) -> None:
-        """Write the combined partial reductions to a file, for the driver.
+        """Write the partial reductions over all groups to a file in the run's folder.
 
-        `totals` has the number of groups last.
+        Args:
+          totals: For each reduction of the round but gathers the partial reduction over
+            all groups, then the number of groups that took part, as an array. Each is
+            None if no group took part.
         """
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
@@ -126,7 +154,13 @@ class StageRun:
         self.files.write(f"{self.folder}/totals", data)
 
     def read_totals(self) -> Totals:
-        """Read what `write_totals` wrote."""
+        """Read the partial reductions over all groups from the file that workers wrote.
+
+        Returns:
+          For each reduction of the round but gathers the partial reduction over all
+          groups, then the number of groups that took part, as an array. Each is None if
+          no group took part.
+        """
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")
         )
@@ -135,24 +169,35 @@ class StageRun:
 
 
 class FileExchange:
-    """A `drjax.backends.engine.protocols.Engine` that runs whole stages over files.
+    """An engine whose workers share only a file system with the driver.
+
+    The workers run a whole stage, and combine its partial reductions. A subclass
+    defines `start`. The class implements `drjax.backends.engine.protocols.Engine`.
 
     Args:
-      workers: How many workers there are.
+      workers: The number of workers.
       files: The file system that the driver and all workers see.
-      folder: The folder to use there. Default: a temporary one.
+      folder: The path of a folder in it, for the files of stage runs. Default: a
+        temporary folder of this machine.
+
+    Raises:
+      DrjaxValueError: `workers` is no integer from 1.
     """
 
     def __init__(self, workers: int, files: Files, folder: str | None = None):
-        self.workers, self._files, self._folder = workers, files, folder
+        self.workers = checked_integer("workers", workers, 1)
+        self._files, self._folder = files, folder
         self._own_folder: Path | None = None
 
     def start(self, stage_run: StageRun, folder: Path) -> Run:
-        """Start a stage run, in workers; each engine of this kind defines it.
+        """Start the workers on a stage, without waiting for them; subclasses define it.
 
         Args:
-          stage_run: What workers are sent.
-          folder: A local folder for what the driver alone needs.
+          stage_run: What the workers read and write.
+          folder: A local folder for files of the driver, such as logs.
+
+        Returns:
+          The `Run`, to wait for its end and to kill it.
         """
         raise NotImplementedError
 
@@ -196,6 +241,7 @@ class FileExchange:
                         break
                 if (error := run.error()) is None:
                     break
+                # Workers of the failed run may have outlived it, and still write files.
                 run.end()
                 if not left:
                     raise RuntimeError(f"the run failed: {error}")
@@ -214,15 +260,16 @@ class FileExchange:
             self._files.remove(folder)
 
     def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
-        """Write the slices that workers cannot read themselves to files.
+        """Write the slices that workers cannot read themselves to files for them.
 
         Args:
           call: The run of the stage.
-          folder: The folder of the stage run.
+          folder: The path of the stage run's folder.
 
         Returns:
-          `(starts, failed)`: the first groups of the ranges that workers take, and why
-          groups cannot take part, by index.
+          `(starts, failed)`: the index of the first group of each range of groups, one
+          for each file; and a dict from group index to reason, with the groups whose
+          data cannot be read.
         """
         starts, failed = [], {}
         others = [x for x in call.slices if not _readable_by_workers(x)]
@@ -248,6 +295,8 @@ class FileExchange:
             parts = blocks_of_groups(others, call.alive, call.job.size)
         for block, why in parts:
             start = int(block.groups[0])
+            # Also without slices: the mask excludes groups that were dropped, or that
+            # could not be read.
             data = wire_format.to_bytes({}, [block.valid, *block.slices])
             self._files.write(f"{folder}/slices-{start:012}", data)
             starts.append(start)
@@ -257,11 +306,15 @@ class FileExchange:
     def _new_results(
         self, folder: str, seen: set[str]
     ) -> Iterator[tuple[Block, BlockResult]]:
-        """Read the results of blocks that workers have reported since the last call.
+        """Read the files of blocks that workers have finished since the last call.
 
         Args:
-          folder: The folder of the stage run.
-          seen: The files that were read before; new ones are added.
+          folder: The path of the stage run's folder.
+          seen: The paths of the files that were read before; new ones are added.
+
+        Returns:
+          An iterator of pairs of a block, without its slices, and its result, without
+          partial reductions.
         """
         for path in self._files.listed(f"{folder}/block-"):
             # Each file once: after a retry the same blocks are written again.
@@ -274,9 +327,9 @@ _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
 def _readable_by_workers(x: Any) -> bool:
-    """Whether workers can read a partitioned input without being sent its slices.
+    """Whether workers can read a partitioned input themselves, as from Parquet files.
 
-    True for a `Lazy` whose source knows at which groups its parts begin, as Parquet
-    files do.
+    Args:
+      x: The input: an array of all groups' slices, or a `Lazy`.
     """
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

@@ -42,11 +42,16 @@ class LockedError(Exception):
 
 
 class Lock:
-    """A lock of the operating system on a file, until `release`.
+    """A lock of the operating system (`flock`) on a folder's lock file.
+
+    It is held from construction until `release`, or until this process ends.
 
     Args:
-      folder: The folder that is locked.
-      number: The descriptor of the locked file, open.
+      folder: The locked folder, a `drjax._storage.Folder`.
+      number: The file descriptor of the lock file, which is open and locked.
+
+    Attributes:
+      lost: Always False: unlike a `Lease`, it cannot be lost to another driver.
     """
 
     lost = False
@@ -56,7 +61,7 @@ class Lock:
         _open_files.add(number)
 
     def release(self) -> None:
-        """Remove the file, then unlock and close it."""
+        """Unlock the folder: remove the lock file, then unlock and close it."""
         with contextlib.suppress(OSError):
             # Before it is unlocked: whoever gets the lock then sees that it is gone.
             self._folder.remove(NAME)
@@ -65,10 +70,13 @@ class Lock:
 
 
 def _close_in_child() -> None:
-    """Close the files of the parent's locks, in a process that was forked from it.
+    """Close the lock files that a forked process has inherited; runs in that process.
 
-    Else the locks would outlive the parent.
+    A lock of the operating system ends when all descriptors of its file are closed:
+    without this the locks would outlive the parent. The parent's leases are forgotten.
     """
+    # Closed, not unlocked: both processes share one lock, and `LOCK_UN` in the child
+    # would release the parent's.
     for number in _open_files:
         with contextlib.suppress(OSError):
             os.close(number)
@@ -82,7 +90,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
-    """Lock a folder for this process: by a `Lease` where files cannot be locked.
+    """Lock a folder for this process, without waiting for another live driver.
+
+    If a `Lease` of a driver on another machine is in the folder, this waits for up to
+    `EXPIRY` seconds to see whether that driver renews it.
+
+    Args:
+      folder: A `drjax._storage.LocalFolder`, or another `Folder`.
+
+    Returns:
+      A `Lock` for a local folder; a `Lease` if it is remote, or if its file system has
+      no file locks. Both are held until `release`.
 
     Raises:
       LockedError: Another driver has locked it.
@@ -96,17 +114,25 @@ def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
 
 
 def _locked_file(path: Path) -> int | None:
-    """Open and lock a file; returns its descriptor, None where files have no locks.
+    """Open and lock a file without waiting, and write this process to it as the owner.
+
+    Args:
+      path: The lock file; it is created if it does not exist.
+
+    Returns:
+      The file descriptor of the open, locked file; None if the operating system or the
+      file system has no file locks.
 
     Raises:
       LockedError: Another process has locked it.
+      OSError: The file cannot be opened.
     """
     try:
         import fcntl
     except ImportError:  # Windows
         return None
     while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        number, created = _open_or_create(path)
         try:
             # Never waiting: the user must hear at once that another driver has it.
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,6 +147,8 @@ def _locked_file(path: Path) -> int | None:
             is_same = False
         except OSError:  # a file system without locks
             os.close(number)
+            if created:  # a lease would wait for whoever has it
+                path.unlink(missing_ok=True)
             return None
         if is_same:
             break
@@ -131,14 +159,36 @@ def _locked_file(path: Path) -> int | None:
     return number
 
 
+def _open_or_create(path: Path) -> tuple[int, bool]:
+    """Open a file, or create it if it does not exist.
+
+    It is not truncated before it is locked: its text names the holder, for the error.
+
+    Returns:
+      `(file descriptor, whether this call has created the file)`.
+
+    Raises:
+      OSError: The file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC
+    while True:  # another driver may create or remove it in between
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags), False
+
+
 class Lease:
-    """A lock that its holder renews, until `release`: for folders without file locks.
+    """A lock file that its holder renews every `RENEWAL` seconds, until `release`.
+
+    It locks folders whose file system has no file locks. The constructor acquires it,
+    which may take up to `EXPIRY` seconds, and starts a thread that renews it.
 
     Args:
-      folder: The folder that is locked.
+      folder: The folder to lock, a `drjax._storage.Folder`.
 
     Attributes:
-      lost: Whether another driver has taken the lease.
+      lost: Whether another driver has taken the lease, bool.
 
     Raises:
       LockedError: Another driver has the lease.
@@ -150,8 +200,13 @@ class Lease:
     def __init__(self, folder: Folder):
         self._folder, self._renewals = folder, 0
         self._owner = _owner(uuid.uuid4().hex)
-        self._acquire()
+        # Before the file is there: a thread that reads it asks whether its owner lives.
         _own_tokens.add(self._owner["token"])
+        try:
+            self._acquire()
+        except BaseException:
+            _own_tokens.discard(self._owner["token"])
+            raise
         self._released = threading.Event()
         # In a thread, as a round may take longer than the lease.
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -160,6 +215,7 @@ class Lease:
     def release(self) -> None:
         """Stop renewing, and remove the lease unless another driver has taken it."""
         self._released.set()
+        # Else the thread could write the file once more after it was removed.
         self._thread.join()
         _own_tokens.discard(self._owner["token"])
         with contextlib.suppress(OSError):
@@ -168,10 +224,11 @@ class Lease:
                 self._folder.remove(NAME)
 
     def _acquire(self) -> None:
-        """Write the lease to the folder, once no other driver has one.
+        """Write the file of this lease to the folder, once no other driver has a lease.
 
         Raises:
-          LockedError: Another driver has one.
+          LockedError: Another driver has one, or has written one at the same time.
+          OSError: The folder cannot be used.
         """
         try:
             self._folder.create(NAME, self._text())
@@ -183,10 +240,15 @@ class Lease:
             raise LockedError(_describe(self._read()))
 
     def _wait_for_expiry(self) -> None:
-        """Wait until the lease of another driver has ended, which may be so already.
+        """Wait until another driver's lease on the folder has ended.
+
+        It has ended already if its process on this machine is dead, or if the file is
+        gone. If the state of its process is unknown, as on another machine, the lease
+        ends when its file has not changed for `EXPIRY` seconds, or is removed.
 
         Raises:
-          LockedError: That driver lives.
+          LockedError: The other driver lives: its process does, or the file has
+            changed.
         """
         seen = self._read()
         state = _state(seen)
@@ -204,9 +266,11 @@ class Lease:
                 raise LockedError(_describe(now))
 
     def _renew(self) -> None:
-        """Write the lease every `RENEWAL` seconds; runs in a thread until `release`.
+        """Write the lease file every `RENEWAL` seconds; runs in a thread of its own.
 
-        It ends, and sets `lost`, if another driver has taken the lease.
+        It returns after `release`. If the file is gone or is another driver's, it sets
+        `lost` to True and returns. A file that cannot be read or written is tried again
+        later.
         """
         while not self._released.wait(RENEWAL):
             with contextlib.suppress(OSError):  # the next one may succeed
@@ -218,19 +282,27 @@ class Lease:
                     return
 
     def _is_own(self) -> bool:
-        """Whether the lease that is in the folder is this one."""
+        """Whether the folder's lease file is this lease's; False if there is none."""
         owner = self._read()
         return owner is not None and owner.get("token") == self._owner["token"]
 
     def _read(self) -> dict[str, Any] | None:
-        """The owner of the lease in the folder; None if there is no lease."""
+        """Read the lease file in the folder.
+
+        Returns:
+          The process that has the lease: a dict with the keys `process`, `host`,
+          `machine`, `start`, `token` and `renewals`. {} if the content is no JSON
+          object; None if there is no file.
+        """
         try:
             return _parse(self._folder.read(NAME))
         except FileNotFoundError:
             return None
 
     def _text(self) -> bytes:
-        """The content of the lease's file."""
+        """The content of this lease's file: its owner and its renewals, as JSON."""
+        # The count changes the content: by that other drivers notice a renewal, without
+        # comparing clocks.
         return json.dumps({**self._owner, "renewals": self._renewals}).encode()
 
 
@@ -239,9 +311,15 @@ class Lease:
 
 
 def _owner(token: str) -> dict[str, Any]:
-    """This process as the owner of a lock, JSON data for the lock's file.
+    """Describe this process as the owner of a lock, as JSON data for the lock file.
 
-    `token` identifies a lease; it is empty for a lock of the operating system.
+    Args:
+      token: A unique text for a lease; empty for a lock of the operating system.
+
+    Returns:
+      A dict: `process` is the process id, `host` the host name, `machine` a text for
+      the scope in which process ids are unique, `start` the time at which the process
+      started, as text or None if not known, and `token` the argument.
     """
     pid = os.getpid()
     return {
@@ -254,7 +332,15 @@ def _owner(token: str) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The owner in the content of a lock's file; {} if that is no JSON object."""
+    """Parse the content of a lock file.
+
+    Args:
+      data: The content, JSON in UTF-8.
+
+    Returns:
+      The process that owns the lock: a dict with the keys `process`, `host`, `machine`,
+      `start` and `token`. {} if `data` is no JSON object.
+    """
     try:
         owner = json.loads(data)
     except ValueError:
@@ -263,14 +349,22 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _describe(owner: dict[str, Any] | None) -> str:
-    """The process that owns a lock, as text for errors."""
+    """The process id and host name of a lock's owner, as text for errors.
+
+    `owner` is the content of the lock file, a dict with the keys `process` and `host`.
+    If it is None or {}, the text is "another process".
+    """
     if not owner:
         return "another process"
     return f"process {owner.get('process')} on {owner.get('host')}"
 
 
 def _machine() -> str:
-    """What process ids are unique in: the host, its boot and its container, as text."""
+    """Text that identifies the scope in which process ids are unique.
+
+    It has the host name and, on Linux, the id of the boot and the PID namespace, which
+    differs between containers.
+    """
     # Process ids are unique in one boot of one container only.
     parts = [platform.node()]
     with contextlib.suppress(OSError):
@@ -280,19 +374,35 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, as text of the system; None if that is not known."""
+    """The time at which a process started, to tell apart processes with one id.
+
+    Args:
+      pid: The process id.
+
+    Returns:
+      Clock ticks since boot, as text from `/proc`; None if there is no such process, or
+      the system has no `/proc`.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[19]  # names of programs may hold spaces
+    # `starttime`, field 22 of proc(5), counted from field 3 behind the program's name,
+    # which may have spaces.
+    return text.rpartition(")")[2].split()[19]
 
 
 def _state(owner: dict[str, Any] | None) -> str:
-    """Whether the driver that has a lease lives: `"alive"`, `"dead"` or `"unknown"`.
+    """Whether the process that has a lease lives.
 
-    `owner` is what is in the lease's file; None, if there is no lease any more, counts
-    as dead. Of a process on another machine the state is unknown.
+    Args:
+      owner: The content of the lease's file, a dict with the keys `process`, `machine`,
+        `start` and `token`; None if the file is gone.
+
+    Returns:
+      `"alive"`; `"dead"`, also if `owner` is None; or `"unknown"`, as for a process on
+      another machine. A lease of this process itself counts as alive until its
+      `release`.
     """
     if owner is None:
         return "dead"  # released just now
@@ -312,5 +422,6 @@ def _state(owner: dict[str, Any] | None) -> str:
     except ProcessLookupError:
         return "dead"
     except OSError:
+        # The process exists, but belongs to another user.
         pass
     return "alive"

@@ -21,17 +21,20 @@ from drjax.backends.engine.messages import Block, BlockResult, File, Task
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a stage of the groups, the same for all of its blocks.
+    """One run of a round's local stage, without the groups: the same for all blocks.
 
     Attributes:
-      file: The plan file.
-      stage: The index of the stage's round in `rounds_of`.
-      location: Round and stage, for errors.
-      ops: The operation of each of its partial reductions: sum, mean, max or min.
-      size: How many groups a worker works on at once.
-      check_nans: Whether a group that yields a NaN has failed.
-      drop: Whether to go on without groups that fail.
-      shared: Its global inputs, in order.
+      file: The plan file, a `File`.
+      stage: The index of the stage's round in `rounds_of(plan)`, int; it counts the
+        rounds in loops, too.
+      location: The round and the name of the stage, text for errors.
+      ops: `"sum"`, `"mean"`, `"max"` or `"min"` for each of the round's reductions but
+        gathers, in order.
+      size: The block size, int: blocks with fewer groups are padded to it.
+      check_nans: Whether a group that yields a NaN has failed, bool.
+      drop: Whether to go on without groups that fail, bool; if not, a block in which a
+        group fails has no results.
+      shared: The global inputs of the stage, in order, a list of arrays.
     """
 
     file: File
@@ -44,20 +47,28 @@ class Job:
     shared: list[np.ndarray]
 
     def task(self, block: Block, search: bool = False) -> Task:
-        """A `Task` for a worker: to run the stage on a block.
+        """A `Task` for a worker of a pool: to run the stage on a block.
 
-        With `search` the groups run one by one, to find the group that takes long.
+        Args:
+          block: The groups.
+          search: Whether the task is to run the groups one by one and without results,
+            to find a group that takes too long.
         """
         return Task(
             self.stage, block, self.size, self.check_nans, self.drop, search=search
         )
 
     def run(self, block: Block, failed: dict[int, str]) -> BlockResult:
-        """Run the stage on a block in this process; returns the `BlockResult`.
+        """Run the stage on a block in this process.
 
         Args:
-          block: The block.
-          failed: Why groups in it cannot take part, by index; the result has these too.
+          block: The groups. If none of them takes part, nothing runs.
+          failed: A dict from group index to reason, for groups of the block whose data
+            could not be read.
+
+        Returns:
+          The `BlockResult`: partial reductions, slices, and why groups failed, which
+          includes `failed`.
 
         Raises:
           RuntimeError: The stage failed, and no single group did.
@@ -76,7 +87,7 @@ class Job:
         return result
 
     def to_bytes(self) -> bytes:
-        """The job as bytes, plan file and global inputs included; not by pickle."""
+        """Serialize the job, plan file and global inputs included, without pickle."""
         header = {
             "stage": self.stage,
             "where": self.location,
@@ -94,7 +105,7 @@ class Job:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Job":
-        """The job in the bytes that `to_bytes` returned."""
+        """Deserialize a job from bytes that `to_bytes` returned."""
         header, (plan, *shared) = wire_format.from_bytes(data)
         file = File(
             plan.tobytes(),

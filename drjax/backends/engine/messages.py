@@ -24,14 +24,14 @@ from drjax.plan import Plan, Round, Value
 
 @dataclass(frozen=True)
 class File:
-    """A plan file, as workers are sent it.
+    """A plan file in memory, as workers receive it.
 
     Attributes:
-      data: Its bytes.
-      key: Its SHA-256, in hexadecimal.
-      x64: Whether it holds 64-bit values.
-      custom_calls: Names of code outside of the file that its stages may call, besides
-        those on drjax's own list.
+      data: The content of the file, bytes.
+      key: The SHA-256 hash of the content, hexadecimal text.
+      x64: Whether the plan has 64-bit values, bool: it must run with `jax_enable_x64`.
+      custom_calls: Names of custom calls, code outside of the file, that its stages may
+        make besides those that drjax always allows; a tuple of text.
     """
 
     data: bytes
@@ -42,12 +42,13 @@ class File:
 
 @dataclass(frozen=True)
 class Block:
-    """c groups that a worker runs at once.
+    """c groups that a worker runs at once, with their inputs.
 
     Attributes:
       groups: The group indices, int32 `[c]`.
       valid: Which of them take part, bool `[c]`; the others are masked.
-      slices: For each partitioned input of the stage the groups' slices, `[c, ...]`.
+      slices: For each partitioned input of the stage, in order, an array `[c, ...]` of
+        the groups' slices.
     """
 
     groups: np.ndarray
@@ -55,31 +56,43 @@ class Block:
     slices: list[np.ndarray]
 
     def without(self, out: np.ndarray) -> "Block":
-        """The block with groups masked for which `out`, bool `[c]`, is true."""
+        """The block with those groups masked for which `out`, bool `[c]`, is true."""
         return replace(self, valid=self.valid & ~out)
 
     def without_failed(self, failed: dict[int, str]) -> "Block":
-        """The block with failed groups masked; `failed` has reasons by group index."""
+        """The block with failed groups masked.
+
+        `failed` is a dict from group index to reason; groups of other blocks are
+        ignored.
+        """
         return self.without(np.isin(self.groups, list(failed)))
 
     def halves(self) -> list["Block"]:
-        """Two blocks, each with half of the groups that take part, and no others."""
+        """Split the groups that take part into two blocks of about equal size.
+
+        Masked groups are left out. Of an odd number the second block has one more.
+        """
         # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
         middle = len(chosen) // 2
         return [self._only(chosen[:middle]), self._only(chosen[middle:])]
 
     def _only(self, chosen: np.ndarray) -> "Block":
-        """The block of some of the groups; `chosen` are their positions."""
+        """The block of some of the groups; `chosen` are their positions, int `[k]`."""
         return Block(
             self.groups[chosen], self.valid[chosen], [x[chosen] for x in self.slices]
         )
 
     def padded(self, size: int) -> "Block":
-        """The block with `size` slots, so that all blocks have one shape.
+        """Pad the block to `size` groups, so that all blocks of a stage have one shape.
 
-        Slots that are added are masked copies of a group that takes part; some group
-        must.
+        Args:
+          size: An int that is at least c.
+
+        Returns:
+          A block of arrays `[size, ...]`. Slots that are added are masked. Each masked
+          slot has the group index and the slices of the first group that takes part, so
+          there must be one.
         """
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))
@@ -99,15 +112,16 @@ class Task:
     """A block and what to do with it: what a worker is sent.
 
     Attributes:
-      stage: The index of the stage's round in `rounds_of`.
-      block: The groups.
-      size: How many groups the stage works on at once.
-      check_nans: Whether a group that yields a NaN has failed.
-      drop: Whether results leave out groups that fail; if not, a block in which a group
-        fails has no results.
-      number: Unique among the tasks of a driver.
-      search: Whether the groups run one by one, without results, while `state` reports
-        the group at work: to find the group that takes long.
+      stage: The index of the stage's round in `rounds_of(plan)`, int; it counts the
+        rounds in loops, too.
+      block: The groups, a `Block`.
+      size: The block size, int: the worker pads the block to it.
+      check_nans: Whether a group that yields a NaN has failed, bool.
+      drop: Whether to go on without groups that fail, bool; if not, a block in which a
+        group fails has no results.
+      number: An int that is unique among the tasks of a driver.
+      search: Whether the groups run one by one and without results, bool, while the
+        `WorkerState` says which group runs: to find a group that takes too long.
     """
 
     stage: int
@@ -115,22 +129,25 @@ class Task:
     size: int
     check_nans: bool
     drop: bool
+    # From 1, as `WorkerState.task` is 0 before the first task.
     number: int = field(default_factory=itertools.count(1).__next__)
     search: bool = False
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """The result of a block.
+    """The result of a stage for one block of c groups.
 
     Attributes:
-      partials: For each reduction but gathers the partial reduction over the block;
-        None if no group takes part. [] if the block has no results.
-      slices: For each output that is read later the groups' slices, `[c, ...]`.
-      failed: Why groups failed, by index. Unless they are dropped, partial reductions
-        and slices are empty.
-      pid: The id of the worker's process; 0 if no worker ran.
-      seconds: How long the block took.
+      partials: The partial reduction over the block for each of the round's reductions
+        but gathers, a list of arrays; None in place of each if no group takes part.
+        Empty if the block has no results.
+      slices: For each output of the stage that is read later an array `[c, ...]` of the
+        groups' slices. Empty if the block has no results.
+      failed: A dict from group index to reason, for groups that failed. If there is one
+        and failed groups are not dropped, the block has no results.
+      pid: The id of the worker's process, int; 0 if no worker ran.
+      seconds: How long the worker took, float.
     """
 
     partials: Sequence[np.ndarray | None]
@@ -145,11 +162,13 @@ class WorkerState:
     """What a worker is doing.
 
     Attributes:
-      pid: The id of its process.
-      groups: The indices of the first and last group at work; None if it is idle.
-      since: `time.time()` when it began with these groups.
-      task: The number of the task.
-      seconds: How long ago that was, by the clock of the worker.
+      pid: The id of its process, int.
+      groups: The indices of the first and the last group that run now, a pair of ints;
+        None if the worker is idle.
+      since: `time.time()` when these groups began, float.
+      task: The `Task.number` of the task that these groups belong to; 0 before the
+        first task.
+      seconds: The time since then by the worker's own clock, float.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -160,9 +179,13 @@ class WorkerState:
 
 
 def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
-    """All rounds of a plan and of bodies of its loops, each with its plan, in order.
+    """Iterate over the rounds of a plan and of its loops' bodies, in a fixed order.
 
-    The driver and the workers number stages in this order.
+    The index of a round in this order identifies its local stage, for the driver and
+    the workers. The rounds in a round's loops come directly after that round.
+
+    Yields:
+      Pairs `(plan, a_round)` of a round and the plan, or loop body, that it is in.
     """
     for a_round in plan.rounds:
         yield plan, a_round
@@ -172,9 +195,15 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 
 
 def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
-    """The outputs of a round's local stage of which slices are read later.
+    """The outputs of a round's local stage of which slices are read after the stage.
 
-    `plan` is the plan, or the body of a loop, that has the round.
+    Args:
+      plan: The plan, or the body of a loop, that has the round.
+      a_round: The round.
+
+    Returns:
+      A list of `Value`s: outputs that are read by a later round, a gather or a loop, or
+      that the plan returns.
     """
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()

@@ -30,11 +30,13 @@ from drjax.plan import Plan, Round
 
 @dataclass(frozen=True)
 class GroupsStage:
-    """The stage of the groups, for a user's pipeline.
+    """The local stage of a plan of one round, to be run on blocks in a user's pipeline.
 
     Attributes:
-      job: What workers run.
-      lazy: Its partitioned inputs, whose slices are leaves of a group's data.
+      job: The stage and its global inputs, a `Job` that workers run on blocks.
+      lazy: For each partitioned input of the stage, in order, a
+        `drjax.backends.groups.Lazy`, which names the leaf of a group's data that is the
+        group's slice.
     """
 
     job: Job
@@ -48,11 +50,15 @@ def split(
 
     Args:
       plan: A plan of one round, without loops and without partitioned results.
-      args: Its arguments; `...` for the one that the groups have.
-      options: How it runs.
+      args: The arguments of the planned function, all by position; `...` for the one
+        whose slices the groups have.
+      options: An `EngineOptions`, of which `block_size`, `on_error`, `min_groups` and
+        `check_nans` count.
 
     Returns:
-      The stage, and a function from its totals to the results of the planned function.
+      `(stage, results_from_totals)`: a `GroupsStage`, and a callable that takes the
+      combined partial reductions of all its blocks, with the number of groups that took
+      part as the last element, and returns the results of the planned function.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: The plan is another one, or arguments do not fit.
@@ -85,14 +91,17 @@ def split(
 
 
 def _check_one_round(plan: Plan) -> None:
-    """Check that a plan has one round, which reduces, no loop, no partitioned result.
+    """Check that a plan has one round with reductions, and otherwise global work only.
+
+    There may be no gathers, no moves, no loops and no partitioned results.
 
     Raises:
       DrjaxValueError: It is another plan.
     """
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
-        reduces = [] if first.loops or others else first.reduces
+        communicates = first.moves or first.loops or others
+        reduces = [] if communicates else first.reduces
     splittable = reduces and all(reduce.op != "gather" for reduce in reduces)
     if not splittable or any(v.partitioned for v in plan.outputs):
         raise DrjaxValueError(
@@ -104,15 +113,18 @@ def _check_one_round(plan: Plan) -> None:
 def _inputs_of_groups(
     executable: ExecutablePlan, a_round: Round, args: Sequence[Any]
 ) -> Environment:
-    """The arrays that are known when the groups of the first round begin.
-
-    The server stage before them has run, and slices are scattered.
+    """Run a plan up to its groups' stage: the server stage, then the scatters.
 
     Args:
-      executable: The plan.
+      executable: The plan, of one round, with compiled server stages.
       a_round: Its round.
-      args: The arguments of the planned function; `...` for the one that the groups
-        have.
+      args: The arguments of the planned function, by position; `...` for the one that
+        the groups have.
+
+    Returns:
+      An `Environment` with the inputs of the plan, the outputs of the server stage and
+      the scattered values. The values of the argument `...` are each a `Lazy`, which
+      has no data.
     """
     plan, env = executable.plan, Environment()
     # An empty `Groups` has the place of the data, and is never read.
@@ -125,29 +137,39 @@ def _inputs_of_groups(
 
 
 class ResultsFromTotals:
-    """The server's work on totals; it can be pickled, for a pipeline's last step.
+    """The server's work of a plan of one round, after the local stage; a callable.
+
+    It takes the combined partial reductions of the stage, and returns the results of
+    the planned function. It can be pickled, for the last step of a pipeline.
 
     Args:
       file: The plan file.
-      values: Arrays by name: the global values that the last server stage reads or the
-        plan returns, without the reduced ones.
-      options: How the plan runs.
+      values: Arrays by the names of their `Value`s: the global values that are known
+        before the reductions, and that the last server stage reads or the plan returns.
+      options: An `EngineOptions`, of which `on_error` and `min_groups` count.
     """
 
     def __init__(self, file: File, values: dict[str, Any], options: EngineOptions):
         self.file, self.values, self.options = file, values, options
 
     def __call__(self, totals: Totals) -> Any:
-        """The results of the planned function, from the totals of the groups' stage.
+        """Compute the planned function's results from all blocks' partial reductions.
 
         Args:
-          totals: The stage's partial reductions over all groups, then the number of
-            groups; each None if no group took part.
+          totals: A list. For each of the round's reductions but gathers an array, the
+            combination of the partial reductions of all blocks; a mean is still a sum.
+            Then the number of groups that took part. None for each if no group took
+            part.
+
+        Returns:
+          A pytree of JAX arrays.
 
         Raises:
-          EngineError: They are of more than n groups, or of too few.
+          EngineError: More than n groups took part, or too few: less than `min_groups`,
+            or than n with `on_error="raise"`.
         """
         *partials, count = totals
+        # What was pickled has only the bytes of the file, so the plan is loaded now.
         n, executable = int(count or 0), ExecutablePlan.from_file(self.file)
         plan = executable.plan
         # A pipeline has as many groups as it has; the plan was made for n.

@@ -1,7 +1,7 @@
 """The options that all engines take.
 
 Input: keywords of an engine's `compile`. Output: an `EngineOptions` whose values were
-validated.
+validated. `checked_integer` validates what engines take besides, such as `workers`.
 
 Invariants: `checked` returns options with valid values only. An engine itself refuses
 those that it does not support (Beam: `timeout`).
@@ -10,6 +10,7 @@ Sharp edges: the constructor itself validates nothing.
 """
 
 import dataclasses
+import numbers
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -28,18 +29,21 @@ class EngineOptions:
         they take less than 20 ms, and smaller ones if they take more than 5 s, or than
         a fourth of `timeout`. Sums within a block are made in the dtype of the program;
         blocks are added up in float64. The last bits of results depend on the size:
-        give it where they must be the same in each run.
-      on_error: What a group that fails does: `"raise"` an `EngineError`, or `"drop"`
-        out for the rest of the call. Sums are then over the survivors, means are
-        divided by their number, and what is returned for each group is NaN, or zero
-        if it is no float, for a group that was dropped.
-      min_groups: With fewer survivors in a round the call fails all the same.
+        give it if they must be the same in each run.
+      on_error: What happens if a group fails. `"raise"`: the call raises an
+        `EngineError`. `"drop"`: the group takes no part in the rest of the call. Sums
+        are then over the survivors, means are divided by their number, and in returned
+        partitioned values the slice of a dropped group is NaN, or zero if it is no
+        float.
+      min_groups: How many groups must survive each round; with fewer the call raises
+        an `EngineError`.
       check_nans: Whether a group that yields a NaN has failed.
-      timeout: Seconds for one block; then its worker is replaced, and the groups work
-        one by one: one that takes that long alone has failed, the others run again
-        together. A worker compiles a stage within its first block. Default: no limit.
-      retries: How often a block is tried again whose worker was lost, or that is late
-        though none of its groups is, before it is tried by halves.
+      timeout: Seconds that one block may take. Then its worker is replaced, and its
+        groups run one by one: one that takes that long alone has failed, the others run
+        again together. A worker compiles a stage within its first block. Default: no
+        limit.
+      retries: How often a block is tried again, before it is split into halves, if its
+        worker was lost, or if it takes too long though none of its groups does alone.
       checkpoint: A folder for what has been computed, written after each round: the
         same call, repeated after a crash, resumes from there. It is emptied at the
         end. A path, or a URL such as `gs://bucket/run`, for which fsspec and the
@@ -63,7 +67,10 @@ class EngineOptions:
 
     @staticmethod
     def checked(**values: Any) -> "EngineOptions":
-        """EngineOptions from keywords, whose values were validated.
+        """Make an `EngineOptions` from keyword arguments, and validate their values.
+
+        Args:
+          **values: The options by name; others have their defaults.
 
         Raises:
           DrjaxTypeError: There is no such option.
@@ -80,16 +87,36 @@ class EngineOptions:
             raise DrjaxValueError(
                 f'on_error must be "raise" or "drop", got {options.on_error!r}.'
             )
-        lowest = {"block_size": 1, "min_groups": 0, "retries": 0}
-        for name, low in lowest.items():
-            value = getattr(options, name)
-            if value is not None and (type(value) is not int or value < low):
+        if options.block_size is not None:
+            checked_integer("block_size", options.block_size, 1)
+        for name in ("min_groups", "retries"):
+            checked_integer(name, getattr(options, name), 0)
+        if (seconds := options.timeout) is not None:
+            # True would be a second.
+            number = isinstance(seconds, numbers.Real) and type(seconds) is not bool
+            # `not >` also refuses NaN.
+            if not (number and seconds > 0):
                 raise DrjaxValueError(
-                    f"{name} must be an integer from {low}, got {value!r}."
+                    f"timeout must be a positive number of seconds, got {seconds!r}."
                 )
-        # `not >` also refuses NaN.
-        if options.timeout is not None and not options.timeout > 0:
-            raise DrjaxValueError(
-                f"timeout must be a positive number of seconds, got {options.timeout}."
-            )
         return options
+
+
+def checked_integer(name: str, value: Any, low: int) -> int:
+    """Validate an option that is an integer, such as an engine's `workers`.
+
+    Args:
+      name: The name of the option.
+      value: The value; it may have any type.
+      low: The lowest valid value.
+
+    Returns:
+      The value.
+
+    Raises:
+      DrjaxValueError: The value is no integer, or is lower.
+    """
+    # `type` and not isinstance: True is no number of anything.
+    if type(value) is not int or value < low:
+        raise DrjaxValueError(f"{name} must be an integer from {low}, got {value!r}.")
+    return value

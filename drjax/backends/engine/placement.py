@@ -18,8 +18,8 @@ class PlacedTask(NamedTuple):
     """A task, with the worker to which it was sent.
 
     Attributes:
-      worker: The worker.
-      number: The number of the task, `Task.number`.
+      worker: The pool's object for the worker, such as a handle of Ray's actor.
+      number: The `Task.number` of the task, int.
     """
 
     worker: Any
@@ -27,14 +27,16 @@ class PlacedTask(NamedTuple):
 
 
 class Placement:
-    """The tasks and plan files of each worker.
+    """A table of the tasks and the plan files that each worker of a pool has.
 
     Args:
-      workers: The workers.
+      workers: The pool's objects for its workers, hashable, such as handles of Ray's
+        actors.
 
     Attributes:
-      workers: The workers, without those that were replaced.
-      abandoned: The tasks whose results are not needed, by their handles.
+      workers: A list of the current workers; a replaced one is no longer in it.
+      abandoned: A dict from the pool's handle of a task to its `PlacedTask`, of the
+        tasks whose results are not needed, but which may still run.
     """
 
     def __init__(self, workers: Iterable[Any] = ()):
@@ -44,16 +46,22 @@ class Placement:
         self._files: dict[Any, set[str]] = {}
 
     def least_loaded(self) -> Any:
-        """The worker with the fewest tasks; the first one if several have as few."""
+        """The worker with the fewest tasks; the first one if several have as few.
+
+        Tasks in flight count, and abandoned ones.
+        """
         load = {id(worker): 0 for worker in self.workers}
         for task in (*self._in_flight.values(), *self.abandoned.values()):
+            # A replaced worker is not in `load`; its task stays until `finished`.
             load[id(task.worker)] = load.get(id(task.worker), 0) + 1
         return min(self.workers, key=lambda worker: load[id(worker)])
 
     def first_use(self, worker: Any, file: str) -> bool:
-        """Whether a worker lacks a plan file; from now on it counts as sent there.
+        """Whether a worker lacks a plan file; from now on the file counts as sent.
 
-        `file` is the name of the file.
+        Args:
+          worker: The worker.
+          file: The name of the plan file.
         """
         known = self._files.setdefault(worker, set())
         lacks = file not in known
@@ -61,28 +69,42 @@ class Placement:
         return lacks
 
     def submitted(self, handle: Any, worker: Any, number: int) -> None:
-        """Register a task that was sent to a worker.
+        """Add a task that was sent to a worker; it is then in flight.
 
         Args:
-          handle: The pool's handle of the task.
+          handle: The pool's handle of the task, hashable.
           worker: The worker.
-          number: The number of the task, `Task.number`.
+          number: The `Task.number` of the task.
         """
         self._in_flight[handle] = PlacedTask(worker, number)
 
     def finished(self, handle: Any) -> Any:
-        """Remove a task that is no longer in flight; returns its worker."""
+        """Remove a task in flight, by its handle; returns the worker that had it."""
         return self._in_flight.pop(handle).worker
 
     def abandon(self, handle: Any) -> PlacedTask | None:
-        """Mark a task whose result is not needed; returns it, None if not in flight."""
+        """Move a task from those in flight to `abandoned`: its result is not needed.
+
+        Args:
+          handle: The pool's handle of the task.
+
+        Returns:
+          The task; None if it is not in flight.
+        """
         task = self._in_flight.pop(handle, None)
         if task is not None:
             self.abandoned[handle] = task
         return task
 
     def replace(self, worker: Any, new: Any) -> None:
-        """Put `new`, without files or tasks, in place of a worker that has ended."""
+        """Put a new worker in the place of one that has ended.
+
+        Its abandoned tasks are removed; a task in flight stays until `finished`.
+
+        Args:
+          worker: The worker that has ended, one of `workers`.
+          new: The new worker, which has no plan files and no tasks.
+        """
         self.abandoned = {
             handle: task
             for handle, task in self.abandoned.items()
@@ -97,18 +119,21 @@ class Placement:
         replace_worker: Callable[[Any], None],
         timeout: float | None,
     ) -> None:
-        """Forget abandoned tasks that are done, and replace workers that are stuck.
+        """Remove abandoned tasks that are done; replace workers that are stuck in one.
 
         Args:
-          wait: Takes handles, a count and seconds; returns `(done, not done)` handles,
-            as soon as `count` of them are done or the seconds are over.
-          replace_worker: Ends a worker and starts another.
+          wait: Takes a list of handles, a count and a time in seconds, and returns
+            lists `(done, not done)` of the handles, as soon as `count` tasks are done
+            or the time is over.
+          replace_worker: Takes a worker, ends it, starts another, and calls `replace`.
+            Its result is ignored.
           timeout: Seconds that abandoned tasks get to end; then their workers are
             replaced. None: no worker is replaced, and no task is waited for.
         """
         if not self.abandoned:
             return
         handles = [*self.abandoned]
+        # Without a limit no task is late: its worker stays, and counts as busy.
         done, late = wait(handles, len(handles), timeout or 0)
         for handle in done:
             del self.abandoned[handle]

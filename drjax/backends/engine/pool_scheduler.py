@@ -31,19 +31,22 @@ from drjax.backends.engine.protocols import Lost, Pool, Results, StageCall
 
 @dataclass
 class _BlockState:
-    """A block that has no result yet.
+    """A block that has no result yet, and its tries so far.
 
     Attributes:
-      position: Its place in the order of results: a tuple, as a half of block 3 is
-        `(3, 0)` or `(3, 1)`.
-      block: The groups.
-      failed: Why groups of it could not even be sent, by index.
-      retries_left: How often it may still be sent again after its worker was lost.
-      deadline: When it is late, by `time.monotonic`.
-      alone: Whether its worker has no other block.
-      task_number: The number of its latest `Task`.
-      search: The groups to run one by one before the block; None: no search.
-      searched: Whether a search was done, or has found a group already.
+      position: Its place in the order of results, a tuple of ints: block 3 has `(3,)`,
+        and its halves `(3, 0)` and `(3, 1)`.
+      block: The groups, a `Block`.
+      failed: A dict from group index to reason, for groups of it that have failed
+        already: their data could not be read, or they took too long alone.
+      retries_left: How often it may still be sent again after its worker was lost, int.
+      deadline: The `time.monotonic()` at which it is late; infinity without a limit.
+      alone: Whether its worker has no other block, bool: if the worker ends then, this
+        block is the cause.
+      task_number: The `Task.number` of its latest task.
+      search: The groups of it to run one by one, before the block runs again, a
+        `Block`: to find a group that takes too long. None: no search.
+      searched: Whether a search was done, or has found a group already, bool.
     """
 
     position: tuple[int, ...]
@@ -57,10 +60,13 @@ class _BlockState:
     searched: bool = False
 
     def halves(self) -> list["_BlockState"]:
-        """The two halves of the block, of which each is tried once.
+        """Split a block that ends its workers into two, to find the group that does.
 
-        A block that ends its workers is halved, to find the group that does.
+        Returns:
+          The states of the two halves, each without retries.
         """
+        # No retries: a group that ends its workers then costs one loss for each
+        # halving, and not `retries + 1`.
         first, second = self.block.halves()
         position, searched = self.position, self.searched
         return [
@@ -70,7 +76,11 @@ class _BlockState:
         ]
 
     def after_search(self) -> "_BlockState":
-        """The block without its search, to be run as a whole again."""
+        """The state of the block without its search, so that it runs as a whole again.
+
+        In a search the groups of the block run one by one. If there is none, the state
+        is returned as it is.
+        """
         return (
             self if self.search is None else replace(self, search=None, searched=True)
         )
@@ -81,9 +91,19 @@ _Finished = tuple[_BlockState, BlockResult | None]
 
 
 def results(pool: Pool, call: StageCall) -> Results:
-    """Run the blocks of a stage in the workers of a pool: each block with its result.
+    """Run the blocks of a stage on the workers of a pool, lost blocks more than once.
 
-    It is `Engine.results` of engines that are pools. Pairs come in the order of groups.
+    It is the `Engine.results` of engines that are pools.
+
+    Args:
+      pool: The workers, which run.
+      call: The run of the stage.
+
+    Yields:
+      Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+
+    Raises:
+      Exception: The stage failed, and no single group causes it; as `Pool.result` does.
     """
     # The plan file is shared once for a generation of workers, not once for a stage.
     key = f"{call.job.file.key} {pool.generation}"
@@ -97,8 +117,8 @@ class _Scheduler:
     """Schedules the blocks of one stage: which are sent when, and which again.
 
     Args:
-      in_flight: The blocks that workers have.
-      call: The run of the stage.
+      in_flight: The table of the blocks that workers have; it sends and awaits them.
+      call: The run of the stage, a `StageCall`.
     """
 
     def __init__(self, in_flight: "_InFlight", call: StageCall):
@@ -106,9 +126,13 @@ class _Scheduler:
         self._queue: list[_BlockState] = []  # to be sent again, or after a split
 
     def run(self) -> Results:
-        """Run all blocks; yields them with their results, in order.
+        """Run all blocks of the stage.
 
-        Tasks in flight are released at the end.
+        At the end, or when the caller closes the generator, tasks in flight are
+        released.
+
+        Yields:
+          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
         """
         call = self.call
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
@@ -119,9 +143,15 @@ class _Scheduler:
             self.in_flight.forget()
 
     def _run(self, loaded: Iterable[LoadedBlock]) -> Results:
-        """Run all blocks; yields them with their results, in order: the loop of `run`.
+        """Send all blocks to workers, and await their results: the scheduler's loop.
 
-        `loaded` are the blocks, as `blocks_of_groups` reads them.
+        Args:
+          loaded: An iterator that reads the blocks in order: pairs of a `Block`, and a
+            dict from group index to reason, for groups of it whose data could not be
+            read.
+
+        Yields:
+          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
         """
         unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
         while more or ordered.waiting:
@@ -140,6 +170,7 @@ class _Scheduler:
                     self.in_flight.send(state)
                 else:
                     ordered.add(state, _only_failures({}))
+            # Nothing is in flight if no group of the blocks so far takes part.
             for state, result in self._finished() if len(self.in_flight) else ():
                 if result is None:
                     halves = state.halves()
@@ -147,15 +178,19 @@ class _Scheduler:
                     self._queue += halves
                 else:
                     ordered.add(state, result)
+            # Before any new block: the results of all later blocks wait for these.
             while self._queue and self.in_flight.free():
                 self.in_flight.send(self._queue.pop(0))
             yield from ordered.ready()
 
     def _finished(self) -> Iterator[_Finished]:
-        """Wait for tasks that end or are late; yields the blocks that are over.
+        """Wait until tasks end or are late, and decide what is next for their blocks.
 
-        Each has its result, or None if it is to be halved. Blocks that are to be sent
-        again go to the queue.
+        Blocks that are to be sent again go to the queue.
+
+        Yields:
+          Pairs `(state, result)` for the other blocks: the `BlockResult`; or None if
+          the block was lost too often, and is to be split into halves.
         """
         for state, result in self.in_flight.wait():
             if isinstance(result, Lost):
@@ -173,14 +208,19 @@ class _Scheduler:
     def _out_of_time(
         self, state: _BlockState, group: int | None
     ) -> Iterator[_Finished]:
-        """Decide what is next for a late block: a search, a retry, or a failure.
+        """Decide what is next for a late block: search its slow group, retry, or fail.
+
+        A search runs the groups one by one. A group that takes too long in it has
+        failed, and is masked in the block.
 
         Args:
-          state: The block.
+          state: The block; a search of it may be under way.
           group: The index of the group that took too long; None if it is not known.
 
         Yields:
-          The block if it is over, as `_finished` does. Else it goes to the queue.
+          Nothing if the block is to be sent again: it goes to the queue. Else one pair
+          of the block's state and its `BlockResult`, or None if it is to be split into
+          halves.
         """
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
@@ -200,23 +240,32 @@ class _Scheduler:
             self.call.lost(f"groups {groups[0]} to {groups[-1]}: a block {why}")
             self._queue.append(replace(state, search=state.block))
         else:
+            # A search does not help: it is late itself, or was done before, or the
+            # block has only one group.
             yield from self._lost(state.after_search(), f"a block {why}")
 
     def _lost(self, state: _BlockState, why: str) -> Iterator[_Finished]:
-        """Decide what is next for a block whose worker is gone: retry, halve, or fail.
+        """Decide what is next for a block whose worker is gone: retry, split, or fail.
+
+        If the worker had another block too, this one does not cost a retry, and from
+        then on each worker has one block. A block of one group without retries left has
+        failed.
 
         Args:
           state: The block.
-          why: Why the worker is gone.
+          why: Why the worker is gone, text.
 
         Yields:
-          The block if it is over, as `_finished` does. Else it goes to the queue.
+          Nothing if the block is to be sent again: it goes to the queue. Else one pair
+          of the block's state and its `BlockResult`, or None if it is to be split into
+          halves.
         """
         groups = state.block.groups[state.block.valid]
         self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
         if not state.alone:
             # Another block may have ended the worker. From here on each worker has one
             # block, so that the next loss has one cause; this one costs no retry.
+            # Once for each block, as all that are sent from now on are alone.
             self.in_flight.one_for_each_worker()
             self._queue.append(state)
         elif not state.retries_left and len(groups) == 1:
@@ -225,7 +274,11 @@ class _Scheduler:
             yield from self._retry(state)
 
     def _retry(self, state: _BlockState) -> Iterator[_Finished]:
-        """Queue a block again if it has retries left; else yield it, to be halved."""
+        """Queue a block to be sent again, if it has retries left.
+
+        Yields:
+          If it has none left, one pair `(state, None)`: it is to be split into halves.
+        """
         if state.retries_left:
             state.retries_left -= 1
             self._queue.append(state)
@@ -234,16 +287,16 @@ class _Scheduler:
 
 
 class _InFlight:
-    """The blocks that workers have, and when they are late.
+    """The blocks that workers have, with their deadlines; it sends and awaits them.
 
     Args:
       pool: The workers.
-      call: The stage.
+      call: The run of the stage, a `StageCall`.
       file: The reference that `Pool.share` returned for the plan file.
       shared: The reference that `Pool.share` returned for the global inputs.
 
     Attributes:
-      limit: How many blocks may be in flight.
+      limit: How many blocks may be in flight, int.
     """
 
     def __init__(self, pool: Pool, call: StageCall, file: Any, shared: Any):
@@ -259,15 +312,19 @@ class _InFlight:
         return len(self._states)
 
     def free(self) -> bool:
-        """Whether another block may be sent now."""
+        """Whether another block may be sent now: fewer than `limit` are in flight."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:
-        """Set the limit such that a worker has at most one block from now on."""
+        """Set `limit` such that a worker has at most one block from now on."""
         self.limit = self.pool.workers
 
     def send(self, state: _BlockState) -> None:
-        """Send a block to a worker, or its search if it has one."""
+        """Send a block to a worker, or its search if it has one.
+
+        In a search its groups run one by one. The task number, the deadline and `alone`
+        of `state` are set.
+        """
         block = state.search or state.block
         task = self.job.task(block, search=state.search is not None)
         state.task_number = task.number
@@ -279,22 +336,27 @@ class _InFlight:
         self._states[self.pool.submit(task, self.file, self.shared)] = state
 
     def wait(self) -> Iterator[tuple[_BlockState, BlockResult | Lost]]:
-        """Wait until a task is done, or may be late.
+        """Wait until a task is done, or until one may be late.
 
-        Yields the blocks whose tasks are done, each with its result; with a `Lost` if
-        its worker is gone.
+        Yields:
+          Pairs of the state of a block whose task is done, and its `BlockResult`; or a
+          `Lost` if its worker is gone. These blocks are no longer in flight.
         """
         for handle in self.pool.wait([*self._states], self._patience()):
             state = self._states.pop(handle)
             try:
                 result = self.pool.result(handle)
+            # Any other exception is the stage's own, and ends the call.
             except Lost as error:
                 yield state, error
             else:
                 yield state, result
 
     def _patience(self) -> float | None:
-        """Seconds to wait for a block before looking for late ones; None: no limit."""
+        """How long to wait for a task before looking for late ones, in seconds.
+
+        None if there is no time limit. Some block must be in flight.
+        """
         if self.timeout is None:
             return None
         first = min(state.deadline for state in self._states.values())
@@ -304,9 +366,11 @@ class _InFlight:
         return min(remaining, self.timeout / 8) if searching else remaining
 
     def abandon_late(self) -> Iterator[tuple[_BlockState, int | None]]:
-        """Replace the workers of late blocks; yields these, each with its slow group.
+        """Abandon the tasks of late blocks, so that their workers are replaced.
 
-        The group is None if it is not known.
+        Yields:
+          Pairs of the state of a late block, and the index of the group that took too
+          long, or None if that is not known. These blocks are no longer in flight.
         """
         for handle, group in self._late():
             # A result that came just in time counts, though the deadline is over.
@@ -316,14 +380,17 @@ class _InFlight:
                 yield state, group
 
     def _late(self) -> Iterator[tuple[Any, int | None]]:
-        """The handles of late blocks, each with the index of its slow group.
+        """Find the late blocks: past their deadline, or searching a group for too long.
 
-        The group is None if it is not known.
+        Yields:
+          Pairs of the pool's handle of a task, and the index of the group that took too
+          long, or None if that is not known. A handle may come twice.
         """
         now = time.monotonic()
         for handle, state in [*self._states.items()]:
             if state.deadline <= now:
                 yield handle, None
+        # After the loop: the caller has removed the blocks that were yielded in it.
         searches = {s.task_number: h for h, s in self._states.items() if s.search}
         for worker in self.pool.states() if searches else ():
             # A worker may report a task that is over: then it has no handle here.
@@ -333,7 +400,7 @@ class _InFlight:
                     yield handle, worker.groups[0]
 
     def forget(self) -> None:
-        """Release the tasks of all blocks: their results will not be asked for."""
+        """Release all tasks in flight: their results are not needed."""
         for handle in self._states:
             self.pool.forget(handle)
 
@@ -342,7 +409,8 @@ class _OrderedResults:
     """Puts results in the order of their blocks, whichever worker is faster.
 
     Attributes:
-      waiting: The positions of blocks whose result was not yet yielded, in order.
+      waiting: The `_BlockState.position`s of the blocks whose result was not yielded
+        yet, a list in the order of the groups.
     """
 
     def __init__(self) -> None:
@@ -350,25 +418,39 @@ class _OrderedResults:
         self._results: dict[tuple[int, ...], tuple[Block, BlockResult]] = {}
 
     def add(self, state: _BlockState, result: BlockResult) -> None:
-        """Add the result of a block; groups that could not be sent fail too."""
+        """Store the result of a block until the results before it are ready.
+
+        Args:
+          state: The block; its groups in `state.failed` are added to those that failed.
+          result: Its result.
+        """
         result = replace(result, failed=result.failed | state.failed)
         self._results[state.position] = state.block, result
 
     def split(self, state: _BlockState, halves: list[_BlockState]) -> None:
-        """Put the halves of a block in its place, so that the order stays."""
+        """Replace a block that waits for its result by its two halves, in its place.
+
+        Args:
+          state: The block.
+          halves: The states of its halves, in order.
+        """
         i = self.waiting.index(state.position)
         self.waiting[i : i + 1] = [half.position for half in halves]
 
     def ready(self) -> Results:
-        """Remove and yield the results that no earlier block holds up."""
+        """Remove and yield the results that no earlier block holds up.
+
+        Yields:
+          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+        """
         while self.waiting and self.waiting[0] in self._results:
             yield self._results.pop(self.waiting.pop(0))
 
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:
-    """The result of a block without partial reductions and slices.
+    """A `BlockResult` without partial reductions and slices.
 
-    `failed` has the reasons by group index; {} for a block in which no group takes
-    part.
+    `failed` is a dict from group index to reason, for groups that failed; it is {} for
+    a block in which no group takes part.
     """
     return BlockResult([], [], failed, 0, 0.0)

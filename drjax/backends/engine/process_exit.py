@@ -20,11 +20,12 @@ import struct
 
 
 class ListeningProcess:
-    """The process that listens at a Unix socket, so that its end is noticed.
+    """Watches the process that listens at a Unix socket, to notice that it has ended.
 
     Args:
-      path: The path of the socket. Where the system cannot tell who listens (other than
-        Linux, or in another container) the process never seems to have ended.
+      path: The path of the socket, str. If the system cannot tell which process listens
+        (outside of Linux, or in another container), the process never seems to have
+        ended.
     """
 
     def __init__(self, path: str):
@@ -39,11 +40,17 @@ class ListeningProcess:
             # struct ucred: process, user, group.
             pid, _, _ = struct.unpack("3i", credentials)
             self._descriptor = os.pidfd_open(pid)
+        # AttributeError: not on Linux. OSError: nothing listens, or the process is in
+        # another container, so that it has no id in this one.
         except (OSError, AttributeError):
             return
 
     def ended(self) -> bool:
-        """Whether the process has ended; True also if it is a zombie."""
+        """Whether the process has ended.
+
+        Also True for a zombie; False if the process cannot be watched, or after
+        `close`.
+        """
         if self._descriptor is None:
             return False
         # A pidfd is readable once its process has ended; a timeout of 0 never waits.
@@ -52,7 +59,7 @@ class ListeningProcess:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Stop watching: `ended` is false from now on."""
+        """Stop watching the process: `ended` returns False from now on."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StageReport:
-    """One run of a stage of the groups.
+    """The report on one run of a round's local stage.
 
     Attributes:
-      round: The round: `2`, or in a loop `2.scan.0.1`, as members of plan files.
-      stage: The name of the stage.
-      groups: How many groups took part to the end.
-      blocks: How many blocks were done.
-      seconds: How long the stage took.
+      round: The location of the round, text: `2` is the plan's second round, and
+        `2.scan.0.1` the first round in body 0 of the loop `scan` of round 2.
+      stage: The name of the stage, text.
+      groups: How many groups took part to the end, int.
+      blocks: How many blocks workers have done, int.
+      seconds: How long the stage took, float.
     """
 
     round: str
@@ -40,12 +41,12 @@ class Report:
     """What ran in a call. Print it to read it.
 
     Attributes:
-      stages: Each run of a stage of the groups, in order.
-      workers: How many blocks each process did, by its id.
-      lost: Why blocks were given to another worker, in order.
-      dropped: Why groups were dropped, by group index.
-      resumed: How many stages and steps came from a checkpoint.
-      seconds: How long the call took.
+      stages: A `StageReport` for each run of a local stage, a list in order.
+      workers: How many blocks each process has done, a `Counter` by process id.
+      lost: Why blocks were lost and tried again, a list of text in order.
+      dropped: Why groups were dropped, a dict from group index to reason.
+      resumed: How many stages and steps of loops came from a checkpoint, int.
+      seconds: How long the call took, float.
     """
 
     stages: list[StageReport] = field(default_factory=list)

@@ -26,15 +26,19 @@ from drjax.backends.engine.options import EngineOptions
 
 @dataclass(frozen=True)
 class StageCall:
-    """One run of a stage of the groups: what the driver asks of an engine.
+    """One run of a round's local stage: what the driver asks of an engine.
 
     Attributes:
-      job: The stage, with everything but the groups; what workers get.
-      slices: Its partitioned inputs: arrays with slices along axis 0, or `Lazy`.
+      job: The stage with its global inputs, a `Job`: what all workers get.
+      slices: For each partitioned input of the stage, in order, an array `[n, ...]`
+        with the slices along axis 0; or a `drjax.backends.groups.Lazy`, whose slices
+        are read block by block.
       alive: Which groups take part, bool `[n]`; the others were dropped.
-      options: The engine's options.
-      lost: A function to call with the reason, whenever work is lost and tried again.
-      cache: What the engine keeps between calls of the same `Runner`, by key.
+      options: The engine's options, an `EngineOptions`.
+      lost: A function of the reason, a text, without a result. The engine calls it
+        whenever a block is lost and tried again.
+      cache: A dict in which the engine may keep objects, by keys of its own, between
+        calls of the same `Runner`.
     """
 
     job: Job
@@ -49,23 +53,28 @@ Results = Generator[tuple[Block, BlockResult], None, None]
 
 
 class Engine(Protocol):
-    """What runs the stages of the groups for the driver.
+    """A protocol: what runs the local stages of a plan for the driver.
 
     Attributes:
-      workers: How many workers there are.
+      workers: How many workers there are, int.
     """
 
     workers: int
 
     def open(self) -> None:
-        """Start the workers, unless they run."""
+        """Start the workers, unless they run already."""
         ...
 
     def results(self, call: StageCall) -> Results:
-        """Run the stage; yields blocks with their results, until each group was in one.
+        """Run the stage on all groups that take part, in blocks.
 
-        An engine that combines partial reductions itself yields the totals in the end,
-        with an empty block.
+        Args:
+          call: The run of the stage.
+
+        Yields:
+          Pairs of a `Block` and its `BlockResult`, until each group was in one. An
+          engine that combines partial reductions itself yields them in the end, in the
+          result of an empty block; the results before have none.
 
         Raises:
           Exception: The stage failed, and no single group causes it.
@@ -82,43 +91,59 @@ class Lost(Exception):
 
 
 class Pool(Protocol):
-    """Workers that run blocks, by `drjax.backends.engine.worker.run`.
+    """A protocol: workers that run one block at a time.
+
+    In each worker `drjax.backends.engine.worker.run` runs the block.
 
     Attributes:
-      workers: How many workers there are.
-      generation: A count that grows when the workers are new, and shared objects are
-        gone with the former ones.
+      workers: How many workers there are, int.
+      generation: An int that grows whenever all workers are started again, and objects
+        that were shared with the former ones are gone.
     """
 
     workers: int
     generation: int
 
     def share(self, x: Any) -> Any:
-        """Make an object available to all workers; returns a reference to it."""
+        """Make an object available to all workers.
+
+        Args:
+          x: A plan file, or a stage's global inputs, a list of arrays.
+
+        Returns:
+          A reference to the object, for `submit`; its type is the pool's own.
+        """
         ...
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
-        """Send a task to the worker that has the fewest; returns the task's handle.
+        """Send a task to the worker that has the fewest.
 
         Args:
-          task: The task, for the worker's `run`.
+          task: The block, and the stage to run.
           file: The reference that `share` returned for the plan file.
           shared: The reference that `share` returned for the global inputs of the
             stage.
+
+        Returns:
+          The handle of the task: an object of the pool, hashable, for the other
+          methods.
         """
         ...
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        """Wait until a task is done, or the time is over; returns done tasks' handles.
+        """Wait until some task is done, or until the time is over.
 
         Args:
           handles: The handles of tasks in flight.
           timeout: In seconds; None: no limit.
+
+        Returns:
+          Handles of tasks that are done, at least one; none if the time is over.
         """
         ...
 
     def result(self, handle: Any) -> BlockResult:
-        """The result of a task that is done.
+        """The result of a task that is done. Its handle is not used again.
 
         Raises:
           Lost: The worker is gone, and was replaced by another.
@@ -127,16 +152,24 @@ class Pool(Protocol):
         ...
 
     def abandon(self, handle: Any) -> None:
-        """End the worker that has this task, and start another."""
+        """Give up a task: end the worker that has it, and start another.
+
+        `handle` is what `submit` returned; it is not used again.
+        """
         ...
 
     def forget(self, handle: Any) -> None:
-        """Release a task whose result will not be asked for.
+        """Release a task whose result is not needed.
 
-        The worker stays, and may finish the task; `abandon` replaces it.
+        The worker stays, and may finish the task; `abandon` replaces it. `handle` is
+        what `submit` returned; it is not used again.
         """
         ...
 
     def states(self) -> list[WorkerState]:
-        """The state of each worker; [] from a pool that cannot run a search."""
+        """What each worker is doing, a list of `WorkerState`.
+
+        It is empty if the pool cannot run the groups of a block one by one to find a
+        group that takes too long.
+        """
         ...

@@ -22,13 +22,14 @@ _OLD = 16  # runs of a stage after which slices that none of them has used may g
 
 @dataclass
 class _Entry:
-    """The stored slices of a block.
+    """The slices of a block in the store that all workers read.
 
     Attributes:
-      reference: What workers read them by.
-      slices: The slices, as views of the store.
-      size: Their bytes.
-      used: The number of the last run of a stage that used them.
+      reference: The object of the store by which workers read them.
+      slices: The slices as views of the store: an array `[c, ...]` for each partitioned
+        input of the stage.
+      size: The size of the slices in bytes, int.
+      used: The count of stage runs when they were last used, int.
     """
 
     reference: Any
@@ -38,11 +39,12 @@ class _Entry:
 
 
 class ResidentSlices:
-    """The slices of blocks that stay stored, so that each is sent to workers once.
+    """A cache of blocks' slices in a store that all workers read: each is sent once.
 
     Args:
-      put: Stores slices for all workers; returns a reference to them.
-      get: From such a reference to the stored slices, without a copy.
+      put: A function that stores a list of arrays, and returns a reference to them.
+      get: A function from such a reference to the list of arrays, as views of the
+        store.
       limit: How many bytes may stay stored.
     """
 
@@ -57,15 +59,23 @@ class ResidentSlices:
         self._size = self._runs = 0
 
     def begin(self) -> None:
-        """Count one more run of a stage, so that slices that no run uses grow old."""
+        """Count one more run of a stage.
+
+        Slices that were last used more than 16 runs ago may be removed to make room.
+        """
         self._runs += 1
 
     def reference(self, key: Hashable, slices: list[np.ndarray]) -> Any:
-        """A reference to the slices of a block, as before if the slices are the same.
+        """Store the slices of a block, unless the same slices are stored already.
 
         Args:
-          key: What identifies the block, whatever its slices are.
-          slices: Its slices.
+          key: What identifies the block, whatever the values of its slices are.
+          slices: An array `[c, ...]` for each partitioned input of the stage.
+
+        Returns:
+          What the function `put` returned for these slices: a reference for workers. It
+          is that of an earlier call if the arrays are equal bit by bit. Slices that do
+          not fit into the limit are stored for this call alone.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -90,9 +100,9 @@ class ResidentSlices:
         return reference
 
     def _remove(self, key: Hashable) -> None:
-        """Forget the slices of the block with this key.
+        """Remove the slices of the block with this key from the cache.
 
-        The store drops them when no task needs them.
+        The store itself drops them once no task needs them.
         """
         self._size -= self._entries.pop(key).size
 
@@ -103,6 +113,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
         return False
     # As unsigned integers: NaN equals itself, and dtypes unknown to numpy compare.
     bits = np.dtype(f"u{min(a.itemsize, 8)}")
+    # complex128: numpy views smaller items only if the last axis is contiguous.
     if a.itemsize > 8:
         a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
     a, b = a.view(bits), b.view(bits)

@@ -22,18 +22,19 @@ from drjax.plan import Plan, Round, Stage, Value
 
 
 class StageResults:
-    """The partial reductions, slices and times of a stage's blocks.
+    """Combines the results of a stage's blocks as they arrive, on the driver.
 
     Args:
-      a_round: The round of the stage.
-      kept: The outputs of the stage that blocks return as slices.
+      a_round: The round whose local stage it is.
+      kept: The outputs of the stage that blocks return as slices, `Value`s.
       n: The number of groups.
       block_size: The number of groups in a full block.
 
     Attributes:
-      groups: How many groups took part to the end.
-      blocks: How many blocks workers have done.
-      full_blocks: The results of full blocks without their arrays, for their times.
+      groups: How many groups took part to the end, int.
+      blocks: How many blocks workers have done, int.
+      full_blocks: The `BlockResult`s of full blocks, for their times: a list, without
+        partial reductions and slices.
     """
 
     def __init__(self, a_round: Round, kept: Sequence[Value], n: int, block_size: int):
@@ -46,7 +47,7 @@ class StageResults:
         self.full_blocks: list[BlockResult] = []
 
     def add(self, block: Block, block_result: BlockResult, alive: np.ndarray) -> None:
-        """Add the result of a block.
+        """Add the result of a block: combine partial reductions, and store slices.
 
         Args:
           block: The block.
@@ -56,10 +57,12 @@ class StageResults:
         """
         # A group that failed in this very block is not alive any more.
         good = block.valid & alive[block.groups]
+        # A block whose groups have all failed has no slices.
         if good.any():
             self.groups += int(good.sum())
             for stack, slices in zip(self._slices, block_result.slices, strict=True):
                 stack[block.groups[good]] = slices[good]
+        # No failed group is in them: the worker ran the block again without these.
         if block_result.partials:
             self._totals = add(self._ops, self._totals, block_result.partials)
         # Totals of an engine and groups that could not be read come without a process.
@@ -68,10 +71,17 @@ class StageResults:
         self.blocks += 1
         # A shorter last block says nothing of the time of the others.
         if len(block.groups) == self._block_size:
+            # Without values, which would stay in memory until the end of the stage.
             self.full_blocks.append(replace(block_result, partials=[], slices=[]))
 
     def finish(self) -> list[np.ndarray]:
-        """The reduced values, then all groups' slices `[n, *s]` of each kept output."""
+        """Finish the reductions; to be called once, after all blocks were added.
+
+        Returns:
+          A list of arrays: the reduced value of each of the round's reductions but
+          gathers, then all groups' slices `[n, ...]` of each output in `kept`. Slices
+          of groups without a result are NaN, or zero if they are no floats.
+        """
         reduced = [
             result(reduce, total, self.groups)
             for reduce, total in zip(self._reduces, self._totals, strict=True)
@@ -82,13 +92,14 @@ class StageResults:
 def stage_error(
     plan: Plan, location: str, stage: Stage, why: str, group: int | None = None
 ) -> EngineError:
-    """An `EngineError` to raise for a stage.
+    """An `EngineError` to raise for a stage that failed.
 
     Args:
       plan: The plan.
-      location: The round, as in `StageReport`.
+      location: The location of the round, text: `2` is the plan's second round, and
+        `2.scan.0.1` the first round in body 0 of the loop `scan` of round 2.
       stage: The stage.
-      why: The reason.
+      why: The reason, text.
       group: The index of the group that failed; None: no single group did.
     """
     who = "The groups' work" if group is None else f"Group {group}"
@@ -104,13 +115,14 @@ def stage_error(
 def check_survivors(
     plan: Plan, location: str, stage: Stage, groups: int, min_groups: int
 ) -> None:
-    """Check that enough groups took part in a stage to the end.
+    """Check that enough groups took part in a stage to the end, and were not dropped.
 
     Args:
       plan: The plan.
-      location: The round, as in `StageReport`.
+      location: The location of the round, text for the error: `2` is the plan's second
+        round, and `2.scan.0.1` the first round in body 0 of the loop `scan` of round 2.
       stage: The stage.
-      groups: How many groups took part.
+      groups: How many groups took part to the end.
       min_groups: How many must.
 
     Raises:

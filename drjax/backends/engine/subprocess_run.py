@@ -29,6 +29,7 @@ from typing import Any
 import cloudpickle
 
 # So that the next process need not compile again what this one did.
+# By default JAX stores only what takes at least a second to compile.
 _CACHE_SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -36,11 +37,15 @@ _CACHE_SETTINGS = {
 
 
 class SubprocessRun:
-    """A function in a process of its own: a `drjax.backends.engine.file_exchange.Run`.
+    """A function that runs in a new process, which can be killed with its workers.
+
+    It is a `drjax.backends.engine.file_exchange.Run`; the constructor starts it.
 
     Args:
-      fn: The function, which cloudpickle can pickle.
-      folder: A local folder for the pickled function, the log and compiled code.
+      fn: A function without arguments, whose result is ignored. cloudpickle must be
+        able to pickle it.
+      folder: A local folder for the pickled function, the log, the text of an error and
+        compiled code.
     """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
@@ -52,6 +57,7 @@ class SubprocessRun:
         environment = {
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             **_CACHE_SETTINGS,
+            # Later than the settings above: those of the user replace them.
             **os.environ,
             # What the driver can import, the process can: the function is pickled by
             # the names of its modules.
@@ -68,7 +74,7 @@ class SubprocessRun:
             )
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so many seconds; returns whether the process has ended."""
+        """Wait for the process for at most `seconds`; returns whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -76,16 +82,20 @@ class SubprocessRun:
         return True
 
     def error(self) -> str | None:
-        """Why the function failed, once the process has ended; None if it did not."""
+        """Why the function failed, as text; None if it did not.
+
+        The process must have ended.
+        """
         if self._process.returncode == 0:
             return None
         if self._error_file.exists():
             return self._error_file.read_text()
+        # It was killed, or ended before it could write the reason.
         log = self._log.read_text(errors="replace")
         return f"exit status {self._process.returncode}: {log[-2000:]}"
 
     def end(self) -> None:
-        """Kill the process and its workers."""
+        """Kill the process and its workers, and wait until it has ended."""
         try:
             # The whole group: workers of the runner would outlive its process.
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -95,12 +105,13 @@ class SubprocessRun:
 
 
 class ThreadRun:
-    """A function in a thread of this process, which can be waited for but not ended.
+    """A function that runs in a thread of this process; it can only be waited for.
 
-    It is a `drjax.backends.engine.file_exchange.Run`, whose `end` waits.
+    It is a `drjax.backends.engine.file_exchange.Run`, whose `end` waits. The
+    constructor starts it.
 
     Args:
-      fn: The function.
+      fn: A function without arguments, whose result is ignored.
       folder: Not used; `SubprocessRun` needs it.
     """
 
@@ -111,7 +122,7 @@ class ThreadRun:
         self._thread.start()
 
     def _run(self) -> None:
-        """Call the function, and keep its exception for `error`; runs in the thread."""
+        """Call the function in the new thread, and store its exception for `error`."""
         try:
             self._fn()
         except Exception as error:
@@ -131,7 +142,7 @@ class ThreadRun:
 def _end_with(parent: int) -> None:
     """Wait for the end of the parent process, then kill this process and its workers.
 
-    `parent` is the id of the parent. Runs in a thread.
+    It runs in a thread, and never returns. `parent` is the process id of the parent.
     """
     # A process whose parent dies gets another parent, without a signal.
     while os.getppid() == parent:
@@ -140,12 +151,14 @@ def _end_with(parent: int) -> None:
 
 
 def _main(path: Path, parent: int) -> None:
-    """Run the function that is pickled in a file; the entry point of the new process.
+    """Run a pickled function: the entry point of a process of `SubprocessRun`.
+
+    If the function or one of its threads raises, the process ends with status 1, and
+    the reason is written to the file `error` in the folder of `path`.
 
     Args:
-      path: The file. If the function fails, the reason is written to `error` next to
-        it.
-      parent: The id of the parent process, with which this one ends.
+      path: The file with the function, as cloudpickle has written it.
+      parent: The process id of the parent; when it ends, this process is killed.
     """
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     messages: list[str] = []

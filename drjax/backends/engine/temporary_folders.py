@@ -7,13 +7,15 @@ While there is a folder, the signal raises SystemExit instead, as it does where 
 used.
 
 Invariants: a handler that the program has set itself is left alone, and the default one
-is back when the last folder is gone.
+is back when the last folder is gone. A forked process removes its own folders only.
 
 Sharp edges: signal handlers can be set in the main thread only: a folder that another
-thread makes is not removed on SIGTERM. SIGKILL leaves it in any case.
+thread makes is removed on SIGTERM only while the main thread has made one too. SIGKILL
+leaves it in any case.
 """
 
 import atexit
+import os
 import shutil
 import signal
 import sys
@@ -26,8 +28,13 @@ _folders = set[Path]()
 
 
 def make() -> Path:
-    """Make a new folder; it is removed when the process ends."""
-    if not _folders and threading.current_thread() is threading.main_thread():
+    """Make a new temporary folder, which is removed when the process ends.
+
+    Returns:
+      The path of the folder.
+    """
+    # Also if there is a folder: another thread may have made it, without a handler.
+    if threading.current_thread() is threading.main_thread():
         # A program's own handler knows better what to do.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _exit)
@@ -47,12 +54,21 @@ def remove(path: Path) -> None:
 
 
 def _exit(number: int, frame: Any) -> None:
-    """Handle SIGTERM: raise `SystemExit`, so that folders are removed."""
+    """Handle SIGTERM: raise `SystemExit`, so that `atexit` removes the folders.
+
+    The arguments are those of any signal handler: the signal's number, and a frame that
+    is not used.
+    """
     sys.exit(128 + number)  # as a shell reports a process that a signal ended
 
 
 @atexit.register
 def _remove_all() -> None:
-    """Remove all folders that `make` returned, when the process ends."""
+    """Remove all folders that `make` returned; `atexit` calls it."""
     for path in [*_folders]:
         remove(path)
+
+
+# The folders are the parent's, which goes on using them; Windows cannot fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_folders.clear)

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from drjax._plan_file.exported_stage import batched_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends.engine.messages import BlockResult, File, rounds_of
@@ -35,13 +36,15 @@ class BadReply(Exception):
 
 @dataclass(frozen=True)
 class Partial:
-    """The planned partial reduction of a group: what a reply must hold.
+    """An array that the reply for one group must hold, mostly a partial reduction.
 
     Attributes:
-      op: The operation: sum, mean, max or min; empty for the group index and the mask.
-      name: The name of the reduced value, for errors.
-      shape: The shape of the partial reduction.
-      dtype: Its dtype.
+      op: The reduction, text: sum, mean, max or min. Empty for the two arrays that are
+        no partial reductions: the group index and the mask.
+      name: What errors call the array, text: of a partial reduction the name of the
+        partitioned value that is reduced.
+      shape: The planned shape, a tuple of ints.
+      dtype: The planned dtype.
     """
 
     op: str
@@ -51,7 +54,7 @@ class Partial:
 
     @property
     def nbytes(self) -> int:
-        """The size of the partial reduction in bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -63,18 +66,23 @@ _VALID = Partial("", "its mask", (1,), np.dtype(bool))
 
 
 def partials_of(file: File) -> list[list[Partial]]:
-    """Read a plan file: the planned partial reductions of each stage.
+    """Read from a plan file which partial reductions each local stage returns.
 
-    Stages are in the order of `rounds_of`.
+    Returns:
+      For each round, loops included, in the order of `rounds_of`: a list of `Partial`,
+      one for each of its reductions but gathers.
     """
     with jax.enable_x64(file.x64):
+        # Without `file.custom_calls`, as clients allow none of them: the server refuses
+        # such a plan before it sends a stage.
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         planned = []
         for _, a_round in rounds_of(plan):
-            exported, reduces = a_round.local.exported, a_round.partials
+            reduces = a_round.partials
             avals: Sequence[Any] = ()  # of the partial results, then of slices
             if reduces:
-                avals = exported.batched.function.out_avals[: len(reduces)]
+                # From the code, not the values: 16-bit floats are added up in float32.
+                avals = batched_of(a_round.local).function.out_avals[: len(reduces)]
             planned.append(
                 [
                     Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
@@ -85,9 +93,12 @@ def partials_of(file: File) -> list[list[Partial]]:
 
 
 def failure(group: int, why: str) -> BlockResult:
-    """The result of a block of one group that failed.
+    """A `BlockResult` for a block of one group, which has failed.
 
-    `why` is the reason, which may be text of an untrusted worker.
+    Args:
+      group: The group index.
+      why: The reason, which may be text of an untrusted worker: it is shortened, and
+        its unprintable characters are escaped.
     """
     return BlockResult([], [], {group: readable(why)}, 0, 0.0)
 
@@ -95,17 +106,22 @@ def failure(group: int, why: str) -> BlockResult:
 def validate_reply(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """Check the reply of a group's worker, and return the group's result.
+    """Check the reply of an untrusted worker for one group, and parse it.
 
     Args:
-      data: The reply; of honest workers what `wire_format.result_to_bytes` gives.
+      data: The reply, of any type. An honest worker sends the bytes of
+        `wire_format.result_to_bytes`.
       group: The index of the group that the worker was asked for.
-      partials: The planned partial reductions.
-      check_nans: Whether the group has failed if it gives a NaN, or an infinity that
-        would decide the result of the reduction.
+      partials: The planned partial reductions of the stage.
+      check_nans: Whether a reply with a NaN is refused, or one with an infinity that is
+        not the identity of its reduction.
+
+    Returns:
+      The group's `BlockResult`: its partial reductions and no slices; or only the
+      reason, if the worker reports that the group has failed.
 
     Raises:
-      BadReply: The reply does not fit.
+      BadReply: The reply does not fit the plan or the request.
     """
     try:
         return _validated(data, group, partials, check_nans)
@@ -117,9 +133,11 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """Check a reply as `validate_reply` does: the same arguments, result and errors.
+    """Check and parse a reply: `validate_reply`, of the same arguments and result.
 
-    But a header that is nested too deeply raises `RecursionError`.
+    Raises:
+      BadReply: The reply does not fit the plan or the request.
+      RecursionError: Its JSON header is nested too deeply.
     """
     record, kinds, offset = _header(data)
     why, pid, seconds = _parse_record(record, group, len(partials))
@@ -149,13 +167,19 @@ def _validated(
 
 
 def _header(data: Any) -> tuple[Any, Any, int]:
-    """Parse the header of a reply: `(record, kinds, offset)`.
+    """Parse the header of a reply.
 
-    The record and the kinds, dtypes and shapes of the arrays, are JSON data that is not
-    checked yet; the offset is that of the first array in bytes.
+    Args:
+      data: The reply, of any type.
+
+    Returns:
+      `(record, kinds, offset)`. The record says whether the group failed, and the kinds
+      are the dtypes and shapes of the arrays; both are JSON data that is not checked
+      yet. The offset is the position of the first array in `data`, in bytes.
 
     Raises:
       BadReply: The reply is not of type bytes, or has no such header.
+      RecursionError: The header is nested too deeply.
     """
     # `type` and not isinstance: a subclass may override anything.
     if type(data) is not bytes:
@@ -179,9 +203,10 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from `(name, value)` pairs; raise `ValueError` if a name repeats.
+    """Make a JSON object of its `(name, value)` pairs: a hook of `json.loads`.
 
-    A hook for `json.loads`.
+    Raises:
+      ValueError: A name occurs twice.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -190,23 +215,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    """Raise `ValueError` for NaN and Infinity, which JSON does not have.
+    """Refuse NaN and Infinity, which JSON does not have: a hook of `json.loads`.
 
-    A hook for `json.loads`; `text` is the constant.
+    `text` is the constant.
+
+    Raises:
+      ValueError: Always.
     """
     raise ValueError(f"{text} is no number")
 
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
-    """The values of a JSON object that has exactly these names, in their order.
+    """The values of a JSON object that must have exactly some names.
 
     Args:
-      x: The object, JSON data.
+      x: JSON data of any type, parsed.
       what: What errors call it.
       *names: The names.
 
+    Returns:
+      A list of the values, in the order of `names`.
+
     Raises:
-      BadReply: It is no object, or has other names.
+      BadReply: `x` is no object, or has other names.
     """
     # Unknown names are refused, so that a reply has one meaning.
     if type(x) is not dict or set(x) != {*names}:
@@ -218,17 +249,20 @@ def _fields(x: Any, what: str, *names: str) -> list[Any]:
 def _parse_record(
     record: Any, group: int, partials: int
 ) -> tuple[str | None, int, float]:
-    """Check the record of a reply: `(why, pid, seconds)`.
-
-    `why` is why the group failed; None if it did not fail.
+    """Check the record in the header of a reply, and return its values.
 
     Args:
-      record: The record, JSON data.
+      record: JSON data of any type, parsed; an object with the names `failed`, `pid`,
+        `seconds` and `partials` is expected.
       group: The index of the group that the worker was asked for.
       partials: How many partial reductions are planned.
 
+    Returns:
+      `(why, pid, seconds)`: the reason for which the group failed, or None if it did
+      not; the id of the worker's process; and how long it took.
+
     Raises:
-      BadReply: The record does not fit.
+      BadReply: The record does not fit the plan or the request.
     """
     failures, pid, seconds, count = _fields(
         record, "its record", "failed", "pid", "seconds", "partials"
@@ -255,20 +289,22 @@ def _parse_record(
 
 
 def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
-    """Check that a reply has the planned arrays, and exactly the bytes of these.
+    """Check that a reply has arrays of the planned dtypes and shapes, and nothing else.
 
     Args:
-      kinds: The dtypes and shapes of its arrays, JSON data.
+      kinds: JSON data of any type, parsed; a list of `[dtype, shape]` of each array is
+        expected.
       expected: The planned arrays.
       nbytes: How many bytes follow the header of the reply.
 
     Raises:
-      BadReply: It has other arrays.
+      BadReply: It has other arrays, or another number of bytes than they need.
     """
     if type(kinds) is not list or len(kinds) != len(expected):
         count = len(kinds) if type(kinds) is list else repr(kinds)
         raise BadReply(f"it has {count} arrays, but the plan is for {len(expected)}")
     for kind, partial in zip(kinds, expected, strict=True):
+        # Compared as text, never parsed: `np.dtype` also accepts types of objects.
         if kind != [str(partial.dtype), [*partial.shape]]:
             text = repr(kind)
             if type(kind) is list and len(kind) == 2:
@@ -283,11 +319,12 @@ def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
 def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> None:
     """Check that a group's partial reductions are finite, or the reduction's identity.
 
-    The identity of a maximum is -inf, which a group without entries gives.
+    The identity of a maximum is -inf: the partial reduction of a group without entries.
+    Integers pass.
 
     Args:
       partials: The planned partial reductions.
-      arrays: Those of the reply.
+      arrays: Those of the reply, in the same order.
 
     Raises:
       BadReply: There is a NaN, or another infinity.
@@ -303,10 +340,16 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
 
 
 def readable(text: Any) -> str:
-    """A worker's text as one printable line of bounded length, for logs and errors."""
+    """Text of an untrusted worker as one printable line, for logs and errors.
+
+    At most 2000 characters of `str(text)` are used, with a remark if there were more;
+    characters that cannot be printed are escaped.
+    """
     text = str(text)
     if len(text) > _TEXT:
         text = f"{text[:_TEXT]}... ({len(text)} characters)"
+    # A terminal obeys escape sequences, and a line break could forge a line of a log.
+    # `unicode_escape` also escapes lone surrogates, which UTF-8 cannot encode.
     return "".join(
         c
         if c.isprintable()

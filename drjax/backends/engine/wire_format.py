@@ -23,7 +23,12 @@ from drjax.backends.engine.messages import Block, BlockResult
 
 
 def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
-    """Serialize a header, JSON data, and arrays of any dtype."""
+    """Serialize a header and arrays, without pickle.
+
+    Args:
+      header: A dict of JSON data.
+      arrays: Arrays of any dtype, also of those that numpy does not have.
+    """
     # By name: bfloat16 and the like have no code in numpy's own format.
     kinds = [[str(x.dtype), [*x.shape]] for x in arrays]
     text = json.dumps({"about": header, "arrays": kinds}).encode()
@@ -36,14 +41,16 @@ def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The header and the arrays in bytes that `to_bytes` returned.
+    """Deserialize what `to_bytes` returned: `(header, arrays)`.
 
-    The arrays are read-only views of the bytes.
+    The header is a dict of JSON data; the arrays are read-only views of `data`, in
+    order.
     """
     offset = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:offset])
     arrays = []
     for name, shape in header["arrays"]:
+        # numpy has the name bfloat16 only because JAX imports ml_dtypes.
         dtype, count = np.dtype(name), int(np.prod(shape))
         arrays.append(np.frombuffer(data, dtype, count, offset).reshape(shape))
         offset += count * dtype.itemsize
@@ -51,7 +58,13 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def result_to_bytes(block: Block, result: BlockResult) -> bytes:
-    """Serialize the result of a block, with the indices and the mask of its groups."""
+    """Serialize the result of a block, without pickle.
+
+    Args:
+      block: The block, of which the group indices and the mask are included.
+      result: Its result. Partial reductions that are None are left out: if no group of
+        a block takes part, all are.
+    """
     failed = {str(group): why for group, why in result.failed.items()}
     # All or none are None: a block either has a group that takes part or not.
     partials = [x for x in result.partials if x is not None]
@@ -61,7 +74,12 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
-    """The block, without its slices, and its result, from `result_to_bytes`."""
+    """Deserialize the result of a block from bytes that `result_to_bytes` returned.
+
+    Returns:
+      `(block, result)`: a `Block` with group indices and mask, but without slices of
+      its inputs; and the `BlockResult`. Its arrays are read-only views of `data`.
+    """
     header, (groups, valid, *arrays) = from_bytes(data)
     failed = {int(group): why for group, why in header["failed"].items()}
     partials, slices = arrays[: header["partials"]], arrays[header["partials"] :]

@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from drjax._plan_file.exported_stage import ExportedFunction
+from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax.backends.engine.messages import (
     Block,
@@ -42,10 +42,10 @@ _HALVINGS = 128  # most batches to find them
 
 
 class LoadedPlan:
-    """A plan file in a worker, with its compiled stages.
+    """A plan file that a worker has loaded, with its compiled local stages.
 
     Args:
-      file: The plan file.
+      file: The plan file, a `File`.
     """
 
     def __init__(self, file: File):
@@ -63,11 +63,17 @@ class LoadedPlan:
         ]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """Run a block; returns its result, with the reasons why groups of it failed.
+        """Run a stage on a block, and find the groups that fail.
+
+        If groups fail and `task.drop` is true, the block runs again without them; if it
+        is false, the result has only the reasons.
 
         Args:
           task: The block, and the stage to run.
           shared: The global inputs of the stage, in order.
+
+        Returns:
+          The `BlockResult`: partial reductions, slices, and why groups failed.
 
         Raises:
           Exception: The stage failed, and no single group causes it.
@@ -76,7 +82,7 @@ class LoadedPlan:
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """Run a block, in the plan's precision: the work of `run`."""
+        """Run a stage on a block: `run`, where `jax_enable_x64` is set for the plan."""
         start, stage = time.perf_counter(), self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
         # The partial reductions include the groups that failed, so the block runs
@@ -97,6 +103,7 @@ class LoadedPlan:
                 # An error says nothing of groups, and a half might raise again.
                 suspects = np.flatnonzero(block.valid)
             failures = _failures(stage, block, shared, suspects, task.check_nans)
+            # Infinities of several groups may add up to NaN: then no group has failed.
             if not failures:
                 break
             failed |= failures
@@ -121,15 +128,18 @@ class LoadedPlan:
         shared: list[np.ndarray],
         begin: Callable[[int, int], None],
     ) -> BlockResult:
-        """Run the groups that take part one by one, to find a group that takes long.
+        """Run the groups of a block one by one, so that a slow one can be observed.
+
+        Groups that are masked do not run, and errors of groups are ignored.
 
         Args:
           task: The block, and the stage to run.
           shared: The global inputs of the stage, in order.
-          begin: Called before each group with its index, as first and as last argument.
+          begin: A function that is called when a group begins, with its group index as
+            the first and as the second argument. Its result is ignored.
 
         Returns:
-          A result without values.
+          A `BlockResult` without partial reductions, slices and failed groups.
         """
         start, block = time.perf_counter(), task.block
         stage, compiled = self._stages[task.stage], None
@@ -143,16 +153,17 @@ class LoadedPlan:
                     # Compiling is no part of a group's time.
                     compiled = compiled or function.func.lower(*args).compile()
                     begin(int(block.groups[i]), int(block.groups[i]))
+                    # Dispatch is asynchronous: a group ends when its results are ready.
                     jax.block_until_ready(compiled(*args))
         return BlockResult([], [], {}, os.getpid(), time.perf_counter() - start)
 
 
 class CompiledStage:
-    """A stage of the groups, whose functions are compiled when they are first used.
+    """A local stage, whose exported functions are compiled when they are first used.
 
     Args:
       stage: The stage, from a plan file.
-      partials: How many of the batched function's outputs are partial reductions.
+      partials: How many of the batched function's outputs are partial reductions, int.
     """
 
     def __init__(self, stage: Stage, partials: int):
@@ -160,27 +171,49 @@ class CompiledStage:
 
     @functools.cached_property
     def batched(self) -> functools.partial:
-        """The function of a block: `(mask, groups, *inputs)` to partials and slices."""
-        return self._compiled(self.stage.exported.batched)
+        """The function of a block of b groups, compiled.
+
+        It takes `(mask, groups, *inputs)`: which groups count in reductions, bool
+        `[b]`; the group indices, int32 `[b]`; and the inputs of the stage, in order:
+        slices `[b, ...]` of a partitioned one, the value of a global one. It returns
+        the partial reductions, then the slices `[b, ...]` of each output that is read
+        later.
+        """
+        return self._compiled(batched_of(self.stage))
 
     @functools.cached_property
     def per_group(self) -> functools.partial:
-        """The function of one group: `(group, *inputs)` to the outputs of the stage."""
-        return self._compiled(self.stage.exported.per_group)
+        """The function of one group, compiled.
+
+        It takes `(group, *inputs)`: the group index, int32 `[]`, and the inputs of the
+        stage, in order, of partitioned ones the group's slice. It returns all outputs
+        of the stage.
+        """
+        return self._compiled(exported_of(self.stage).per_group)
 
     def _compiled(self, exported: ExportedFunction) -> functools.partial:
-        """An exported function under `jax.jit`, with the stage's constants bound."""
+        """Wrap an exported function of the stage in `jax.jit`.
+
+        Returns:
+          A `functools.partial` in which the constants of the stage, the first arguments
+          of the exported function, are bound.
+        """
         # The exported function itself, without the guards against vmap and grad.
         compiled = jax.jit(exported.function.call)
-        return functools.partial(compiled, *self.stage.exported.consts)
+        return functools.partial(compiled, *exported_of(self.stage).consts)
 
     def run_batch(self, block: Block, shared: list[np.ndarray], size: int) -> list:
-        """Run a block; returns partial reductions, then slices `[size, ...]`.
+        """Run the stage on a block, and wait for the results.
 
         Args:
-          block: The block.
+          block: The block of c groups, of which one takes part at least.
           shared: The global inputs of the stage, in order.
-          size: To how many groups the block is padded.
+          size: The number of groups to which the block is padded.
+
+        Returns:
+          A list of numpy arrays: the partial reduction for each of the round's
+          reductions but gathers, then the slices `[size, ...]` of each output that is
+          read later.
         """
         # One shape for all blocks, so that XLA compiles the stage once.
         padded = block.padded(size)
@@ -198,16 +231,22 @@ class CompiledStage:
           block: The block.
           shared: The global inputs of the stage, in order.
           position: The position of the group in the block.
+
+        Returns:
+          A list: the group index, then the inputs of the stage, in order.
         """
         slices = [x[position] for x in block.slices]
         return [block.groups[position], *self._inputs(shared, slices)]
 
     def _inputs(self, shared: list, slices: list) -> list:
-        """The inputs of the stage, in order.
+        """Merge global and partitioned inputs of the stage, in the stage's order.
 
         Args:
           shared: The global ones, in order.
-          slices: The partitioned ones, in order.
+          slices: The partitioned ones, in order: slices of one group or of several.
+
+        Returns:
+          A list of all inputs.
         """
         shared_, slices_ = iter(shared), iter(slices)
         inputs = self.stage.inputs
@@ -217,8 +256,10 @@ class CompiledStage:
         """Whether outputs of a block have a NaN; slices of masked groups do not count.
 
         Args:
-          outs: What `run_batch` returned for the block.
-          block: The block.
+          outs: A list of arrays: the partial reductions of the block, then the slices
+            `[size, ...]` of each output that is read later, as `run_batch` returns
+            them.
+          block: The block, not padded.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
         return any(map(_has_nan, partials)) or any(
@@ -229,16 +270,19 @@ class CompiledStage:
 def _suspects(
     stage: CompiledStage, block: Block, shared: list[np.ndarray], size: int
 ) -> np.ndarray:
-    """The positions in a block of some groups, among which are all that yield NaN.
+    """Narrow down which groups of a block yield NaN, by halving the block.
 
-    Halving the block leaves few of many groups. If many groups yield a NaN, halving
-    ends early, as trying each group is then faster.
+    Halving ends early if many groups yield a NaN, as trying each group is then faster.
 
     Args:
       stage: The stage.
       block: The block, which yields a NaN.
       shared: The global inputs of the stage, in order.
-      size: To how many groups blocks are padded.
+      size: The number of groups to which blocks are padded.
+
+    Returns:
+      Positions in the block, int `[k]`, in order: of all groups that yield a NaN, and
+      of some others.
     """
     suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
     while parts:
@@ -253,6 +297,7 @@ def _suspects(
             left -= 1
             if stage.has_nan(stage.run_batch(only, shared, size), only):
                 parts.append(half)
+    # No suspect: infinities of the two halves added up to NaN, and no group has one.
     return np.sort(np.concatenate(suspects)) if suspects else np.zeros(0, int)
 
 
@@ -263,14 +308,17 @@ def _failures(
     suspects: np.ndarray,
     check_nans: bool,
 ) -> dict[int, str]:
-    """Run groups alone to find which fail; returns the reasons by group index.
+    """Run groups of a block one by one to find which fail.
 
     Args:
       stage: The stage.
       block: The block.
       shared: The global inputs of the stage, in order.
-      suspects: The positions in the block of the groups to try.
+      suspects: The positions in the block of the groups to run, int `[k]`.
       check_nans: Whether a group that yields a NaN has failed.
+
+    Returns:
+      A dict from group index to reason, for the groups that failed.
     """
     failures = {}
     for i in suspects:
@@ -291,6 +339,7 @@ def _failures(
 
 def _has_nan(x: np.ndarray) -> bool:
     """Whether an array has a NaN; False if its dtype has none, as integers."""
+    # Not numpy's `issubdtype`, to which bfloat16 is not inexact.
     return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
 
@@ -305,14 +354,21 @@ _MOST = 4
 
 
 def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
-    """Run a task in this process; returns its result. Plan files are kept.
+    """Run a task in this process: the entry point of a worker.
 
-    It is the entry point of a worker.
+    The four plan files that were used last stay loaded and compiled.
 
     Args:
       file: The plan file.
       task: The block, and the stage to run.
       shared: The global inputs of the stage, in order.
+
+    Returns:
+      The `BlockResult`; empty, with `pid` 0, if the driver has called `skip` for the
+      task.
+
+    Raises:
+      Exception: The stage failed, and no single group causes it.
     """
     # Its driver gave up; the pid 0 marks a result that does not count.
     if task.number in _skipped:
@@ -336,14 +392,18 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
         return loaded.run(task, shared)
     finally:
         _state.groups = None
+        # A `skip` may have come too late; its number would stay in the set for ever.
         _skipped.discard(task.number)
 
 
 def skip(number: int) -> None:
-    """Do not begin the task with this number: its result is not needed."""
+    """Do not begin a task whose result is not needed.
+
+    `number` is its `Task.number`. A task that runs already is not stopped.
+    """
     _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 
 def state() -> WorkerState:
-    """What this process is doing, as a `WorkerState`."""
+    """What this process is doing now, a `WorkerState`."""
     return replace(_state, seconds=time.time() - _state.since)

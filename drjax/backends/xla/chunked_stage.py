@@ -22,11 +22,12 @@ from jax import lax
 from jax.sharding import AxisType
 
 from drjax import _compat
+from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.contract_groups import group_sums
-from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp, Running, is_compensated
+from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
-from drjax._sharding.execute import vary
+from drjax._sharding.execute import full_of_type
 from drjax._sharding.layout import Layout
 from drjax._sharding.padding import (
     copy_index_to_padding,
@@ -39,16 +40,17 @@ from drjax.plan import Reduce, Stage, Value
 
 
 class ChunkedStage:
-    """The work of a round's groups on one device, chunk by chunk.
+    """The local stage and the reductions of a round for the groups of one device.
 
-    A device has k slots for groups; a chunk is the c slots that run at once.
+    The device has k slots for groups. The stage runs for a chunk of c slots at once, in
+    a loop over chunks. Slots without a group are padding.
 
     Args:
-      layout: How the partition is laid out on the mesh.
-      stage: The groups' stage.
-      reduces: The round's reductions but gathers.
-      kept: The outputs of the stage that are kept as slices.
-      shared: The global inputs of the stage, in order.
+      layout: How the n groups are laid out on the mesh.
+      stage: The local stage.
+      reduces: The reductions of the round, without gathers.
+      kept: The outputs of the stage to return as slices, because they are read later.
+      shared: The arrays of the global inputs of the stage, in order.
     """
 
     def __init__(
@@ -66,20 +68,22 @@ class ChunkedStage:
         self._kept = [names.index(v.name) for v in kept]
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
-        # A stage from a file has no effects: they cannot be exported.
-        self._effects = stage.exported is None and _compat.effects_of(stage.jaxpr)
+        self._effects = _compat.effects_of(stage.jaxpr)
 
     def run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """Run the device's groups: `(partial reductions, slices to keep)`.
+        """Run the stage for the device's groups, and reduce over them.
 
         Args:
-          first: The group index of the device's first slot, int32 `[]`.
-          slices: The device's part of each partitioned input, `[k, ...]`.
+          first: The group index of the device's first slot, int32 `[]`; n or more if
+            the device has no group.
+          slices: For each partitioned input of the stage, in order, the slices of the
+            device's k slots, `[k, ...]`.
           step: How many groups run at once; None: all.
 
         Returns:
-          For each reduction the device's partial reduction, and for each output in
-          `kept` its slices, `[k, ...]`.
+          `(partials, slices)`: for each reduction its partial reduction over the
+          device's groups, `[*s]`, in the accumulator dtype; and for each output in
+          `kept` the slices of the device's slots, `[k, ...]`.
         """
         layout = self.layout
         work = lambda: self._run(first, slices, step)
@@ -87,19 +91,20 @@ class ChunkedStage:
         def nothing():
             # A device with padding only: it must not run the work, but give its types.
             totals, kept = jax.eval_shape(work)
+            # The identity, as `finish` combines it with the totals of other devices.
             fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.reduces]
             pairs = zip(totals, fills, strict=True)
-            totals = [jnp.full(x.shape, fill, x.dtype) for x, fill in pairs]
-            vary_all = lambda x: vary(x, layout.axes)
-            return jax.tree.map(vary_all, (totals, tree_zeros_like(kept)))
+            totals = [full_of_type(x, fill) for x, fill in pairs]
+            return totals, tree_zeros_like(kept)
 
         # `for_real_groups` handles effects, group by group.
         return work() if self._effects else unless_empty(layout, first, work, nothing)
 
     def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """Run the groups of a device that has at least one group: the work of `run`.
+        """Run the stage for a device with groups: `run`, of the same arguments.
 
-        Args and results are those of `run`.
+        The device may have no group only if the stage has effects; then no slot runs
+        it.
         """
         count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
@@ -109,7 +114,7 @@ class ChunkedStage:
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
             own = [copy_slice_to_padding(layout, indices, x, x[:1]) for x in slices]
-            return self._chunk(first, indices, own, layout.few, alone=True)
+            return self._chunk(first, indices, own, layout.partial_count, alone=True)
 
         def chunk(start, size: int) -> tuple:
             # The slices are closed over and cut in the body: as `xs` of the scan
@@ -121,9 +126,12 @@ class ChunkedStage:
                 copy_slice_to_padding(layout, indices, take(x, start), x[:1])
                 for x in slices
             ]
-            few = layout.few
-            few = few % step if size == step else max(0, few - steps * step)
-            return self._chunk(first, indices, own, few)
+            # Groups fill a device's slots from the first. On the partly filled device,
+            # a full chunk has `step`, `real % step` or no groups, and the shorter one
+            # `last` or none: the counts for which `for_real_groups` has branches.
+            real = layout.partial_count
+            real = real % step if size == step else max(0, real - steps * step)
+            return self._chunk(first, indices, own, real)
 
         def advance(totals, start, size: int = step):
             new, kept = chunk(start, size)
@@ -136,7 +144,7 @@ class ChunkedStage:
             return (i + 1, totals), kept
 
         empty = _empty_accumulators(
-            layout, self.reduces, steps, lambda: chunk(jnp.int32(0), step)
+            self.reduces, steps, lambda: chunk(jnp.int32(0), step)
         )
         # The counter is a carry and not an input: see `take` above.
         (_, totals), kept = lax.scan(body, (jnp.int32(0), empty), length=steps)
@@ -148,22 +156,31 @@ class ChunkedStage:
         return [total.value for total in totals], kept
 
     def _chunk(
-        self, first, indices, slices: list, few: int, alone: bool = False
+        self, first, indices, slices: list, partial_count: int, alone: bool = False
     ) -> tuple[list, list]:
-        """Run one chunk: partial reductions over its groups, and their slices to keep.
+        """Run the stage for one chunk of c slots at once, and reduce over their groups.
 
         Args:
           first: The group index of the device's first slot, int32 `[]`.
-          indices: The group indices of the chunk's slots, int32 `[c]`.
-          slices: The slots' part of each partitioned input, `[c, ...]`.
-          few: How many slots of the chunk are groups, on the device that has both
-            groups and padding.
-          alone: Whether this is the only chunk.
+          indices: The group indices of the chunk's slots, int32 `[c]`; of padding, n or
+            more.
+          slices: For each partitioned input of the stage, in order, the slices of these
+            slots, `[c, ...]`; of padding, those of the device's first group.
+          partial_count: How many slots of this chunk have groups on the one device that
+            has both groups and padding.
+          alone: Whether this chunk has all slots of the device.
+
+        Returns:
+          `(partials, slices)`: for each reduction its partial reduction over the
+          chunk's groups, `[*s]`, in the accumulator dtype; and for each output in
+          `kept` the slices of the slots, `[c, ...]`.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
         slices_, shared = iter(slices), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(slices_) if value.partitioned else next(shared))
+        # JAX has no batching rule for exported functions. The batched one of the file
+        # takes the mask as an operand.
         if self.stage.exported is not None:
             mask = jnp.ones(indices.shape, bool)
             if self.layout.uneven:
@@ -175,29 +192,34 @@ class ChunkedStage:
             run = lambda count: _over_groups(one, count, self._partitioned)
             # Padding must not print, call back or raise.
             outs = for_real_groups(
-                self.layout, indices, few, run, args, self._partitioned
+                self.layout, indices, partial_count, run, args, self._partitioned
             )
         else:
             outs = _over_groups(one, count, self._partitioned)(*args)
         summed = {}
         # In a loop the summands of one chunk take little memory: there it is slower.
+        # Nor with padding: a contraction of the group axis cannot mask copied slices.
         if alone and not self.layout.uneven:
-            ops = [REDUCE_OPS[reduce.op] for reduce in self.reduces]
-            by_output = dict(zip(self._sources, ops, strict=True))
-            summed = _summed_in_map(self.stage, by_output, self._partitioned, args)
+            summed = _summed_in_map(self.stage, self._partitioned, args)
         totals = [
-            summed[i] if i in summed else self._reduce(reduce, outs[i], indices)
+            summed[i]
+            # An output may have several reductions, of which not all are sums.
+            if i in summed and REDUCE_OPS[reduce.op].additive
+            else self._reduce(reduce, outs[i], indices)
             for reduce, i in zip(self.reduces, self._sources, strict=True)
         ]
         return totals, [outs[i] for i in self._kept]
 
     def _reduce(self, reduce: Reduce, x, indices):
-        """The partial reduction of a chunk's slices, without those of padding.
+        """The partial reduction over the groups of a chunk; padding is masked.
 
         Args:
           reduce: The reduction.
-          x: The slices, `[c, *s]`.
-          indices: The group indices of the chunk's slots, int32 `[c]`.
+          x: The slices of the chunk's c slots, `[c, *s]`.
+          indices: The group indices of the slots, int32 `[c]`; of padding, n or more.
+
+        Returns:
+          `[*s]`, in the accumulator dtype of the reduction.
         """
         op = REDUCE_OPS[reduce.op]
         if self.layout.uneven:
@@ -205,21 +227,23 @@ class ChunkedStage:
         return op.local(x)
 
 
-def _summed_in_map(
-    stage: Stage, ops: dict[int, ReduceOp], partitioned: list[bool], args: list
-) -> dict[int, Any]:
-    """Sums over the groups that need no summands, by the index of the stage's output.
+def _summed_in_map(stage: Stage, partitioned: list[bool], args: list) -> dict[int, Any]:
+    """Sum outputs of a stage over the groups without materializing the summands.
 
-    Such a sum is a matrix product that contracts over the groups, as in a gradient of
-    shared weights, so that each group's summand need not be in memory. Outputs that are
-    no such products, or whose reduction is not additive, are not in the result.
+    Such a sum is a matrix product that contracts the group axis, as in the gradient of
+    weights that all groups share. Only outputs that end in a matrix product or a sum
+    have one.
 
     Args:
-      stage: The groups' stage.
-      ops: The reductions, by the index of the output that each of them reduces.
-      partitioned: For each argument whether it has a slice for each group.
-      args: The arguments of the stage for c groups; first the group indices, int32
-        `[c]`.
+      stage: The local stage.
+      partitioned: For each argument of the stage's jaxpr, the group index included,
+        whether it has a slice for each group.
+      args: The arguments of the stage's jaxpr for c groups: first the group indices,
+        int32 `[c]`; then the inputs, `[c, *s]` if partitioned, else `[*s]`.
+
+    Returns:
+      The sums `[*s]` by the index of the output. Outputs without such a sum are left
+      out.
     """
     count = args[0].shape[0]
     if count == 1:
@@ -230,53 +254,54 @@ def _summed_in_map(
     used = [i for i, u in enumerate(sums.used) if u]
     over_groups = lambda fn: _over_groups(fn, count, [partitioned[i] for i in used])
     totals = sums(count, over_groups, [args[i] for i in used])
-    results = zip(sums.indices, totals, strict=True)
-    return {i: total for i, total in results if i in ops and ops[i].additive}
+    return dict(zip(sums.indices, totals, strict=True))
 
 
 def _empty_accumulators(
-    layout: Layout, reduces: list[Reduce], steps: int, chunk: Callable[[], tuple]
+    reduces: list[Reduce], steps: int, chunk: Callable[[], tuple]
 ) -> list[Running]:
-    """Accumulators without any group yet, with which a scan over chunks starts.
+    """The accumulators with which a scan over chunks starts: one for each reduction.
+
+    They have the identity of the reduction, and the types of the partial reductions.
 
     Args:
-      layout: How the partition is laid out on the mesh.
-      reduces: The reductions.
-      steps: The number of chunks.
-      chunk: Returns `(partial reductions, slices)` of a chunk; it is only traced.
+      reduces: The reductions, without gathers.
+      steps: The number of chunks, on which it depends which sums are compensated.
+      chunk: A function without arguments that runs one chunk, and returns
+        `(partial reductions, slices)`. It is only traced, for the types of results.
     """
-    shardings: list[Any] = [None] * len(reduces)
-    # On Explicit axes the carry of a scan needs the sharding of its results.
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        shardings = [total.sharding for total in jax.eval_shape(chunk)[0]]
+    shapes = [(reduce.source.shape, sum_dtype(reduce)) for reduce in reduces]
+    types = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    # The carry of a scan needs the sharding of its results on Explicit axes, and their
+    # varying axes inside a user's shard_map(check_vma=True).
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if AxisType.Explicit in kinds or _compat.check_vma():
+        types = jax.eval_shape(chunk)[0]
     accumulators = []
-    for reduce, sharding in zip(reduces, shardings, strict=True):
-        source, dtype = reduce.source, sum_dtype(reduce)
-
-        def full(fill, source=source, dtype=dtype, sharding=sharding):
-            x = lax.full(source.shape, fill, dtype, sharding=sharding)
-            return vary(x, layout.axes)
-
-        start = full(REDUCE_OPS[reduce.op].identity(source.dtype))
-        compensated = is_compensated(reduce, steps)
-        accumulators.append(Running(reduce.op, start, full(0) if compensated else None))
+    for reduce, like in zip(reduces, types, strict=True):
+        start = full_of_type(like, REDUCE_OPS[reduce.op].identity(reduce.source.dtype))
+        zero = full_of_type(like, 0) if is_compensated(reduce, steps) else None
+        accumulators.append(Running(reduce.op, start, zero))
     return accumulators
 
 
 def sum_dtype(reduce: Reduce):
-    """The dtype of a device's running total of a reduction."""
+    """The dtype in which a device accumulates a reduction.
+
+    It is float32 for sums and means of 16-bit floats, else the dtype of the values.
+    """
     return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
 def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
-    """Combine the devices' partial reductions, and finish each reduction.
+    """Combine the devices' partial reductions by collectives, and finish reductions.
 
-    All additive reductions share one psum. Called for one device, inside the
-    `shard_map` if there is one.
+    All additive reductions share one psum; a mean is divided by n. It is called for one
+    device: inside the `shard_map`, if there is one.
 
     Args:
-      layout: How the partition is laid out on the mesh.
-      reduces: The reductions.
+      layout: How the partition of n groups is laid out on the mesh.
+      reduces: The reductions, without gathers.
       totals: For each of them the partial reduction `[*s]` of this device.
 
     Returns:
@@ -290,6 +315,7 @@ def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
         for op, total, reduce in zip(ops, totals, reduces, strict=True)
     ]
     for i, (op, reduce) in enumerate(zip(ops, reduces, strict=True)):
+        # Sound, as `finish` of an additive reduction is linear: (a + b)/n = a/n + b/n.
         if early[i]:
             results[i] = op.finish(results[i], n)
         # Before the psum, so that it sends the dtype of the program.
@@ -313,18 +339,23 @@ def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
     """Map `fn`, a function of one group, over `count` groups by `jax.vmap`.
 
-    A single group is no batch: `fn` runs on its slices as it is.
+    With a single group there is no batch: `fn` runs on its slices.
 
     Args:
-      fn: The function; it returns a list.
+      fn: The function; it takes arrays, and returns a list of arrays.
       count: The number of groups.
       partitioned: For each argument whether it has a slice for each group, along axis
-        0.
+        0; else all groups share it.
+
+    Returns:
+      A function of the arguments for all groups, `[count, *s]` or `[*s]`. It returns
+      the list of the results of all groups, `[count, *t]`.
     """
     if count > 1:
         return jax.vmap(fn, [0 if p else None for p in partitioned], axis_size=count)
 
     def only(*args):
+        # vmap would turn a `cond` on the group's slice into a `select` of all branches.
         own = [x[0] if p else x for x, p in zip(args, partitioned, strict=True)]
         return [y[None] for y in fn(*own)]
 
@@ -332,12 +363,12 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
 
 
 def call(stage: Stage, args: Sequence) -> list:
-    """Run a stage; returns its outputs as JAX arrays, also where its jaxpr has numbers.
+    """Run a stage; returns the list of its outputs as JAX arrays.
 
-    `args` are the arguments of its jaxpr.
+    Args:
+      stage: The stage.
+      args: The arguments of its jaxpr: of a local stage the group index, then for both
+        kinds of stage one array for each input.
     """
     outs = evaluate_on_mesh(stage.jaxpr, args)
-    return [
-        y if isinstance(y, jax.Array) else jnp.asarray(y, value.dtype)
-        for y, value in zip(outs, stage.outputs, strict=True)
-    ]
+    return as_arrays(outs, [value.dtype for value in stage.outputs])

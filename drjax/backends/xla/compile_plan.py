@@ -26,14 +26,18 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._errors import DrjaxValueError, PlanError
+from drjax._errors import DrjaxValueError, MeshError, PlanError
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.map_lowering import (
     lowers_by_vmap,
     prepare_group_jaxpr,
     vmap_over_devices,
 )
-from drjax._sharding.execute import as_operand, shard_map_over_devices
+from drjax._sharding.execute import (
+    as_operand,
+    shard_map_over_devices,
+    undivided_if_uneven,
+)
 from drjax._sharding.layout import Layout, find_mesh, make_layout
 from drjax.backends._interpret_plan import (
     Environment,
@@ -48,8 +52,8 @@ from drjax.backends.xla.reuse_accumulators import (
     find_reuse,
     finish_stacked,
 )
-from drjax.plan import Loop, Plan, Round, Stage, Value
-from drjax.primitives import gather_p
+from drjax.plan import Loop, Move, Plan, Round, Stage, Value
+from drjax.primitives import gather_p, permute_p, put_add_p, take_p
 
 
 def compile(
@@ -63,13 +67,22 @@ def compile(
 
     Args:
       plan: The plan.
-      groups_per_step: How many of a device's groups work at once, or `"auto"`; as for
-        `drjax.jit`. Default: all.
-      memory_budget: As for `drjax.jit`.
-      mesh: The mesh. Default: the one in context.
+      groups_per_step: How many of a device's groups work at once: a positive int; or
+        `"auto"`: as many as fit in memory. Default: all.
+      memory_budget: With `"auto"`, bytes of temporary memory for each device. Default:
+        what the devices have left.
+      mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
 
     Returns:
       A function with the signature of the planned one.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: A wrong option; (from the returned function)
+        arguments do not fit the plan, or with `"auto"` one group does not fit in
+        memory.
+      MeshError: (from the returned function) the plan's partition does not fit the
+        mesh, or its axes are Manual: a plan does not run inside a `jax.shard_map` over
+        them.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -96,13 +109,21 @@ def run_flat(
     step: step_size.GroupsPerStep = None,
     mesh: Any = None,
 ) -> list:
-    """Run a plan, or trace it; returns the leaves of its results.
+    """Run a plan on flat inputs, or trace it under a JAX transformation.
 
     Args:
       plan: The plan.
-      inputs: The leaves of its arguments, as arrays.
-      step: How many of a device's groups work at once.
-      mesh: The mesh. Default: the one in context.
+      inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
+      step: How many of a device's groups work at once; None: all; a `Fit`: as many as
+        fit in memory.
+      mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
+
+    Returns:
+      The list of the arrays of `plan.outputs`.
+
+    Raises:
+      DrjaxValueError: With a `Fit`, not even one group fits in memory.
+      MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
     """
     layout = _layout_of(plan, mesh)
     if isinstance(step, step_size.Fit):
@@ -112,9 +133,9 @@ def run_flat(
 
 
 def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
-    """The largest number of a device's groups at once that fits in memory.
+    """Find the largest number of a device's groups at once that fits in memory.
 
-    It compiles the program several times.
+    It compiles the program up to eight times.
 
     Args:
       plan: The plan.
@@ -128,11 +149,11 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
     if isinstance(mesh, AbstractMesh):
         # The devices are needed, to ask for their memory.
         mesh = _compat.concrete_mesh()
-        if mesh.empty or layout.manual:
+        if mesh.empty:
             raise DrjaxValueError(
                 'groups_per_step="auto" compiles for the devices in context and asks '
-                "how much memory they have. Under an AbstractMesh or inside "
-                "jax.shard_map no device can be asked: give a number."
+                "how much memory they have. Under an AbstractMesh no device can be "
+                "asked: give a number."
             )
     # Without a mesh the program runs on one device.
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
@@ -143,6 +164,8 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
         shape, spec = value.shape, [None] * value.axis
         if value.partitioned:
             shape = (*shape[: value.axis], plan.size, *shape[value.axis :])
+        # JAX refuses an argument whose sharding does not divide its axis, and a scalar
+        # whose spec has an entry.
         axes = layout.axes if value.partitioned and not layout.uneven else None
         sharding = None if mesh is None else NamedSharding(mesh, P(*spec, axes))
         return jax.ShapeDtypeStruct(
@@ -163,14 +186,18 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:
-    """The inputs of a plan, constrained to its mesh, so that a surrounding jit sees it.
+    """Constrain the inputs of a plan to its mesh, so that a surrounding jit sees it.
 
-    They are unchanged without a mesh, and under `jax.set_mesh`, which jit sees anyway.
-    That leaves a concrete mesh, as of a `with mesh:` block.
+    Only a concrete mesh that is not in JAX's context needs that, as that of a
+    `with mesh:` block. Without such a mesh, and under `jax.set_mesh`, the inputs are
+    returned unchanged.
 
     Args:
       plan: The plan.
-      inputs: The arrays of its inputs, in order.
+      inputs: The arrays of `plan.inputs`, in order.
+
+    Returns:
+      The arrays, in the same order.
     """
     layout = _layout_of(plan)
     if layout is None or not isinstance(layout.mesh, jax.sharding.Mesh):
@@ -181,15 +208,33 @@ def on_mesh(plan: Plan, inputs: list) -> list:
 def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
     """How the partition of a plan is laid out on the mesh; None without a partition.
 
-    `mesh` is as for `find_mesh`: by default the one in context.
+    Args:
+      plan: The plan.
+      mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
+
+    Raises:
+      MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
     """
     if plan.partition is None:
         return None
-    return make_layout(plan.partition, find_mesh(plan.partition, mesh))
+    layout = make_layout(plan.partition, find_mesh(plan.partition, mesh))
+    # Inputs and rounds of a plan have all n groups, those of a device there n / m.
+    if layout.manual:
+        raise MeshError(
+            f"The plan of {plan.name!r} needs all groups of {plan.partition}, but "
+            f"inside jax.shard_map over {layout.axes} a device holds only its own. Use "
+            "jax.jit of the program in that jax.shard_map, or call drjax.jit or the "
+            "compiled plan outside of it."
+        )
+    return layout
 
 
 class _MeshInterpreter(PlanInterpreter):
-    """Traces a plan on a mesh; partitioned values are whole arrays `[..., n, ...]`.
+    """Traces a plan on a mesh, as JAX operations: `interpreter(inputs)`.
+
+    It takes and returns lists of arrays, in the order of `plan.inputs` and
+    `plan.outputs`. Partitioned values are whole arrays `[..., n, ...]`, with the group
+    axis `Value.axis`.
 
     Args:
       plan: The plan.
@@ -212,7 +257,9 @@ class _MeshInterpreter(PlanInterpreter):
     def scatter(self, slices: Value, whole: Any) -> Any:
         # A scatter is a matter of layout: the shard_map of the groups takes each
         # device's part.
-        return whole
+        if self.layout is None:
+            return whole
+        return undivided_if_uneven(whole, self.layout, slices.axis)
 
     # -----------------------------------------------------------------------------
     # The groups' work
@@ -228,7 +275,7 @@ class _MeshInterpreter(PlanInterpreter):
         if streams and layout.sharded:
             _check_known_shapes(stage)
         # Without a scan over chunks there are no running sums to alias.
-        reuse = find_reuse(self.plan, index, layout) if streams else None
+        reuse = find_reuse(self.plan, index) if streams else None
         kept = [v for v in stage.outputs if v.name in self._kept]
         combine = reuse is None  # else the reuse of accumulators combines the devices
         totals, stacks = _run_groups(layout, a_round, kept, env, self.step, combine)
@@ -237,6 +284,7 @@ class _MeshInterpreter(PlanInterpreter):
         for value, x in zip(kept, stacks, strict=True):
             env[value] = jnp.moveaxis(x, 0, value.axis)
         for reduce in a_round.reduces:
+            # Last, as it may gather slices of this round, which are in `env` only now.
             if reduce.op == "gather":
                 params = {"partition": layout.partition, "mesh": layout.mesh}
                 env[reduce.result] = gather_p.bind(env[reduce.source], **params)
@@ -246,13 +294,16 @@ class _MeshInterpreter(PlanInterpreter):
     def _reuse_accumulators(
         self, layout: Layout, reuse: AccumulatorReuse, totals: list, env: Environment
     ) -> None:
-        """Combine the devices, and run the next server stage, in the sums' buffers.
+        """Combine the devices' partial reductions, and run the next server stage.
+
+        Results of the shape and dtype of a running sum take the sum's buffer.
 
         Args:
           layout: How the partition is laid out on the mesh.
-          reuse: Which outputs take the buffer of which running sum.
-          totals: The partial reductions `[m, *s]` of the m devices.
-          env: The arrays so far; results are written to it.
+          reuse: Which result takes the buffer of which running sum.
+          totals: For each reduction of the round but gathers the partial reductions of
+            the m devices, `[m, *s]`.
+          env: The arrays so far; the results that are read later are added.
         """
 
         def server(results: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +312,18 @@ class _MeshInterpreter(PlanInterpreter):
             self.run_server(reuse.server, inner)
             return {v.name: inner[v] for v in reuse.server.outputs}
 
+        # With the stage's outputs in `env`, `run_server` skips it in the next round.
         env.arrays |= reuse.run(layout, totals, server)
+
+    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+        layout = self.layout
+        assert layout is not None
+        params = {"partition": layout.partition, "mesh": layout.mesh}
+        slices = as_operand(slices, layout, True)
+        if move.op == "permute":
+            return permute_p.bind(slices, sources=move.sources, **params)
+        primitive = {"take": take_p, "put_add": put_add_p}[move.op]
+        return primitive.bind(slices, as_operand(index, layout, False), **params)
 
     # -----------------------------------------------------------------------------
     # Loops
@@ -294,14 +356,14 @@ class _MeshInterpreter(PlanInterpreter):
         return [*carry, *ys]
 
     def _typed(self, value: Value, x: Any) -> Any:
-        """The array of a loop's input, with the type that the groups' work returns.
+        """Reshard a loop's input to the sharding of a round's partitioned results.
 
         On Explicit axes, a carried value must not change its sharding between steps.
-        Global values stay as they are.
+        Global values, and all values without Explicit axes, are returned unchanged.
 
         Args:
-          value: The input.
-          x: Its array.
+          value: The input of the loop, from `loop.inputs`.
+          x: Its array; of a partitioned value `[..., n, ...]`.
         """
         layout = self.layout
         if not value.partitioned or layout is None or layout.spec_entry is None:
@@ -318,13 +380,13 @@ def _run_groups(
     step: int | None,
     combine: bool,
 ) -> tuple[list, list]:
-    """Run all groups of a round, on all devices.
+    """Run the local stage of a round for all groups, on all devices, and reduce.
 
     Args:
-      layout: How the partition is laid out on the mesh.
+      layout: How the partition is laid out on the mesh: n groups on m devices.
       a_round: The round.
-      kept: The outputs of its stage that are kept as slices.
-      env: The arrays so far.
+      kept: The outputs of its local stage to return as slices.
+      env: The arrays so far, from which the inputs of the stage are read.
       step: How many of a device's groups run at once; None: all.
       combine: Whether to combine the devices' partial reductions.
 
@@ -350,6 +412,7 @@ def _run_groups(
         totals, stacks = work(*args, first[0])
         if combine:
             return [*finish(layout, reduces, totals), *stacks]
+        # `[1, *s]`: the shard_map stacks the devices' values along this axis.
         return [*(total[None] for total in totals), *stacks]
 
     args = [*shared, *slices]
@@ -359,6 +422,7 @@ def _run_groups(
         return finish_stacked(layout, reduces, totals) if combine else totals, stacks
     # Of outputs: the same everywhere, one for each device, or divided by groups.
     outputs = [False if combine else None] * len(reduces) + [True] * len(kept)
+    # As in the surrounding code: users' loops inside were traced under it.
     check_vma = _compat.check_vma()
     outs = shard_map_over_devices(
         layout, body, args, partitioned, outputs, check_vma, with_first_index=True
@@ -367,9 +431,12 @@ def _run_groups(
 
 
 def _check_known_shapes(stage: Stage) -> None:
-    """Check that a stage has no symbolic dimensions; raise `PlanError` if it has some.
+    """Check that no input or output of a local stage has symbolic dimensions.
 
-    In a loop in a `shard_map` XLA crashes on them.
+    XLA crashes on these in a loop in a `shard_map`.
+
+    Raises:
+      PlanError: A value has symbolic dimensions.
     """
     for value in (*stage.inputs, *stage.outputs):
         if not all(isinstance(size, int) for size in value.shape):

@@ -24,11 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
-from drjax._sharding.execute import shard_map, vary
+from drjax._sharding.execute import full_of_type, shard_map, vary
 from drjax._sharding.layout import Layout
 from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish, sum_dtype
@@ -41,20 +40,21 @@ LARGE = 2**24
 class AccumulatorReuse:
     """Which results of a round's end take the buffers of which running sums.
 
-    The end of a round is its reductions and the server stage after it.
+    The end of a round is its reductions and the server stage after it. A running sum is
+    the accumulator of a reduction on a device.
 
     Args:
       plan: The plan.
       index: The index of the round, from 0.
 
     Attributes:
-      server: The server stage after the round.
-      outputs: The values that the end of the round computes: results of reductions and
-        of the server stage, as far as they are needed later.
-      reduces: The round's reductions but gathers.
-      aliases: From the index of a reduction to that of the output that reuses the
-        buffer of its running sum.
-      rest: The indices of the other outputs.
+      server: The server stage after the round, a `drjax.plan.Stage`.
+      outputs: The list of the values that the end of the round computes and that are
+        read later: results of reductions, and outputs of the server stage.
+      reduces: The list of the round's reductions, without gathers.
+      aliases: A dict from the index of a reduction in `reduces` to the index in
+        `outputs` of the value that reuses the buffer of its running sum.
+      rest: The list of the indices of the other outputs.
     """
 
     def __init__(self, plan: Plan, index: int):
@@ -78,15 +78,15 @@ class AccumulatorReuse:
 
     @property
     def reused_bytes(self) -> int:
-        """Bytes of results that reuse the buffers of running sums.
+        """The size in bytes of all outputs that reuse the buffers of running sums.
 
-        No int if they have symbolic dimensions.
+        It is a symbolic size, not an int, if they have symbolic dimensions.
         """
         return sum(self.outputs[i].nbytes for i in self.aliases.values())
 
     @property
     def possible(self) -> bool:
-        """Whether a loop's step can compute the outputs.
+        """Whether the end of the round can be the step of a loop.
 
         It cannot if the server stage has effects or an output is a random key.
         """
@@ -96,14 +96,16 @@ class AccumulatorReuse:
     def run(
         self, layout: Layout, totals: Sequence[Any], server: Callable[[dict], dict]
     ) -> dict[str, Any]:
-        """Run the end of the round; returns the arrays of the outputs by name.
+        """Run the end of the round as one step of a loop, so that results alias sums.
 
         Args:
           layout: How the partition is laid out on the mesh.
-          totals: The partial reductions `[m, *s]` of the m devices, one for each
-            reduction.
-          server: Runs the server stage: from results of reductions by name to its
-            outputs by name.
+          totals: For each reduction the partial reductions of the m devices, `[m, *s]`.
+          server: Runs the server stage: from a dict of the reductions' results by name
+            to a dict of the stage's outputs by name.
+
+        Returns:
+          The arrays of `outputs`, by name.
         """
         aliases, names = self.aliases, [r.result.name for r in self.reduces]
 
@@ -134,7 +136,7 @@ class AccumulatorReuse:
         _, aliased, rest = lax.while_loop(
             lambda carry: carry[0] < once,
             step,
-            (zero, aliased, list(map(_zeros, rest))),
+            (zero, aliased, [full_of_type(x, 0) for x in rest]),
         )
         # Unchecked, as every device has put the same there.
         first = lambda *xs: [x[0] for x in xs]
@@ -143,17 +145,22 @@ class AccumulatorReuse:
         return {self.outputs[i].name: x for i, x in outputs}
 
 
-def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | None:
-    """The reuse of accumulator buffers at the end of a round; None if it does not pay.
+def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
+    """Decide whether the end of a round reuses accumulator buffers, and which.
+
+    The end of a round is its reductions and the server stage after it.
 
     Args:
       plan: The plan.
       index: The index of the round, from 0.
-      layout: How the partition is laid out on the mesh.
+
+    Returns:
+      The reuse. None if the results that could reuse buffers are small (less than
+      `LARGE` bytes) or have symbolic dimensions, if the round has loops, or if the end
+      of the round cannot be the step of a loop.
     """
-    # A loop that starts with the round's results needs them before the next stage. In a
-    # user's shard_map (`manual`) sums cannot be stacked over devices.
-    if plan.rounds[index].loops or layout.manual:
+    # A loop that starts with the round's results needs them before the next stage.
+    if plan.rounds[index].loops:
         return None
     reuse = AccumulatorReuse(plan, index)
     size = reuse.reused_bytes  # unknown with symbolic dimensions
@@ -162,15 +169,17 @@ def find_reuse(plan: Plan, index: int, layout: Layout) -> AccumulatorReuse | Non
 
 
 def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
-    """Combine the devices' partial reductions outside of a `shard_map`.
+    """Combine the devices' partial reductions, and finish each reduction.
+
+    It is called for all devices, outside of a `shard_map`; a mean is divided by n.
 
     Args:
-      layout: How the partition is laid out on the mesh.
-      reduces: The reductions.
-      totals: For each of them the partial reductions `[m, *s]` of the m devices.
+      layout: How the partition of n groups is laid out on the mesh.
+      reduces: The reductions, without gathers.
+      totals: For each of them the partial reductions of the m devices, `[m, *s]`.
 
     Returns:
-      The global value of each reduction, `[*s]`.
+      The global value of each reduction, `[*s]`, in the dtype of the program.
     """
 
     def reduced(*sums):
@@ -179,29 +188,30 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     return _on_each(layout, reduced, True, False)(*totals)
 
 
-def _zeros(like):
-    """Zeros of the shape, dtype and sharding of `like`, an abstract array."""
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    sharding = like.sharding if explicit else None
-    return lax.full(like.shape, 0, like.dtype, sharding=sharding)
-
-
 def _server_after(plan: Plan, index: int):
-    """The server stage that follows a round: of the next round, or of the plan's end.
+    """The server stage that follows a round: of the next round, or the plan's last one.
 
-    `index` is the index of the round, from 0.
+    Args:
+      plan: The plan.
+      index: The index of the round, from 0.
     """
     after = index + 1
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
 
 def _needed_after(plan: Plan, index: int) -> set[str]:
-    """Names of the values needed once a round and the server stage after it are done.
+    """The names of the values that are read after a round and its next server stage.
 
-    `index` is the index of the round, from 0.
+    The plan's outputs are among them.
+
+    Args:
+      plan: The plan.
+      index: The index of the round, from 0.
     """
     needed = {v.name for v in plan.outputs}
     for i, a_round in enumerate(plan.rounds[index + 1 :]):
+        # The next server stage, i = 0, runs in the step of the loop itself: what it
+        # reads needs no buffer after the step.
         needed |= {v.name for v in a_round.server.inputs if i}
         needed |= {v.name for v in reads_after_server(a_round)}
     if index + 1 < len(plan.rounds):
@@ -210,9 +220,13 @@ def _needed_after(plan: Plan, index: int) -> set[str]:
 
 
 def _fits(reduce: Reduce, value: Value) -> bool:
-    """Whether the running sum of a reduction has the shape and dtype of a value.
+    """Whether a value has the shape and dtype of the running sum of a reduction.
 
-    Then the value can take its buffer.
+    If so, the value can reuse the buffer of that sum.
+
+    Args:
+      reduce: The reduction.
+      value: The value.
     """
     return (reduce.source.shape, sum_dtype(reduce)) == (value.shape, value.dtype)
 
@@ -220,17 +234,22 @@ def _fits(reduce: Reduce, value: Value) -> bool:
 def _on_each(
     layout: Layout, fn: Callable, stacked: bool, stack: bool, check_vma: bool = True
 ) -> Callable:
-    """`fn` on each device, in a `shard_map` if the partition is sharded over a mesh.
+    """Map `fn` over the devices by a `shard_map`; `fn` itself if nothing is sharded.
 
     Args:
-      layout: How the partition is laid out on the mesh.
-      fn: The function; it takes arrays, and returns a list of arrays.
-      stacked: Whether each device takes its part of arguments `[m, ...]`, of m devices;
-        else each takes the whole.
-      stack: Whether results of devices are stacked to `[m, ...]`; else they are the
-        same on each device.
-      check_vma: Whether JAX checks over which mesh axes values vary.
+      layout: How the partition is laid out on the mesh, with m devices.
+      fn: A function of one device's arrays; it returns a list of arrays.
+      stacked: Whether each device takes its part `[1, ...]` of arguments `[m, ...]`;
+        else each takes the whole arguments.
+      stack: Whether results are stacked: each device returns `[1, ...]`, and together
+        they are `[m, ...]`; else they are the same on each device.
+      check_vma: Whether the `shard_map` checks varying manual axes, provided that the
+        code that is being traced is in a `shard_map(check_vma=True)`.
+
+    Returns:
+      A function of the arrays for all devices; it returns a list of arrays.
     """
+    # One device: its `[1, ...]` is already the stack over all devices.
     if not layout.sharded:
         return fn
     spec = {True: P(layout.axes), False: P()}

@@ -11,7 +11,6 @@ results; each number that is tried costs a compilation.
 """
 
 import logging
-import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._partition import integer_of
 
 _logger = logging.getLogger("drjax")
 _COMPILATIONS = 8
@@ -40,17 +40,18 @@ GroupsPerStep = int | None | Fit
 
 
 def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
-    """Check the options `groups_per_step` and `memory_budget`, and return them as one.
+    """Validate the options `groups_per_step` and `memory_budget`; returns them as one.
 
     Args:
-      groups_per_step: A positive int, `"auto"` or None, which is all.
-      memory_budget: Bytes, only with `"auto"`; None: what a device has left.
+      groups_per_step: A positive int, `"auto"`, or None for all groups at once.
+      memory_budget: Bytes of temporary memory for each device, only with `"auto"`;
+        None: what a device has left.
 
     Returns:
-      A number, None for all groups at once, or a `Fit` for `"auto"`.
+      An int, None for all groups at once, or a `Fit` for `"auto"`.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: An option has a value without a meaning.
+      DrjaxTypeError, DrjaxValueError: An option has another type or value.
     """
     if memory_budget is not None:
         memory_budget = _positive("memory_budget", memory_budget, 'bytes with "auto"')
@@ -77,38 +78,38 @@ def _positive(name: str, value: Any, otherwise: str) -> int:
     Args:
       name: The name of the option.
       value: Its value.
-      otherwise: What else it may be, for errors.
+      otherwise: Text for errors: the other values that the option may have.
 
     Raises:
-      DrjaxTypeError: It is no integer.
-      DrjaxValueError: It is less than 1.
+      DrjaxTypeError: The value is no integer, or a bool.
+      DrjaxValueError: The value is less than 1.
     """
-    # numpy integers are fine, True is not.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = integer_of(value)
+    if number is None:
         raise DrjaxTypeError(
             f"drjax needs {name} as a positive int, {otherwise}, got {value!r}."
         )
-    if value < 1:
+    if number < 1:
         raise DrjaxValueError(
             f"drjax needs at least one in {name}, got {name}={value}. "
             "groups_per_step=None works on all of a device's groups at once."
         )
-    return operator.index(value)
+    return number
 
 
 def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
-    """The largest number of groups at once, up to `count`, that fits in the budget.
+    """Find the largest number of groups at once, up to `count`, that fits in memory.
 
-    The search assumes that memory grows with the number of groups, guesses that it
-    does so linearly, and compiles at most eight times. So of very many groups it may
-    miss the largest number by a little, but the number that it returns was compiled and
-    seen to fit.
+    The search assumes that memory grows with the number of groups, guesses that it does
+    so linearly, and compiles at most eight times. So of very many groups it may miss
+    the largest number by a little, but the number that it returns was compiled and seen
+    to fit.
 
     Args:
       count: The number of slots for groups of a device.
-      temp_bytes: Compiles the program with so many groups at once; returns the bytes of
-        its temporary memory.
-      budget: The bytes that it may have.
+      temp_bytes: A function from a number of groups at once to the bytes of temporary
+        memory of the program; it compiles the program.
+      budget: Bytes of temporary memory that the program may have.
 
     Raises:
       DrjaxValueError: One group does not fit.
@@ -129,7 +130,9 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
     while high - low > 1 and len(known) < _COMPILATIONS:
         # Linear interpolation finds the number in two or three compilations; bisection
         # would need one for each bit.
+        # As known[low] <= budget < known[high], the share is in [0, 1).
         share = (budget - known[low]) / (known[high] - known[low])
+        # Strictly between both, so that every compilation shortens the interval.
         guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
         known[guess] = temp_bytes(guess)
         if known[guess] <= budget:
@@ -147,9 +150,13 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
 
 
 def free_bytes(devices: Sequence[Any]) -> int:
-    """The bytes of memory that the fullest of these devices has left.
+    """The bytes of free memory of the device with the least, of several devices.
 
-    A CPU has its share of the host's free memory.
+    For a CPU, or a device that does not report its limit, it is the host's free memory
+    divided by the number of local devices.
+
+    Args:
+      devices: The devices, of type `jax.Device`.
     """
     free = []
     for device in devices:
@@ -160,4 +167,5 @@ def free_bytes(devices: Sequence[Any]) -> int:
         else:
             pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             free.append(pages // jax.local_device_count())
+    # All devices run one program: the fullest device decides.
     return min(free)

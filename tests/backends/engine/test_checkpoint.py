@@ -4,6 +4,7 @@ Covers: drjax.backends.engine.checkpoint, drjax.backends.engine.checkpoint_files
 drjax.backends.engine.folder_lock.
 """
 
+import errno
 import json
 import os
 import resource
@@ -163,7 +164,8 @@ def test_files_of_others_stay(plan, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "99").mkdir()
     (tmp_path / ".theirs.part").write_text("of another program")
-    (tmp_path / ".step-000000009.part").write_text("of a process that died")
+    (tmp_path / ".step-000000009.part").write_text("of an earlier version")
+    (tmp_path / ".step-000000009.0a1b.part").write_text("of a process that died")
     run = run_on(InProcess(), plan, tmp_path)
     run(*ARGS)
     assert stages(run) == STEPS - 3
@@ -212,6 +214,30 @@ def test_groups_that_a_loop_carries(tmp_path):
     np.testing.assert_allclose(model, STEPS * np.sin(ARGS[1]).mean(), rtol=1e-6)
     np.testing.assert_array_equal(data, ARGS[1])
     assert stages(run) == STEPS - 2
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_groups_that_a_loop_carries_in_turn(block, tmp_path):
+    @drjax.program(clients=N)
+    def f(x, first):
+        def step(carry, now):
+            before, a, b, total = carry
+            total += drjax.reduce_sum(drjax.map_fn(jnp.sin, before))
+            total *= 1 + drjax.reduce_mean(drjax.map_fn(lambda a, b: a - b, (a, b)))
+            return (now, b, a, total), None
+
+        carry = first, first, x[0], jnp.float32(0)
+        return jax.lax.scan(step, carry, x)[0]
+
+    x = np.linspace(-1, 1, N * STEPS, dtype=np.float32).reshape(N, STEPS)
+    plan, groups = drjax.make_plan(f)(x.T, ARGS[1]), (Groups([*x]), Groups([*ARGS[1]]))
+    with pytest.raises(Crash):
+        run_on(crash_in(block), plan, tmp_path)(*groups)
+    run = run_on(InProcess(), plan, tmp_path)
+    result = run(*groups)
+    assert run.report.resumed
+    for a, b in zip(result, in_process.compile(plan)(x.T, ARGS[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # ---------------------------------------------------------------------------------
@@ -295,6 +321,15 @@ def test_a_full_disk(plan, tmp_path):
     np.testing.assert_array_equal(result, result_of(plan))
 
 
+def test_only_a_disk_can_be_full(plan, tmp_path, monkeypatch):
+    def write(self, name, chunks):
+        raise ValueError("no such code page")
+
+    monkeypatch.setattr(_storage.LocalFolder, "write", write)
+    text = "cannot be written: no such code page. Make the same call again."
+    raises(drjax.EngineError, text, run_on(InProcess(), plan, tmp_path), *ARGS)
+
+
 def test_a_full_disk_hides_no_other_error(plan, tmp_path):
     run = run_on(crash_in(1), plan, tmp_path)
     with files_of_at_most(1000), pytest.raises(Crash) as error:
@@ -346,6 +381,23 @@ def test_a_folder_has_one_driver(plan, folder):
 class Unopened(InProcess):
     def open(self):
         raise OSError("no cluster")
+
+
+def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
+    """At once: no file of the lock that failed is in the way."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(folder_lock, "EXPIRY", 1e6)
+    lease = folder_lock.acquire(opened(tmp_path))
+    assert isinstance(lease, folder_lock.Lease)
+    with pytest.raises(folder_lock.LockedError):
+        folder_lock.acquire(opened(tmp_path))
+    lease.release()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_call_that_does_not_start_locks_nothing(plan, folder):

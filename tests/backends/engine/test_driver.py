@@ -10,6 +10,7 @@ drjax.backends.engine.progress, drjax.backends.groups, drjax.backends.in_process
 
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import pytest
 import drjax
 from drjax.backends import in_process, reference
 from drjax.backends.engine.driver import Runner
+from drjax.backends.engine.file_exchange import FileExchange
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import Groups
 from drjax.backends.in_process import InProcess
@@ -160,6 +162,45 @@ def test_loops_of_every_sort():
     assert rounds.count("1.scan.0.1") == 3, rounds
 
 
+@drjax.program(clients=4)
+def previous_step(x, first):
+    def step(carry, now):
+        before, total = carry
+        return (now, total + drjax.reduce_sum(drjax.map_fn(jnp.sum, before))), None
+
+    return jax.lax.scan(step, (first, jnp.float32(0)), x)[0]
+
+
+@drjax.program(clients=4)
+def swapped(x, first):
+    def step(carry, _):
+        a, b, total = carry
+        total += drjax.reduce_sum(drjax.map_fn(lambda a, b: jnp.sum(a * b[0]), (a, b)))
+        return (b, a, total), a
+
+    return jax.lax.scan(step, (x[0], first, jnp.float32(0)), length=3)
+
+
+@drjax.program(clients=4)
+def of_a_branch(x, first):
+    def step(total, now):
+        sines = lambda x: drjax.map_fn(jnp.sin, x)
+        now = jax.lax.cond(total < 0, sines, lambda x: x, now)
+        return total + drjax.reduce_sum(drjax.map_fn(jnp.sum, now)), now
+
+    return jax.lax.scan(step, drjax.reduce_sum(first)[0], x)
+
+
+@pytest.mark.parametrize("program", [previous_step, swapped, of_a_branch])
+def test_scans_that_return_groups(program):
+    """What a step carries or stacks are slices that are not read yet."""
+    x = np.linspace(-1, 2, 24, dtype=np.float32).reshape(4, 3, 2)
+    steps, first = np.moveaxis(x, 1, 0), x[:, 0] + 1
+    plan = drjax.make_plan(program)(steps, first)
+    result = in_process.compile(plan)(Groups([*x]), Groups([*first]))
+    same(result, reference.compile(plan)(steps, first))
+
+
 class Crash(BaseException):
     """Not an error that anything catches."""
 
@@ -254,7 +295,23 @@ def test_options():
     wrong(drjax.DrjaxValueError, 'must be "raise" or "drop", got', on_error="skip")
     wrong(drjax.DrjaxValueError, "block_size must be an integer from 1", block_size=0)
     wrong(drjax.DrjaxValueError, "retries must be an integer from 0", retries=-1)
-    wrong(drjax.DrjaxValueError, "positive number of seconds, got 0", timeout=0)
+    wrong(drjax.DrjaxValueError, "min_groups must be an integer", min_groups=None)
+    for timeout in (0, -1, float("nan"), "5", True):
+        text = f"must be a positive number of seconds, got {timeout!r}."
+        wrong(drjax.DrjaxValueError, text, timeout=timeout)
+    assert EngineOptions.checked(timeout=np.float32(0.5)).timeout == 0.5
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2.5, "2", None, True])
+def test_a_number_of_workers_that_is_none(workers):
+    text = f"workers must be an integer from 1, got {workers!r}."
+    plan = weighted_plan(3)
+    files: Any = None
+    for make in (
+        lambda: in_process.compile(plan, workers=workers),
+        lambda: FileExchange(workers, files),
+    ):
+        raises(drjax.DrjaxValueError, text, make)
 
 
 def test_progress(capfd):

@@ -2,30 +2,32 @@
 
 Covers: drjax.backends.engine.worker, drjax.backends.engine.file_exchange,
 drjax.backends.engine.subprocess_run, drjax.backends.engine.messages,
-drjax.backends.groups.
+drjax.backends.engine.temporary_folders, drjax.backends.groups.
 """
 
 import importlib
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import drjax
 from drjax.backends import in_process
-from drjax.backends.engine import worker
+from drjax.backends.engine import pool_scheduler, temporary_folders, worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.file_exchange import FileExchange
 from drjax.backends.engine.messages import WorkerState
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Lost
-from drjax.backends.groups import Groups, Parquet
+from drjax.backends.groups import Groups
 from drjax.backends.in_process import InProcess
+from drjax.backends.parquet import Parquet
 from tests.helpers.conformance import slices_for, survivors, weighted_plan
 from tests.helpers.raising import raises
 
@@ -33,6 +35,23 @@ pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 # ---------------------------------------------------------------------------------
 # Workers that are lost, blocks that take too long
+
+
+class Clock:
+    """Time that passes while a pool waits, and not while a slow machine works."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(pool_scheduler, "time", Clock())
 
 
 class Unreliable(InProcess):
@@ -65,7 +84,7 @@ class Unreliable(InProcess):
     def wait(self, handles, timeout):
         done = [f for f in handles if f not in self._late]
         if not done:
-            time.sleep(timeout or 0)
+            pool_scheduler.time.sleep(timeout or 0)
         return done
 
     def abandon(self, handle):
@@ -272,6 +291,25 @@ def test_lists_of_other_lengths_in_a_file_keep_their_dtype(tmp_path):
     assert "object[3]" in run.report.dropped[3]
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 0)])
+@pytest.mark.parametrize("others", [(), ("y",)])
+def test_empty_lists_in_a_file(shape, others, tmp_path):
+    pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    kind = pa.list_(pa.float32())
+    for _ in shape[1:]:
+        kind = pa.list_(kind)
+    columns = {"x": pa.array([np.zeros(shape).tolist()] * 3, kind)}
+    columns |= {name: pa.array([1.0, 2.0, 3.0], pa.float32()) for name in others}
+    pq.write_table(pa.table(columns), tmp_path / "groups.parquet")
+    x = np.zeros((3, *shape), np.float32)
+    arg = {"x": x, "y": np.zeros(3, np.float32)} if others else x
+    plan = drjax.make_plan(drjax.program(clients=3)(drjax.reduce_sum))(arg)
+    result = in_process.compile(plan)(Parquet(tmp_path / "groups.parquet"))
+    assert jax.tree.map(np.shape, result) == (
+        {"x": shape, "y": ()} if others else shape
+    )
+
+
 @pytest.mark.parametrize("bad", [[0, 2999], [1234], range(2900), range(3000)])
 def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
     tried = []
@@ -335,3 +373,40 @@ def test_the_handler_of_sigterm_is_there_while_a_folder_is():
         assert signal.getsignal(signal.SIGTERM) is not before
     engine.close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+FORKED = """
+import os, sys
+from drjax.backends.engine import temporary_folders
+
+folder = temporary_folders.make()
+if os.fork() == 0:
+    own = temporary_folders.make()
+    print(own, flush=True)
+    sys.exit(0)
+os.wait()
+assert folder.exists()
+"""
+
+
+def test_a_forked_process_removes_only_its_own_folders():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).exists()
+
+
+def test_sigterm_removes_folders_of_other_threads_too():
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        pytest.skip("SIGTERM has a handler")
+    folders = []
+    thread = threading.Thread(target=lambda: folders.append(temporary_folders.make()))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    folders.append(temporary_folders.make())
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    for folder in folders:
+        temporary_folders.remove(folder)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -80,3 +80,9 @@ def test_what_cannot_be_split(plan):
     fails("takes scale as a global value, got Groups", plan, ..., Groups([*X]))
     kept = drjax.make_plan(drjax.program(clients=5)(lambda x: (drjax.reduce_sum(x), x)))
     fails("with reduced results alone", kept(X), ...)
+    both = lambda x: (drjax.reduce_sum(x), drjax.reduce_sum(drjax.shift(x, 1)))
+    fails(
+        "Only plans of one round",
+        drjax.make_plan(drjax.program(clients=5)(both))(X),
+        ...,
+    )

@@ -315,6 +315,23 @@ def test_clients_claim_groups():
     assert clients.refused() == []
 
 
+def test_a_client_has_the_group_of_its_latest_claim():
+    clients, present = Assignment(3), {5, 6}
+    assert clients.claim(5, 0, present) is None
+    assert "client 5 has this one" in str(clients.claim(6, 0, present))
+    assert clients.reclaimable(present) == []
+    assert clients.claim(5, 1, present) is None and clients.claim(5, 1, present) is None
+    assert (clients[0], clients[1]) == (None, 5)
+    assert not clients.complete([0, 1], present)
+    assert clients.reclaimable(present) == [6]
+    assert clients.claim(6, 0, present) is None and clients.complete([0, 1], present)
+    # Its old data is gone also if its claim is refused; a bool is no group index.
+    for client, refused in ((6, 1), (5, True)):
+        assert clients.claim(client, refused, present) is not None
+    assert (clients[0], clients[1]) == (None, None)
+    assert clients.reclaimable(present) == [6]
+
+
 def test_a_call_that_takes_long_holds_up_no_other():
     calls, end = Background(patience=0.01), threading.Event()
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._sharding.layout import find_mesh, make_layout
 from drjax.backends.xla import reuse_accumulators
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import in_mesh_of
@@ -78,12 +77,7 @@ def with_effects(x, speed, slices):
 def reused(fn, *args) -> list[int]:
     """Bytes of reused buffers, for each round that reuses accumulators."""
     plan = drjax.make_plan(fn)(*args)
-    assert plan.partition is not None
-    layout = make_layout(plan.partition, find_mesh(plan.partition))
-    result = (
-        reuse_accumulators.find_reuse(plan, i, layout)
-        for i, _ in enumerate(plan.rounds)
-    )
+    result = (reuse_accumulators.find_reuse(plan, i) for i, _ in enumerate(plan.rounds))
     return [end.reused_bytes for end in result if end is not None]
 
 

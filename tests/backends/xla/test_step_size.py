@@ -7,12 +7,14 @@ import logging
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import drjax
 from drjax.backends.xla import step_size
-from tests.helpers.compiled import temp_bytes
+from tests.helpers.compiled import hlo_text, temp_bytes
 from tests.helpers.maml import make_parallel_maml_loss, maml_args
 from tests.helpers.meshes import in_mesh_of
 
@@ -100,3 +102,23 @@ def test_a_manual_mesh_has_no_devices_to_ask():
     with jax.sharding.use_abstract_mesh(mesh):
         with pytest.raises(drjax.DrjaxValueError, match="can be asked: give a number"):
             jax.eval_shape(drjax.jit(fn, groups_per_step="auto"), *args)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.value_and_grad])
+def test_one_group_at_a_time_skips_the_branch_that_it_does_not_take(transform):
+    """A conditional of XLA, where the batch of several groups has a select."""
+
+    @drjax.program(clients=8)
+    def f(model, chosen, data):
+        def of_group(model, chosen, x):
+            train = lambda: jnp.sin(model * jnp.sort(x)).sum()
+            return lax.cond(chosen, train, lambda: 0.0)
+
+        return drjax.reduce_sum(
+            drjax.map_fn(of_group, (drjax.broadcast(model), chosen, data))
+        )
+
+    args = jnp.float32(2), jnp.arange(8) < 2, jnp.ones((8, 3))
+    for step, conditional in ((1, True), (2, False)):
+        text = hlo_text(drjax.jit(transform(f), groups_per_step=step), *args)
+        assert (" conditional(" in text) == conditional

@@ -47,8 +47,9 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
       axis: The group axis of its first operand.
 
     Returns:
-      `(partition, *operands) -> result` with building blocks, whose result is global;
-      None if the equation does not read groups, or reads too many of them.
+      A function `(partition, *operands) -> result`, which computes the result of `eqn`
+      (a list for an `unstack`) with building blocks, as a global value. None if the
+      equation does not read groups by their index, or reads too many of them.
     """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
@@ -63,6 +64,7 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
         return _squeeze(axis, dimensions) if axis in dimensions else None
     if eqn.primitive is lax.gather_p:
         return _gather(eqn, axis, shape)
+    # By name: older versions of JAX lack the primitive and write slices.
     if eqn.primitive.name == "unstack" and eqn.params["axis"] == axis:
         return _unstack(eqn, axis)
     return None
@@ -76,8 +78,9 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
       axis: The group axis of its first operand.
 
     Returns:
-      `(partition, *operands) -> result` with building blocks, whose result is
-      partitioned along `axis`; None if the equation does not update some groups.
+      A function `(partition, *operands) -> result`, which computes the result of `eqn`
+      with building blocks, as a value partitioned along `axis`. None if the equation
+      does not update some groups by their index.
     """
     if eqn.primitive is lax.dynamic_update_slice_p:
         return _dynamic_update_slice(eqn, axis)
@@ -86,7 +89,7 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
     return None
 
 
-def _select_groups(partition: Partition, x, axis: int, indices):
+def _select_many_groups(partition: Partition, x, axis: int, indices):
     """Select the slices of k groups as a global value, stacked along the group axis.
 
     Of k groups, either every group adds k slices (zeros, if it is not selected) to a
@@ -95,17 +98,23 @@ def _select_groups(partition: Partition, x, axis: int, indices):
     Args:
       partition: The partition, of n groups.
       x: The partitioned value.
-      axis: The group axis of x, and the axis of the result that has size k.
+      axis: The group axis of `x`.
       indices: The group indices, integers `[k]`, global. They are clipped to 0..n-1.
+
+    Returns:
+      A global value of the shape of `x`, but of size k along `axis`.
     """
     if indices.dtype.itemsize < 4:  # n may not fit in it
         indices = indices.astype(jnp.int32)
+    # Clipped before the conversion, as large integers would wrap around; and because
+    # select_group counts negative indices from the end, which lax does not.
     indices = jnp.clip(indices, 0, partition.size - 1).astype(jnp.int32)
     # k slices for each of n groups against n slices: a gather costs less from about
     # k = sqrt(n) on.
     if indices.size**2 > partition.size:
         return jnp.take(gather_groups(x, axis, partition), indices, axis, mode="clip")
     slices = jnp.moveaxis(x, axis, 0)
+    # By vmap, so that one reduction communicates all k slices.
     select_all = jax.vmap(lambda i: select_group(slices, i, partition))
     return jnp.moveaxis(select_all(indices), 0, axis)
 
@@ -116,14 +125,24 @@ def _select_groups(partition: Partition, x, axis: int, indices):
 
 
 def _are_few(count: int, n: int) -> bool:
-    """Whether 0 < count <= n / 2: to read more of n groups would be a shift of them."""
+    """Whether `count` of `n` groups may be selected: 0 < count <= n / 2.
+
+    To read more of them would be a shift or a shuffle of the groups, which is refused.
+    """
     return 0 < count <= n // 2
 
 
 def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     """Rewrite `x[start:stop:step]`, whose bounds are parameters: select these groups.
 
-    None if it reads no group or more than half of them.
+    Args:
+      eqn: A `slice`.
+      axis: The group axis of its operand.
+      shape: The shape of its operand.
+
+    Returns:
+      A function `(partition, x) -> result`, whose result is global; None if `eqn` reads
+      no group or more than half of them.
     """
     params = eqn.params
     strides = params["strides"] or (1,) * len(shape)
@@ -137,7 +156,7 @@ def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
     def with_blocks(partition: Partition, x):
         x = lax.slice(x, starts, limits, steps)
-        return _select_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
+        return _select_many_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
 
     return with_blocks
 
@@ -145,8 +164,17 @@ def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     """Rewrite a `pad` that removes groups by negative padding: select those that stay.
 
-    The derivative of a slice's derivative has this form. None if the padding adds
-    elements along the group axis, or if no group or more than half of them stay.
+    The derivative of a slice's derivative has this form.
+
+    Args:
+      eqn: A `pad`.
+      axis: The group axis of its first operand.
+      shape: The shape of its first operand.
+
+    Returns:
+      A function `(partition, x, padding_value) -> result`, whose result is global; None
+      if the padding adds elements along the group axis, or if no group or more than
+      half of them stay.
     """
     config = list(eqn.params["padding_config"])
     low, high, interior = config[axis]
@@ -157,7 +185,7 @@ def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
     def with_blocks(partition: Partition, x, value):
         x = lax.pad(x, value, config)
-        return _select_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
+        return _select_many_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
 
     return with_blocks
 
@@ -165,7 +193,15 @@ def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     """Rewrite a `dynamic_slice` along the group axis: select groups from its start on.
 
-    None if it reads no group or more than half of them.
+    Args:
+      eqn: A `dynamic_slice`.
+      axis: The group axis of its first operand.
+      shape: The shape of its first operand.
+
+    Returns:
+      A function `(partition, x, *starts) -> result`: `starts` are the start indices, an
+      integer `[]` for each dimension of `x`; the result is global. None if `eqn` reads
+      no group or more than half of them.
     """
     sizes = list(eqn.params["slice_sizes"])
     count, sizes[axis] = sizes[axis], shape[axis]
@@ -174,9 +210,10 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
     def with_blocks(partition: Partition, x, *starts):
         start = _clamped(starts[axis], partition.size - count)
+        # Each group slices its other axes itself: the new window covers all groups.
         starts = (*starts[:axis], jnp.zeros_like(starts[axis]), *starts[axis + 1 :])
         x = lax.dynamic_slice(x, starts, sizes)
-        return _select_groups(
+        return _select_many_groups(
             partition, x, axis, start + jnp.arange(count, dtype=jnp.int32)
         )
 
@@ -184,15 +221,23 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _clamped(start, last: int):
-    """Clamp a start index, an integer `[]`, to 0..last as JAX does; returns int32."""
+    """Clamp a start index, an integer `[]`, to 0..`last` as JAX does.
+
+    The result is int32, and a narrower `start` is converted before it is compared.
+    """
     start = start if start.dtype.itemsize >= 4 else start.astype(jnp.int32)
     return jnp.clip(start, 0, last).astype(jnp.int32)
 
 
 def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
-    """Rewrite a squeeze of the group axis, of size one: select the only group.
+    """Rewrite a `squeeze` of the group axis, of size one: select the only group.
 
-    `dimensions` are the dimensions that the equation squeezes, `axis` among them.
+    Args:
+      axis: The group axis of its operand.
+      dimensions: The dimensions that it removes, `axis` among them.
+
+    Returns:
+      A function `(partition, x) -> result`, whose result is global.
     """
     # Dimension numbers of the slice, which lacks the group axis.
     others = tuple(d - (d > axis) for d in dimensions if d != axis)
@@ -206,7 +251,16 @@ def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
 
 
 def _unstack(eqn, axis: int) -> Callable:
-    """Rewrite `a, b, c = y`, one result for each group: gather all slices first."""
+    """Rewrite `a, b, c = y`, one result for each group: gather all slices first.
+
+    Args:
+      eqn: An `unstack` along the group axis.
+      axis: The group axis of its operand.
+
+    Returns:
+      A function `(partition, x) -> results`: the list of all groups' slices, each a
+      global value.
+    """
 
     def with_blocks(partition: Partition, x):
         return _compat.bind_equation(eqn, [gather_groups(x, axis, partition)])
@@ -220,9 +274,22 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     Of a batch of arrays, slices of each array are selected. Indices out of bounds are
     clipped or filled in, as the mode of the gather says.
 
+    Args:
+      eqn: A `gather`.
+      axis: The group axis of its first operand.
+      shape: The shape of its first operand.
+
     Returns:
-      None if the gather does not index the group axis, reads parts of slices or as many
-      slices as there are groups, has another mode, or would fill in a random key.
+      A function `(partition, x, indices) -> result`, which takes the operands of `eqn`,
+      `x` partitioned and `indices` global, and returns its result, a global value. None
+      in each of these cases:
+
+      * `eqn` does not index the group axis, or collapses another one;
+      * it reads parts of slices, or several consecutive groups at each index;
+      * it reads, from each array, as many slices as there are groups, or more;
+      * there is only one group;
+      * its mode neither clips, nor fills in, nor promises that indices are in bounds;
+      * it would fill in a random key.
     """
     params = eqn.params
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -250,14 +317,21 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
     def with_blocks(partition: Partition, x, indices):
         leading = indices.shape[:-1]
-        slices = _select_groups(partition, x, axis, indices[..., column].ravel())
+        # Windows are whole along every other indexed axis, so that an index is 0, or is
+        # out of bounds: clipped to 0, or filled in below. Only this column selects.
+        slices = _select_many_groups(partition, x, axis, indices[..., column].ravel())
+        # A unit axis in place of the group axis, so that the dimension numbers of the
+        # operand hold behind the leading axes.
         slices = jnp.expand_dims(jnp.moveaxis(slices, axis, 0), 1 + axis)
         slices = slices.reshape(*leading, *slices.shape[1:])
+        # A selected slice has all arrays of the batch, of which the indices of array b
+        # read array b: the diagonal.
         for d, i in zip(batched, dims.start_indices_batching_dims, strict=True):
             own = lax.broadcasted_iota(jnp.int32, (*leading, *(1,) * len(shape)), i)
             slices = jnp.take_along_axis(slices, own, len(leading) + d, mode="clip")
         removed = {*batched, *dims.collapsed_slice_dims}
         slices = jnp.squeeze(slices, tuple(len(leading) + d for d in removed))
+        # A gather may have its batch dimensions anywhere between the offset dimensions.
         slices = jnp.moveaxis(slices, range(len(batch)), batch)
         if not fills:
             return slices
@@ -266,22 +340,28 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
         last = [shape[d] - params["slice_sizes"][d] for d in dims.start_index_map]
         in_bounds = jnp.all((wide >= 0) & (wide <= _per_column(last, wide)), axis=-1)
         in_bounds = lax.broadcast_in_dim(in_bounds, out, batch)
-        return jnp.where(in_bounds, slices, _fill(dtype, params["fill_value"]))
+        return jnp.where(in_bounds, slices, fill_value(dtype, params["fill_value"]))
 
     return with_blocks
 
 
 def _per_column(limits: Sequence[int], indices):
-    """Broadcast `limits`, one for each column, to the shape and dtype of `indices`."""
+    """Broadcast a limit for each column of indices to the shape and dtype of `indices`.
+
+    Args:
+      limits: k integers.
+      indices: Integers `[..., k]`.
+    """
     return jnp.broadcast_to(jnp.array(limits, indices.dtype), indices.shape)
 
 
-def _fill(dtype, value):
-    """The scalar that a `gather` fills in for indices out of bounds.
+def fill_value(dtype, value):
+    """The scalar, of type `dtype`, that a `gather` fills in for indices out of bounds.
 
     Args:
-      dtype: The dtype of its result.
-      value: Its parameter `fill_value`; None: the default of JAX for the dtype.
+      dtype: The dtype of the results of the `gather`.
+      value: Its parameter `fill_value`, a scalar; None: the default of JAX for the
+        dtype.
     """
     # JAX chooses it by dtype: NaN, or the least or greatest integer. Ask JAX itself.
     one = jnp.zeros((1,), dtype)
@@ -293,17 +373,22 @@ def _fill(dtype, value):
 
 
 def _each_group(update: Callable, partition: Partition, x, axis: int):
-    """Apply `update` to the slice of each group; the result is partitioned as `x` is.
+    """Apply `update` to the slice of each group.
 
     Args:
-      update: The function of one group, from its index, int32 `[]`, and its slice to
-        the new slice. Both slices have the group axis, of size one.
+      update: `update(group, own) -> new`, the function of one group: from its index,
+        int32 `[]`, and its slice to the new slice. Both slices have the group axis, of
+        size one. Values that it closes over are broadcast.
       partition: The partition.
       x: The partitioned value.
       axis: Its group axis.
+
+    Returns:
+      The new value, partitioned along `axis`.
     """
 
     def update_slice(group, own):
+        # A unit axis, as the equation's dimension numbers count the group axis.
         return [lax.squeeze(update(group, lax.expand_dims(own, (axis,))), (axis,))]
 
     group, slices = partition_index(partition), jnp.moveaxis(x, axis, 0)
@@ -312,9 +397,17 @@ def _each_group(update: Callable, partition: Partition, x, axis: int):
 
 
 def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
-    """Rewrite a `dynamic_update_slice` of some groups; other groups keep their slices.
+    """Rewrite a `dynamic_update_slice` of some groups; other slices stay.
 
-    None if the update has no group or all of them along the group axis.
+    Args:
+      eqn: A `dynamic_update_slice`.
+      axis: The group axis of its first operand.
+
+    Returns:
+      A function `(partition, x, values, *starts) -> result`, which takes the operands
+      of `eqn`, `x` partitioned and the others global, and returns its result,
+      partitioned along `axis`. None if the update has no group or all of them along the
+      group axis.
     """
     count = eqn.invars[1].aval.shape[axis]
     if count == 0 or count == eqn.invars[0].aval.shape[axis]:
@@ -326,6 +419,8 @@ def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
 
         def update(group, own):
             i = group - first
+            # A group knows only at run time whether it is updated, so each computes an
+            # update, and those that are not drop it.
             value = lax.dynamic_slice_in_dim(values, jnp.clip(i, 0, count - 1), 1, axis)
             updated = lax.dynamic_update_slice(own, value, starts)
             return jnp.where((0 <= i) & (i < count), updated, own)
@@ -338,17 +433,29 @@ def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
 def _scatter(eqn, axis: int) -> Callable | None:
     """Rewrite a scatter that indexes the group axis: each group applies its updates.
 
-    It drops the updates whose index is that of another group.
+    A group drops the updates whose index is that of another group. Indices out of
+    bounds are clipped or dropped, as the mode of the scatter says.
+
+    Args:
+      eqn: A scatter of any sort, such as a `scatter` or a `scatter-add`.
+      axis: The group axis of its first operand.
 
     Returns:
-      None if the scatter does not index the group axis, has as many indices as there
-      are groups, one window over all groups, or several windows of several groups each.
+      A function `(partition, x, indices, updates) -> result`, which takes the operands
+      of `eqn`, `x` partitioned and the others global, and returns its result,
+      partitioned along `axis`. None in each of these cases:
+
+      * `eqn` does not index the group axis;
+      * it has as many indices as there are groups, or more;
+      * its windows extend over all groups;
+      * it has several windows, of several groups each.
     """
     params = eqn.params
     dims, mode = params["dimension_numbers"], params["mode"]
     operand, indices, updates = (v.aval for v in eqn.invars)
     indexed = dims.scatter_dims_to_operand_dims
     count = math.prod(indices.shape[:-1])
+    # Each group applies or drops every update, so that n updates would cost n^2.
     if axis not in indexed or count >= operand.shape[axis]:
         return None
     removed = (*dims.inserted_window_dims, *dims.operand_batching_dims)
@@ -363,18 +470,22 @@ def _scatter(eqn, axis: int) -> Callable | None:
     column = indexed.index(axis)
     # Each group has one slice, so that indices of other groups are out of bounds.
     drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP}
+    # Whether an index is the group's own is in no order, whatever the user's were.
+    drops["indices_are_sorted"] = False
 
     def with_blocks(partition: Partition, x, indices, updates):
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
         inside = jnp.clip(indices, 0, _per_column(last, indices))
         valid = jnp.all(inside == indices, axis=-1)
+        # Other modes apply the clipped index, or promise that clipping changes nothing.
         valid |= mode != GatherScatterMode.FILL_OR_DROP
         inside = inside.astype(jnp.int32)
 
         def update(group, own):
             i, own_updates = group - inside[..., column], updates
             if axis in windows:
+                # Of one window over several groups, each group applies its slice.
                 start = jnp.clip(i.ravel()[0], 0, sizes[axis] - 1)
                 own_updates = lax.dynamic_slice_in_dim(updates, start, 1, windows[axis])
             is_own = valid & (0 <= i) & (i < sizes[axis])

@@ -1,6 +1,6 @@
 """Indexing of partitioned values along the group axis, outside of mapped functions.
 
-Covers: drjax._planner.index_groups, drjax._planner.bind_blocks.
+Covers: drjax._planner.read_and_update_groups, drjax._planner.bind_blocks.
 """
 
 import jax
@@ -12,6 +12,7 @@ from jax import lax
 import drjax
 from drjax.backends import reference
 from drjax.plan import Plan
+from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh_of
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -65,7 +66,7 @@ TAKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@checkerboard(4, name=TAKEN)
 def test_slices_of_some_groups(name):
     plan = agree(program(lambda x, i: TAKEN[name](slices(x), i)), X, I)
     (only,) = (r for r in plan.rounds if r.reduces)
@@ -117,7 +118,7 @@ CHANGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@checkerboard(4, name=CHANGED)
 def test_changes_of_some_groups(name):
     change = CHANGED[name]
     plan = agree(program(lambda x, i: change(slices(x), i)), X, I)

@@ -1,0 +1,217 @@
+"""The building block `reduce_columns`: any function of one coordinate of all groups.
+
+Input: a function of an array `[n]`, and a tree of partitioned leaves `[n, *s]`. Output:
+for each leaf the tree of the function's results, global leaves `[*s, *t]`.
+
+Invariants: the function is traced once for each leaf, for one coordinate. What it
+closes over are whole operands, so that their cotangents are sums over the coordinates.
+Sharp edges: a partitioned value is an array like any other. If the function closes over
+one, that is an error if its type shows the partition's axes, else when a plan is made.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drjax import _compat
+from drjax._api.reductions import check_numeric, promote_sum
+from drjax._api.resolve import MeshLike, PartitionLike, PyTree, bind_partitioned
+from drjax._api.trace_map import collective_axes, mentions, names_own_axis
+from drjax._api.validate import as_array, check_plain_function, function_name
+from drjax._errors import DrjaxError, DrjaxTypeError, MeshError, ScopeError
+from drjax._jaxprs.walk import deep_equations
+from drjax._primitives.columns_lowering import COORDINATES, GROUPS, WHOLE
+from drjax._primitives.map_columns import map_columns_p, trace_column
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import Layout, make_layout
+
+
+def reduce_columns(
+    fn: Callable[[jax.Array], PyTree],
+    x: PyTree,
+    *,
+    sum: bool = False,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Apply `fn` to the n numbers of each coordinate: a median, a trimmed mean, a vote.
+
+    On a mesh of m devices, one all-to-all gives each device the numbers of all groups
+    for its share of the coordinates, and one all-gather collects the results: for d
+    coordinates a device receives about n d / m numbers, where `drjax.gather` gives it
+    n d. A plan, and so `drjax.jit` and every engine, gathers for now.
+
+    Args:
+      fn: From an array `[n]`, one coordinate of all groups in their order, to a number,
+        or a tree of numbers and arrays `[*t]`. It may close over global arrays, which
+        get gradients; not over partitioned ones. Building blocks, effects such as
+        `jax.debug.print`, and collectives over the partition are errors in it.
+      x: Tree of partitioned arrays `[n, *s]`, any dtype with arithmetic.
+      sum: Whether the results are added over all coordinates of a leaf, as by `jnp.sum`
+        in dtype, instead of collected: `[*t]`, in one all-reduce. `jnp.outer(c, c)`
+        gives the Gram matrix of the groups.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      For each leaf of `x` the tree that `fn` returns, global leaves `[*s, *t]`; with
+      `sum`, `[*t]`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and `fn`
+        returns no array, or does what is not allowed in it.
+      MeshError: `fn` uses a collective over the partition's mesh axes, or closes over a
+        value that is sharded over them.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> median = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.reduce_columns(jnp.median, x)
+      ... )
+      >>> print(median(jnp.array([[5.0, 1.0], [6.0, 9.0], [70.0, 2.0]])))
+      [6. 2.]
+
+    Source: the coordinate-wise median and trimmed mean of
+    [Yin et al. 2018](https://arxiv.org/abs/1803.01498).
+    """
+    check_plain_function("drjax.reduce_columns", fn)
+
+    def bind(leaf, **params):
+        check_numeric("reduce_columns", leaf)
+        return _reduce_leaf(fn, leaf, sum, **params)
+
+    return bind_partitioned("reduce_columns", x, mesh, partition, bind)
+
+
+def _reduce_leaf(fn: Callable, x, add: bool, **params):
+    """Bind `map_columns` for one leaf.
+
+    Args:
+      fn: The function of one coordinate.
+      x: The leaf, `[n, *s]`.
+      add: Whether the results are added over the coordinates.
+      **params: The parameters `partition` and `mesh`.
+
+    Returns:
+      The tree that `fn` returns, of global arrays.
+    """
+    layout, name = make_layout(**params), function_name(fn)
+    x = _without_other_axes(x, layout)
+    coordinates = x.shape[1:]
+    out_tree: Any = None
+
+    def flat_fn(column):
+        nonlocal out_tree
+        outs, out_tree = jax.tree_util.tree_flatten_with_path(fn(column))
+        what, fix = f"the result of {name}", "Return arrays or numbers."
+        outs = [as_array("reduce_columns", what, *leaf, fix) for leaf in outs]
+        return [promote_sum(y) for y in outs] if add else outs
+
+    jaxpr, consts = _trace(flat_fn, x, coordinates, layout, name)
+    outs = map_columns_p.bind(
+        *(as_operand(c, layout, False) for c in consts),
+        x,
+        jaxpr=jaxpr,
+        kinds_in=(*[WHOLE] * len(consts), GROUPS),
+        kinds_out=(WHOLE if add else COORDINATES,) * len(jaxpr.out_avals),
+        coordinates=coordinates,
+        name=name,
+        **params,
+    )
+    return out_tree.unflatten(outs)
+
+
+def _trace(flat_fn: Callable, x, coordinates, layout: Layout, name: str):
+    """Trace a function of one coordinate, and check what it does.
+
+    Args:
+      flat_fn: The function, from an array `[n]` to a list of arrays.
+      x: The leaf, `[n, *s]`.
+      coordinates: Its shape `s`.
+      layout: The layout of the groups.
+      name: The name of the user's function, for errors.
+
+    Returns:
+      `(jaxpr, consts)`, as `trace_column` returns them.
+
+    Raises:
+      ScopeError, DrjaxTypeError, MeshError: The function does what is not allowed.
+    """
+    what = f"The function {name} given to drjax.reduce_columns"
+    scope = ScopeError(
+        f"{what} calls a building block or a program; it sees the {layout.partition} "
+        "numbers of one coordinate, as an ordinary array. Use jax.numpy on this array, "
+        "and call the block outside."
+    )
+    collective = MeshError(
+        f"{what} uses a collective over the axis of partition {layout.partition} "
+        f"itself, {layout.partition.mesh_axes}; it has the numbers of all groups. Use "
+        "jax.numpy on its array."
+    )
+    try:
+        jaxpr, consts = trace_column(
+            flat_fn, [_compat.typeof(x)], [GROUPS], coordinates, layout, name
+        )
+    except ScopeError as error:
+        raise scope from error
+    except DrjaxError:
+        raise
+    except NameError as error:
+        if names_own_axis(error, layout):
+            raise collective from error
+        raise
+    if any("partition" in eqn.params for eqn in deep_equations(jaxpr)):
+        raise scope
+    if collective_axes(jaxpr) & set(layout.partition.mesh_axes):
+        raise collective
+    if not jaxpr.out_avals:
+        raise DrjaxTypeError(
+            f"{what} returns no array. Return a number for the column."
+        )
+    if _compat.effects_of(jaxpr):
+        raise DrjaxTypeError(
+            f"{what} has effects, {sorted(map(str, _compat.effects_of(jaxpr)))}, which "
+            "would run once for each coordinate. Print or check the result outside."
+        )
+    _check_closed_over(consts, layout, what)
+    return jaxpr, consts
+
+
+def _check_closed_over(consts, layout: Layout, what: str) -> None:
+    """Raise `MeshError` if a function closes over a value whose type is partitioned.
+
+    Args:
+      consts: The arrays and tracers that the function closes over.
+      layout: The layout of the groups.
+      what: The function, for the error.
+    """
+    for const in consts:
+        aval = _compat.typeof(const)
+        axes = set(layout.axes)
+        if mentions(aval.sharding, layout.axes) or _compat.varying(aval) & axes:
+            raise MeshError(
+                f"{what} closes over an array that is sharded over {layout.axes}, "
+                f"along which the groups of {layout.partition} are. Close over global "
+                "values only, such as a result of drjax.reduce_sum or drjax.gather."
+            )
+
+
+def _without_other_axes(x, layout: Layout):
+    """Reshard a leaf, so that no Explicit mesh axis shards one of its coordinates.
+
+    The primitive distributes coordinates over the partition's axes instead. JAX
+    transposes this step, as it is outside the primitive.
+
+    Args:
+      x: The leaf, `[n, *s]`, with the type of a partitioned operand.
+      layout: The layout of the partition.
+    """
+    sharding = _compat.typeof(x).sharding
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    spec = P(layout.spec_entry, *[None] * (x.ndim - 1))
+    if not explicit or sharding.spec == spec:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

@@ -1,0 +1,292 @@
+"""Maxima and minima over the groups, and the groups that attain them, over pytrees.
+
+Input: a tree of partitioned leaves `[n, *s]`, of real numbers or bools. Output: the
+tree with global leaves. Invariants: NaN wins; of equals, the first group.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from drjax._api.participation import (
+    check_default,
+    keep_slices,
+    or_default,
+    participation_mask,
+)
+from drjax._api.reductions import Mask, Segments, check_numeric
+from drjax._api.resolve import (
+    MeshLike,
+    PartitionLike,
+    PyTree,
+    bind_partitioned,
+    map_leaves,
+    resolve,
+)
+from drjax._errors import DrjaxTypeError
+from drjax._primitives.collectives import broadcast_p
+from drjax._primitives.extrema import highest, lowest, reduce_max_p, reduce_min_p
+from drjax._primitives.partition_index import partition_index_p
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import make_layout
+
+
+def reduce_max(
+    x: PyTree,
+    *,
+    where: Mask = None,
+    by: Segments = None,
+    num: int | None = None,
+    default: ArrayLike | None = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Maximum over the groups, elementwise. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned real or bool arrays `[n, *s]`.
+      where: Optional bool `[n]`: the groups that take part.
+      by: As for `drjax.reduce_sum`.
+      num: As for `drjax.reduce_sum`.
+      default: The maximum over no group, a number for all leaves, with a gradient of
+        0. Default: -inf; without infinities, the lowest number of the dtype.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`, with `by` `[num, *s]`, and unchanged
+      dtypes. NaN wins, and in the gradient ties share equally, as for `jnp.max`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_mean`; and a
+        leaf is complex.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> print(drjax.program(partition_size=3)(drjax.reduce_max)(jnp.arange(3.0)))
+      2.0
+      >>> f = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.reduce_max(x, by=[0, 1, 1], num=2)
+      ... )
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      [5. 7.]
+    """
+    return _reduce_extremum("reduce_max", x, where, by, num, default, mesh, partition)
+
+
+def reduce_min(
+    x: PyTree,
+    *,
+    where: Mask = None,
+    by: Segments = None,
+    num: int | None = None,
+    default: ArrayLike | None = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """Minimum over the groups, elementwise. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned real or bool arrays `[n, *s]`.
+      where: Optional bool `[n]`: the groups that take part.
+      by: As for `drjax.reduce_sum`.
+      num: As for `drjax.reduce_sum`.
+      default: The minimum over no group, a number for all leaves, with a gradient of
+        0. Default: inf; without infinities, the highest number of the dtype.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`, with `by` `[num, *s]`, and unchanged
+      dtypes. NaN wins, and in the gradient ties share equally, as for `jnp.min`.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_mean`; and a
+        leaf is complex.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> print(drjax.program(partition_size=3)(drjax.reduce_min)(jnp.arange(3.0)))
+      0.0
+      >>> f = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.reduce_min(x, by=[0, 1, 1], num=2)
+      ... )
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      [5. 6.]
+    """
+    return _reduce_extremum("reduce_min", x, where, by, num, default, mesh, partition)
+
+
+def reduce_argmax(
+    x: PyTree,
+    *,
+    where: Mask = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """The index of the group with the maximum, elementwise.
+
+    Two all-reduces on a mesh, two rounds of a plan: of the maximum, and of the indices
+    of the groups that attain it. Nothing is gathered.
+
+    Args:
+      x: Tree of partitioned real or bool arrays `[n, *s]`.
+      where: Optional bool `[n]`: the groups that take part.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global int32 leaves `[*s]`. Of equals, the first group; NaN
+      wins, as for `jnp.argmax`. If no group takes part: n. Without gradient.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_max`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> f = drjax.program(partition_size=3)(drjax.reduce_argmax)
+      >>> print(f(jnp.array([5.0, 7.0, 7.0])))
+      1
+    """
+    return _reduce_arg("reduce_argmax", x, where, mesh, partition)
+
+
+def reduce_argmin(
+    x: PyTree,
+    *,
+    where: Mask = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """The index of the group with the minimum, elementwise.
+
+    Two all-reduces on a mesh, two rounds of a plan: of the minimum, and of the indices
+    of the groups that attain it. Nothing is gathered.
+
+    Args:
+      x: Tree of partitioned real or bool arrays `[n, *s]`.
+      where: Optional bool `[n]`: the groups that take part.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global int32 leaves `[*s]`. Of equals, the first group; NaN
+      wins, as for `jnp.argmin`. If no group takes part: n. Without gradient.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_min`.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> f = drjax.program(partition_size=3)(drjax.reduce_argmin)
+      >>> print(f(jnp.array([5.0, 7.0, 7.0])))
+      0
+    """
+    return _reduce_arg("reduce_argmin", x, where, mesh, partition)
+
+
+# The primitive of each block, and its identity for a dtype.
+_EXTREMA: dict[str, tuple[Any, Any]] = {
+    "reduce_max": (reduce_max_p, lowest),
+    "reduce_min": (reduce_min_p, highest),
+    "reduce_argmax": (reduce_max_p, lowest),
+    "reduce_argmin": (reduce_min_p, highest),
+}
+
+
+def _reduce_extremum(
+    block: str, x: PyTree, where, by, num, default, mesh, partition
+) -> PyTree:
+    """Run `reduce_max` or `reduce_min` on each leaf of a tree.
+
+    Args:
+      block: The name of the reduction, "reduce_max" or "reduce_min".
+      x: A tree of partitioned arrays, `[n, *s]`, real or bool.
+      where, by, num, default: The reduction's arguments, which are checked.
+      mesh: The reduction's argument `mesh=`, a mesh or None.
+      partition: The reduction's argument `partition=`; None: the program's partition.
+
+    Returns:
+      The tree with global leaves of the same dtypes, `[*s]`, or with segments
+      `[num, *s]`.
+
+    Raises:
+      DrjaxTypeError: A leaf is complex, or not an array of numbers, or an argument has
+        a wrong type.
+      DrjaxValueError: A leaf or an argument has a wrong shape.
+    """
+    params = resolve(block, mesh, partition)
+    mask = participation_mask(block, where, by, num, params)
+    default = check_default(block, default)
+    primitive, identity = _EXTREMA[block]
+    empty = None
+    if default is not None and mask is not None:
+        mask = as_operand(mask, make_layout(**params), True)
+        empty = ~reduce_max_p.bind(mask, **params)
+
+    def bind(leaf, **params):
+        _check_ordered(block, leaf)
+        kept = keep_slices(mask, leaf, identity(leaf.dtype), **params)
+        return or_default(block, primitive.bind(kept, **params), empty, default)
+
+    return bind_partitioned(block, x, mesh, partition, bind)
+
+
+def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
+    """Run `reduce_argmax` or `reduce_argmin` on each leaf of a tree.
+
+    With y = max_i x_i, it is the minimum of the indices i with x_i = y.
+
+    Args:
+      block: The name of the reduction, "reduce_argmax" or "reduce_argmin".
+      x: A tree of partitioned arrays, `[n, *s]`, real or bool.
+      where: The mask, bool `[n]`, which is checked, or None.
+      mesh: The reduction's argument `mesh=`, a mesh or None.
+      partition: The reduction's argument `partition=`; None: the program's partition.
+
+    Returns:
+      The tree with global leaves, int32 `[*s]`.
+
+    Raises:
+      DrjaxTypeError: A leaf is complex, or not an array of numbers, or `where` is not
+        bool.
+      DrjaxValueError: A leaf or `where` has another leading axis than n.
+    """
+    params = resolve(block, mesh, partition)
+    mask = participation_mask(block, where, None, None, params)
+    primitive, identity = _EXTREMA[block]
+    n = params["partition"].size
+    group = partition_index_p.bind(**params, per_group=False)
+
+    def index_if_attained(index, slice_, extremum, taken=True):
+        hit = (slice_ == extremum) | (slice_ != slice_)  # NaN wins, if there is one
+        return jnp.where(hit & taken, index, jnp.full((), n, jnp.int32))
+
+    def bind(leaf, **params):
+        _check_ordered(block, leaf)
+        kept = keep_slices(mask, leaf, identity(leaf.dtype), **params)
+        # The comparison needs bitwise the slices of which the extremum was taken.
+        kept = lax.optimization_barrier(lax.stop_gradient(kept))
+        extremum = broadcast_p.bind(primitive.bind(kept, **params), **params)
+        operands = [group, kept, extremum, *([] if mask is None else [mask])]
+        indices = map_leaves(index_if_attained, *operands, **params)
+        return reduce_min_p.bind(indices, **params)
+
+    return bind_partitioned(block, x, mesh, partition, bind)
+
+
+def _check_ordered(block: str, leaf) -> None:
+    """Raise `DrjaxTypeError` if an array has a dtype without an order.
+
+    Args:
+      block: The name of the reduction, for the error.
+      leaf: The array.
+    """
+    check_numeric(block, leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise DrjaxTypeError(
+            f"drjax.{block} needs leaves with an order, got dtype {leaf.dtype}. "
+            "Reduce the magnitude, or the real and imaginary part."
+        )

@@ -1,0 +1,26 @@
+"""What JAX's errors are about, where only their text says so.
+
+Input: an error that JAX raised. Output: what it is about. Sharp edge: a version of JAX
+that words an error otherwise is not recognized; the tests meet each of these errors.
+"""
+
+import re
+
+
+def unbound_axis(error: Exception) -> str | None:
+    """The axis name that an error of JAX reports as unbound; None if it reports none.
+
+    Args:
+      error: An error that tracing raised: for a collective, a `NameError`.
+    """
+    # The name is any text, and some of JAX's errors end with advice.
+    pattern = r"unbound axis name: (.+?)(\. To fix this, please call .*)?$"
+    match = re.search(pattern, str(error), re.DOTALL)
+    return None if match is None else match[1]
+
+
+def is_about_a_mesh(error: Exception) -> bool:
+    """Whether an error of JAX is about a mesh: there is none, or the wrong one."""
+    # Programs may have meshes of other sorts, so one of JAX's terms is needed, too.
+    terms = r"Mesh|context|[Ss]hard|PartitionSpec|\b(axis|axes)|Explicit|Auto|Manual"
+    return "mesh" in str(error) and re.search(terms, str(error)) is not None

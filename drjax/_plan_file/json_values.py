@@ -1,0 +1,36 @@
+"""Checks of single JSON values of a manifest, which may be any.
+
+Input: a value, as `json.loads` returns it. Output: the value, of the type that the name
+of the function says; anything else is a `ValueError`, which `decode` converts to
+`PlanFileError`.
+"""
+
+from typing import Any
+
+
+def text(x: Any) -> str:
+    """Return `x` if it is a printable string; raise `ValueError` if not."""
+    if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
+        raise ValueError(f"{x!r:.60} is not a text")
+    return x
+
+
+def items(x: Any) -> list:
+    """Return `x` if it is a list; raise `ValueError` if not."""
+    if not isinstance(x, list):
+        raise ValueError(f"{str(x)[:60]} is not a list")
+    return x
+
+
+def count(x: Any) -> int:
+    """Return `x` if it is a nonnegative `int`, no bool; raise `ValueError` if not."""
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{str(x)[:60]} is not a count")
+    return x
+
+
+def one_of(known: tuple[str, ...], x: Any) -> str:
+    """Return `x` if it is among the names `known`; raise `ValueError` if not."""
+    if x not in known:
+        raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
+    return x

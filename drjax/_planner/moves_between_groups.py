@@ -1,0 +1,144 @@
+"""Equations that move the slices of all groups to other groups.
+
+Input: an equation of JAX with a partitioned operand. Output: the same equation written
+with building blocks, and the group axes of its operands and results, or None if it does
+something else:
+
+* `y[index]` and `jnp.take(y, index, axis=0)`, with as many indices as groups: a take;
+* `y[::-1]`: a permute;
+* `z.at[index].add(y)` and `.set(y)`, with the slices of `y` as updates: a put_add, or
+  of `.set` a take of the group that writes last.
+
+Invariants: an index is a global value, and one out of bounds means what it means in JAX
+(clipped, dropped, or filled in). Sharp edges: a roll is two slices and a concatenation,
+and is no single equation; `drjax.shift` says it. Of updates to one slice, JAX promises
+no order; here, the one of the last group stays.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from drjax._partition import Partition
+from drjax._planner.bind_blocks import permute, put_add, take
+from drjax._planner.read_and_update_groups import fill_value
+from drjax._planner.unbatching.core import drop
+from drjax._primitives.routes import last_writer
+from drjax._primitives.select_slice import as_int32
+
+Axes = tuple[int | None, ...]
+
+
+def move_groups(eqn, axes: Sequence[int | None]) -> tuple[Callable, Axes, Axes] | None:
+    """Rewrite an equation that moves the slices of all groups.
+
+    Args:
+      eqn: The equation, of any primitive.
+      axes: For each operand its group axis; None: it is not partitioned.
+
+    Returns:
+      `(fn, in_axes, out_axes)`: a function `(partition, *operands) -> result`, and the
+      group axes of the operands and of the result. None if the equation moves no
+      slices, or if its index is partitioned.
+    """
+    if eqn.primitive is lax.rev_p:
+        return _rev(eqn, axes[0])
+    if eqn.primitive is lax.gather_p and axes[1] is None:
+        return _gather(eqn, axes[0])
+    if eqn.primitive in (lax.scatter_p, lax.scatter_add_p) and axes[1] is None:
+        return _scatter(eqn, axes[2])
+    return None
+
+
+def _rev(eqn, axis: int | None):
+    """Rewrite a `rev` along the group axis as a permute; see `move_groups`."""
+    if axis is None or axis not in eqn.params["dimensions"]:
+        return None
+    others = [d for d in eqn.params["dimensions"] if d != axis]
+
+    def with_blocks(partition: Partition, x):
+        sources = tuple(range(partition.size))[::-1]
+        moved = permute(jnp.moveaxis(lax.rev(x, others), axis, 0), sources, partition)
+        return jnp.moveaxis(moved, 0, axis)
+
+    return with_blocks, (axis,), (axis,)
+
+
+def _gather(eqn, axis: int | None):
+    """Rewrite a `gather` of one whole slice for each group as a take.
+
+    Args:
+      eqn: The `gather`.
+      axis: The group axis of its first operand.
+    """
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    dims, mode, out = params["dimension_numbers"], params["mode"], eqn.outvars[0].aval
+    if axis is None or eqn.invars[1].aval.shape != (shape[axis], 1):
+        return None
+    indexed = (*dims.start_index_map,) == (*dims.collapsed_slice_dims,) == (axis,)
+    if not indexed or dims.operand_batching_dims:
+        return None
+    whole = drop(axis, params["slice_sizes"]) == drop(axis, shape)
+    fills = mode == GatherScatterMode.FILL_OR_DROP
+    inside = (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
+    # A random key has no value that could fill.
+    if not (whole and (mode in inside or (fills and _is_plain(out.dtype)))):
+        return None
+    (position,) = set(range(out.ndim)) - {*dims.offset_dims}
+
+    def with_blocks(partition: Partition, x, indices):
+        index = as_int32(indices[:, 0], -1, partition.size)
+        slices = take(jnp.moveaxis(x, axis, 0), index, partition)
+        if fills:
+            inside = (index >= 0) & (index < partition.size)
+            inside = lax.broadcast_in_dim(inside, slices.shape, (0,))
+            value = fill_value(out.dtype, params["fill_value"])
+            slices = jnp.where(inside, slices, value)
+        return jnp.moveaxis(slices, 0, position)
+
+    return with_blocks, (axis, None), (position,)
+
+
+def _scatter(eqn, axis: int | None):
+    """Rewrite a `scatter` or `scatter-add` whose updates are the groups' slices.
+
+    Args:
+      eqn: The equation.
+      axis: The group axis of its updates.
+    """
+    params, (x, indices, updates) = eqn.params, (v.aval for v in eqn.invars)
+    dims, mode = params["dimension_numbers"], params["mode"]
+    group_axis, *others = dims.scatter_dims_to_operand_dims
+    if axis is None or axis in dims.update_window_dims or dims.operand_batching_dims:
+        return None
+    n = updates.shape[axis]
+    indexed = not others and (*dims.inserted_window_dims,) == (group_axis,)
+    whole = drop(axis, updates.shape) == drop(group_axis, x.shape)
+    if not (indexed and whole and indices.shape == (n, 1) and _is_plain(x.dtype)):
+        return None
+    if x.shape[group_axis] != n:
+        return None
+
+    def with_blocks(partition: Partition, x, indices, updates):
+        index = as_int32(indices[:, 0], -1, n)
+        if mode == GatherScatterMode.CLIP:
+            index = index.clip(0, n - 1)
+        index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
+        slices, old = jnp.moveaxis(updates, axis, 0), jnp.moveaxis(x, group_axis, 0)
+        if eqn.primitive is lax.scatter_add_p:
+            new = old + put_add(slices, index, partition)
+        else:
+            writer = last_writer(index, n)
+            moved = take(slices, writer, partition)
+            written = lax.broadcast_in_dim(writer >= 0, moved.shape, (0,))
+            new = jnp.where(written, moved, old)
+        return jnp.moveaxis(new, 0, group_axis)
+
+    return with_blocks, (group_axis, None, axis), (group_axis,)
+
+
+def _is_plain(dtype) -> bool:
+    """Whether a dtype has arithmetic: it is no type of random keys."""
+    return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_

@@ -1,0 +1,258 @@
+"""The lowering of the work on columns: by an all-to-all, or by a gather.
+
+Input: the jaxpr of one coordinate, and operands of the kinds of `map_columns`. Output:
+results for all coordinates.
+
+On m devices, with k groups and d coordinates each, d padded to a multiple of m:
+
+    "groups"       [k, d] -> all-to-all -> [n, d / m]      and back for a result
+    "coordinates"  [d]    -> slice      -> [d / m]         an all-gather for a result
+    "whole"        []     -> as it is                      an all-reduce for a result
+
+Invariants: the jaxpr sees columns of exactly n groups, as padding of the group axis is
+cut off before. Padding of the coordinates consists of copies of the first one, and is
+left out of sums. Sharp edges: the jaxpr was traced without VMA checking, so it runs
+without it; its results then vary over all axes over which an operand varies.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from drjax import _compat
+from drjax._primitives.collectives import (
+    accumulator,
+    execute_gather,
+    execute_scatter,
+    gather_p,
+    psum,
+    scatter_p,
+)
+from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
+from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.layout import Layout, make_layout
+
+GROUPS, COORDINATES, WHOLE = "groups", "coordinates", "whole"
+
+
+def execute_columns(
+    *args, jaxpr, kinds_in, kinds_out, coordinates, partition, mesh, name
+):
+    """Execution function of `map_columns`: apply a jaxpr to each coordinate.
+
+    Args:
+      *args: The operands, each of its kind.
+      jaxpr: The closed jaxpr of one coordinate.
+      kinds_in: For each operand its kind, a tuple.
+      kinds_out: For each result its kind, a tuple.
+      coordinates: The shape of the coordinates, a tuple.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+      name: The name of the function of one coordinate, ignored.
+
+    Returns:
+      The list of results, each of its kind.
+    """
+    layout = make_layout(partition, mesh)
+    shape, kinds = tuple(coordinates), (kinds_in, kinds_out)
+    if lowers_by_vmap(layout, jaxpr):
+        fn = _compat.jaxpr_as_fun(jaxpr)
+        local = make_layout(partition, None)
+        run = lambda *xs: _run_device(local, fn, kinds, shape, xs)
+        params = {"partition": partition, "mesh": mesh}
+        return _on_each_device(
+            run, args, kinds, execute_gather, execute_scatter, params
+        )
+    fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
+
+    def body(*args):
+        *args, first = args
+        device = first[0] // layout.per_device
+        return _run_device(layout, fn, kinds, shape, args, device)
+
+    partitioned_in, partitioned_out = (
+        [kind == GROUPS for kind in side] for side in kinds
+    )
+    # The surrounding check_vma: users' loops inside were traced under it.
+    return shard_map_over_devices(
+        layout,
+        body,
+        args,
+        partitioned_in,
+        partitioned_out,
+        _compat.check_vma(),
+        with_first_index=True,
+    )
+
+
+def columns_by_gather(eqn):
+    """The closed jaxpr that computes an equation of `map_columns` on the server.
+
+    It gathers the operands of the kind "groups", and scatters the results of that kind.
+
+    Args:
+      eqn: The equation.
+    """
+    p = eqn.params
+    local = make_layout(p["partition"], None)
+    fn, kinds = _compat.jaxpr_as_fun(p["jaxpr"]), (p["kinds_in"], p["kinds_out"])
+    run = lambda *xs: _run_device(local, fn, kinds, p["coordinates"], xs)
+    params = {"partition": p["partition"], "mesh": p["mesh"]}
+    whole = lambda *xs: _on_each_device(
+        run, xs, kinds, gather_p.bind, scatter_p.bind, params
+    )
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(whole)(*avals)
+
+
+def _on_each_device(run, args, kinds, gather, scatter, params) -> list:
+    """Run a function of whole operands, for gathered groups, and scatter its results.
+
+    Args:
+      run: The function. It takes and returns flat sequences of arrays.
+      args: The operands.
+      kinds: `(kinds of the operands, kinds of the results)`.
+      gather: `gather(x, partition=, mesh=)`, from a partitioned value to the same
+        slices as a global one.
+      scatter: Its transpose.
+      params: The parameters `partition` and `mesh`.
+
+    Returns:
+      The list of results.
+    """
+    pairs = zip(args, kinds[0], strict=True)
+    outs = run(*[gather(x, **params) if k == GROUPS else x for x, k in pairs])
+    pairs = zip(outs, kinds[1], strict=True)
+    return [scatter(y, **params) if k == GROUPS else y for y, k in pairs]
+
+
+def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
+    """Run a function of one coordinate for the coordinates of a device.
+
+    Args:
+      layout: The layout: k slots for groups on each device.
+      fn: The function: it takes and returns flat sequences of arrays.
+      kinds: `(kinds of the operands, kinds of the results)`.
+      coordinates: The shape of all coordinates, a tuple.
+      args: The operands: `[k, *s, *t]` of the kind "groups".
+      device: The number of the device along the partition's axes, int32 `[]`.
+
+    Returns:
+      The list of results: `[k, *s, *t]` of the kind "groups".
+    """
+    d = math.prod(coordinates)
+    chunk = -(-d // layout.devices)
+    args = [
+        _own_columns(layout, x, kind, coordinates, chunk, device)
+        for x, kind in zip(args, kinds[0], strict=True)
+    ]
+    varying = set(layout.axes).union(
+        *(_compat.varying(_compat.typeof(x)) for x in args)
+    )
+    mapped = jax.vmap(
+        lambda *xs: fn(*xs),
+        in_axes=tuple({GROUPS: 1, COORDINATES: 0, WHOLE: None}[k] for k in kinds[0]),
+        out_axes=[1 if kind == GROUPS else 0 for kind in kinds[1]],
+        axis_size=chunk,
+    )
+    with _compat.without_vma():  # as the jaxpr was traced
+        outs = mapped(*args)
+    real = None
+    if chunk * layout.devices != d:
+        real = device * chunk + lax.iota(jnp.int32, chunk) < d
+    outs = [vary(y, varying) for y in outs]
+    sums = [
+        _sum_coordinates(y, real)
+        for y, kind in zip(outs, kinds[1], strict=True)
+        if kind == WHOLE
+    ]
+    sums = iter(psum(layout, *sums) if sums else ())
+    return [
+        next(sums) if kind == WHOLE else _all_columns(layout, y, kind, coordinates)
+        for y, kind in zip(outs, kinds[1], strict=True)
+    ]
+
+
+def _own_columns(layout: Layout, x, kind: str, coordinates, chunk: int, device):
+    """What the work on a device's coordinates takes of an operand.
+
+    Args:
+      layout: The layout: k slots for groups on each of m devices.
+      x: The operand, `[k, *s, *t]`, `[*s, *t]` or `[*t]`.
+      kind: Its kind.
+      coordinates: The shape `s`, a tuple.
+      chunk: The number of coordinates of a device, of which some may be padding.
+      device: The number of the device, int32 `[]`.
+
+    Returns:
+      `[n, chunk, *t]`, `[chunk, *t]` or `[*t]`.
+    """
+    if kind == WHOLE:
+        return x
+    axis = 1 if kind == GROUPS else 0
+    d, t = math.prod(coordinates), x.shape[axis + len(coordinates) :]
+    x = lax.reshape(x, (*x.shape[:axis], d, *t))
+    if not layout.axes:
+        return x
+    if d and (extra := chunk * layout.devices - d):
+        # Copies of a real coordinate: loops there end, and nothing is divided by zero.
+        first = lax.slice_in_dim(x, 0, 1, axis=axis)
+        shape = (*x.shape[:axis], extra, *t)
+        copies = lax.broadcast_in_dim(first, shape, range(x.ndim))
+        x = lax.concatenate([x, copies], axis)
+    if kind == COORDINATES:
+        x = vary(x, layout.axes)
+        return lax.dynamic_slice_in_dim(x, device * chunk, chunk)
+    if x.size:
+        x = lax.all_to_all(vary(x, layout.axes), layout.axes, 1, 0, tiled=True)
+        return lax.slice_in_dim(x, 0, layout.partition.size)
+    return jnp.zeros((layout.partition.size, chunk, *t), x.dtype)
+
+
+def _sum_coordinates(x, real):
+    """Sum the results of a device's coordinates; 16-bit floats are added in float32.
+
+    Args:
+      x: The results, `[chunk, *t]`.
+      real: For each coordinate whether it is no padding, bool `[chunk]`; None: all are.
+
+    Returns:
+      The sum, `[*t]`, in the dtype of `x`.
+    """
+    if real is not None:
+        mask = lax.broadcast_in_dim(real, x.shape, (0,))
+        x = jnp.where(mask, x, jnp.zeros((), x.dtype))
+    return jnp.sum(x, axis=0, dtype=accumulator(x.dtype)).astype(x.dtype)
+
+
+def _all_columns(layout: Layout, y, kind: str, coordinates):
+    """A result of all coordinates, from that of a device's own ones.
+
+    Args:
+      layout: The layout: k slots for groups on each of m devices.
+      y: The result, `[n, chunk, *t]` or `[chunk, *t]`.
+      kind: Its kind, "groups" or "coordinates".
+      coordinates: The shape `s`, a tuple.
+
+    Returns:
+      `[k, *s, *t]` or `[*s, *t]`.
+    """
+    axis, k = (1, layout.per_device) if kind == GROUPS else (0, 0)
+    d, t = math.prod(coordinates), y.shape[axis + 1 :]
+    lead = (k,) * axis
+    if not y.size:
+        y = jnp.zeros((*lead, d, *t), y.dtype)
+        y = vary(y, layout.axes) if axis else y
+    elif layout.axes and kind == GROUPS:
+        extra = layout.num_slots - layout.partition.size
+        config = [(0, extra, 0)] + [(0, 0, 0)] * (y.ndim - 1)
+        y = lax.pad(y, jnp.zeros((), y.dtype), config)
+        y = lax.all_to_all(vary(y, layout.axes), layout.axes, 0, 1, tiled=True)
+    elif layout.axes:
+        # All devices have the same result. With VMA checking its type must say so.
+        to = "invarying" if _compat.check_vma() else "varying"
+        y = lax.all_gather(y, layout.axes, tiled=True, to=to)
+    y = lax.slice_in_dim(y, 0, d, axis=axis)
+    return lax.reshape(y, (*lead, *coordinates, *t))

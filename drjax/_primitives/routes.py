@@ -1,0 +1,312 @@
+"""The primitives that move slices between groups, and all of their rules.
+
+Input: a partitioned value `[n, *s]`, and an index, which says for each group whose
+slice it gets. Output: a partitioned value `[n, *s]`.
+
+    permute(x)[j]        = x[sources[j]]        sources: a permutation, a parameter
+    take(x, index)[j]    = x[index[j]]          index: int32 [n], a global operand
+    put_add(x, index)[i] = sum_{j: index[j] = i} x[j]
+
+Each is linear in x, and its transpose is another one of them, with the inner product
+<x, y> = sum_i <x_i, y_i> of partitioned values:
+
+    permute(sources)^T = permute(the inverse of sources)
+    take^T = put_add        put_add^T = take
+
+On a mesh, a permutation is as many `ppermute`s as a device has groups, at most; a shift
+sends the slices at the edge of a device only (`edge_coloring`). A traced index is not
+known to the compiler: each device puts those of its slices that are asked for in zeros
+`[n, *s]`, and one reduce-scatter adds these up.
+
+Invariants: a rule binds these primitives only. A move copies bits: it keeps NaN and the
+sign of zeros, and has every dtype, random keys included. Padding is never read.
+Sharp edges: an index out of bounds must be clamped, or dropped, by the caller. Reverse
+mode inside a user's `shard_map(check_vma=False)` is an error, as for a reduction.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching
+
+from drjax import _compat
+from drjax._jaxprs.prng_keys import is_key, on_raw
+from drjax._primitives import registration
+from drjax._primitives.collectives import (
+    accumulator,
+    checked_transpose,
+    register_linear,
+    sum_over_devices,
+)
+from drjax._primitives.edge_coloring import schedule
+from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.layout import Layout, make_layout
+
+permute_p = registration.new_primitive("permute")
+take_p = registration.new_primitive("take")
+put_add_p = registration.new_primitive("put_add")
+
+
+# ---------------------------------------------------------------------------------
+# Bits: what a collective can send, and add to zeros without a change
+
+
+def _through_bits(move: Callable, x):
+    """Apply a function that moves slices to the bits of an array.
+
+    Args:
+      move: From an array of unsigned integers `[k, *s]` to one of the same dtype. It
+        returns slices of its operand and zeros.
+      x: The array, of any dtype.
+
+    Returns:
+      What `move` would return for `x`, in the dtype of `x`.
+    """
+    dtype = x.dtype
+    if is_key(dtype):
+        return on_raw(move, x)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = jnp.stack([jnp.real(x), jnp.imag(x)], -1)
+        parts = _through_bits(move, parts)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    if dtype == jnp.bool_:
+        return move(x.astype(jnp.uint8)) != 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        return move(x)
+    bits = jnp.dtype(f"uint{8 * dtype.itemsize}")
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, bits)), dtype)
+
+
+# ---------------------------------------------------------------------------------
+# permute: [n, *s] -> [n, *s] by a static permutation
+
+
+def execute_permute(x, *, sources, partition, mesh):
+    """Execution function of `permute`: group j gets the slice of group `sources[j]`.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      sources: A permutation of 0 to n - 1, a tuple.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The partitioned value, `[n, *s]`.
+    """
+    layout = make_layout(partition, mesh)
+    if not layout.axes:
+        return x[np.asarray(sources, np.int32)]
+    moves = schedule(sources, layout.devices, layout.per_device)
+
+    def body(x, first):
+        device = first[0] // layout.per_device
+        of_device = lambda table: lax.dynamic_index_in_dim(
+            jnp.asarray(table), device, keepdims=False
+        )
+
+        def move(x):
+            parts = [x]
+            for step in moves.steps:
+                # A ppermute takes operands that vary over all of its axes.
+                sent = vary(x[of_device(step.slots)], layout.axes)
+                parts.append(lax.ppermute(sent, layout.axes, step.pairs))
+            return jnp.concatenate(parts)[of_device(moves.positions)]
+
+        return [_through_bits(move, x)]
+
+    return _on_devices(layout, body, x)
+
+
+def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:
+    """The inverse of a permutation of 0 to n - 1."""
+    return tuple(np.argsort(np.asarray(sources, np.int64)).tolist())
+
+
+# <permute(x), y> = sum_j <x[s(j)], y_j> = sum_i <x_i, y[s^-1(i)]>
+def _permute_transpose(ct, x, *, sources, **params):
+    return [permute_p.bind(ct, sources=inverse(sources), **params)]
+
+
+# ---------------------------------------------------------------------------------
+# take: [n, *s], index [n] -> [n, *s]
+
+
+def execute_take(x, index, *, partition, mesh):
+    """Execution function of `take`: group j gets the slice of group `index[j]`.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      index: The index of a group for each group, int32 `[n]`, a global value.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The partitioned value, `[n, *s]`.
+    """
+    layout = make_layout(partition, mesh)
+    if not layout.axes:
+        return x[index]
+
+    def body(x, index, first):
+        position = _padded(index, layout, 0) - first
+        own = (position >= 0) & (position < layout.per_device)
+
+        def move(x):
+            slices = x[position.clip(0, layout.per_device - 1)]
+            mask = lax.broadcast_in_dim(own, slices.shape, (0,))
+            slices = jnp.where(mask, slices, jnp.zeros((), x.dtype))
+            # One device has the slice, the others zeros: a sum of bits is a copy.
+            return _add_and_scatter(slices, layout)
+
+        return [_through_bits(move, x)]
+
+    return _on_devices(layout, body, x, index)
+
+
+# <take(x, i), y> = sum_j <x[i_j], y_j> = sum_k <x_k, sum_{j: i_j = k} y_j>
+def _take_transpose(ct, x, index, **params):
+    return [put_add_p.bind(ct, index, **params), None]
+
+
+# ---------------------------------------------------------------------------------
+# put_add: [n, *s], index [n] -> [n, *s]
+
+
+def execute_put_add(x, index, *, partition, mesh):
+    """Execution function of `put_add`: the slice of group j is added to `index[j]`.
+
+    16-bit floats are added in float32 on each device, and communicated in 16 bits.
+
+    Args:
+      x: The partitioned value, `[n, *s]`, of a dtype with arithmetic.
+      index: The index of a group for each group, int32 `[n]`, a global value.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The partitioned value, `[n, *s]`; zeros for groups to which nothing is added.
+    """
+    layout = make_layout(partition, mesh)
+    wide = accumulator(x.dtype)
+
+    def add(x, index, size: int):
+        zeros = jnp.zeros((size, *x.shape[1:]), wide)
+        return zeros.at[index].add(x.astype(wide), mode="drop")
+
+    if not layout.axes:
+        return add(x, index, partition.size).astype(x.dtype)
+
+    def body(x, index, first):
+        # Padding is dropped: its index is beyond all slots.
+        index = _padded(index, layout, layout.num_slots)
+        own = lax.dynamic_slice_in_dim(index, first[0], layout.per_device)
+        sums = add(x, vary(own, layout.axes), layout.num_slots).astype(x.dtype)
+        return [_add_and_scatter(sums, layout)]
+
+    return _on_devices(layout, body, x, index)
+
+
+def last_writer(index, n: int):
+    """The inverse of an index: the last group that writes to each group.
+
+    Args:
+      index: For each group the group to which it writes, int32 `[n]`; n: to none.
+      n: The number of groups.
+
+    Returns:
+      A group index for each group, int32 `[n]`; -1 if no group writes to it.
+    """
+    none = jnp.full(n, -1, jnp.int32)
+    return none.at[index].max(jnp.arange(n, dtype=jnp.int32), mode="drop")
+
+
+# <put_add(x, i), y> = sum_k <sum_{j: i_j = k} x_j, y_k> = sum_j <x_j, y[i_j]>
+def _put_add_transpose(ct, x, index, **params):
+    return [take_p.bind(ct, index, **params), None]
+
+
+def _on_devices(layout: Layout, body: Callable, x, *index):
+    """Run a function of one device's slices on all devices.
+
+    Args:
+      layout: The layout: k slots on each device.
+      body: `body(x, *index, first)`, from the device's slices `[k, *s]`, the global
+        index and the group index of the device's first slot, int32 `[1]`, to a list of
+        its new slices.
+      x: The partitioned value, `[n, *s]`.
+      *index: The global index, int32 `[n]`, if there is one.
+    """
+    return shard_map_over_devices(
+        layout, body, [x, *index], [True, *[False] * len(index)], [True],
+        with_first_index=True,
+    )[0]  # fmt: skip
+
+
+def _padded(index, layout: Layout, fill: int):
+    """Pad an index `[n]` to all slots of the devices, `[k * m]`, with `fill`."""
+    extra = layout.num_slots - layout.partition.size
+    return lax.pad(index, jnp.asarray(fill, index.dtype), [(0, extra, 0)])
+
+
+def _add_and_scatter(x, layout: Layout):
+    """Add values of all devices up, and keep the slices of this one: a reduce-scatter.
+
+    Args:
+      x: The device's value, `[k * m, *s]`.
+      layout: The layout: k slots on each of m devices.
+
+    Returns:
+      The sum over the devices of the device's own slots, `[k, *s]`.
+    """
+    scatter = lambda x: (lax.psum_scatter(x, layout.axes, tiled=True),)
+    return sum_over_devices(layout, scatter, x)[0]
+
+
+# ---------------------------------------------------------------------------------
+# All registrations
+
+
+def _abstract_eval(x, *index, partition, mesh, **_):
+    # The execution works on bits, and the result of a cast is not weakly typed.
+    return x.update(weak_type=False)
+
+
+def _batch_indexed(primitive) -> Callable:
+    """Make the batching rule of `take_p` or `put_add_p`.
+
+    A batch of values with one index stays one equation. With a batch of indices, the
+    elements of the batch run one after the other.
+    """
+
+    def rule(args, dims, **params):
+        (x, index), (x_dim, index_dim) = args, dims
+        if index_dim is None:
+            x, dim = registration.group_axis_first(x, x_dim)
+            return primitive.bind(x, index, **params), dim
+        index = _compat.moveaxis(index, index_dim, 0)
+        if x_dim is None:
+            run = lambda i: primitive.bind(x, i, **params)
+            return lax.map(run, index), 0
+        x = _compat.moveaxis(x, x_dim, 0)
+        return lax.map(lambda pair: primitive.bind(*pair, **params), (x, index)), 0
+
+    return rule
+
+
+register_linear(permute_p, execute_permute, _abstract_eval, _permute_transpose, 0)
+
+for _primitive, _execute, _transpose in (
+    (take_p, execute_take, _take_transpose),
+    (put_add_p, execute_put_add, _put_add_transpose),
+):
+    registration.register_execution(_primitive, _execute)
+    _primitive.def_abstract_eval(_abstract_eval)
+    ad.defjvp(
+        _primitive,
+        lambda t, x, index, _p=_primitive, **params: _p.bind(t, index, **params),
+        None,
+    )
+    ad.primitive_transposes[_primitive] = checked_transpose(_transpose)
+    batching.primitive_batchers[_primitive] = _batch_indexed(_primitive)

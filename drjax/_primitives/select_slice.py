@@ -1,0 +1,118 @@
+"""Select one group's slice as a global value: a sum to which others add zeros.
+
+Input: a partitioned array `[n, *s]` of any dtype, and a group's index. Output: that
+group's slice, `[*s]`, in one all-reduce on a mesh. `drjax.select` and the planner, for
+an index into a group axis, both call this.
+
+Invariants: infinities and NaNs of other groups do not leak in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from drjax._primitives.collectives import broadcast_p, reduce_sum_p
+from drjax._primitives.extrema import reduce_max_p
+from drjax._primitives.partition_index import partition_index_p
+
+
+def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
+    """Cast an index to int32; a number that has no place there becomes a bound.
+
+    A cast alone drops the upper bits: of int64, 2**32 would become 0, in bounds.
+
+    Args:
+      index: An array or tracer of any integer dtype.
+      low, high: The bounds, which int32 holds. Numbers of dtypes that fit int32 stay,
+        in bounds or not.
+    """
+    limits = jnp.iinfo(index.dtype)
+    if limits.max > jnp.iinfo(jnp.int32).max:
+        bounds = max(low, limits.min), high
+        lowest, highest = (np.asarray(bound, index.dtype) for bound in bounds)
+        index = lax.clamp(lowest, index, highest)
+    return index.astype(jnp.int32)
+
+
+def count_from_end(index, n):
+    """Replace negative group indices, which count from the end, by positive ones.
+
+    Args:
+      index: The indices, an integer array of any shape.
+      n: The number of groups: an integer, or an array of a shape like `index`.
+    """
+    return jnp.where(jnp.asarray(index) < 0, index + n, index)
+
+
+def index_pair(i, *, partition, mesh) -> tuple[Any, Any]:
+    """Compute the two partitioned values of indices by which a group is selected.
+
+    Args:
+      i: The index of the group to select, int32 `[]`. It counts from the end if it is
+        negative, and is clamped, as by JAX indexing.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      `(index, selected)`, both partitioned, int32 `[n]`: the index of each group, and
+      the index of the selected group, the same for each group.
+    """
+    params, n = {"partition": partition, "mesh": mesh}, partition.size
+    own = partition_index_p.bind(**params, per_group=False)
+    return own, broadcast_p.bind(count_from_end(i, n).clip(0, n - 1), **params)
+
+
+def select_slice(x, indices, map_one: Callable[..., Any], *, partition, mesh):
+    """Select the slice of one group of a partitioned value.
+
+    Args:
+      x: The partitioned value, `[n, *s]`: of any dtype, random keys included.
+      indices: A pair of partitioned values, int32 `[n]`, which `index_pair` returns:
+        the index of each group, and the index of the selected group.
+      map_one: `map_one(fn, *partitioned)` binds `map_fn` for `fn`, a function of one
+        group from arrays to one array; it returns a partitioned value.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The slice, a global value `[*s]`, in the dtype of `x`.
+    """
+    # Keys cannot be added, their raw data can.
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    slices = map_one(key_data, x) if is_key else x
+    kept = map_one(keep_chosen_group, *indices, slices)
+    # A sum of bools would be an integer.
+    primitive = reduce_max_p if kept.dtype == jnp.bool_ else reduce_sum_p
+    slice_ = primitive.bind(kept, partition=partition, mesh=mesh)
+    if is_key:
+        return jax.random.wrap_key_data(slice_, impl=jax.random.key_impl(x))
+    return slice_
+
+
+# Functions of one group, under the names that plans show.
+
+
+def keep_chosen_group(index, selected, own):
+    """Return a group's slice if the group is the selected one, else zeros.
+
+    Args:
+      index: The index of this group, int32 `[]`.
+      selected: The index of the group to select, int32 `[]`.
+      own: The slice of this group, an array `[*s]` that is no random key.
+
+    Returns:
+      `[*s]`, in the dtype of `own`.
+    """
+    return jnp.where(index == selected, own, jnp.zeros((), own.dtype))
+
+
+def key_data(key):
+    """Convert a group's slice of typed random keys, `[*s]`, to raw data, `[*s, words]`.
+
+    The data are unsigned integers, which can be added.
+    """
+    return jax.random.key_data(key)

@@ -1,0 +1,235 @@
+"""Parquet files as the groups' data: one row of the files for each group.
+
+Input: paths or URLs of files. Output: a `Parquet`, the `Groups` that read them.
+
+Invariants: groups are the rows, in the order of the files' names; a row becomes numpy
+arrays without a Python object for each number. On Beam each row group of
+a file is read by one worker.
+
+Sharp edges: values with nulls fit no plan, so that their group fails. Columns of ragged
+lists are slow to read.
+"""
+
+import bisect
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from drjax import _storage
+from drjax._errors import DrjaxValueError
+from drjax.backends.engine.extras import needed
+from drjax.backends.groups import Groups
+
+
+class Parquet(Groups):
+    """Groups from Parquet files: one row of a table for each group.
+
+    Files are read in the order of their names and by batches of rows, so that memory
+    does not grow with the number of groups. If workers read the files (on Beam), each
+    *row group* of a file is read by one worker. A group whose row cannot be read fails,
+    like a group whose data does not fit the plan. Needs pyarrow.
+
+    Args:
+      pattern: A pattern of file names, as for `glob.glob`; or of URLs, such as
+        `gs://bucket/groups-*.parquet`, of any file system that fsspec knows.
+      columns: A function from a group's values by column name to the group's pytree.
+        The values are numpy arrays or scalars; columns of lists, nested to any depth,
+        have arrays. Default: the pytree is the dict of these values, or the value of
+        the only column.
+
+    Raises:
+      EngineError: pyarrow is not installed.
+      DrjaxValueError: No file matches, or a file is no Parquet file.
+    """
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str],
+        columns: Callable[[dict], Any] | None = None,
+    ):
+        self._reader = _parquet()
+        self.columns = columns
+        try:
+            paths = _storage.list_files(_storage.locate(pattern))
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise DrjaxValueError(
+                f"The files {pattern} cannot be listed: {error}. Give a pattern of "
+                "names that can be read here."
+            ) from error
+        if not paths:
+            raise DrjaxValueError(
+                f"There is no file {pattern}: give a pattern of names."
+            )
+        self._parts: list[tuple[str, int, int]] = []  # path, row group, first row
+        self._bounds = [0]
+        for path in paths:
+            try:
+                system, name = _storage.file_system_of(path)
+                # Only the footer: bounds of row groups, without any data.
+                metadata = self._reader.read_metadata(name, filesystem=system)
+            except Exception as error:
+                raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
+            for part in range(metadata.num_row_groups):
+                self._parts.append((path, part, self._bounds[-1]))
+                rows = metadata.row_group(part).num_rows
+                self._bounds.append(self._bounds[-1] + rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Modules cannot be pickled.
+        return {k: v for k, v in self.__dict__.items() if k != "_reader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _reader=_parquet())
+
+    def bounds(self) -> list[int]:
+        return self._bounds
+
+    def identity(self) -> str:
+        paths = sorted({path for path, *_ in self._parts})
+        return str([(path, _storage.file_size(path)) for path in paths])
+
+    def starting(self, group: int) -> Iterator[Any]:
+        # The row group that has this group; earlier files are not opened.
+        # Bounds are equal if a row group is empty: `bisect_right` takes the last of
+        # them.
+        i = bisect.bisect_right(self._bounds, group) - 1
+        for (path, part, first), end in zip(
+            self._parts[i:], self._bounds[i + 1 :], strict=True
+        ):
+            rows = self._rows(path, part, end - first)
+            yield from itertools.islice(rows, max(0, group - first), None)
+
+    def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
+        """Read a row group of a Parquet file: the pytree of one group from each row.
+
+        Args:
+          path: The path or URL of the file.
+          part: The index of the row group in the file.
+          count: The number of rows of the row group, by the file's footer.
+
+        Returns:
+          An iterator of `count` elements, in the order of the rows: a group's pytree;
+          or a `DrjaxValueError`, not raised, for each row that cannot be read and for
+          each row for which the option `columns` raised.
+        """
+        count_read = 0
+        try:
+            system, name = _storage.file_system_of(path)
+            with self._reader.ParquetFile(name, filesystem=system) as file:
+                for batch in file.iter_batches(1024, row_groups=[part]):
+                    names = batch.schema.names
+                    for row in zip(*map(_cells, batch.columns), strict=True):
+                        yield self._group(dict(zip(names, row, strict=True)))
+                        count_read += 1
+        except Exception as error:
+            text = f"it cannot be read from {path}, row group {part}: {error}"
+            # The file's footer says how many rows are lost, so that later ones keep
+            # their group index.
+            yield from itertools.repeat(DrjaxValueError(text), count - count_read)
+
+    def _group(self, row: dict[str, Any]) -> Any:
+        """Convert a row of the table to the pytree of its group.
+
+        Args:
+          row: The values of the row by column name, numpy arrays or scalars.
+
+        Returns:
+          `columns(row)`. Without the option `columns`: `row`, or the value of the only
+          column. If `columns` raises, a `DrjaxValueError`, which is not raised, so that
+          this group alone fails.
+        """
+        if self.columns is None:
+            return row if len(row) > 1 else next(iter(row.values()))
+        try:
+            return self.columns(row)
+        except Exception as error:
+            text = f"its columns give {type(error).__name__}: {error}"
+            return DrjaxValueError(text)
+
+
+def _parquet() -> Any:
+    """Import and return the module `pyarrow.parquet`.
+
+    Raises:
+      EngineError: pyarrow is not installed.
+    """
+    return needed("pyarrow.parquet", "ray", "Reading Parquet files")
+
+
+def _cells(column: Any) -> Any:
+    """Convert a column of an Arrow table to numpy: one value for each row of the table.
+
+    Args:
+      column: A `pyarrow.Array`, possibly of lists, nested to any depth.
+
+    Returns:
+      An array `[rows, ...]`; or a list with one array for each row, if lists differ in
+      length or the column has nulls.
+    """
+    part = column
+    while hasattr(part.type, "value_type"):
+        lengths = part.value_lengths()
+        # Ragged lists have no shape: each is an array of its own.
+        # `flatten` leaves null lists out: values after them would move up by a row.
+        if part.null_count or len(lengths.unique()) > 1:
+            return _one_by_one(column)
+        part = part.flatten()
+    return _one_by_one(column) if part.null_count else _array(column)
+
+
+def _one_by_one(column: Any) -> list[np.ndarray]:
+    """Convert a column of an Arrow table to a list: one numpy array for each row.
+
+    Args:
+      column: A `pyarrow.Array`, possibly of lists, nested to any depth.
+
+    Returns:
+      Arrays of the column's dtype. A value with nulls, and one whose lists differ in
+      length, is an array of dtype object, which fits no plan.
+    """
+    kind = column.type
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    # Slow, but only where lists differ in length or have nulls.
+    return [_one(value, kind) for value in column.to_pylist()]
+
+
+def _one(value: Any, kind: Any) -> np.ndarray:
+    """Convert one value of an Arrow column to numpy.
+
+    Args:
+      value: The value as Python numbers, texts, None, or nested lists of these.
+      kind: The `pyarrow.DataType` of the innermost values.
+    """
+    try:
+        x = np.asarray(value)
+    except ValueError:
+        # Its lists differ in length. This group alone must fail: an error would be
+        # that of all rows of the row group.
+        return np.array(None, object)
+    # Python numbers have no width: numpy reads them as int64 and float64.
+    return x if x.dtype == object else x.astype(kind.to_pandas_dtype())
+
+
+def _array(column: Any) -> np.ndarray:
+    """Convert a column of an Arrow table to one numpy array `[rows, ...]`.
+
+    It creates no Python object for each number.
+
+    Args:
+      column: A `pyarrow.Array` without nulls, possibly of lists, nested to any depth.
+        All lists of one depth have the same length.
+    """
+    rows = count = len(column)
+    shape = []
+    while hasattr(column.type, "value_type"):  # lists, of one length
+        column = column.flatten()
+        shape.append(len(column) // max(1, count))
+        count = len(column)
+    # Arrow stores bools as bits, which numpy cannot view without a copy.
+    flat = column.to_numpy(zero_copy_only=False)
+    # Not from the length of `flat`: of empty lists it is 0, however many there are.
+    return flat.reshape(rows, *shape)

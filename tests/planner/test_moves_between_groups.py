@@ -1,0 +1,96 @@
+"""Equations of jax.numpy that move the slices of all groups, in plans.
+
+Covers: drjax._planner.moves_between_groups.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import reference
+from tests.helpers.cases import checkerboard
+from tests.helpers.compiled import count, hlo_text
+from tests.helpers.meshes import make_mesh
+
+N = 4
+INDEX = jnp.array([3, 1, 1, 0])
+X = np.random.RandomState(0).randn(N, 3).astype(np.float32)
+
+# Of partitioned values [n, 3] and an index [n], and the moves of the plan.
+WRITTEN = {
+    "indexed": (lambda y, i: y[i], "take"),
+    "taken": (lambda y, i: jnp.take(y, i, axis=0), "take"),
+    "taken, clipped": (lambda y, i: jnp.take(y, i + 1, axis=0, mode="clip"), "take"),
+    "taken, filled": (lambda y, i: jnp.take(y, i + 1, 0, fill_value=2.0), "take"),
+    "transposed": (lambda y, i: y.T[:, i].T, "take"),
+    "by narrow integers": (lambda y, i: y[i.astype(jnp.int8)], "take"),
+    "by unsigned integers": (lambda y, i: y[i.astype(jnp.uint32)], "take"),
+    "counted from the end": (lambda y, i: y[i - N], "take"),
+    "by constants": (lambda y, i: y[np.array([2, 0, 1, 3])], "take"),
+    "reversed": (lambda y, i: y[::-1], "permute"),
+    "reversed twice": (lambda y, i: y[::-1, ::-1], "permute"),
+    "added": (lambda y, i: y.at[i].add(jnp.cos(y)), "put_add"),
+    "added, dropped": (lambda y, i: y.at[i + 1].add(y, mode="drop"), "put_add"),
+    "added to zeros": (lambda y, i: jnp.zeros((N, 3)).at[i].add(y), "put_add"),
+    "added transposed": (lambda y, i: y.T.at[:, i].add(y.T).T, "put_add"),
+    "set": (lambda y, i: y.at[jnp.roll(jnp.arange(N), 1)].set(jnp.cos(y)), "take"),
+    "set some": (lambda y, i: y.at[i * 4].set(2 * y, mode="drop"), "take"),
+    "segments": (
+        lambda y, i: jax.ops.segment_sum(y, i, num_segments=N), "put_add",
+    ),
+}  # fmt: skip
+
+
+def program(name):
+    @drjax.program(clients=N)
+    def f(x, index):
+        y = drjax.map_fn(jnp.sin, x)
+        z = drjax.map_fn(jnp.multiply, (WRITTEN[name][0](y, index), y))
+        return drjax.reduce_sum(z).sum(), z
+
+    return f
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_plans_have_moves(name):
+    plan = drjax.make_plan(program(name))(X, INDEX)
+    moves = [move.op for a_round in plan.rounds for move in a_round.moves]
+    assert moves == [WRITTEN[name][1]]
+    assert not [r for q in plan.rounds for r in q.reduces if r.op == "gather"]
+    want = jax.jit(program(name))(X, INDEX)
+    for a, b in zip(reference.compile(plan)(X, INDEX), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@checkerboard(name=WRITTEN, mesh=["none", "clients"])
+def test_gradients(name, mesh):
+    both = jax.value_and_grad(program(name), has_aux=True)
+    want = jax.tree.leaves(jax.jit(both)(X, INDEX))
+    with jax.set_mesh(make_mesh({"clients": 4 if mesh == "clients" else 1})):
+        result = jax.tree.leaves(drjax.jit(both, groups_per_step=1)(X, INDEX))
+    for a, b in zip(result, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_move_in_a_loop():
+    @drjax.program(clients=N)
+    def f(x, index):
+        step = lambda y, _: (drjax.map_fn(jnp.sin, y[::-1]), y[index])
+        return jax.lax.scan(step, drjax.map_fn(jnp.cos, x), length=3)
+
+    want = jax.tree.leaves(jax.jit(f)(X, INDEX))
+    for run in (reference.compile(drjax.make_plan(f)(X, INDEX)), drjax.jit(f)):
+        for a, b in zip(jax.tree.leaves(run(X, INDEX)), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_nothing_is_gathered():
+    @drjax.program(clients=N)
+    def f(x, index):
+        return drjax.map_fn(jnp.sin, x)[index]
+
+    with jax.set_mesh(make_mesh({"clients": N})):
+        text = hlo_text(drjax.jit(f), drjax.shard(X, partition={"clients": N}), INDEX)
+    assert {*count(text)} <= {"reduce-scatter", "all-reduce"}

@@ -1,0 +1,347 @@
+"""Slices that move between groups: values, derivatives, batches, dtypes, and bytes.
+
+Covers: drjax._primitives.routes, drjax._primitives.edge_coloring, drjax._api.routes.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax._primitives.edge_coloring import schedule
+from tests.helpers.cases import checkerboard
+from tests.helpers.compiled import count, hlo_text
+from tests.helpers.groups import TREES, assert_trees_equal, four
+from tests.helpers.meshes import EXPLICIT, in_mesh, make_mesh
+from tests.helpers.raising import X3, raises, three
+
+# The number of groups, and the mesh.
+MESHES = {
+    "none": (5, None),
+    "one each": (4, lambda: make_mesh({"clients": 4})),
+    "two each": (8, lambda: make_mesh({"clients": 4})),
+    "uneven": (7, lambda: make_mesh({"clients": 4})),
+    "model": (6, lambda: make_mesh({"clients": 2, "model": 2})),
+    "explicit": (8, lambda: make_mesh({"clients": 4}, EXPLICIT)),
+}
+INDEX = np.array([3, 1, 1, 0, 2, 5, 5, 4], np.int32)  # cut to n
+PERMUTATION = np.array([2, 5, 0, 7, 4, 1, 6, 3], np.int32)
+
+
+def index_of(n: int):
+    return INDEX[:n] % n
+
+
+def permutation_of(n: int) -> list[int]:
+    return [int(i) for i in PERMUTATION if i < n]
+
+
+def put_by_numpy(x, index, into, add=False):
+    result = np.array(into)
+    for j, i in enumerate(index):
+        result[i] = result[i] + x[j] if add else x[j]
+    return result
+
+
+# A block, and its meaning: `(x, index as the program has it, the index)`.
+MOVES = {
+    "take": (lambda x, i, n: drjax.take(x, i), lambda x, n: x[index_of(n)]),
+    "take, known": (
+        lambda x, i, n: drjax.take(x, index_of(n)),
+        lambda x, n: x[index_of(n)],
+    ),
+    "permutation": (
+        lambda x, i, n: drjax.take(x, permutation_of(n)),
+        lambda x, n: x[np.array(permutation_of(n))],
+    ),
+    "put": (
+        lambda x, i, n: drjax.put(x, i, into=2 * x),
+        lambda x, n: put_by_numpy(x, index_of(n), 2 * x),
+    ),
+    "put, added": (
+        lambda x, i, n: drjax.put(x, i, into=x, add=True),
+        lambda x, n: put_by_numpy(x, index_of(n), x, add=True),
+    ),
+    "put by a permutation": (
+        lambda x, i, n: drjax.put(x, permutation_of(n)),
+        lambda x, n: put_by_numpy(x, permutation_of(n), 0 * x),
+    ),
+    "put into zeros": (
+        lambda x, i, n: drjax.put(x, index_of(n)),
+        lambda x, n: put_by_numpy(x, index_of(n), 0 * x),
+    ),
+    "shift": (lambda x, i, n: drjax.shift(x, 1), lambda x, n: np.roll(x, 1, 0)),
+    "shift back": (lambda x, i, n: drjax.shift(x, -3), lambda x, n: np.roll(x, -3, 0)),
+}
+
+
+def program_of(name: str, n: int):
+    """`(x, index) -> moved x`, with work of the groups before and after."""
+
+    @drjax.program(clients=n)
+    def f(x, index):
+        moved = MOVES[name][0](drjax.map_fn(jnp.sin, x), index, n)
+        return drjax.map_fn(jnp.multiply, (moved, x))
+
+    return f
+
+
+def loss_of(name: str, n: int):
+    def loss(x, index):
+        squares = drjax.map_fn(lambda y: y**2, program_of(name, n)(x, index))
+        return drjax.reduce_sum(squares).sum()
+
+    return drjax.program(clients=n)(loss)
+
+
+def arguments(n: int):
+    x = np.random.RandomState(0).randn(n, 3).astype(np.float32)
+    return x, jnp.asarray(index_of(n))
+
+
+def directional(name: str, x, n: int, direction):
+    """The derivative of the loss along a direction, by differences in float64."""
+
+    def loss(x):
+        return ((MOVES[name][1](np.sin(x), n) * x) ** 2).sum()
+
+    x, h = x.astype(np.float64), 1e-6
+    return (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
+
+
+@checkerboard(4, mesh=MESHES, name=MOVES)
+def test_values_and_gradients(name, mesh):
+    n, make = MESHES[mesh]
+    x, index = arguments(n)
+    want = MOVES[name][1](np.sin(x), n) * x
+    with in_mesh(make and make()):
+        for run in (jax.jit, functools.partial(drjax.jit, groups_per_step=1)):
+            result = run(program_of(name, n))(x, index)
+            np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
+            direction = np.cos(np.arange(3 * n)).reshape(n, 3)
+            grad = run(jax.grad(loss_of(name, n)))(x, index)
+            expected = directional(name, x, n, direction)
+            np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_plans(name):
+    n = 5
+    x, index = arguments(n)
+    both = jax.value_and_grad(loss_of(name, n))
+    plan = drjax.make_plan(both)(x, index)
+    result = drjax.backends.reference.compile(plan)(x, index)
+    for a, b in zip(result, jax.jit(both)(x, index), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["take", "put, added", "permutation"])
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 1)])
+def test_batches(name, axes):
+    n = 4
+    x, index = arguments(n)
+    xs = np.stack([x, 2 * x], axes[0]) if axes[0] is not None else x
+    other = (index + 1) % n
+    indices = index if axes[1] is None else jnp.stack([index, other], axes[1])
+    grad = jax.grad(loss_of(name, n))
+    result = jax.jit(jax.vmap(grad, axes))(xs, indices)
+    for b in range(2):
+        want = grad(
+            x if axes[0] is None else np.take(xs, b, axes[0]),
+            index if axes[1] is None else (index, other)[b],
+        )
+        np.testing.assert_allclose(result[b], want, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives():
+    n = 4
+    x, index = arguments(n)
+    loss = lambda x: loss_of("take", n)(x, index)
+    direct = lambda x: jnp.sum((jnp.sin(x)[index] * x) ** 2)
+    result = jax.jit(jax.hessian(loss))(x)
+    np.testing.assert_allclose(result, jax.hessian(direct)(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "move", [lambda x: drjax.shift(x, 1), lambda x: drjax.take(x, [2, 0, 1])]
+)
+def test_transposing_twice_gives_the_program_back(move):
+    f = three(move)
+    transposed = lambda ct: jax.linear_transpose(f, X3)(ct)[0]
+    twice = lambda x: jax.linear_transpose(transposed, X3)(x)[0]
+    assert str(jax.make_jaxpr(twice)(X3)) == str(jax.make_jaxpr(f)(X3))
+    np.testing.assert_array_equal(transposed(f(X3)), X3)
+
+
+DTYPES = ("float32", "bfloat16", "float16", "complex64", "int8", "uint32", "bool",
+          "float8_e4m3fn")  # fmt: skip
+
+
+@checkerboard(4, dtype=DTYPES, mesh=["none", "two each", "uneven"])
+def test_moves_copy_bits(dtype, mesh):
+    n, make = MESHES[mesh]
+    x = jnp.asarray(np.random.RandomState(0).randn(n, 2)).astype(dtype)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.at[1].set(jnp.nan).at[0].set(-0.0)
+    index = jnp.asarray(index_of(n))
+    f = drjax.program(clients=n)(
+        lambda x, i: (drjax.take(x, i), drjax.shift(x, 2), drjax.put(x, i))
+    )
+    with in_mesh(make and make()):
+        taken, shifted, put = jax.jit(f)(x, index)
+    as_bytes = lambda x: np.asarray(x).tobytes()
+    assert taken.dtype == shifted.dtype == put.dtype == x.dtype
+    assert as_bytes(taken) == as_bytes(x[index])
+    assert as_bytes(shifted) == as_bytes(jnp.roll(x, 2, 0))
+
+
+@pytest.mark.parametrize("mesh", ["none", "two each"])
+def test_keys(mesh):
+    n, make = MESHES[mesh]
+    keys, index = jax.random.split(jax.random.key(3), n), jnp.asarray(index_of(n))
+    f = drjax.program(clients=n)(lambda k, i: (drjax.take(k, i), drjax.shift(k, 1)))
+    with in_mesh(make and make()):
+        taken, shifted = jax.jit(f)(keys, index)
+    assert (taken == keys[index]).all() and (shifted == jnp.roll(keys, 1)).all()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees(name):
+    x = TREES[name]()
+    move = four(lambda x: drjax.take(x, [2, 2, 0, 1]))
+    want = jax.tree.map(lambda x: x[np.array([2, 2, 0, 1])], x)
+    assert_trees_equal(move(x), want)
+    moved = four(lambda x: drjax.put(drjax.shift(x, -1), [0, 1, 2, 3], into=x))(x)
+    assert_trees_equal(moved, jax.tree.map(lambda x: np.roll(x, -1, 0), x))
+
+
+# ---------------------------------------------------------------------------------
+# Communication
+
+
+def communicated(move, n=16, jit=jax.jit):
+    """What collectives, and how many bytes a device sends, for float32 [n, 100]."""
+    f, x = jit(drjax.program(clients=n)(move)), np.ones((n, 100), np.float32)
+    with jax.set_mesh(make_mesh({"clients": 8})):
+        x = drjax.shard(x, partition={"clients": n})
+        text = hlo_text(f, x)
+    lines = [line for line in text.splitlines() if "collective-permute" in line]
+    return count(text), lines
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+@pytest.mark.parametrize("k, permutes", [(1, 1), (-1, 1), (2, 1), (3, 2), (0, 0)])
+def test_a_shift_sends_what_changes_its_device(k, permutes, jit):
+    collectives, lines = communicated(lambda x: drjax.shift(x, k), jit=jit)
+    assert collectives == ({"collective-permute": permutes} if permutes else {})
+    if abs(k) == 1:  # one of the two slices of a device
+        assert all("[1,100]" in line for line in lines if "source_target" in line)
+
+
+def test_a_permutation_needs_a_permute_for_each_group_of_a_device_at_most():
+    permutation = np.random.RandomState(0).permutation(16)
+    collectives, _ = communicated(lambda x: drjax.take(x, permutation))
+    assert [*collectives] == ["collective-permute"]
+    assert collectives["collective-permute"] <= 2
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: drjax.take(x, np.zeros(16, int)),
+        lambda x: drjax.put(x, np.zeros(16, int), add=True),
+    ],
+)
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+def test_another_index_is_one_reduce_scatter(move, jit):
+    collectives, _ = communicated(move, jit=jit)
+    assert sum(collectives.values()) == 1
+    assert {*collectives} <= {"reduce-scatter", "all-reduce"}  # CPU may have no other
+
+
+@pytest.mark.parametrize("devices, slots", [(1, 4), (3, 1), (4, 3), (7, 5)])
+def test_schedules(devices, slots):
+    """Every slice arrives, by at most as many matchings as a device has slots."""
+    draw = np.random.RandomState(devices)
+    for n in {devices * slots, devices * slots - slots + 1, 1}:
+        for sources in (draw.permutation(n), np.roll(np.arange(n), 1)):
+            plan = schedule(tuple(sources.tolist()), devices, slots)
+            x = np.arange(devices * slots).reshape(devices, slots)
+            received = [list(x[d]) for d in range(devices)]
+            for step in plan.steps:
+                senders, receivers = zip(*step.pairs, strict=True)
+                assert len({*senders}) == len({*receivers}) == len(step.pairs)
+                arrived = {b: x[a][step.slots[a]] for a, b in step.pairs}
+                for d in range(devices):
+                    received[d] += list(arrived.get(d, -np.ones_like(step.slots[0])))
+            assert sum(step.slots.shape[1] for step in plan.steps) <= slots
+            result = np.array(
+                [np.array(received[d])[plan.positions[d]] for d in range(devices)]
+            )
+            np.testing.assert_array_equal(result.ravel()[:n], sources)
+
+
+# ---------------------------------------------------------------------------------
+# Errors
+
+
+NOTHING: Any = None
+RAGGED: Any = [[1], [2, 3]]
+FRACTION: Any = 1.0
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda x: drjax.take(x, 1), drjax.DrjaxTypeError, "take needs as index [3] i"),
+        (lambda x: drjax.take(x, x), drjax.DrjaxTypeError, "take needs as index [3] i"),
+        (lambda x: drjax.take(x, NOTHING), drjax.DrjaxTypeError, "take needs as index"),
+        (lambda x: drjax.take(x, RAGGED), drjax.DrjaxTypeError, "take needs as"),
+        (lambda x: drjax.take(x, [1, 2]), drjax.DrjaxValueError, "got shape [2]."),
+        (lambda x: drjax.put(x, [0, 3, 0]), drjax.DrjaxValueError,
+         "drjax.put needs groups between -3 and 2, got 3."),
+        (lambda x: drjax.put(x, [0, 1, 2], into=[x]), drjax.DrjaxValueError,
+         "drjax.put needs x and into of one structure"),
+        (lambda x: drjax.put(x, [0, 1, 2], into=x.astype(int)), drjax.DrjaxValueError,
+         "drjax.put needs x and into of the same shapes and dtypes"),
+        (lambda x: drjax.put(jax.random.split(jax.random.key(0), 3), [0, 0, 1],
+                             add=True),
+         drjax.DrjaxTypeError, "drjax.put needs leaves that are numbers"),
+        (lambda x: drjax.put(jax.random.split(jax.random.key(0), 3), [0, 2, 1],
+                             add=True),
+         drjax.DrjaxTypeError, "drjax.put needs leaves that are numbers"),
+        (lambda x: drjax.shift(x, FRACTION), drjax.DrjaxTypeError,
+         "drjax.shift needs a Python integer, got float: 1.0."),
+        (lambda x: drjax.shift(x, True), drjax.DrjaxTypeError, "a Python integer"),
+    ],
+)  # fmt: skip
+def test_errors(call, error, text):
+    raises(error, text, three(call), jnp.asarray(X3))
+
+
+def test_an_index_out_of_bounds_that_is_traced():
+    """`take` clamps it and `put` drops it."""
+    index = jnp.array([7, -9, -1])
+    f = jax.jit(three(lambda x, i: (drjax.take(x, i), drjax.put(x, i, add=True))))
+    taken, added = f(X3, index)
+    np.testing.assert_array_equal(taken, [2.0, 0.0, 2.0])
+    np.testing.assert_array_equal(added, [0.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "uint32"])
+def test_an_index_of_another_dtype(dtype):
+    f = jax.jit(three(lambda x, i: (drjax.take(x, i), drjax.put(x, i, add=True))))
+    with jax.enable_x64(True):
+        highest = jnp.iinfo(dtype).max
+        taken, added = f(jnp.asarray(X3), jnp.array([1, highest, highest - 1], dtype))
+    np.testing.assert_array_equal(taken, [1.0, 2.0, 2.0])
+    np.testing.assert_array_equal(added, [0.0, 0.0, 0.0])
+
+
+def test_an_index_that_is_partitioned_has_no_plan():
+    f = three(lambda x: drjax.take(x, drjax.map_fn(jnp.int32, x)))
+    raises(drjax.PlanError, "It needs a global value.", drjax.make_plan(f), X3)
