@@ -349,11 +349,11 @@ def test_a_client_takes_over_from_one_that_is_gone():
 def test_a_client_that_answers_no_query_holds_up_nobody():
     grid = Grid(load, N, mute=[6])
     grid.nodes = [*grid.nodes, 106]
-    run = flower.compile(plan_of(N), grid, start=30.0)
+    run = flower.compile(plan_of(N), grid, start=300.0)
     start = time.monotonic()
     for _ in range(2):
         check(run(np.zeros(3, np.float32), flower.Clients()), range(N))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def test_a_client_that_announces_what_it_does_not_send():

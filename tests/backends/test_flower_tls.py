@@ -54,7 +54,7 @@ def test_tls_and_authenticated_supernodes(tmp_path):
             elif words[0] == "run":
                 config = words[-1].replace("$PWD", str(cwd))
                 config = config.replace("ID0", ids[0]).replace("ID1", ids[1])
-                config += f" output='{output}' rounds=2 timeout=120"
+                config += f" output='{output}' rounds=2 timeout=240"
                 processes.run(program, "run", cwd / words[1], *words[2:-1], config)
             else:
                 printed = processes.run(program, *words, cwd=cwd)

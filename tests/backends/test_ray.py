@@ -32,6 +32,10 @@ from tests.helpers.conformance import (
     weighted_plan,
 )
 from tests.helpers.raising import raises
+from tests.helpers.run_python import HANGS
+
+# Seconds of a block: more than any takes, in a new worker on a slow machine too.
+LIMIT = 20.0
 
 pytestmark = [
     pytest.mark.engines,
@@ -86,12 +90,13 @@ class TestRay(Conformance):
 
         with self.compile(weighted_plan(n), block_size=1) as run:
             run(np.float32(2), (x, w))
-            begin = time.monotonic()
             for _ in range(300):
+                begin = time.monotonic()
                 with pytest.raises(drjax.EngineError, match="the disk is gone"):
                     run(np.float32(2), Groups(loaded))
                 survivors(run(np.float32(2), (x, w)), np.ones(n, bool))
                 assert not run.report.lost
+                # A stalled call waits for ever, or for Ray's limits of minutes.
                 assert time.monotonic() - begin < 60, "it stalls"
 
     def test_what_a_failed_call_left_at_work(self, actors):
@@ -102,7 +107,7 @@ class TestRay(Conformance):
         )
         first = [*zip(x, w, strict=True)]
         first[0] = np.zeros(2, np.float32), w[0]
-        options = {"timeout": 8.0, "retries": 0}
+        options = {"timeout": LIMIT, "retries": 0}
         with self.compile(weighted_plan(n, work), block_size=1, **options) as run:
             run(np.float32(2), slices_for(n))
             with pytest.raises(drjax.EngineError, match="Group 0 failed"):
@@ -147,12 +152,12 @@ class TestRay(Conformance):
 
     def test_a_block_that_takes_too_long(self):
         n = 4
-        options = {"timeout": 8.0, "retries": 0, "on_error": "drop"}
+        options = {"timeout": LIMIT, "retries": 0, "on_error": "drop"}
         with self.compile(stuck_plan(n), block_size=2, **options) as run:
             total = run(np.arange(n, dtype=np.float32))
             assert total == 4  # without 2, for which the work never ends
             assert [*run.report.dropped] == [2]
-            assert "took longer than 8.0 s" in run.report.dropped[2]
+            assert f"took longer than {LIMIT} s" in run.report.dropped[2]
 
     def test_groups_in_parquet_files(self, tmp_path):
         pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -245,7 +250,7 @@ for idle in (True, False):
         run(*args)
     except drjax.EngineError as error:
         print("The error:", error)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     survivors(run(*args), good)
 run.close()
 print("the end")
@@ -255,7 +260,7 @@ print("the end")
 def test_a_killed_raylet_is_an_error_and_the_next_call_works():
     done = subprocess.run(
         [sys.executable, "-c", RAYLET_KILLED],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     text = "The error: The raylet, Ray's process on this machine, has ended"

@@ -35,6 +35,7 @@ from tests.helpers import dying_driver
 from tests.helpers.cases import CASES, N, on_mesh
 from tests.helpers.plan_files import program
 from tests.helpers.plan_transforms import TRANSFORMS, assert_same, expected
+from tests.helpers.run_python import HANGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +99,7 @@ def check_example(engine: str, folder: Path) -> None:
     flags = ("--engines", "reference", engine, "--rounds", "2", "--output", folder)
     done = subprocess.run(
         [sys.executable, "-m", "examples.engines", *map(str, flags)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     table = re.findall(
@@ -111,7 +112,7 @@ def check_resume(engine: str, folder: Path) -> None:
     """A call whose driver was killed goes on after the last round that was saved."""
     died = subprocess.run(
         [sys.executable, "-m", "tests.helpers.dying_driver", engine, folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
     assert died.returncode == -signal.SIGKILL, died.stderr
     plan, args = dying_driver.plan_of_rounds()
@@ -159,7 +160,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = HANGS) -> Any:
     end = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < end, "it takes too long"

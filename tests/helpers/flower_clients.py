@@ -18,6 +18,7 @@ import pytest
 
 from drjax.backends import flower
 from tests.helpers.conformance import free_ports, wait_for
+from tests.helpers.run_python import HANGS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -128,7 +129,7 @@ class Federation:
         """What a command prints."""
         done = subprocess.run(
             [*map(str, command)], env=self.env, cwd=cwd, check=True,
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=HANGS,
         )  # fmt: skip
         return done.stdout
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Seconds after which a process of a test hangs: more than any takes on a slow machine.
+HANGS = 900
 
 
 def run(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -16,7 +18,7 @@ def run(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess[st
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS,
         check=False,
     )
     assert not check or done.returncode == 0, done.stderr
