@@ -163,6 +163,32 @@ def sum_over_devices(layout: Layout, collective: Callable, *xs):
     return lax.platform_dependent(*xs, cpu=promoted, default=collective)
 
 
+def reduce_scatter(layout: Layout, x, axis: int = 0):
+    """Sum a value over the partition's devices; each device keeps its part of the sum.
+
+    It is called inside a `shard_map` over the partition's axes, on m devices. If the
+    mesh has an Explicit axis besides, which JAX 0.12 does not lower, it is an
+    all-to-all and a sum.
+
+    Args:
+      layout: The layout of the partition, which has mesh axes.
+      x: The device's value; the size of `axis` is a multiple of m.
+      axis: The axis along which the sum is divided.
+
+    Returns:
+      The part of this device, in the dtype of `x`: `axis` has a m-th of its size.
+    """
+    if not layout.other_explicit_axes:
+        scatter = lambda x: (
+            lax.psum_scatter(x, layout.axes, scatter_dimension=axis, tiled=True),
+        )
+        return sum_over_devices(layout, scatter, x)[0]
+    parts = lax.all_to_all(vary(x, layout.axes), layout.axes, axis, axis, tiled=True)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    parts = parts.reshape(*before, layout.devices, -1, *after)
+    return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
+
+
 def execute_reduce_sum(x, *, partition, mesh):
     """Execution function of `reduce_sum`: sum a partitioned value over the groups.
 

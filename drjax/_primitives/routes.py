@@ -37,8 +37,8 @@ from drjax._primitives import registration
 from drjax._primitives.collectives import (
     accumulator,
     checked_transpose,
+    reduce_scatter,
     register_linear,
-    sum_over_devices,
 )
 from drjax._primitives.edge_coloring import schedule
 from drjax._sharding.execute import shard_map_over_devices, vary
@@ -158,7 +158,7 @@ def execute_take(x, index, *, partition, mesh):
             mask = lax.broadcast_in_dim(own, slices.shape, (0,))
             slices = jnp.where(mask, slices, jnp.zeros((), x.dtype))
             # One device has the slice, the others zeros: a sum of bits is a copy.
-            return _add_and_scatter(slices, layout)
+            return reduce_scatter(layout, slices)
 
         return [_through_bits(move, x)]
 
@@ -203,7 +203,7 @@ def execute_put_add(x, index, *, partition, mesh):
         index = _padded(index, layout, layout.num_slots)
         own = lax.dynamic_slice_in_dim(index, first[0], layout.per_device)
         sums = add(x, vary(own, layout.axes), layout.num_slots).astype(x.dtype)
-        return [_add_and_scatter(sums, layout)]
+        return [reduce_scatter(layout, sums)]
 
     return _on_devices(layout, body, x, index)
 
@@ -248,20 +248,6 @@ def _padded(index, layout: Layout, fill: int):
     """Pad an index `[n]` to all slots of the devices, `[k * m]`, with `fill`."""
     extra = layout.num_slots - layout.partition.size
     return lax.pad(index, jnp.asarray(fill, index.dtype), [(0, extra, 0)])
-
-
-def _add_and_scatter(x, layout: Layout):
-    """Add values of all devices up, and keep the slices of this one: a reduce-scatter.
-
-    Args:
-      x: The device's value, `[k * m, *s]`.
-      layout: The layout: k slots on each of m devices.
-
-    Returns:
-      The sum over the devices of the device's own slots, `[k, *s]`.
-    """
-    scatter = lambda x: (lax.psum_scatter(x, layout.axes, tiled=True),)
-    return sum_over_devices(layout, scatter, x)[0]
 
 
 # ---------------------------------------------------------------------------------

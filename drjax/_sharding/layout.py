@@ -225,6 +225,14 @@ class Layout:
         return not set(types) <= manual.union(self.axes)
 
     @property
+    def other_explicit_axes(self) -> bool:
+        """Whether the mesh has Explicit axes that are not the partition's."""
+        if self.mesh is None:
+            return False
+        types = _axis_types(self.mesh)
+        return any(types[a] == AxisType.Explicit for a in types if a not in self.axes)
+
+    @property
     def abstract_mesh(self) -> AbstractMesh:
         """The abstract mesh under which code for the whole partition is traced.
 
