@@ -12,8 +12,8 @@ something else:
   compares the indices with its own.
 
 Invariants: indices out of bounds mean what they mean in JAX (clipped, dropped, or
-filled in). Sharp edges: an equation that reads most groups in another order is a
-shuffle, which is refused: it costs as much as `drjax.gather`, and should look like it.
+filled in). Sharp edges: a slice with known bounds that reads most groups is a shuffle,
+which is refused: it costs as much as `drjax.gather`, and should look like it.
 """
 
 import math
@@ -201,11 +201,12 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     Returns:
       A function `(partition, x, *starts) -> result`: `starts` are the start indices, an
       integer `[]` for each dimension of `x`; the result is global. None if `eqn` reads
-      no group or more than half of them.
+      no group or all of them.
     """
     sizes = list(eqn.params["slice_sizes"])
     count, sizes[axis] = sizes[axis], shape[axis]
-    if not _are_few(count, shape[axis]):
+    # Most of them, too: such is the derivative of an update, which is planned.
+    if not 0 < count < shape[axis]:
         return None
 
     def with_blocks(partition: Partition, x, *starts):
@@ -286,7 +287,6 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
       * `eqn` does not index the group axis, or collapses another one;
       * it reads parts of slices, or several consecutive groups at each index;
-      * it reads, from each array, as many slices as there are groups, or more;
       * there is only one group;
       * its mode neither clips, nor fills in, nor promises that indices are in bounds;
       * it would fill in a random key.
@@ -311,9 +311,6 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
         return None
     out, column = eqn.outvars[0].aval.shape, dims.start_index_map.index(axis)
     batch = [d for d in range(len(out)) if d not in dims.offset_dims]
-    arrays = math.prod(shape[d] for d in batched)
-    if math.prod(out[d] for d in batch) >= shape[axis] * arrays:
-        return None  # a shuffle
 
     def with_blocks(partition: Partition, x, indices):
         leading = indices.shape[:-1]

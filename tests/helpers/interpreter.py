@@ -42,7 +42,11 @@ def interpreted(fn, **options):
         if module is None:
             return compiled(*args)
         with module.context:
-            flat = [np.asarray(x) for x in map(_raw, jax.tree.leaves(args))]
+            # With its dtype: a literal of a jaxpr is a Python number that has one.
+            flat = [
+                np.asarray(x, getattr(x, "dtype", None))
+                for x in map(_raw, jax.tree.leaves(args))
+            ]
             result = stablehlo.eval_module(
                 module,
                 [

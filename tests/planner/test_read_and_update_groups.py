@@ -51,8 +51,13 @@ TAKEN = {
     "half": lambda y, i: y[3:],
     "an element": lambda y, i: y[2, 1, 0],
     "at an index": lambda y, i: lax.dynamic_slice(y, (i[0], i[1], 0), (2, 2, 1)),
+    "most, at an index": lambda y, i: lax.dynamic_slice_in_dim(y, i[0], N - 1),
     "indices": lambda y, i: y[i],
     "indices of most": lambda y, i: y[jnp.concatenate([i, i + 1, i[:1]])],
+    "indices of all and more": lambda y, i: y[jnp.concatenate([i, i, i, i])],
+    "one index of a batch": lambda y, i: jax.vmap(lambda j: y[j])(
+        jnp.concatenate([i, i, i, i + 1])
+    ),
     "take": lambda y, i: jnp.take(y, i, axis=0),
     "take one": lambda y, i: jnp.take(y, i[0], axis=0),
     "take clip": lambda y, i: jnp.take(y, i - 5, axis=0, mode="clip"),
@@ -70,8 +75,19 @@ TAKEN = {
 def test_slices_of_some_groups(name):
     plan = agree(program(lambda x, i: TAKEN[name](slices(x), i)), X, I)
     (only,) = (r for r in plan.rounds if r.reduces)
-    gathers = name in ("half", "indices of most")
+    gathers = name in ("half", "most, at an index", "one index of a batch")
+    gathers = gathers or name.startswith("indices of")
     assert [r.op for r in only.reduces] == ["gather" if gathers else "sum"]
+
+
+def test_the_derivative_of_an_update_of_most_groups():
+    """It reads these groups, where no user can call `drjax.gather`."""
+
+    def scalar(new, x, i):
+        y = lax.dynamic_update_slice_in_dim(slices(x), jnp.sin(new), i[0], 0)
+        return drjax.reduce_sum(drjax.map_fn(jnp.square, y)).sum()
+
+    agree(jax.grad(program(scalar)), X[1:], X, I)
 
 
 @pytest.mark.parametrize("name", ["first", "some", "some, and of each a part"])
