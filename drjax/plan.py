@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from drjax._errors import DrjaxTypeError, DrjaxValueError, PlanError
+from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition, integer_of
 
 
@@ -97,6 +97,62 @@ class Stage:
         return not self.outputs
 
 
+# The dtypes of `Wire`: bits of a number, and how many numbers share a scale by default.
+_WIRES = {
+    "bfloat16": (16, 1),
+    "int8": (8, 256),
+    "float8_e4m3fn": (8, 256),
+    "float4_e2m1fn": (4, 32),
+}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How numbers are encoded while they are communicated.
+
+    Attributes:
+      dtype: `bfloat16`, `int8`, `float8_e4m3fn` or `float4_e2m1fn`.
+      block: How many consecutive numbers share a scale, which is a float32: their
+        largest magnitude, divided by the largest number of the dtype. bfloat16, which
+        has the range of float32, has no scale: 1.
+
+    Raises:
+      DrjaxValueError: There is no such dtype or block size.
+    """
+
+    dtype: str
+    block: int = 0
+
+    def __post_init__(self):
+        if self.dtype not in _WIRES:
+            raise DrjaxValueError(
+                f"wire= needs a dtype of {', '.join(_WIRES)}, got {self.dtype!r}."
+            )
+        bits, default = _WIRES[self.dtype]
+        block = default if self.block == 0 else integer_of(self.block)
+        # Of 4 bits, two numbers share a byte; bfloat16 has no scales.
+        if not block or block < 0 or block * bits % 8 or (bits == 16 and block > 1):
+            raise DrjaxValueError(
+                "wire= needs a positive block size, an even one for 4 bits, and 1 for "
+                f"bfloat16, got {self.dtype!r} with {self.block!r}."
+            )
+        object.__setattr__(self, "block", block)
+
+    def nbytes(self, count: int) -> int:
+        """The bytes of a number of encoded numbers, with their scales.
+
+        Args:
+          count: How many numbers there are; they are padded to whole blocks.
+        """
+        bits, _ = _WIRES[self.dtype]
+        blocks = -(-count // self.block)
+        scales = 0 if self.dtype == "bfloat16" else 4 * blocks
+        return blocks * self.block * bits // 8 + scales
+
+    def __str__(self) -> str:
+        return self.dtype if self.block == 1 else f"{self.dtype}/{self.block}"
+
+
 @dataclass(frozen=True)
 class Reduce:
     """One combination of all groups' slices into a global value.
@@ -105,11 +161,22 @@ class Reduce:
       op: `sum`, `mean`, `max`, `min` or `gather` (all slices, in order).
       source: The partitioned value that is reduced.
       result: The global value that it gives.
+      wire: How a sum or mean is encoded between devices; None: it is not encoded.
+      sharded: Whether the devices of a mesh have parts of the result, not all of it.
     """
 
     op: str
     source: Value
     result: Value
+    wire: Wire | None = None
+    sharded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's slice as it is communicated."""
+        if self.wire is None:
+            return self.source.nbytes
+        return self.wire.nbytes(math.prod(self.source.shape))
 
 
 # The moves of slices between groups, by the names of their primitives.
@@ -135,6 +202,11 @@ class Move:
     result: Value
     sources: tuple[int, ...] = ()
     index: Value | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's slice."""
+        return self.source.nbytes
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -353,6 +425,7 @@ class Message:
       times: How often, as one factor for each loop around it: its number of steps, or
         its name if only a run determines that number. A branch counts as run.
       sources: Of a permute, for each group the group whose slice it gets; else ().
+      wire: Of a reduction how it is encoded; `nbytes` are those of the encoded slice.
     """
 
     round: str
@@ -361,6 +434,7 @@ class Message:
     nbytes: int
     times: tuple[int | str, ...] = ()
     sources: tuple[int, ...] = ()
+    wire: Wire | None = None
 
     @property
     def between(self) -> bool:
@@ -375,7 +449,8 @@ class Message:
     def __str__(self) -> str:
         times = "".join(f" × {t}" for t in self.times)
         head = f"{self.round:>9}  {self.op:9}"
-        return f"{head}  {_digits(self.nbytes):>13}  {self.value}{times}"
+        wire = f" as {self.wire}" if self.wire else ""
+        return f"{head}  {_digits(self.nbytes):>13}  {self.value}{wire}{times}"
 
 
 @dataclass(frozen=True)
@@ -502,34 +577,14 @@ def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iter
         for _, scattered in a_round.scatter:
             yield Message(label, "scatter", scattered, scattered.nbytes, times)
         for reduce in a_round.reduces:
-            source = reduce.source
-            yield Message(label, reduce.op, source, source.nbytes, times)
+            yield Message(
+                label, reduce.op, reduce.source, reduce.nbytes, times, wire=reduce.wire
+            )
         for move in a_round.moves:
-            source, nbytes = move.source, move.source.nbytes
-            yield Message(label, move.op, source, nbytes, times, move.sources)
+            yield Message(label, move.op, move.source, move.nbytes, times, move.sources)
         for loop in a_round.loops:
             steps: tuple[int | str, ...] = ()
             if loop.op != "cond":
                 steps = (loop.name if loop.length is None else loop.length,)
             for body in loop.bodies:
                 yield from _communicated(body, f"{label}.{loop.name}.", times + steps)
-
-
-def check_known_shapes(plan: Plan, what: str) -> None:
-    """Check that no input of a plan has symbolic dimensions.
-
-    Args:
-      plan: The plan.
-      what: The operation that needs known shapes, as a participle for the error:
-        `saved`.
-
-    Raises:
-      PlanError: An input has symbolic dimensions, so other values may have some too.
-    """
-    for value in plan.inputs:
-        if not all(isinstance(size, int) for size in value.shape):
-            raise PlanError(
-                f"A plan can be {what} only if it has known shapes, but {value} has "
-                "symbolic dimensions. Plan the program for the shapes that are needed, "
-                "or export drjax.jit of it with jax.export."
-            )

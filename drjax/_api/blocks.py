@@ -4,6 +4,7 @@ Input: a tree, and optionally a mesh and a partition. Output: a tree of results.
 Invariants: every leaf is checked before a primitive is bound.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import core
 
 import drjax._api.checkify_groups  # registers rules # noqa: F401
+from drjax._api.collective_options import collective_options
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
@@ -112,12 +114,20 @@ def map_fn(
 
 
 def gather(
-    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+    x: PyTree,
+    *,
+    result: str | None = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
 ) -> PyTree:
     """All groups' slices as a global value. One all-gather on a mesh.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`.
+      result: "sharded": on a mesh each device has a part of the slices of all groups,
+        by an all-to-all, along the first axis of `[*s]` whose size the devices divide.
+        Leaves without such an axis, and results without a mesh, are as ever. Default:
+        each device has the whole result.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -135,7 +145,9 @@ def gather(
 
     Source: `all_gather_invariant` of JAX note 17111.
     """
-    return bind_partitioned("gather", x, mesh, partition, gather_p.bind)
+    options = collective_options("gather", None, result)
+    bind = functools.partial(gather_p.bind, **options)
+    return bind_partitioned("gather", x, mesh, partition, bind)
 
 
 def scatter(

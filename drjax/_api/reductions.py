@@ -15,6 +15,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from drjax import _compat
+from drjax._api.collective_options import (
+    WireLike,
+    bind_sums,
+    check_encodable,
+    collective_options,
+)
 from drjax._api.participation import (
     check_default,
     check_where,
@@ -61,6 +67,8 @@ def reduce_sum(
     *,
     by: Segments = None,
     num: int | None = None,
+    wire: WireLike = None,
+    result: str | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -75,6 +83,16 @@ def reduce_sum(
         `jax.ops.segment_sum`. Groups whose segment is not in 0 to num - 1 do not take
         part. Each group reduces `num` slices, so `num` should be small.
       num: The number of segments, a positive Python integer; given if `by` is.
+      wire: How the devices encode floats that they exchange: "bfloat16", "int8",
+        "float8_e4m3fn" or "float4_e2m1fn", or a pair of it and a block size, as
+        `("int8", 128)`. Devices add in float32; each block of consecutive numbers has a
+        float32 scale, but for bfloat16. Both the devices' sums and their total are
+        rounded. Derivatives are those of the plain sum. Nothing is encoded on one
+        device. Default: the dtype of the leaf.
+      result: "sharded": on a mesh each device has a part of the result, by a
+        reduce-scatter, along the first axis of each leaf whose size the devices divide.
+        Leaves without such an axis, and results without a mesh, are as ever. Default:
+        each device has the whole result.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -86,7 +104,8 @@ def reduce_sum(
       DrjaxValueError: A leaf, `where` or `by` has another leading axis than n, or `num`
         is not positive.
       DrjaxTypeError: A leaf is not a numeric array, `where` is not bool, `by` or `num`
-        is not an integer, or only one of `by` and `num` is given.
+        is not an integer, or only one of `by` and `num` is given; or with `wire` a
+        leaf has no real floats.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -98,17 +117,22 @@ def reduce_sum(
       >>> print(f(jnp.array([5.0, 6.0, 7.0])))
       [ 5. 13.]
 
-    Source: Rush et al. 2024, section 3.
+    Source: Rush et al. 2024, section 3. The encoded sum: Dettmers et al. 2022, "8-bit
+    optimizers via block-wise quantization", section 2.
     """
     params = resolve("reduce_sum", mesh, partition)
     mask = participation_mask("reduce_sum", where, by, num, params)
+    options = collective_options("reduce_sum", wire, result)
 
-    def bind(leaf, **params):
+    def summand(leaf):
         check_numeric("reduce_sum", leaf)
-        kept = keep_slices(mask, leaf, 0, **params)
-        return reduce_sum_p.bind(promote_sum(kept), **params)
+        leaf = promote_sum(keep_slices(mask, leaf, 0, **params))
+        check_encodable("reduce_sum", leaf, options)
+        return leaf
 
-    return bind_partitioned("reduce_sum", x, mesh, partition, bind)
+    leaves, tree = _partitioned_leaves("reduce_sum", x, params)
+    sums = bind_sums(reduce_sum_p, [*map(summand, leaves)], options, params)
+    return tree.unflatten(sums)
 
 
 def reduce_mean(
@@ -118,6 +142,8 @@ def reduce_mean(
     by: Segments = None,
     num: int | None = None,
     default: ArrayLike | None = None,
+    wire: WireLike = None,
+    result: str | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -134,6 +160,8 @@ def reduce_mean(
       num: As for `drjax.reduce_sum`.
       default: The mean over no group, a number for all leaves. Its derivatives with
         respect to `x` are 0. Default: NaN, as by `jnp.mean`.
+      wire: As for `drjax.reduce_sum`.
+      result: As for `drjax.reduce_sum`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -159,15 +187,20 @@ def reduce_mean(
     params = resolve("reduce_mean", mesh, partition)
     mask = participation_mask("reduce_mean", where, by, num, params)
     default = check_default("reduce_mean", default)
+    options = collective_options("reduce_mean", wire, result)
     if mask is not None:
-        return _weighted_mean("reduce_mean", x, None, mask, default, params)
+        return _weighted_mean("reduce_mean", x, None, mask, default, options, params)
 
-    def bind(leaf, **params):
+    def summand(leaf):
         check_numeric("reduce_mean", leaf)
-        mean = reduce_mean_p.bind(leaf.astype(_mean_dtype(leaf.dtype)), **params)
-        return or_default("reduce_mean", mean, None, default)
+        leaf = leaf.astype(_mean_dtype(leaf.dtype))
+        check_encodable("reduce_mean", leaf, options)
+        return leaf
 
-    return bind_partitioned("reduce_mean", x, mesh, partition, bind)
+    leaves, tree = _partitioned_leaves("reduce_mean", x, params)
+    means = bind_sums(reduce_mean_p, [*map(summand, leaves)], options, params)
+    means = [or_default("reduce_mean", mean, None, default) for mean in means]
+    return tree.unflatten(means)
 
 
 def reduce_weighted_mean(
@@ -178,6 +211,8 @@ def reduce_weighted_mean(
     by: Segments = None,
     num: int | None = None,
     default: ArrayLike | None = None,
+    wire: WireLike = None,
+    result: str | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -196,6 +231,8 @@ def reduce_weighted_mean(
       num: As for `drjax.reduce_sum`.
       default: The mean if the weights add up to zero, a number for all leaves. Its
         derivatives with respect to `x` and `w` are 0. Default: NaN.
+      wire: As for `drjax.reduce_sum`, for the weighted sums; sums of weights are exact.
+      result: As for `drjax.reduce_sum`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -218,7 +255,8 @@ def reduce_weighted_mean(
     params = resolve(block, mesh, partition)
     mask = participation_mask(block, where, by, num, params)
     default = check_default(block, default)
-    return _weighted_mean(block, x, w, mask, default, params)
+    options = collective_options(block, wire, result)
+    return _weighted_mean(block, x, w, mask, default, options, params)
 
 
 def select(
@@ -303,8 +341,33 @@ def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
     return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
 
 
+def _partitioned_leaves(block: str, x: PyTree, params: dict[str, Any]):
+    """Check a tree of partitioned arrays, and flatten it.
+
+    Args:
+      block: The name of the reduction, for errors.
+      x: The tree, of arrays `[n, *s]`.
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+
+    Returns:
+      `(leaves, tree structure)`; the leaves have the types of operands on the mesh.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array.
+    """
+    size, layout = group_axis_size(params), make_layout(**params)
+    leaves, tree = flatten_partitioned(block, x, params["partition"], size)
+    return [as_operand(leaf, layout, True) for leaf in leaves], tree
+
+
 def _weighted_mean(
-    block: str, x: PyTree, w: PyTree | None, mask, default, params: dict[str, Any]
+    block: str,
+    x: PyTree,
+    w: PyTree | None,
+    mask,
+    default,
+    options: dict[str, Any],
+    params: dict[str, Any],
 ) -> PyTree:
     """Compute `sum_i w_i x_i / sum_i w_i` over the groups i, for each leaf of a tree.
 
@@ -318,6 +381,7 @@ def _weighted_mean(
         `[n, *s]`. None: each group that takes part has the weight 1.
       mask: What `participation_mask` returns. Not None if `w` is None.
       default: What `check_default` returns: the mean if the weights add up to zero.
+      options: What `collective_options` returns, of the sums of products.
       params: The parameters `partition` and `mesh`, as `resolve` returns them.
 
     Returns:
@@ -336,7 +400,7 @@ def _weighted_mean(
         weights = check_weights(w, tree, leaves, params["partition"])
     layout = make_layout(**params)
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
-    means = []
+    keys, products = [], []
     for leaf, weight in zip(leaves, weights, strict=True):
         check_numeric(block, leaf)
         real = jnp.finfo(_wide(leaf.dtype)).dtype
@@ -347,11 +411,16 @@ def _weighted_mean(
             totals[key] = reduce_sum_p.bind(wide_weight, **params)
         # A tree, as a mapped function has no argument None.
         operands, structure = jax.tree.flatten((mask, weight, leaf))
-        product = call_mapped(_weigh, operands, structure, **params)
-        share = reduce_sum_p.bind(product, **params)
-        mean = _divide(block, share, totals[key], default)
-        means.append(lax.convert_element_type(mean, _mean_dtype(leaf.dtype)))
-    return tree.unflatten(means)
+        products.append(call_mapped(_weigh, operands, structure, **params))
+        check_encodable(block, products[-1], options)
+        keys.append(key)
+    shares = bind_sums(reduce_sum_p, products, options, params)
+    return tree.unflatten(
+        lax.convert_element_type(
+            _divide(block, share, totals[key], default), _mean_dtype(leaf.dtype)
+        )
+        for leaf, key, share in zip(leaves, keys, shares, strict=True)
+    )
 
 
 def _wide(dtype):

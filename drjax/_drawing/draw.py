@@ -11,7 +11,8 @@ from typing import Any
 from drjax._drawing.columns import LINE, PAD
 from drjax._drawing.positions import TITLE, Arrow, Box, Picture, layout
 from drjax._errors import DrjaxValueError
-from drjax.plan import Plan, check_known_shapes
+from drjax._planner.arguments import check_known_shapes
+from drjax.plan import Plan
 
 SETTINGS: Any = {
     "font.family": "DejaVu Sans Mono",

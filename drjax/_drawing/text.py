@@ -74,6 +74,18 @@ def _signature(values: tuple) -> str:
     return ", ".join(shown) or "nothing"
 
 
+def _sent(x: Any) -> str:
+    """What one group sends in a reduction or move: `40 bytes a group`, with its dtype.
+
+    Args:
+      x: A `drjax.plan.Reduce` or `Move`.
+    """
+    text = f"{size(x.nbytes)} a group"
+    if getattr(x, "wire", None) is not None:
+        text += f" as {x.wire}"
+    return text + (", sharded" if getattr(x, "sharded", False) else "")
+
+
 def _rounds(plan: Any) -> Iterator[str]:
     """The lines of text on the rounds of a plan, and on its last server stage.
 
@@ -91,10 +103,7 @@ def _rounds(plan: Any) -> Iterator[str]:
             yield f"  each group computes  {a_round.local.name}"
             yield from (f"    keeps  {value}" for value in _saved(a_round))
         for x in (*a_round.reduces, *a_round.moves):
-            yield (
-                f"  {_phrase(x.op):<19}  {x.source}   {size(x.source.nbytes)} a group"
-                f" -> {x.result.name}"
-            )
+            yield f"  {_phrase(x.op):<19}  {x.source}   {_sent(x)} -> {x.result.name}"
         for loop in a_round.loops:
             yield from _loop_lines(loop)
     if not plan.server.empty:

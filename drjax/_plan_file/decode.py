@@ -14,7 +14,7 @@ custom calls it makes; see `custom_calls`.
 import io
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from drjax._partition import Partition
 from drjax._plan_file import json_values, pytrees
 from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
+from drjax._plan_file.decode_communication import Values, move, reduce
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
 from drjax._planner.stage_values import new_value
-from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import MOVES, Loop, Move, Plan, Reduce, Round, Stage, Value
+from drjax.plan import Loop, Plan, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
 _LOOPS = ("scan", "while", "cond")
@@ -122,9 +122,6 @@ def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
     return origin
 
 
-Values = Callable[[Iterable[str]], tuple[Value, ...]]  # from names in one plan
-
-
 class _PlanReader:
     """Builds plans from the manifest's JSON data, and checks the data.
 
@@ -194,11 +191,6 @@ class _PlanReader:
         Raises:
           ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
         """
-        reduces = []
-        for entry in data["reduces"]:
-            source, result = values(entry["values"])
-            op = json_values.one_of((*REDUCE_OPS, "gather"), entry["op"])
-            reduces.append(Reduce(op, source, result))
         scatter = []
         for pair in data["scatter"]:
             whole, slices = values(pair)
@@ -208,9 +200,9 @@ class _PlanReader:
             values(data["broadcast"]),
             tuple(scatter),
             self.stages.stage(data["groups"], values, local=True),
-            tuple(reduces),
+            tuple(reduce(entry, values) for entry in data["reduces"]),
             # Files of earlier versions have none.
-            tuple(_move(entry, values, size) for entry in data.get("moves", ())),
+            tuple(move(entry, values, size) for entry in data.get("moves", ())),
             tuple(self._loop(entry, values) for entry in data["loops"]),
         )
 
@@ -238,35 +230,6 @@ class _PlanReader:
             None if length is None else json_values.count(length),
             data["reverse"] is True,
         )
-
-
-def _move(data: dict[str, Any], values: Values, size: int) -> Move:
-    """Build a move of slices between groups from its JSON data.
-
-    Args:
-      data: The entry of the move in the manifest.
-      values: A function from names to the tuple of the plan's `Value`s with these
-        names.
-      size: n, the number of groups; 0 without a partition.
-
-    Raises:
-      ValueError, KeyError, TypeError: The entry is malformed.
-    """
-    op = json_values.one_of(MOVES, data["op"])
-    source, *index, result = values(data["values"])
-    sources = tuple(map(json_values.count, data["sources"]))
-    if not (source.partitioned and result.partitioned):
-        raise ValueError(f"a {op} moves values that are not partitioned")
-    if (source.shape, source.dtype) != (result.shape, result.dtype):
-        raise ValueError(f"a {op} changes the type of slices")
-    if op == "permute":
-        if index or sorted(sources) != [*range(size)]:
-            raise ValueError("a permute has no permutation of the groups")
-        return Move(op, source, result, sources)
-    (by,) = index
-    if sources or by.partitioned or (by.shape, by.dtype) != ((size,), np.int32):
-        raise ValueError(f"a {op} has no index of the groups")
-    return Move(op, source, result, (), by)
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:
@@ -309,9 +272,9 @@ def _check_order(plan: Plan) -> None:
         produce(a_round.local.outputs)
         use(reduce.source for reduce in a_round.reduces)
         produce(reduce.result for reduce in a_round.reduces)
-        for move in a_round.moves:
-            use(move.inputs)
-            produce([move.result])
+        for moved in a_round.moves:
+            use(moved.inputs)
+            produce([moved.result])
         for loop in a_round.loops:
             use(loop.inputs)
             produce(loop.outputs)

@@ -22,7 +22,7 @@ from drjax._jaxprs.prng_keys import is_key, key_impl
 from drjax._plan_file.export_plan import origin_of
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.pytrees import Tree, describe
-from drjax.plan import Ledger, Loop, Move, Plan, Round, Stage, Value
+from drjax.plan import Ledger, Loop, Move, Plan, Reduce, Round, Stage, Value
 
 
 def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -120,10 +120,7 @@ class _Writer:
                         **self._stage(a_round.local, f"{within}groups", names),
                         **batched_results(a_round, kept),
                     },
-                    "reduces": [
-                        {"op": r.op, "values": names((r.source, r.result))}
-                        for r in a_round.reduces
-                    ],
+                    "reduces": [_reduce(reduce, names) for reduce in a_round.reduces],
                     "moves": [_move(move, names) for move in a_round.moves],
                     "loops": [
                         self._loop(loop, within, names) for loop in a_round.loops
@@ -217,6 +214,20 @@ class _Writer:
             "length": loop.length,
             "reverse": loop.reverse,
         }
+
+
+def _reduce(reduce: Reduce, names) -> dict[str, Any]:
+    """Encode a reduction as JSON data.
+
+    Args:
+      reduce: The reduction.
+      names: From values to the list of their names in the file.
+    """
+    data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
+    # Only where they are used, so that earlier versions read other files.
+    if reduce.wire is not None:
+        data["wire"] = [reduce.wire.dtype, reduce.wire.block]
+    return data | ({"sharded": True} if reduce.sharded else {})
 
 
 def _move(move: Move, names) -> dict[str, Any]:

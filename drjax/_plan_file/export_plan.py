@@ -25,8 +25,9 @@ from jax import export
 from drjax._plan_file.export_stage import Exporter
 from drjax._plan_file.exported_stage import PLATFORMS
 from drjax._plan_file.stage_features import StageFeatures, features_of, merge
+from drjax._planner.arguments import check_known_shapes
 from drjax._sharding.planning_context import planning
-from drjax.plan import Loop, Plan, Round, Stage, check_known_shapes
+from drjax.plan import Loop, Plan, Round, Stage
 
 
 def export_plan(plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""Validate the arguments of a planned program.
+"""Validate the arguments of a planned program, and the shapes of its inputs.
 
 Input: a plan and the arguments of a call. Output: their leaves, as arrays of the shapes
 and dtypes of `plan.inputs`, or an error that names the leaf.
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxTypeError, DrjaxValueError, PlanError
 from drjax.plan import Plan
 
 
@@ -64,3 +64,23 @@ def flat_inputs(
             )
         arrays.append(array)
     return arrays
+
+
+def check_known_shapes(plan: Plan, what: str) -> None:
+    """Check that no input of a plan has symbolic dimensions.
+
+    Args:
+      plan: The plan.
+      what: The operation that needs known shapes, as a participle for the error:
+        `saved`.
+
+    Raises:
+      PlanError: An input has symbolic dimensions, so other values may have some too.
+    """
+    for value in plan.inputs:
+        if not all(isinstance(size, int) for size in value.shape):
+            raise PlanError(
+                f"A plan can be {what} only if it has known shapes, but {value} has "
+                "symbolic dimensions. Plan the program for the shapes that are needed, "
+                "or export drjax.jit of it with jax.export."
+            )

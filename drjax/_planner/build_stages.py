@@ -208,7 +208,9 @@ def _reduces(
             source = values.forwarded(operand, index)
         else:
             source = values.outgoing(operand, 0)
-        reduces.append(Reduce(str(reduction(eqn.primitive)), source, result))
+        options = {k: eqn.params[k] for k in ("wire", "sharded") if k in eqn.params}
+        name = str(reduction(eqn.primitive))
+        reduces.append(Reduce(name, source, result, **options))
     return tuple(reduces)
 
 

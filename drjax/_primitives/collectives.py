@@ -31,27 +31,29 @@ from jax.interpreters import ad
 
 from drjax import _compat
 from drjax._errors import MeshError
-from drjax._jaxprs.prng_keys import on_raw
+from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._primitives import fused_lowering, registration
-from drjax._sharding.avals import global_aval, partitioned_aval
+from drjax._primitives.device_sums import (
+    LOW_PRECISION,
+    accumulator,
+    add_devices,
+    scattered_axis,
+)
+from drjax._sharding.avals import (
+    global_aval,
+    inner_spec,
+    partitioned_aval,
+    scattered_aval,
+)
 from drjax._sharding.execute import (
+    as_operand,
     shard_map_over_devices,
+    sharded_spec,
     undivided_if_uneven,
     vary,
     with_sharding_of,
 )
 from drjax._sharding.layout import Layout, make_layout
-
-LOW_PRECISION = (jnp.bfloat16, jnp.float16)
-
-
-def accumulator(dtype):
-    """The dtype in which a device adds up values of a dtype.
-
-    It is float32 for 16-bit floats, else `dtype` itself.
-    """
-    return jnp.float32 if dtype in LOW_PRECISION else dtype
-
 
 # ---------------------------------------------------------------------------------
 # broadcast: [*s] -> [n, *s]
@@ -97,7 +99,7 @@ def _broadcast_transpose(ct, x, **params):
 reduce_sum_p = registration.new_primitive("reduce_sum")
 
 
-def _local_sum(layout: Layout, x, indices, scale=None):
+def _local_sum(layout: Layout, x, indices, scale=None, rounded: bool = True):
     """Sum a device's slices over its groups; 16-bit floats are added in float32.
 
     Args:
@@ -107,89 +109,18 @@ def _local_sum(layout: Layout, x, indices, scale=None):
         no slot is padding.
       scale: A Python number by which the sum is multiplied, before it is rounded to 16
         bits; None: no multiplication.
+      rounded: Whether the sum is rounded to 16 bits, for `x` of 16 bits.
 
     Returns:
-      The sum, `[*s]`, in the dtype of `x`.
+      The sum, `[*s]`, in the dtype of `x`, or if it is not rounded in float32.
     """
     x = layout.mask_padding(x, indices, 0)
     total = jnp.sum(x, axis=0, dtype=accumulator(x.dtype))
-    return (total if scale is None else total * scale).astype(x.dtype)
+    total = total if scale is None else total * scale
+    return total.astype(x.dtype) if rounded else total
 
 
-def psum(layout: Layout, *xs):
-    """Sum each of several values over the partition's devices, in one `lax.psum`.
-
-    It is called inside a `shard_map` over the partition's axes; on a layout without
-    axes (no mesh), the values are returned as they are.
-
-    Args:
-      layout: The layout of the partition.
-      *xs: The device's values: arrays of any shapes and dtypes.
-
-    Returns:
-      A sequence with the sum of each value, in its shape and dtype, on all devices.
-    """
-    if not layout.axes:
-        return xs
-    return sum_over_devices(layout, lambda *xs: lax.psum(xs, layout.axes), *xs)
-
-
-def sum_over_devices(layout: Layout, collective: Callable, *xs):
-    """Run a collective that sums over the partition's devices.
-
-    In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
-    the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
-    function does the promotion instead of XLA: same bytes, same sum.
-
-    Args:
-      layout: The layout of the partition, which has mesh axes.
-      collective: From the device's values to a tuple with as many results.
-      *xs: The device's values: arrays of any shapes and dtypes.
-
-    Returns:
-      The results, each in the dtype of its value.
-    """
-    # With VMA checking, collectives take values that vary over all of their axes.
-    xs = [vary(x, layout.axes) for x in xs]
-    if not layout.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
-        return collective(*xs)
-
-    def promoted(*xs):
-        wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in xs]
-        sums = collective(*wide)
-        return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
-
-    # The platform is known only at lowering: a program may be traced without devices.
-    return lax.platform_dependent(*xs, cpu=promoted, default=collective)
-
-
-def reduce_scatter(layout: Layout, x, axis: int = 0):
-    """Sum a value over the partition's devices; each device keeps its part of the sum.
-
-    It is called inside a `shard_map` over the partition's axes, on m devices. If the
-    mesh has an Explicit axis besides, which JAX 0.12 does not lower, it is an
-    all-to-all and a sum.
-
-    Args:
-      layout: The layout of the partition, which has mesh axes.
-      x: The device's value; the size of `axis` is a multiple of m.
-      axis: The axis along which the sum is divided.
-
-    Returns:
-      The part of this device, in the dtype of `x`: `axis` has a m-th of its size.
-    """
-    if not layout.other_explicit_axes:
-        scatter = lambda x: (
-            lax.psum_scatter(x, layout.axes, scatter_dimension=axis, tiled=True),
-        )
-        return sum_over_devices(layout, scatter, x)[0]
-    parts = lax.all_to_all(vary(x, layout.axes), layout.axes, axis, axis, tiled=True)
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    parts = parts.reshape(*before, layout.devices, -1, *after)
-    return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
-
-
-def execute_reduce_sum(x, *, partition, mesh):
+def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False):
     """Execution function of `reduce_sum`: sum a partitioned value over the groups.
 
     Each device adds the slices of its groups; one all-reduce adds the devices' sums.
@@ -198,28 +129,85 @@ def execute_reduce_sum(x, *, partition, mesh):
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
+      wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
+        exchange the dtype of `x`.
+      sharded: Whether the result is divided over the devices, by a reduce-scatter.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
     """
     layout = make_layout(partition, mesh)
 
-    def body(x, indices=None):
-        return psum(layout, _local_sum(layout, x, indices))
+    def total(x, indices=None):
+        return _local_sum(layout, x, indices, rounded=wire is None)
+
+    return _add_on_devices(layout, total, x, wire, sharded)
+
+
+def _add_on_devices(layout: Layout, total: Callable, x, wire, sharded: bool):
+    """Sum a partitioned value: on each device over its groups, then over the devices.
+
+    Args:
+      layout: The layout of the partition.
+      total: `total(slices, indices)`, from the slices `[k, *s]` of a device, and the
+        group indices of its slots if some are padding, to their sum.
+      x: The partitioned value, `[n, *s]`.
+      wire: As of `execute_reduce_sum`.
+      sharded: As of `execute_reduce_sum`.
+
+    Returns:
+      The sum, a global value `[*s]`, in the dtype of `x`.
+    """
+    axis = _axis_of(layout, global_aval(_compat.typeof(x), layout), sharded)
+
+    def body(x, *indices):
+        sums = add_devices(layout, [total(x, *indices)], [wire], [axis])
+        return [y.astype(x.dtype) for y in sums]
 
     return shard_map_over_devices(
-        layout, body, [x], [True], [False], with_indices=layout.uneven
-    )[0]
+        layout, body, [x], [True], [sharded_spec(layout, axis)],
+        with_indices=layout.uneven,
+    )[0]  # fmt: skip
 
 
-def _reduce_abstract_eval(x, *, partition, mesh):
+def _reduce_abstract_eval(x, *, partition, mesh, wire=None, sharded=False):
+    layout = make_layout(partition, mesh)
     # The execution casts to a dtype, and the result of a cast is not weakly typed.
-    return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
+    aval = global_aval(x, layout).update(weak_type=False)
+    axis = _axis_of(layout, aval, sharded)
+    return aval if axis is None else scattered_aval(aval, layout, axis)
+
+
+def _axis_of(layout: Layout, aval, sharded: bool) -> int | None:
+    """The axis along which a result of type `aval` is divided; None: it is not."""
+    spec = inner_spec(aval, layout, 0)
+    return scattered_axis(layout, aval.shape, spec) if sharded else None
 
 
 # <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
-def _reduce_sum_transpose(ct, x, **params):
-    return [broadcast_p.bind(ct, **params)]
+def _reduce_sum_transpose(ct, x, *, partition, mesh, wire=None, sharded=False):
+    if sharded:
+        ct = as_operand(ct, make_layout(partition, mesh), False)
+    return [broadcast_p.bind(ct, partition=partition, mesh=mesh)]
+
+
+def _reduce_jvp(primitive) -> Callable:
+    """Make the JVP rule of a sum or mean: its tangent is exact, not encoded.
+
+    An encoding is a step function, whose derivative is zero almost everywhere. The rule
+    is that of the plain reduction instead (a straight-through estimator: Bengio et al.
+    2013, "Estimating or propagating gradients through stochastic neurons").
+    """
+
+    def rule(primals, tangents, *, wire=None, **params):
+        encoded = {} if wire is None else {"wire": wire}
+        y = primitive.bind(*primals, **params, **encoded)
+        (t,) = tangents
+        if type(t) is _compat.Zero:
+            return y, _compat.Zero(_compat.typeof(y).to_tangent_aval())
+        return y, primitive.bind(t, **params)
+
+    return rule
 
 
 # ---------------------------------------------------------------------------------
@@ -230,38 +218,41 @@ def _reduce_sum_transpose(ct, x, **params):
 reduce_mean_p = registration.new_primitive("reduce_mean")
 
 
-def execute_reduce_mean(x, *, partition, mesh):
+def execute_reduce_mean(x, *, partition, mesh, wire=None, sharded=False):
     """Execution function of `reduce_mean`: average a partitioned value over the groups.
 
     Each device adds the slices of its groups; one all-reduce adds the devices' sums.
     16-bit floats are divided by n before the first rounding to 16 bits, as a 16-bit sum
-    may overflow; other values are divided after the all-reduce.
+    may overflow, and so are encoded sums; others are divided after the all-reduce.
 
     Args:
       x: The partitioned value, `[n, *s]`, of an inexact dtype.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
+      wire: As of `execute_reduce_sum`.
+      sharded: As of `execute_reduce_sum`.
 
     Returns:
       The mean, a global value `[*s]`, in the dtype of `x`.
     """
     layout, n = make_layout(partition, mesh), partition.size
 
-    def body(x, indices=None):
-        if x.dtype in LOW_PRECISION:  # divide first: a 16-bit sum may overflow
-            return psum(layout, _local_sum(layout, x, indices, 1 / n))
-        return [y / n for y in psum(layout, _local_sum(layout, x, indices))]
+    # Divide first: a 16-bit sum may overflow.
+    early = x.dtype in LOW_PRECISION or wire is not None
 
-    return shard_map_over_devices(
-        layout, body, [x], [True], [False], with_indices=layout.uneven
-    )[0]
+    def total(x, indices=None):
+        scale = 1 / n if early else None
+        return _local_sum(layout, x, indices, scale, rounded=wire is None)
+
+    y = _add_on_devices(layout, total, x, wire, sharded)
+    return y if early else y / n
 
 
 # <reduce_mean(y), x> = sum_i <y_i, x> / n = <y, broadcast(x / n)>
-def _reduce_mean_transpose(ct, x, *, partition, mesh):
+def _reduce_mean_transpose(ct, x, *, partition, mesh, **options):
     # The number of groups may be infinite in 16 bits.
     share = (ct.astype(accumulator(ct.dtype)) / partition.size).astype(ct.dtype)
-    return [broadcast_p.bind(share, partition=partition, mesh=mesh)]
+    return _reduce_sum_transpose(share, x, partition=partition, mesh=mesh, **options)
 
 
 # ---------------------------------------------------------------------------------
@@ -270,20 +261,26 @@ def _reduce_mean_transpose(ct, x, *, partition, mesh):
 gather_p = registration.new_primitive("gather")
 
 
-def execute_gather(x, *, partition, mesh):
+def execute_gather(x, *, partition, mesh, sharded=False):
     """Execution function of `gather`: give each device all groups' slices.
 
-    On a mesh this is one all-gather; typed random keys are communicated as integers.
+    On a mesh this is one all-gather, or an all-to-all if the result is sharded; typed
+    random keys are communicated as integers.
 
     Args:
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
+      sharded: Whether the result is divided over the devices along an axis of `[*s]`.
 
     Returns:
       The slices of all groups as a global value, `[n, *s]`.
     """
     layout = make_layout(partition, mesh)
+    slice_ = global_aval(_compat.typeof(x), layout)
+    axis = _axis_of(layout, slice_, sharded and not is_key(x.dtype))
+    if axis is not None:
+        return _all_to_all(layout, x, axis + 1)
 
     def gathered(x):
         # All devices have the same result. With VMA checking the type must say so, as
@@ -299,9 +296,33 @@ def execute_gather(x, *, partition, mesh):
     return shard_map_over_devices(layout, body, [x], [True], [False])[0]
 
 
-def _gather_abstract_eval(x, *, partition, mesh):
+def _all_to_all(layout: Layout, x, axis: int):
+    """Execute `gather` such that each device has all groups' parts along an axis.
+
+    Args:
+      layout: The layout of the partition, which is sharded.
+      x: The partitioned value, `[n, *s]`.
+      axis: The axis of `x`, from 1, that is divided over the devices.
+
+    Returns:
+      The slices of all groups as a global value, `[n, *s]`.
+    """
+
+    def body(x):
+        x = vary(x, layout.axes)
+        y = lax.all_to_all(x, layout.axes, axis, 0, tiled=True)
+        return [lax.slice_in_dim(y, 0, layout.partition.size)]  # without the padding
+
+    spec = sharded_spec(layout, axis)
+    return shard_map_over_devices(layout, body, [x], [True], [spec])[0]
+
+
+def _gather_abstract_eval(x, *, partition, mesh, sharded=False):
     layout = make_layout(partition, mesh)
     slice_ = global_aval(x, layout)
+    axis = _axis_of(layout, slice_, sharded and not is_key(x.dtype))
+    if axis is not None:
+        slice_ = scattered_aval(slice_, layout, axis)
     spec = (None, *slice_.sharding.spec)
     sharding = slice_.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
     shape = (partition.size, *slice_.shape)
@@ -309,8 +330,10 @@ def _gather_abstract_eval(x, *, partition, mesh):
 
 
 # <gather(y), x> = sum_i <y_i, x[i]> = <y, scatter(x)>
-def _gather_transpose(ct, x, **params):
-    return [scatter_p.bind(ct, **params)]
+def _gather_transpose(ct, x, *, partition, mesh, sharded=False):
+    if sharded:
+        ct = as_operand(ct, make_layout(partition, mesh), True)
+    return [scatter_p.bind(ct, partition=partition, mesh=mesh)]
 
 
 # ---------------------------------------------------------------------------------
@@ -460,6 +483,8 @@ register_linear(
     _reduce_mean_transpose,
     -1,
 )
+for _primitive in (reduce_sum_p, reduce_mean_p):
+    ad.primitive_jvps[_primitive] = _reduce_jvp(_primitive)
 register_linear(gather_p, execute_gather, _gather_abstract_eval, _gather_transpose, 0)
 register_linear(
     scatter_p, execute_scatter, _scatter_abstract_eval, _scatter_transpose, 0

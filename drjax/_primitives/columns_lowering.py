@@ -23,13 +23,12 @@ from jax import lax
 
 from drjax import _compat
 from drjax._primitives.collectives import (
-    accumulator,
     execute_gather,
     execute_scatter,
     gather_p,
-    psum,
     scatter_p,
 )
+from drjax._primitives.device_sums import accumulator, psum
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout

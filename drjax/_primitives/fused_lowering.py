@@ -145,21 +145,26 @@ def reduce_sum_rule(execute: Callable) -> Callable:
     partitioned value with one slice a device. Else it gets the operand.
 
     Args:
-      execute: The execution function of the primitive, `execute(x, partition=, mesh=)`.
+      execute: The execution function of the primitive, `execute(x, partition=, mesh=,
+        **options)`.
 
     Returns:
-      `rule(ctx, x, partition=, mesh=)`, from the MLIR value of the operand to a list
-      with that of the result.
+      `rule(ctx, x, partition=, mesh=, **options)`, from the MLIR value of the operand
+      to a list with that of the result.
     """
 
-    def rule(ctx, x, **placement):
-        operand = x, ctx.avals_in[0]
+    def rule(ctx, x, *, partition, mesh, **options):
+        operand, placement = (
+            (x, ctx.avals_in[0]),
+            {"partition": partition, "mesh": mesh},
+        )
         a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
         if a_map is not None and a_map.placement == placement:
             sums = a_map.sums(ctx)
             if index in sums:
                 operand, placement = sums[index], a_map.device_placement
-        return _compat.lower_function(ctx, execute, [operand], False, **placement)
+        params = placement | options
+        return _compat.lower_function(ctx, execute, [operand], False, **params)
 
     return rule
 

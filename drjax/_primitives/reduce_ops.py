@@ -37,11 +37,10 @@ import numpy as np
 from jax import lax
 
 from drjax._primitives.collectives import (
-    accumulator,
-    psum,
     reduce_mean_p,
     reduce_sum_p,
 )
+from drjax._primitives.device_sums import accumulator, psum
 from drjax._primitives.extrema import (
     across_devices,
     highest,

@@ -35,11 +35,10 @@ from drjax import _compat
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
-    accumulator,
     checked_transpose,
-    reduce_scatter,
     register_linear,
 )
+from drjax._primitives.device_sums import accumulator, reduce_scatter
 from drjax._primitives.edge_coloring import schedule
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout

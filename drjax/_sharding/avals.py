@@ -111,6 +111,23 @@ def global_aval(aval, layout: Layout):
     )  # fmt: skip
 
 
+def scattered_aval(aval, layout: Layout, axis: int):
+    """The type of a global value that is divided over the partition's devices.
+
+    Args:
+      aval: The type of the global value, `[*s]`.
+      layout: The layout of the partition, which is sharded.
+      axis: The axis along which the value is divided.
+
+    Returns:
+      The type `[*s]`, with the partition's Explicit axes at `axis`.
+    """
+    spec = inner_spec(aval, layout, 0)
+    spec[axis] = layout.spec_entry
+    mesh, varying = layout.abstract_mesh, _compat.varying(aval)
+    return _typed(aval, layout, mesh, aval.shape, spec, varying)
+
+
 @_compat.cache()
 def group_aval(aval, layout: Layout):
     """The type of one group's slice, from that of a partitioned value.

@@ -31,7 +31,7 @@ def shard_map_over_devices(
     body: Callable[..., Sequence[Any]],
     args: Sequence[Any],
     partitioned_in: Sequence[bool],
-    partitioned_out: Sequence[bool | None],
+    partitioned_out: Sequence[bool | P | None],
     check_vma: bool = True,
     with_indices: bool = False,
     with_first_index: bool = False,
@@ -46,7 +46,8 @@ def shard_map_over_devices(
       args: Its operands for the whole partition, `[n, *s]` or `[*s]`.
       partitioned_in: For each operand whether it is partitioned.
       partitioned_out: For each result whether it is partitioned. None: it is neither
-        partitioned nor global, but a value `[1, *s]` of each device.
+        partitioned nor global, but a value `[1, *s]` of each device. A `PartitionSpec`:
+        a global value of which each device returns its part.
       check_vma: Whether the `shard_map` checks varying manual axes.
       with_indices: Whether `body` takes as its last argument the group indices of the
         device's slots, int32 `[k]`.
@@ -73,14 +74,29 @@ def shard_map_over_devices(
         args.append(make(layout))
         partitioned_in = (*partitioned_in, True)
     in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
-    out_specs = tuple(P() if p is False else P(layout.axes) for p in partitioned_out)
+    whole = {False: P(), True: P(layout.axes), None: P(layout.axes)}
+    out_specs = tuple(p if isinstance(p, P) else whole[p] for p in partitioned_out)
     run = lambda *xs: tuple(body(*xs))
     outs = shard_map(layout, run, in_specs, out_specs, check_vma)(*args)
     n = layout.partition.size
     return [
-        lax.slice_in_dim(y, 0, n) if p and layout.uneven else y
+        lax.slice_in_dim(y, 0, n) if p is True and layout.uneven else y
         for y, p in zip(outs, partitioned_out, strict=True)
     ]
+
+
+def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
+    """What `shard_map_over_devices` takes for a global value with an axis to divide.
+
+    Args:
+      layout: The layout of the partition.
+      axis: The axis along which the devices have parts of the value; None: each device
+        has all of it.
+
+    Returns:
+      The `PartitionSpec`, or False.
+    """
+    return False if axis is None else P(*[None] * axis, layout.axes)
 
 
 def auto_partition(

@@ -6,6 +6,7 @@ Covers: drjax._primitives.collectives, drjax._primitives.fused_lowering.
 """
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -246,7 +247,7 @@ def test_lowering_functions_in_terms_of_jax():
     partition = drjax.Partition("clients", 16)
     mesh = make_mesh({"clients": 8}).abstract_mesh
     with in_mesh(make_mesh({"clients": 8})):
-        params = dict(partition=partition, mesh=mesh)
+        params: Any = dict(partition=partition, mesh=mesh)
         down = str(jax.make_jaxpr(lambda x: p.execute_broadcast(x, **params))(X))
         up = str(
             jax.make_jaxpr(lambda x: p.execute_reduce_sum(x, **params))(

@@ -25,9 +25,10 @@ from drjax import _compat
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.contract_groups import group_sums
+from drjax._primitives.device_sums import add_devices, scattered_axis
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
-from drjax._sharding.execute import full_of_type
+from drjax._sharding.execute import full_of_type, sharded_spec
 from drjax._sharding.layout import Layout
 from drjax._sharding.padding import (
     copy_index_to_padding,
@@ -296,8 +297,9 @@ def sum_dtype(reduce: Reduce):
 def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """Combine the devices' partial reductions by collectives, and finish reductions.
 
-    All additive reductions share one psum; a mean is divided by n. It is called for one
-    device: inside the `shard_map`, if there is one.
+    All additive reductions that are not sharded share one psum, or one message if they
+    are encoded; a mean is divided by n. It is called for one device: inside the
+    `shard_map`, if there is one.
 
     Args:
       layout: How the partition of n groups is laid out on the mesh.
@@ -305,13 +307,14 @@ def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
       totals: For each of them the partial reduction `[*s]` of this device.
 
     Returns:
-      The global value of each reduction, `[*s]`, in the dtype of the program.
+      The global value of each reduction, `[*s]`, or the device's part of it if it is
+      sharded; in the dtype of the program.
     """
     n, results = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in reduces]
     # A 16-bit sum may overflow: what has a wider accumulator is finished in it.
     early = [
-        op.additive and total.dtype != reduce.source.dtype
+        op.additive and (total.dtype != reduce.source.dtype or reduce.wire is not None)
         for op, total, reduce in zip(ops, totals, reduces, strict=True)
     ]
     for i, (op, reduce) in enumerate(zip(ops, reduces, strict=True)):
@@ -319,21 +322,47 @@ def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
         if early[i]:
             results[i] = op.finish(results[i], n)
         # Before the psum, so that it sends the dtype of the program.
-        results[i] = results[i].astype(reduce.source.dtype)
+        if reduce.wire is None:
+            results[i] = results[i].astype(reduce.source.dtype)
     if layout.axes:
         for i, op in enumerate(ops):
             if not op.additive:
                 results[i] = op.across_devices(layout, results[i])
         additive = [i for i, op in enumerate(ops) if op.additive]
-        if additive:  # one psum for all
-            summands = [results[i] for i in additive]
-            summed = ops[additive[0]].across_devices(layout, *summands)
-            for i, x in zip(additive, summed, strict=True):
-                results[i] = x
-    for i, op in enumerate(ops):
+        summed = add_devices(
+            layout,
+            [results[i] for i in additive],
+            [reduces[i].wire for i in additive],
+            [divided_axis(layout, reduces[i]) for i in additive],
+        )
+        for i, x in zip(additive, summed, strict=True):
+            results[i] = x
+    for i, (op, reduce) in enumerate(zip(ops, reduces, strict=True)):
         if not early[i]:
             results[i] = op.finish(results[i], n)
+        results[i] = results[i].astype(reduce.source.dtype)
     return results
+
+
+def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
+    """The axis along which the devices have parts of the result of a reduction.
+
+    Args:
+      layout: How the partition is laid out on the mesh.
+      reduce: The reduction.
+
+    Returns:
+      The axis; None if each device has the whole result.
+    """
+    # An Explicit axis besides may divide the result, which only its type tells.
+    if not reduce.sharded or layout.other_explicit_axes:
+        return None
+    return scattered_axis(layout, reduce.result.shape)
+
+
+def result_specs(layout: Layout, reduces: list[Reduce]) -> list:
+    """How the devices have the results of reductions, for `shard_map_over_devices`."""
+    return [sharded_spec(layout, divided_axis(layout, r)) for r in reduces]
 
 
 def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:

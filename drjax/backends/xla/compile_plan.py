@@ -46,7 +46,12 @@ from drjax.backends._interpret_plan import (
     split_while,
 )
 from drjax.backends.xla import step_size
-from drjax.backends.xla.chunked_stage import ChunkedStage, call, finish
+from drjax.backends.xla.chunked_stage import (
+    ChunkedStage,
+    call,
+    finish,
+    result_specs,
+)
 from drjax.backends.xla.reuse_accumulators import (
     AccumulatorReuse,
     find_reuse,
@@ -287,6 +292,8 @@ class _MeshInterpreter(PlanInterpreter):
             # Last, as it may gather slices of this round, which are in `env` only now.
             if reduce.op == "gather":
                 params = {"partition": layout.partition, "mesh": layout.mesh}
+                if reduce.sharded:
+                    params["sharded"] = True
                 env[reduce.result] = gather_p.bind(env[reduce.source], **params)
         if reuse is not None:
             self._reuse_accumulators(layout, reuse, totals, env)
@@ -415,13 +422,15 @@ def _run_groups(
         # `[1, *s]`: the shard_map stacks the devices' values along this axis.
         return [*(total[None] for total in totals), *stacks]
 
-    args = [*shared, *slices]
+    # On Explicit axes, a sharded result has another type than an operand.
+    args = [*(as_operand(x, layout, False) for x in shared), *slices]
     partitioned = [False] * len(shared) + [True] * len(slices)
     if by_vmap:
         totals, stacks = vmap_over_devices(layout, work, args, partitioned)
         return finish_stacked(layout, reduces, totals) if combine else totals, stacks
     # Of outputs: the same everywhere, one for each device, or divided by groups.
-    outputs = [False if combine else None] * len(reduces) + [True] * len(kept)
+    each = result_specs(layout, reduces) if combine else [None] * len(reduces)
+    outputs = [*each, *[True] * len(kept)]
     # As in the surrounding code: users' loops inside were traced under it.
     check_vma = _compat.check_vma()
     outs = shard_map_over_devices(

@@ -30,7 +30,7 @@ from drjax import _compat
 from drjax._sharding.execute import full_of_type, shard_map, vary
 from drjax._sharding.layout import Layout
 from drjax.backends._interpret_plan import reads_after_server
-from drjax.backends.xla.chunked_stage import finish, sum_dtype
+from drjax.backends.xla.chunked_stage import finish, result_specs, sum_dtype
 from drjax.plan import Plan, Reduce, Value
 
 # Bytes of results from which on a loop more is worth the memory.
@@ -162,6 +162,9 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     # A loop that starts with the round's results needs them before the next stage.
     if plan.rounds[index].loops:
         return None
+    # A part of a sum cannot take the buffer of the whole sum.
+    if any(reduce.sharded for reduce in plan.rounds[index].reduces):
+        return None
     reuse = AccumulatorReuse(plan, index)
     size = reuse.reused_bytes  # unknown with symbolic dimensions
     worth = reuse.aliases and isinstance(size, int) and size >= LARGE
@@ -185,7 +188,11 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     def reduced(*sums):
         return finish(layout, reduces, [x[0] for x in sums])
 
-    return _on_each(layout, reduced, True, False)(*totals)
+    if not layout.sharded:
+        return reduced(*totals)
+    specs = [spec or P() for spec in result_specs(layout, reduces)]
+    check_vma = _compat.check_vma()
+    return shard_map(layout, reduced, P(layout.axes), specs, check_vma)(*totals)
 
 
 def _server_after(plan: Plan, index: int):

@@ -1,0 +1,86 @@
+"""The reductions and moves of a round, from the JSON data of a manifest.
+
+Input: an entry of `reduces` or `moves` of a manifest, and the values of the plan by
+name. Output: a `Reduce` or `Move`. Invariant: an entry that no plan could have is a
+`ValueError`, which `decode` converts to `PlanFileError`. Sharp edge: files of earlier
+versions lack the entries `wire` and `sharded`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from drjax._plan_file import json_values
+from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax.plan import MOVES, Move, Reduce, Value, Wire
+
+Values = Callable[[Iterable[str]], tuple[Value, ...]]
+
+
+def reduce(data: dict[str, Any], values: Values) -> Reduce:
+    """Build a reduction from its JSON data.
+
+    Args:
+      data: The entry of the reduction in the manifest.
+      values: A function from names to the tuple of the plan's `Value`s with these
+        names.
+
+    Raises:
+      ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+    """
+    source, result = values(data["values"])
+    op = json_values.one_of((*REDUCE_OPS, "gather"), data["op"])
+    wire = _wire(op, source, data.get("wire"))
+    return Reduce(op, source, result, wire, data.get("sharded") is True)
+
+
+def _wire(op: str, source: Value, data: Any) -> Wire | None:
+    """Build the encoding of a reduction from its JSON data.
+
+    Args:
+      op: The name of the reduction.
+      source: The value that is reduced.
+      data: The pair of dtype and block size in the manifest; None: no encoding.
+
+    Raises:
+      ValueError, TypeError, DrjaxError: The data is malformed, or the reduction is not
+        a sum of real floats.
+    """
+    if data is None:
+        return None
+    additive = op in REDUCE_OPS and REDUCE_OPS[op].additive
+    if not (additive and jnp.issubdtype(source.dtype, jnp.floating)):
+        raise ValueError(f"a {op} of {source} cannot be encoded")
+    dtype, block = json_values.items(data)
+    return Wire(json_values.text(dtype), json_values.count(block))
+
+
+def move(data: dict[str, Any], values: Values, size: int) -> Move:
+    """Build a move of slices between groups from its JSON data.
+
+    Args:
+      data: The entry of the move in the manifest.
+      values: A function from names to the tuple of the plan's `Value`s with these
+        names.
+      size: n, the number of groups; 0 without a partition.
+
+    Raises:
+      ValueError, KeyError, TypeError: The entry is malformed.
+    """
+    op = json_values.one_of(MOVES, data["op"])
+    source, *index, result = values(data["values"])
+    sources = tuple(map(json_values.count, data["sources"]))
+    if not (source.partitioned and result.partitioned):
+        raise ValueError(f"a {op} moves values that are not partitioned")
+    if (source.shape, source.dtype) != (result.shape, result.dtype):
+        raise ValueError(f"a {op} changes the type of slices")
+    if op == "permute":
+        if index or sorted(sources) != [*range(size)]:
+            raise ValueError("a permute has no permutation of the groups")
+        return Move(op, source, result, sources)
+    (by,) = index
+    if sources or by.partitioned or (by.shape, by.dtype) != ((size,), np.int32):
+        raise ValueError(f"a {op} has no index of the groups")
+    return Move(op, source, result, (), by)

@@ -1,0 +1,369 @@
+"""Sums over the devices of a partition: the collectives of additive reductions.
+
+Input: the values of one device, inside a `shard_map` over the partition's axes. Output:
+their sums over the m devices, on all of them, or on each device its part.
+
+    all-reduce      a psum, of values that need no other one
+    reduce-scatter  a value whose result is sharded
+    encoded         with `Wire`: the values of all devices are encoded, exchanged by an
+                    all-to-all, added in float32, encoded again, and all-gathered
+
+An encoded sum of d numbers in blocks of b sends d codes and d / b scales twice. With
+s_i the sum of device i, max|s| over a block, and e the largest relative error of a
+code (1/254 of the block's maximum for int8), the error of a number is at most
+
+    e (sum_i max|s_i| + max|y|),   y the sum of the decoded s_i
+
+Invariants: a result without a scattered axis is the same on all devices, and does not
+vary by its type. Values are the same without a mesh, but for rounding.
+Sharp edges: encoded values are flattened, which gathers them over mesh axes that are
+not the partition's. JAX 0.12 lowers no reduce-scatter where such an axis is Explicit.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from drjax import _compat
+from drjax._sharding.execute import vary
+from drjax._sharding.layout import Layout
+from drjax.plan import Wire
+
+LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+
+
+def accumulator(dtype):
+    """The dtype in which a device adds up values of a dtype.
+
+    It is float32 for 16-bit floats, else `dtype` itself.
+    """
+    return jnp.float32 if dtype in LOW_PRECISION else dtype
+
+
+def psum(layout: Layout, *xs):
+    """Sum each of several values over the partition's devices, in one `lax.psum`.
+
+    It is called inside a `shard_map` over the partition's axes; on a layout without
+    axes (no mesh), the values are returned as they are.
+
+    Args:
+      layout: The layout of the partition.
+      *xs: The device's values: arrays of any shapes and dtypes.
+
+    Returns:
+      A sequence with the sum of each value, in its shape and dtype, on all devices.
+    """
+    if not layout.axes:
+        return xs
+    return sum_over_devices(layout, lambda *xs: lax.psum(xs, layout.axes), *xs)
+
+
+def sum_over_devices(layout: Layout, collective: Callable, *xs):
+    """Run a collective that sums over the partition's devices.
+
+    In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
+    the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
+    function does the promotion instead of XLA: same bytes, same sum.
+
+    Args:
+      layout: The layout of the partition, which has mesh axes.
+      collective: From the device's values to a tuple with as many results.
+      *xs: The device's values: arrays of any shapes and dtypes.
+
+    Returns:
+      The results, each in the dtype of its value.
+    """
+    # With VMA checking, collectives take values that vary over all of their axes.
+    xs = [vary(x, layout.axes) for x in xs]
+    if not layout.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
+        return collective(*xs)
+
+    def promoted(*xs):
+        wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in xs]
+        sums = collective(*wide)
+        return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
+
+    # The platform is known only at lowering: a program may be traced without devices.
+    return lax.platform_dependent(*xs, cpu=promoted, default=collective)
+
+
+def reduce_scatter(layout: Layout, x, axis: int = 0):
+    """Sum a value over the partition's devices; each device keeps its part of the sum.
+
+    It is called inside a `shard_map` over the partition's axes, on m devices. If the
+    mesh has an Explicit axis besides, which JAX 0.12 does not lower, it is an
+    all-to-all and a sum.
+
+    Args:
+      layout: The layout of the partition, which has mesh axes.
+      x: The device's value; the size of `axis` is a multiple of m.
+      axis: The axis along which the sum is divided.
+
+    Returns:
+      The part of this device, in the dtype of `x`: `axis` has a m-th of its size.
+    """
+    if not layout.other_explicit_axes:
+        scatter = lambda x: (
+            lax.psum_scatter(x, layout.axes, scatter_dimension=axis, tiled=True),
+        )
+        return sum_over_devices(layout, scatter, x)[0]
+    parts = lax.all_to_all(vary(x, layout.axes), layout.axes, axis, axis, tiled=True)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    parts = parts.reshape(*before, layout.devices, -1, *after)
+    return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
+
+
+def scattered_axis(layout: Layout, shape: Sequence[Any], spec=()) -> int | None:
+    """The axis along which a result with `result="sharded"` is divided over devices.
+
+    It is the first one of which the number of devices divides the size, and that no
+    Explicit axis of the mesh divides already. None: the result stays on all devices, as
+    there is no such axis, or no `shard_map` to return parts from.
+
+    Args:
+      layout: The layout of the partition.
+      shape: The shape of the result; symbolic sizes are not divided.
+      spec: The first entries of its `PartitionSpec`, of Explicit axes.
+    """
+    if not layout.sharded:
+        return None
+    taken = (*spec, *[None] * len(shape))
+    for axis, size in enumerate(shape):
+        if taken[axis] is None and isinstance(size, int) and size:
+            if size % layout.devices == 0:
+                return axis
+    return None
+
+
+def add_devices(
+    layout: Layout,
+    xs: Sequence[Any],
+    wires: Sequence[Wire | None],
+    axes: Sequence[int | None],
+) -> list[Any]:
+    """Sum each of several values over the partition's devices, each in its own way.
+
+    On one device nothing is encoded or divided. On several, values without a wire and a
+    scattered axis share one all-reduce, and those of one wire share one message.
+
+    Args:
+      layout: The layout of the partition.
+      xs: The device's values, `[*s]`; with a wire, floats.
+      wires: For each value how it is encoded, or None.
+      axes: For each value the axis along which its sum is divided, or None.
+
+    Returns:
+      The sums, each in the dtype of its value: `[*s]`, or the part of this device. Of
+      encoded float64 values they are sums in float32.
+    """
+    results = list(xs)
+    if not layout.axes:
+        return results
+    ways: dict[Any, list[int]] = {}
+    for i, (wire, axis) in enumerate(zip(wires, axes, strict=True)):
+        # Only values of one wire, or without any axis, have a collective in common.
+        way = wire or (i if axis is not None else None)
+        if layout.devices == 1:
+            way = None
+        ways.setdefault(way, []).append(i)
+    for way, members in ways.items():
+        values = [xs[i] for i in members]
+        if isinstance(way, Wire):
+            sums = _add_encoded(layout, way, values, [axes[i] for i in members])
+        elif way is None:
+            sums = psum(layout, *values)
+        else:
+            sums = [reduce_scatter(layout, values[0], axes[way] or 0)]
+        for i, y in zip(members, sums, strict=True):
+            results[i] = y
+    return results
+
+
+def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
+    """Sum floats over the devices: encoded, in one all-to-all and one all-gather.
+
+    Args:
+      layout: The layout of the partition, which has mesh axes, with m devices.
+      wire: How the numbers are encoded.
+      xs: The device's values, `[*s]`.
+      axes: For each value the axis along which its sum is divided, or None.
+
+    Returns:
+      The sums, as of `add_devices`.
+    """
+    m = layout.devices
+    # Part j of each `[m, c]` has the numbers that device j adds up.
+    parts = [_divide(x, axis, m, wire) for x, axis in zip(xs, axes, strict=True)]
+    sent = _encode(jnp.concatenate(parts, axis=1), wire)
+    received = lax.all_to_all(vary(sent, layout.axes), layout.axes, 0, 0, tiled=True)
+    total = jnp.sum(_decode(received, wire), axis=0)
+    sums = _split(total, [part.shape[1] for part in parts])
+    # Those that each device needs whole are encoded again.
+    whole = [i for i, axis in enumerate(axes) if axis is None]
+    if whole:
+        own = _encode(jnp.concatenate([sums[i] for i in whole]), wire)
+        # With VMA checking, the type says that all devices have the same result.
+        to = "invarying" if _compat.check_vma() else "varying"
+        every = _decode(lax.all_gather(own, layout.axes, to=to), wire)
+        gathered = _split(every, [parts[i].shape[1] for i in whole])
+        for i, x in zip(whole, gathered, strict=True):
+            sums[i] = x
+    return [
+        _undivide(y, x, axis, m).astype(x.dtype)
+        for y, x, axis in zip(sums, xs, axes, strict=True)
+    ]
+
+
+def _split(x, sizes: Sequence[int]) -> list:
+    """Split the last axis of an array into pieces of these sizes."""
+    return jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=-1)
+
+
+def _divide(x, axis: int | None, m: int, wire: Wire):
+    """Divide the numbers of a value among the devices that add them up.
+
+    Args:
+      x: The value, `[*s]`.
+      axis: The axis of which device j adds up the j-th part; None: it adds up a part of
+        the flat value.
+      m: The number of devices.
+      wire: How the numbers are encoded: parts are padded with zeros to whole blocks.
+
+    Returns:
+      float32 `[m, c]`: part j is that of device j.
+    """
+    x = x.astype(jnp.float32)
+    if axis is None:
+        width = _whole_blocks(-(-x.size // m), wire)
+        return jnp.pad(x.reshape(-1), (0, m * width - x.size)).reshape(m, width)
+    parts = jnp.moveaxis(x, axis, 0).reshape(m, -1)
+    width = _whole_blocks(parts.shape[1], wire)
+    return jnp.pad(parts, ((0, 0), (0, width - parts.shape[1])))
+
+
+def _whole_blocks(count: int, wire: Wire) -> int:
+    """The smallest multiple of the block size that is `count` or more."""
+    return -(-count // wire.block) * wire.block
+
+
+def _undivide(sums, x, axis: int | None, m: int):
+    """Give the sums of a value its shape again: the inverse of `_divide`.
+
+    Args:
+      sums: With an axis `[c]`, the part of this device; else `[m, c]`, all parts.
+      x: The device's value, `[*s]`.
+      axis: The axis along which the sum is divided, or None.
+      m: The number of devices.
+
+    Returns:
+      float32 `[*s]`, or the part of this device.
+    """
+    if axis is None:
+        return sums.reshape(-1)[: x.size].reshape(x.shape)
+    others = (*x.shape[:axis], *x.shape[axis + 1 :])
+    part = sums[: x.size // m].reshape(x.shape[axis] // m, *others)
+    return jnp.moveaxis(part, 0, axis)
+
+
+# The largest number of each dtype that has a scale.
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
+
+
+def _encode(x, wire: Wire):
+    """Encode float32 numbers as bytes.
+
+    A block with an infinity or NaN decodes to NaNs.
+
+    Args:
+      x: float32 `[..., c]`, c a multiple of the block size.
+      wire: How they are encoded.
+
+    Returns:
+      uint8 `[..., wire.nbytes(c)]`: the codes of all blocks, then their scales.
+    """
+    if wire.dtype == "bfloat16":
+        return _bytes(x.astype(jnp.bfloat16))
+    blocks = x.reshape(*x.shape[:-1], -1, wire.block)
+    scale = jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST[wire.dtype]
+    # A subnormal scale has too few digits to divide by.
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
+    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+    inverse = jnp.where(scale > 0, 1 / scale, 0)
+    scaled = (blocks * inverse[..., None]).reshape(x.shape)
+    if wire.dtype == "int8":
+        codes = _bytes(jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8))
+    elif wire.dtype == "float8_e4m3fn":
+        codes = _bytes(jnp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
+    else:
+        codes = _pack_nibbles(scaled)
+    return jnp.concatenate([codes, _bytes(scale)], axis=-1)
+
+
+def _decode(x, wire: Wire):
+    """Decode bytes to float32 numbers: the inverse of `_encode`, but for rounding.
+
+    Args:
+      x: uint8 `[..., k]`, as `_encode` returns it.
+      wire: How the numbers are encoded.
+
+    Returns:
+      float32 `[..., c]`.
+    """
+    if wire.dtype == "bfloat16":
+        return _numbers(x, jnp.bfloat16).astype(jnp.float32)
+    blocks = x.shape[-1] // wire.nbytes(wire.block)
+    codes, scale = jnp.split(x, [x.shape[-1] - 4 * blocks], axis=-1)
+    scale = _numbers(scale, jnp.float32)
+    if wire.dtype == "float4_e2m1fn":
+        numbers = _unpack_nibbles(codes)
+    else:
+        numbers = _numbers(codes, jnp.dtype(wire.dtype)).astype(jnp.float32)
+    numbers = numbers.reshape(*scale.shape, wire.block) * scale[..., None]
+    return numbers.reshape(*x.shape[:-1], -1)
+
+
+def _bytes(x):
+    """The bytes of numbers `[..., c]`, as uint8 `[..., c * itemsize]`."""
+    if x.dtype.itemsize == 1:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+    bits = lax.bitcast_convert_type(x, jnp.uint8)
+    return bits.reshape(*x.shape[:-1], math.prod(bits.shape[-2:]))
+
+
+def _numbers(x, dtype):
+    """The numbers with given bytes, uint8 `[..., c * itemsize]`: `[..., c]`."""
+    size = jnp.dtype(dtype).itemsize
+    if size > 1:
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    return lax.bitcast_convert_type(x, dtype)
+
+
+# The magnitudes of float4_e2m1fn, by their codes, and the bounds between them: a number
+# on a bound is rounded to the even code.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def _pack_nibbles(x):
+    """Round numbers `[..., 2c]` to float4_e2m1fn, two in each byte of uint8 `[..., c]`.
+
+    Compilers lack conversions to 4-bit floats, so codes are counted.
+    """
+    size = jnp.abs(x)
+    code = jnp.signbit(x).astype(jnp.uint8) << 3
+    for lower, bound in enumerate(_BOUNDS):
+        above = size >= bound if lower % 2 else size > bound
+        code = code + above.astype(jnp.uint8)
+    low, high = code[..., 0::2], code[..., 1::2]
+    return low | (high << 4)
+
+
+def _unpack_nibbles(x):
+    """The numbers in bytes of `_pack_nibbles`: uint8 `[..., c]` to `[..., 2c]`."""
+    codes = jnp.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
+    magnitude = jnp.asarray(_MAGNITUDES, jnp.float32)[codes & 7]
+    return jnp.where(codes >= 8, -magnitude, magnitude)
