@@ -458,7 +458,8 @@ class Ledger:
     """The communication of a plan. Print it to read it.
 
     On m devices a broadcast costs nothing (every device has the server's value) and a
-    reduction is one message a device; a gather is as large as the device's slices, a
+    reduction is one message a device (of an encoded one, the total that follows is not
+    counted: an m-th part of it); a gather is as large as the device's slices, a
     permute as those that leave the device, another move as the slices of all groups.
 
     Attributes:

@@ -46,6 +46,12 @@ Of `partition_index_p` also:
   at any depth: there the equation has no operands and yields the index of the
   group, int32 `[]`, in the partition that it names.
 
+Of `reduce_sum_p` and `reduce_mean_p`, where a program asks for it:
+
+* `wire`: a `drjax.plan.Wire`, how sums are encoded between devices. It may be ignored.
+* `sharded`: True if the result is divided over the devices of a mesh. Of `gather_p`,
+  too.
+
 Of `permute_p` also:
 
 * `sources`: a permutation of 0 to n - 1, a tuple of integers.

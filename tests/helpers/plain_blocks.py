@@ -87,6 +87,19 @@ def _mean(x, where=None):
     return jnp.mean(x, axis=0, where=where)
 
 
+def _by(reduce, empty):
+    def of_segments(x, by, num):
+        hit = [_columns(by == k, x) for k in range(num)]
+        return jnp.stack([reduce(jnp.where(h, x, empty), axis=0) for h in hit])
+
+    return of_segments
+
+
+def _columns_of(x, fn, sum=False):
+    flat = jax.vmap(fn, 1)(x.reshape(x.shape[0], -1))
+    return flat.sum(0) if sum else flat.reshape(*x.shape[1:], *flat.shape[1:])
+
+
 def _put(x, index, add=False):
     zeros = jnp.zeros_like(x)
     return zeros.at[index].add(x) if add else zeros.at[index].set(x)
@@ -103,6 +116,12 @@ PLAIN = types.SimpleNamespace(
     broadcast=broadcast,
     gather=lambda x: x,
     scatter=lambda x: x,
+    reduce_columns=lambda fn, x, **options: _columns_of(x, fn, **options),
+    sum_by=_by(jnp.sum, 0),
+    max_by=_by(jnp.max, -9),
+    reduce_argmax=_each(lambda x: jnp.argmax(x, axis=0)),
+    sharded_sum=_each(_sum),
+    sharded_gather=lambda x: x,
     reduce_sum=_each(_sum),
     reduce_mean=_each(_mean),
     reduce_max=_each(lambda x: jnp.max(x, axis=0)),
@@ -115,6 +134,15 @@ PLAIN = types.SimpleNamespace(
 )
 
 
+# Blocks with options whose plain meaning has another form.
+OPTIONS = {
+    "sum_by": lambda x, by, num: drjax.reduce_sum(x, by=by, num=num),
+    "max_by": lambda x, by, num: drjax.reduce_max(x, by=by, num=num, default=-9.0),
+    "sharded_sum": lambda x: drjax.reduce_sum(x, result="sharded"),
+    "sharded_gather": lambda x: drjax.gather(x, result="sharded"),
+}
+
+
 class _Blocks:
     """drjax or its plain meaning."""
 
@@ -122,7 +150,9 @@ class _Blocks:
     calls: list = []  # of host callbacks: group indices
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(PLAIN if self.plain else drjax, name)
+        if self.plain:
+            return getattr(PLAIN, name)
+        return OPTIONS[name] if name in OPTIONS else getattr(drjax, name)
 
     def record(self, index, *args) -> None:
         """An effect, of which the plain meaning keeps nothing."""

@@ -321,6 +321,26 @@ def changed(x, g, h, j):
     return works[j % len(works)]()
 
 
+@step("p1 g0 g1", "g1", variants=8)
+def combined(x, g, h, j):
+    """Other ways to combine groups than their plain sum."""
+    x, n = blocks.map_fn(jnp.sin, x), len(x)
+    ids = blocks.map_fn(lambda x: (8 * x[0]).astype(jnp.int32) % 3, x)
+    works = (
+        lambda: blocks.reduce_columns(lambda c: jnp.sort(c)[n // 2] * g, x),
+        lambda: (
+            blocks.reduce_columns(lambda c: jnp.outer(c, c), x, sum=True)[0, -1] * h
+        ),
+        lambda: blocks.reduce_columns(lambda c: jnp.tanh(c).prod(), x) + h,
+        lambda: blocks.sum_by(x, ids, 3)[1],
+        lambda: blocks.max_by(x, ids, 2).sum(0) * g,
+        lambda: h * blocks.reduce_argmax(x)[0].astype(x.dtype),
+        lambda: blocks.sharded_sum(x) * h,
+        lambda: blocks.reduce_mean(blocks.scatter(h * blocks.sharded_gather(x))),
+    )
+    return bounded(works[j % len(works)]())
+
+
 @step("p1 g0", "g1", variants=3)
 def one_slice(x, g, j):
     n, x = (
