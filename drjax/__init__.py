@@ -12,6 +12,7 @@ from drjax._api.blocks import partition_size as partition_size
 from drjax._api.blocks import scatter as scatter
 from drjax._api.blocks import shard as shard
 from drjax._api.column_reductions import reduce_columns as reduce_columns
+from drjax._api.fold import reduce as reduce
 from drjax._api.max_and_min import reduce_argmax as reduce_argmax
 from drjax._api.max_and_min import reduce_argmin as reduce_argmin
 from drjax._api.max_and_min import reduce_max as reduce_max

@@ -23,6 +23,8 @@ i belongs to group i; n is `partition.size`.
 | `permute_p`         | `[n, *s]` -> `[n, *s]`          | y_i = x_sources[i]          |
 | `take_p`            | `[n, *s]`, index -> `[n, *s]`   | y_i = x_index[i]            |
 | `put_add_p`         | `[n, *s]`, index -> `[n, *s]`   | sum of x_j, index[j] = i    |
+| `reduce_fold_p`     | a state -> k x `[*s]`           | y = e . x_1 . ... . x_n     |
+| `fold_around_p`     | a state -> 3k values, see below | y, and the folds around i   |
 | `map_columns_p`     | k values -> l values, see below | y[c] = jaxpr(x[:, c])       |
 
 Parameters (`eqn.params`) of every equation:
@@ -59,6 +61,17 @@ Of `permute_p` also:
 The index of `take_p` and `put_add_p` is a global value, int32 `[n]`. That of `take_p`
 is in bounds; `put_add_p` drops what is not.
 
+`reduce_fold_p` folds states of k arrays in the order of the groups, by an associative
+function a . b with the neutral state e. Its operands are what the function closes over,
+the leaves of e, `[*s]`, and those of the groups' states, `[n, *s]`. `fold_around_p`
+also returns, for each group i, the leaves of e . x_1 . ... . x_{i-1}, and then those of
+x_{i+1} . ... . x_n . e, partitioned. Of both also:
+
+* `jaxpr`: a closed jaxpr without constants, for the function: it takes what the
+  function closes over, and the leaves of two states; it returns those of one.
+* `n_states`: k, the number of leaves of a state.
+* `name`: the name of the function.
+
 `map_columns_p` applies a jaxpr to each coordinate c, an index into the shape `s` that
 is its parameter `coordinates`. Of it also:
 
@@ -85,6 +98,8 @@ from drjax._primitives.collectives import reduce_sum_p as reduce_sum_p
 from drjax._primitives.collectives import scatter_p as scatter_p
 from drjax._primitives.extrema import reduce_max_p as reduce_max_p
 from drjax._primitives.extrema import reduce_min_p as reduce_min_p
+from drjax._primitives.fold_groups import fold_around_p as fold_around_p
+from drjax._primitives.fold_groups import reduce_fold_p as reduce_fold_p
 from drjax._primitives.map_columns import map_columns_p as map_columns_p
 from drjax._primitives.map_fn import map_fn_p as map_fn_p
 from drjax._primitives.partition_index import partition_index_p as partition_index_p

@@ -6,6 +6,8 @@
     max_and_min    reduce_max, reduce_min, reduce_argmax, reduce_argmin
     participation  their where=, by=, num= and default=
     column_reductions  reduce_columns
+    fold           reduce: an associative fold in the order of the groups
+    pure_functions     what the functions given to these two may not do
     routes         take, put, shift: slices between groups
     trace_map      the function given to map_fn, traced for one group
     resolve        arguments of a block: its partition, its mesh, its leaves

@@ -13,16 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
 from drjax._api.reductions import check_numeric, promote_sum
 from drjax._api.resolve import MeshLike, PartitionLike, PyTree, bind_partitioned
-from drjax._api.trace_map import collective_axes, mentions, names_own_axis
 from drjax._api.validate import as_array, check_plain_function, function_name
-from drjax._errors import DrjaxError, DrjaxTypeError, MeshError, ScopeError
-from drjax._jaxprs.walk import deep_equations
+from drjax._errors import DrjaxTypeError
 from drjax._primitives.columns_lowering import COORDINATES, GROUPS, WHOLE
 from drjax._primitives.map_columns import map_columns_p, trace_column
 from drjax._sharding.execute import as_operand
@@ -99,7 +96,7 @@ def _reduce_leaf(fn: Callable, x, add: bool, **params):
       The tree that `fn` returns, of global arrays.
     """
     layout, name = make_layout(**params), function_name(fn)
-    x = _without_other_axes(x, layout)
+    x = without_other_axes(x, layout)
     coordinates = x.shape[1:]
     out_tree: Any = None
 
@@ -140,78 +137,20 @@ def _trace(flat_fn: Callable, x, coordinates, layout: Layout, name: str):
     Raises:
       ScopeError, DrjaxTypeError, MeshError: The function does what is not allowed.
     """
-    what = f"The function {name} given to drjax.reduce_columns"
-    scope = ScopeError(
-        f"{what} calls a building block or a program; it sees the {layout.partition} "
-        "numbers of one coordinate, as an ordinary array. Use jax.numpy on this array, "
-        "and call the block outside."
+    errors = PureFunctionErrors(
+        f"The function {name} given to drjax.reduce_columns",
+        layout,
+        f"it sees the {layout.partition} numbers of one coordinate, as an ordinary "
+        "array. Use jax.numpy on this array, and call the block outside.",
+        "it has the numbers of all groups. Use jax.numpy on its array.",
+        "once for each coordinate. Print or check the result outside.",
     )
-    collective = MeshError(
-        f"{what} uses a collective over the axis of partition {layout.partition} "
-        f"itself, {layout.partition.mesh_axes}; it has the numbers of all groups. Use "
-        "jax.numpy on its array."
+    trace = lambda: trace_column(
+        flat_fn, [_compat.typeof(x)], [GROUPS], coordinates, layout, name
     )
-    try:
-        jaxpr, consts = trace_column(
-            flat_fn, [_compat.typeof(x)], [GROUPS], coordinates, layout, name
-        )
-    except ScopeError as error:
-        raise scope from error
-    except DrjaxError:
-        raise
-    except NameError as error:
-        if names_own_axis(error, layout):
-            raise collective from error
-        raise
-    if any("partition" in eqn.params for eqn in deep_equations(jaxpr)):
-        raise scope
-    if collective_axes(jaxpr) & set(layout.partition.mesh_axes):
-        raise collective
+    jaxpr, consts = errors.checked(trace)
     if not jaxpr.out_avals:
         raise DrjaxTypeError(
-            f"{what} returns no array. Return a number for the column."
+            f"{errors.what} returns no array. Return a number for the column."
         )
-    if _compat.effects_of(jaxpr):
-        raise DrjaxTypeError(
-            f"{what} has effects, {sorted(map(str, _compat.effects_of(jaxpr)))}, which "
-            "would run once for each coordinate. Print or check the result outside."
-        )
-    _check_closed_over(consts, layout, what)
     return jaxpr, consts
-
-
-def _check_closed_over(consts, layout: Layout, what: str) -> None:
-    """Raise `MeshError` if a function closes over a value whose type is partitioned.
-
-    Args:
-      consts: The arrays and tracers that the function closes over.
-      layout: The layout of the groups.
-      what: The function, for the error.
-    """
-    for const in consts:
-        aval = _compat.typeof(const)
-        axes = set(layout.axes)
-        if mentions(aval.sharding, layout.axes) or _compat.varying(aval) & axes:
-            raise MeshError(
-                f"{what} closes over an array that is sharded over {layout.axes}, "
-                f"along which the groups of {layout.partition} are. Close over global "
-                "values only, such as a result of drjax.reduce_sum or drjax.gather."
-            )
-
-
-def _without_other_axes(x, layout: Layout):
-    """Reshard a leaf, so that no Explicit mesh axis shards one of its coordinates.
-
-    The primitive distributes coordinates over the partition's axes instead. JAX
-    transposes this step, as it is outside the primitive.
-
-    Args:
-      x: The leaf, `[n, *s]`, with the type of a partitioned operand.
-      layout: The layout of the partition.
-    """
-    sharding = _compat.typeof(x).sharding
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    spec = P(layout.spec_entry, *[None] * (x.ndim - 1))
-    if not explicit or sharding.spec == spec:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

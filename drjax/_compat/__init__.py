@@ -33,6 +33,7 @@ from drjax._compat.jax_types import typeof as typeof
 from drjax._compat.jax_types import weakref_lru_cache as weakref_lru_cache
 from drjax._compat.jaxprs import backward_pass as backward_pass
 from drjax._compat.jaxprs import batch_jaxpr as batch_jaxpr
+from drjax._compat.jaxprs import batch_jaxpr_first as batch_jaxpr_first
 from drjax._compat.jaxprs import bind_equation as bind_equation
 from drjax._compat.jaxprs import closed as closed
 from drjax._compat.jaxprs import dce_jaxpr as dce_jaxpr

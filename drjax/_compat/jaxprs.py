@@ -172,6 +172,20 @@ def batch_jaxpr(jaxpr, axis_data, in_axes):
     return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
 
 
+def batch_jaxpr_first(jaxpr, axis_data, batched: Sequence[bool]):
+    """Batch a jaxpr along axis 0 of its inputs, so that every result is batched there.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      axis_data: As for `batch_jaxpr`.
+      batched: For each input whether it is batched.
+
+    Returns:
+      The batched closed jaxpr.
+    """
+    return batching.batch_jaxpr(jaxpr, axis_data, tuple(batched), True)[0]
+
+
 def effects_of(jaxpr) -> frozenset:
     """The effects of a jaxpr, open or closed, that its caller can observe.
 

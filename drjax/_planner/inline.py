@@ -3,7 +3,7 @@
 Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
 without calls, dead equations (liveness), or equations on scalar constants only.
 
-A block on columns becomes a gather, work of the server, and a scatter.
+A block on columns or a fold becomes a gather, work of the server, and a scatter.
 
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
 that are already differentiated. Loops and branches stay equations; `bodies` inlines
@@ -41,6 +41,7 @@ from drjax._partition import Partition
 from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.columns_lowering import columns_by_gather
+from drjax._primitives.fold_lowering import fold_by_gather
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -306,6 +307,9 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     if eqn.primitive is primitives.map_columns_p:
         # Outside of mapped functions, so that its groups are those of the program.
         return columns_by_gather(eqn), list(ins)
+    if eqn.primitive in (primitives.reduce_fold_p, primitives.fold_around_p):
+        around = eqn.primitive is primitives.fold_around_p
+        return fold_by_gather(eqn, around), list(ins)
     if name == "custom_linear_solve":
         # Of its four functions the value needs `solve` only; derivatives need others.
         sizes = eqn.params["const_lengths"]

@@ -11,6 +11,7 @@ edge_coloring     which slices each ppermute of a permutation moves
 partition_index   the group index
 map_fn            the work of the groups, one jaxpr for each group
 map_columns       work on one coordinate of all groups, for reduce_columns
+fold_groups       associative folds in the order of the groups, for reduce
 extrema           reduce_max, reduce_min
 select_slice      one group's slice, a sum to which the others add zeros
 reduce_ops        the table of reductions that planner and backends read
@@ -19,5 +20,6 @@ A `map_fn` equation runs on a mesh as follows:
 
     map_fn -> map_lowering (shard_map or vmap) -> rbg_per_group (random bits)
     map_columns -> columns_lowering (all-to-all)
+    reduce_fold, fold_around -> fold_lowering (all-gather of the devices' states)
     broadcast, map_fn, reduce_sum -> fused_lowering -> contract_groups
 """

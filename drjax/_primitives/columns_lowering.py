@@ -61,9 +61,7 @@ def execute_columns(
         local = make_layout(partition, None)
         run = lambda *xs: _run_device(local, fn, kinds, shape, xs)
         params = {"partition": partition, "mesh": mesh}
-        return _on_each_device(
-            run, args, kinds, execute_gather, execute_scatter, params
-        )
+        return on_each_device(run, args, kinds, execute_gather, execute_scatter, params)
     fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*args):
@@ -99,14 +97,14 @@ def columns_by_gather(eqn):
     fn, kinds = _compat.jaxpr_as_fun(p["jaxpr"]), (p["kinds_in"], p["kinds_out"])
     run = lambda *xs: _run_device(local, fn, kinds, p["coordinates"], xs)
     params = {"partition": p["partition"], "mesh": p["mesh"]}
-    whole = lambda *xs: _on_each_device(
+    whole = lambda *xs: on_each_device(
         run, xs, kinds, gather_p.bind, scatter_p.bind, params
     )
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(whole)(*avals)
 
 
-def _on_each_device(run, args, kinds, gather, scatter, params) -> list:
+def on_each_device(run, args, kinds, gather, scatter, params) -> list:
     """Run a function of whole operands, for gathered groups, and scatter its results.
 
     Args:

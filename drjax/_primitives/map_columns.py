@@ -52,7 +52,7 @@ map_columns_p = registration.new_primitive("map_columns", multiple_results=True)
 
 
 @contextlib.contextmanager
-def _column_context(layout: Layout):
+def column_context(layout: Layout):
     """Context manager in which the code of one coordinate is traced or transformed.
 
     It is that of one group, but types vary over no Manual axes. What all coordinates
@@ -80,7 +80,7 @@ def trace_column(fn, avals, kinds, coordinates, layout: Layout, name: str):
       `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
       and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
     """
-    with _column_context(layout):
+    with column_context(layout):
         skip = {GROUPS: len(coordinates), COORDINATES: len(coordinates), WHOLE: 0}
         avals = [
             column_aval(aval, layout, skip[kind], kind == GROUPS)
@@ -156,13 +156,37 @@ def _jvp(primals, tangents, *, jaxpr, kinds_in, kinds_out, **params):
     outs = map_columns_p.bind(
         *primals, jaxpr=jaxpr, kinds_in=kinds_in, kinds_out=kinds_out, **params
     )
+    avals = [_compat.typeof(y) for y in outs]
+    kinds = {"kinds_in": kinds_in, "kinds_out": kinds_out}
+    return outs, tangents_of_columns(
+        primals, tangents, avals, jaxpr=jaxpr, **kinds, **params
+    )
+
+
+def tangents_of_columns(
+    primals, tangents, avals, *, jaxpr, kinds_in, kinds_out, **params
+) -> list:
+    """The tangents of the results of a jaxpr that `map_columns` would apply.
+
+    Args:
+      primals: The operands.
+      tangents: For each operand its tangent, of its kind, or a symbolic zero.
+      avals: The types of the results.
+      jaxpr: The closed jaxpr of one coordinate.
+      kinds_in: For each operand its kind, a tuple.
+      kinds_out: For each result its kind, a tuple.
+      **params: The parameters `coordinates`, `partition`, `mesh` and `name`.
+
+    Returns:
+      The list of tangents; a tangent may be a symbolic zero.
+    """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     layout = make_layout(params["partition"], params["mesh"])
-    with _column_context(layout):
+    with column_context(layout):
         jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
     select = lambda xs, flags: [x for x, f in zip(xs, flags, strict=True) if f]
     # A jvp_jaxpr returns the primal results first, and only nonzero tangents.
-    used = [False] * len(outs) + [True] * sum(nonzeros_out)
+    used = [False] * len(avals) + [True] * sum(nonzeros_out)
     dense = _bind_live(
         jvp_jaxpr,
         used,
@@ -171,8 +195,7 @@ def _jvp(primals, tangents, *, jaxpr, kinds_in, kinds_out, **params):
         kinds_out=tuple(select(kinds_out, nonzeros_out)),
         **params,
     )
-    avals = [_compat.typeof(y) for y in outs]
-    return outs, registration.fill_zeros(avals, nonzeros_out, dense)
+    return registration.fill_zeros(avals, nonzeros_out, dense)
 
 
 # sum_c <L_c dx_c, ct_c> = sum_c <dx_c, L_c^T ct_c>: each coordinate has its transpose.
@@ -246,7 +269,7 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
       residuals and the cotangents; it returns the nonzero cotangents of linear inputs.
     """
     # The jaxpr of a tangent computes what it needs of the primals, which is not linear.
-    with _column_context(layout):
+    with column_context(layout):
         known, unknown, unknown_out, computed, forwarded = _compat.partial_eval_jaxpr(
             jaxpr, linear
         )
@@ -334,7 +357,7 @@ def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **
         for dim, kind in zip(dims, kinds_in, strict=True)
     ]
     layout = make_layout(params["partition"], params["mesh"])
-    with _column_context(layout):
+    with column_context(layout):
         batched, axes = _compat.batch_jaxpr(jaxpr, axis_data, in_axes)
         low = [
             axis is not None and axis < lead[kind]

@@ -196,6 +196,7 @@ BLOCKS = {
     "gather": lambda **k: drjax.gather(X3, **k),
     "scatter": lambda **k: drjax.scatter(X3, **k),
     "reduce_columns": lambda **k: drjax.reduce_columns(jnp.median, X3, **k),
+    "reduce": lambda **k: drjax.reduce(jnp.add, X3, 0, **k),
     "take": lambda **k: drjax.take(X3, [1, 1, 0], **k),
     "put": lambda **k: drjax.put(X3, [1, 1, 0], **k),
     "shift": lambda **k: drjax.shift(X3, 1, **k),

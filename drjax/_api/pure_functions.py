@@ -1,0 +1,123 @@
+"""Users' functions of whole arrays, traced within a block: what they may not do.
+
+Input: a trace of such a function, and the sentences of its errors. Output: its jaxpr
+and what it closes over, or an error.
+
+Invariants: the function sees no partition. So building blocks, collectives over the
+partition's axes, effects, and arrays sharded over these axes are errors in it.
+Sharp edges: a partitioned value is an array like any other. If the function closes over
+one, that is an error if its type shows the partition's axes, else when a plan is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drjax import _compat
+from drjax._api.trace_map import collective_axes, mentions, names_own_axis
+from drjax._errors import DrjaxError, DrjaxTypeError, MeshError, ScopeError
+from drjax._jaxprs.walk import deep_equations
+from drjax._sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class PureFunctionErrors:
+    """The checks of a function that a block traces, and the texts of their errors.
+
+    Attributes:
+      what: The function and the block, at the beginning of each error.
+      layout: The layout of the groups.
+      sees: What the function sees, and what to do instead of calling a block.
+      has: What it has, and what to do instead of a collective.
+      effects: How often effects would run, and what to do instead.
+    """
+
+    what: str
+    layout: Layout
+    sees: str
+    has: str
+    effects: str
+
+    def checked(self, trace: Callable[[], Any]):
+        """Trace the function, and check what it does.
+
+        Args:
+          trace: Traces the function: it returns `(jaxpr, consts)`, a closed jaxpr and
+            the list of the arrays and tracers that the function closes over.
+
+        Returns:
+          The same.
+
+        Raises:
+          ScopeError, DrjaxTypeError, MeshError: The function does what is not allowed.
+        """
+        layout = self.layout
+        scope = ScopeError(
+            f"{self.what} calls a building block or a program; {self.sees}"
+        )
+        collective = MeshError(
+            f"{self.what} uses a collective over the axis of partition "
+            f"{layout.partition} itself, {layout.partition.mesh_axes}; {self.has}"
+        )
+        try:
+            jaxpr, consts = trace()
+        except ScopeError as error:
+            raise scope from error
+        except DrjaxError:
+            raise
+        except NameError as error:
+            if names_own_axis(error, layout):
+                raise collective from error
+            raise
+        if any("partition" in eqn.params for eqn in deep_equations(jaxpr)):
+            raise scope
+        if collective_axes(jaxpr) & set(layout.partition.mesh_axes):
+            raise collective
+        if effects := sorted(map(str, _compat.effects_of(jaxpr))):
+            raise DrjaxTypeError(
+                f"{self.what} has effects, {effects}, which would run {self.effects}"
+            )
+        self._check_closed_over(consts)
+        return jaxpr, consts
+
+    def _check_closed_over(self, consts) -> None:
+        """Raise `MeshError` if the function closes over a value of partitioned type.
+
+        Args:
+          consts: The arrays and tracers that the function closes over.
+        """
+        layout = self.layout
+        for const in consts:
+            aval = _compat.typeof(const)
+            varying = _compat.varying(aval) & set(layout.axes)
+            if mentions(aval.sharding, layout.axes) or varying:
+                raise MeshError(
+                    f"{self.what} closes over an array that is sharded over "
+                    f"{layout.axes}, along which the groups of {layout.partition} are. "
+                    "Close over global values only, such as a result of "
+                    "drjax.reduce_sum or drjax.gather."
+                )
+
+
+def without_other_axes(x, layout: Layout, partitioned: bool = True):
+    """Reshard a leaf, so that no Explicit mesh axis shards what belongs to one group.
+
+    For blocks that distribute coordinates over the partition's axes instead, or compute
+    with whole slices. JAX transposes this step, as it is outside the block's primitive.
+
+    Args:
+      x: The leaf, with the type of an operand: `[n, *s]`, or `[*s]` of a global one.
+      layout: The layout of the partition.
+      partitioned: Whether the leaf is partitioned.
+    """
+    sharding = _compat.typeof(x).sharding
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    lead = (layout.spec_entry,) if partitioned else ()
+    spec = P(*lead, *[None] * (x.ndim - len(lead)))
+    if not explicit or sharding.spec == spec:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

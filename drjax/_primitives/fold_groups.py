@@ -1,0 +1,311 @@
+"""The primitives that fold states in the order of the groups, and all of their rules.
+
+`f` is an associative function of two states, whose neutral state is e. A state is a
+list of arrays; group i has the state x_i. What f closes over, c below, are operands.
+
+    reduce_fold(c, e, x) = e . x_1 . ... . x_n                    a . b = f(c, a, b)
+    fold_around(c, e, x) = that, and for each group i
+                           p_i = e . x_1 . ... . x_{i-1}          the fold before i
+                           s_i = x_{i+1} . ... . x_n . e          the fold after i
+
+In the fold, x_i stands between p_i and s_i, whichever way it is computed. So, with the
+derivative of f with respect to its second and first state, and to c,
+
+    y  = (p_i . x_i) . s_i                                        for each i
+    dy = sum_i D[(p_i . x_i) . s_i] (dx_i, dc), with p_i, s_i and the c of the outer f
+         fixed, and de in p_1
+
+which is a map over the groups, linear in the tangents, and a `reduce_sum`: forward mode
+costs one all-reduce of a state, and reverse mode no communication but for the cotangent
+of c. This holds as f is associative for all c near the given one.
+
+    JVP        fold_around, which takes the place of reduce_fold, a map, and sums
+    transpose  that of the map and the sums
+    batching   f is batched; x_i is batched behind the group axis
+
+The tangents of p_i and s_i, for second derivatives, are those of a function of all
+groups' states, which `map_columns` applies on each device: an all-to-all of n states.
+
+Invariants: the jaxpr has neither constants nor effects, and was traced for one group.
+Sharp edges: f is not checked to be associative, nor e to be neutral. The prefixes and
+suffixes are residuals, two states for each group.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, batching
+
+from drjax import _compat
+from drjax._primitives import registration
+from drjax._primitives.collectives import broadcast_p, reduce_sum_p
+from drjax._primitives.columns_lowering import GROUPS
+from drjax._primitives.fold_lowering import (
+    execute_fold,
+    fold_of_all,
+    kinds_of_fold,
+)
+from drjax._primitives.map_columns import tangents_of_columns, trace_column
+from drjax._primitives.map_fn import (
+    broadcast_consts,
+    group_context,
+    map_fn_p,
+    map_slices,
+    trace_group,
+)
+from drjax._primitives.partition_index import partition_index_p
+from drjax._sharding.avals import global_aval
+from drjax._sharding.layout import Layout, make_layout
+
+reduce_fold_p = registration.new_primitive("reduce_fold", multiple_results=True)
+fold_around_p = registration.new_primitive("fold_around", multiple_results=True)
+
+
+def execute_reduce_fold(*args, **params):
+    """Execution function of `reduce_fold`, as `execute_fold`."""
+    return execute_fold(*args, around=False, **params)
+
+
+def execute_fold_around(*args, **params):
+    """Execution function of `fold_around`, as `execute_fold`."""
+    return execute_fold(*args, around=True, **params)
+
+
+def _split(values: Sequence, n_states: int):
+    """Split operands into what f closes over, the neutral state, and the states."""
+    n = len(values) - 2 * n_states
+    return values[:n], values[n : n + n_states], values[n + n_states :]
+
+
+# ---------------------------------------------------------------------------------
+# Types
+
+
+def _abstract_eval(*avals, n_states, partition, mesh, **_):
+    layout = make_layout(partition, mesh)
+    states = avals[len(avals) - n_states :]
+    return [global_aval(aval, layout).update(weak_type=False) for aval in states]
+
+
+def _around_abstract_eval(*avals, n_states, partition, mesh, **_):
+    totals = _abstract_eval(*avals, n_states=n_states, partition=partition, mesh=mesh)
+    states = [x.update(weak_type=False) for x in avals[len(avals) - n_states :]]
+    return [*totals, *states, *states]
+
+
+# ---------------------------------------------------------------------------------
+# Derivatives
+
+
+def _jvp(primals, tangents, **params):
+    """JVP rule of `reduce_fold`: `fold_around`, a map, and sums over the groups."""
+    outs = fold_around_p.bind(*primals, **params)
+    return outs[: params["n_states"]], _total_tangents(primals, tangents, outs, params)
+
+
+def _around_jvp(primals, tangents, **params):
+    """JVP rule of `fold_around`: of the folds around each group, by `map_columns`."""
+    outs = fold_around_p.bind(*primals, **params)
+    totals = _total_tangents(primals, tangents, outs, params)
+    return outs, [*totals, *_around_tangents(primals, tangents, outs, params)]
+
+
+def _total_tangents(primals, tangents, outs, params) -> list:
+    """The tangents of the fold of all groups.
+
+    Args:
+      primals: The operands of `fold_around`.
+      tangents: For each operand its tangent, or a symbolic zero.
+      outs: The results of `fold_around`.
+      params: The parameters of the equation.
+
+    Returns:
+      The list of tangents, global, arrays `[*s]` or symbolic zeros.
+    """
+    n_states, jaxpr = params["n_states"], params["jaxpr"]
+    placement = {"partition": params["partition"], "mesh": params["mesh"]}
+    map_params = {**placement, "name": params["name"]}
+    layout = make_layout(**placement)
+    consts, _, x = _split(primals, n_states)
+    dconsts, dinit, dx = _split(tangents, n_states)
+    totals, before, after = (outs[i * n_states : (i + 1) * n_states] for i in range(3))
+    copies = broadcast_consts(consts, **map_params)
+    # Twice: only the inner f of (p . x) . s has a tangent for what f closes over.
+    operands = [*copies, *copies, *before, *x, *after]
+    dcopies = [_broadcast_tangent(t, placement) for t in dconsts]
+    dbefore = [_in_first_group(t, placement) for t in dinit]
+    none = lambda xs: [_compat.Zero(_compat.typeof(x).to_tangent_aval()) for x in xs]
+    operand_tangents = [*dcopies, *none(copies), *dbefore, *dx, *none(after)]
+    nonzeros = [type(t) is not _compat.Zero for t in operand_tangents]
+    dense = [t for t, nz in zip(operand_tangents, nonzeros, strict=True) if nz]
+    avals = tuple(map(_compat.typeof, operands))
+    group_jaxpr = _between(jaxpr, avals, len(consts), layout)
+    with group_context(layout):
+        jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(group_jaxpr, nonzeros)
+    jvp_jaxpr, closed = _compat.without_consts(jvp_jaxpr)
+    used_out = [False] * n_states + [True] * sum(nonzeros_out)
+    jvp_jaxpr, used = _compat.dce_jaxpr(jvp_jaxpr, used_out)
+    closed = broadcast_consts(closed, **map_params)
+    pairs = zip([*closed, *operands, *dense], used, strict=True)
+    live = [y for y, is_used in pairs if is_used]
+    parts = map_fn_p.bind(*live, jaxpr=jvp_jaxpr, **map_params)
+    sums = [reduce_sum_p.bind(t, **placement) for t in parts]
+    return registration.fill_zeros(map(_compat.typeof, totals), nonzeros_out, sums)
+
+
+def _broadcast_tangent(t, placement):
+    """Broadcast the tangent `[*s]` of a global operand; a symbolic zero stays one."""
+    if type(t) is _compat.Zero:
+        return t
+    return broadcast_p.bind(t, **placement)
+
+
+def _in_first_group(t, placement):
+    """Give group 0 the tangent `[*s]` of a global operand, and the others zeros."""
+    if type(t) is _compat.Zero:
+        return t
+    index = partition_index_p.bind(per_group=False, **placement)
+    copies = broadcast_p.bind(t, **placement)
+    return map_slices(_unless_first_zero, index, copies, **placement)
+
+
+def _unless_first_zero(index, t):
+    """The tangent `t`, `[*s]`, in the group of index 0, else zeros."""
+    return jnp.where(index == 0, t, jnp.zeros((), t.dtype))
+
+
+@_compat.weakref_lru_cache
+def _between(jaxpr, avals, n_consts: int, layout: Layout):
+    """Trace the function of one group of which the fold's derivative is made; cached.
+
+    Args:
+      jaxpr: The closed jaxpr of f.
+      avals: The types of the partitioned operands: twice what f closes over, and then
+        the folds before each group, its own state, and the folds after it, a tuple.
+      n_consts: The number of values that f closes over.
+      layout: The layout of the partition.
+
+    Returns:
+      The closed jaxpr of (p . x) . s.
+    """
+    fn = _compat.jaxpr_as_fun(jaxpr)
+
+    def between(*args):
+        inner, outer = args[:n_consts], args[n_consts : 2 * n_consts]
+        states = args[2 * n_consts :]
+        n = len(states) // 3
+        return fn(*outer, *fn(*inner, *states[: 2 * n]), *states[2 * n :])
+
+    return trace_group(between, avals, layout, "between")[0]
+
+
+def _around_tangents(primals, tangents, outs, params) -> list:
+    """The tangents of the folds before each group, and after it.
+
+    Args:
+      primals: The operands of `fold_around`.
+      tangents: For each operand its tangent, or a symbolic zero.
+      outs: The results of `fold_around`.
+      params: The parameters of the equation.
+
+    Returns:
+      The list of tangents, partitioned, arrays `[n, *s]` or symbolic zeros.
+    """
+    n_states, partition = params["n_states"], params["partition"]
+    layout = make_layout(partition, params["mesh"])
+    kinds_in, _ = kinds_of_fold(len(primals), n_states, True)
+    avals = tuple(map(_compat.typeof, primals))
+    jaxpr = _around_column(
+        params["jaxpr"], avals, kinds_in, n_states, layout, params["name"]
+    )
+    return tangents_of_columns(
+        primals,
+        tangents,
+        [_compat.typeof(y) for y in outs[n_states:]],
+        jaxpr=jaxpr,
+        kinds_in=kinds_in,
+        kinds_out=(GROUPS,) * (2 * n_states),
+        coordinates=(),
+        partition=partition,
+        mesh=params["mesh"],
+        name=params["name"],
+    )
+
+
+@_compat.weakref_lru_cache
+def _around_column(jaxpr, avals, kinds, n_states: int, layout: Layout, name: str):
+    """Trace the folds around all groups as a function of all groups' states; cached.
+
+    Args:
+      jaxpr: The closed jaxpr of f.
+      avals: The types of the operands of `fold_around`, a tuple.
+      kinds: Their kinds, a tuple.
+      n_states: The number of leaves of a state.
+      layout: The layout of the partition.
+      name: The name of f.
+
+    Returns:
+      The closed jaxpr, with the folds before each group, `[n, *s]`, and after it.
+    """
+    run = fold_of_all(layout.partition, jaxpr, n_states, True)
+    fn = lambda *xs: run(*xs)[n_states:]
+    return trace_column(fn, avals, kinds, (), layout, name)[0]
+
+
+# ---------------------------------------------------------------------------------
+# Batching
+
+
+def _batching_rule(primitive):
+    """Make the batching rule of `reduce_fold_p` or `fold_around_p`.
+
+    f is batched, and so is each leaf of a state, as a result of f is a state again. The
+    batch dimension of a group's state is behind the group axis.
+    """
+
+    def rule(axis_data, args, dims, *, jaxpr, n_states, **params):
+        if all(dim is None for dim in dims):  # JAX asks such a rule in this case, too
+            outs = primitive.bind(*args, jaxpr=jaxpr, n_states=n_states, **params)
+            return outs, [None] * len(outs)
+        consts, init, x = _split(list(zip(args, dims, strict=True)), n_states)
+        size = axis_data.size
+        operands = [
+            *(c if d is None else _compat.moveaxis(c, d, 0) for c, d in consts),
+            *(_batched(y, d, 0, size) for y, d in init),
+            *(_batched(y, d, 1, size) for y, d in x),
+        ]
+        batched = [*(d is not None for _, d in consts), *[True] * (2 * n_states)]
+        layout = make_layout(params["partition"], params["mesh"])
+        with group_context(layout):
+            jaxpr = _compat.batch_jaxpr_first(jaxpr, axis_data, batched)
+        outs = primitive.bind(*operands, jaxpr=jaxpr, n_states=n_states, **params)
+        return outs, [0] * n_states + [1] * (len(outs) - n_states)
+
+    return rule
+
+
+def _batched(x, dim, position: int, size: int):
+    """Move the batch dimension of an array to a position, or add one.
+
+    Args:
+      x: The array.
+      dim: Its batch dimension, or None: it has none.
+      position: The new position of the batch dimension.
+      size: The size of the batch.
+    """
+    if dim is not None:
+        return _compat.moveaxis(x, dim, position)
+    shape = (*x.shape[:position], size, *x.shape[position:])
+    kept = [i for i in range(len(shape)) if i != position]
+    return lax.broadcast_in_dim(x, shape, kept)
+
+
+for _primitive, _execute, _rule, _types in (
+    (reduce_fold_p, execute_reduce_fold, _jvp, _abstract_eval),
+    (fold_around_p, execute_fold_around, _around_jvp, _around_abstract_eval),
+):
+    registration.register_execution(_primitive, _execute)
+    _primitive.def_abstract_eval(_types)
+    ad.primitive_jvps[_primitive] = _rule
+    batching.fancy_primitive_batchers[_primitive] = _batching_rule(_primitive)

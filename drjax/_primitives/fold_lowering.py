@@ -1,0 +1,347 @@
+"""The lowering of folds over the groups: on each device, then over the devices.
+
+Input: the jaxpr of an associative function of two states, its neutral state, and a
+state for each group. Output: the fold of all states in the order of the groups; and, on
+request, for each group the fold of the states before it and of those after it.
+
+On m devices with k groups each, a device folds its k states by a balanced tree, of
+depth log k. One all-gather gives it the m states of all devices, which it folds, too:
+
+    reduce_fold     tree over k,  all-gather of m states,  tree over m
+    fold_around     scans of k,   the same all-gather,     scans of m
+
+A device combines the scans of its own groups with the folds of the devices before and
+after it, so that prefixes and suffixes cost no further communication.
+
+Invariants: no state of a padded slot is ever combined with another; the last devices,
+which have no group, are left out. All leaves of one dtype go through one all-gather,
+unless other mesh axes may shard them.
+Sharp edges: the function was traced for one group, but runs without VMA checking, as
+states of a device differ from those of another. Results then vary over all axes over
+which an operand varies.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from drjax import _compat
+from drjax._jaxprs.prng_keys import on_raw
+from drjax._primitives.collectives import (
+    execute_gather,
+    execute_scatter,
+    gather_p,
+    scatter_p,
+)
+from drjax._primitives.columns_lowering import GROUPS, WHOLE, on_each_device
+from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
+from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.layout import Layout, make_layout, other_axes
+
+States = list[jax.Array]
+Combine = Callable[[States, States], States]
+
+
+def kinds_of_fold(n_operands: int, n_states: int, around: bool):
+    """The kinds of the operands and results of a fold, as those of `map_columns`.
+
+    Args:
+      n_operands: The number of operands: consts, neutral state, states of the groups.
+      n_states: The number of leaves of a state.
+      around: Whether there are results for each group.
+
+    Returns:
+      `(kinds of the operands, kinds of the results)`, two tuples.
+    """
+    kinds_in = (WHOLE,) * (n_operands - n_states) + (GROUPS,) * n_states
+    return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (2 * n_states * around)
+
+
+def execute_fold(*args, jaxpr, n_states, partition, mesh, name, around=False):
+    """Execution function of `reduce_fold`, and of `fold_around` if `around`.
+
+    Args:
+      *args: The values that the function closes over, the leaves of the neutral state,
+        `[*s]`, and those of the groups' states, `[n, *s]`.
+      jaxpr: The closed jaxpr of the function of two states.
+      n_states: The number of leaves of a state.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None: the program runs locally.
+      name: The name of the function, ignored.
+      around: Whether to compute folds for each group.
+
+    Returns:
+      The list of the leaves of the fold, `[*s]`; and if `around`, those of the folds
+      before each group, `[n, *s]`, and of those after it.
+    """
+    layout = make_layout(partition, mesh)
+    kinds = kinds_of_fold(len(args), n_states, around)
+    if lowers_by_vmap(layout, jaxpr):
+        run = fold_of_all(partition, jaxpr, n_states, around)
+        params = {"partition": partition, "mesh": mesh}
+        return on_each_device(run, args, kinds, execute_gather, execute_scatter, params)
+    fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
+
+    def body(*args):
+        *args, first = args
+        return _run_device(layout, fn, n_states, around, args, first[0])
+
+    partitioned_in, partitioned_out = (
+        [kind == GROUPS for kind in side] for side in kinds
+    )
+    # The surrounding check_vma: users' loops inside were traced under it.
+    return shard_map_over_devices(
+        layout, body, args, partitioned_in, partitioned_out, _compat.check_vma(),
+        with_first_index=True,
+    )  # fmt: skip
+
+
+def fold_of_all(partition, jaxpr, n_states: int, around: bool) -> Callable:
+    """The function that computes a fold from the states of all groups, locally.
+
+    Args:
+      partition: The `Partition`, of n groups.
+      jaxpr: The closed jaxpr of the function of two states.
+      n_states: The number of leaves of a state.
+      around: Whether to compute folds for each group.
+
+    Returns:
+      The function: it takes the operands of the equation and returns its results, all
+      of them whole, `[n, *s]` or `[*s]`.
+    """
+    local, fn = make_layout(partition, None), _compat.jaxpr_as_fun(jaxpr)
+    return lambda *args: _run_device(local, fn, n_states, around, args)
+
+
+def fold_by_gather(eqn, around: bool):
+    """The closed jaxpr that computes an equation of a fold on the server.
+
+    It gathers the states of all groups, and scatters the results for each group.
+
+    Args:
+      eqn: The equation, of `reduce_fold` or `fold_around`.
+      around: Whether it is one of `fold_around`.
+    """
+    p = eqn.params
+    run = fold_of_all(p["partition"], p["jaxpr"], p["n_states"], around)
+    kinds = kinds_of_fold(len(eqn.invars), p["n_states"], around)
+    params = {"partition": p["partition"], "mesh": p["mesh"]}
+    whole = lambda *xs: on_each_device(
+        run, xs, kinds, gather_p.bind, scatter_p.bind, params
+    )
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(whole)(*avals)
+
+
+# ---------------------------------------------------------------------------------
+# One device
+
+
+def _run_device(
+    layout: Layout, fn: Callable, n_states: int, around: bool, args, first=0
+) -> States:
+    """Fold the states of a device's groups, and then those of all devices.
+
+    Args:
+      layout: The layout: k slots for groups on each of m devices.
+      fn: The function of two states, which takes and returns flat sequences of arrays:
+        first what it closes over, and then the leaves of both states.
+      n_states: The number of leaves of a state.
+      around: Whether to compute folds for each group.
+      args: The operands: what `fn` closes over, `[*t]`, the neutral state, `[*s]`, and
+        the states of the device's groups, `[k, *s]`.
+      first: The group index of the device's first slot, int32 `[]`.
+
+    Returns:
+      The leaves of the fold, `[*s]`; if `around`, also those of the folds before each
+      slot, `[k, *s]`, and after it.
+    """
+    varying = frozenset[str]().union(
+        *(_compat.varying(_compat.typeof(x)) for x in args)
+    )
+    n_consts = len(args) - 2 * n_states
+    consts, x = args[:n_consts], list(args[n_consts + n_states :])
+    init = [y[None] for y in args[n_consts : n_consts + n_states]]
+    in_axes = (None,) * n_consts + (0,) * (2 * n_states)
+    combine = lambda a, b: list(jax.vmap(fn, in_axes)(*consts, *a, *b))
+    k, used = layout.per_device, -(-layout.partition.size // layout.per_device)
+    real = None
+    if layout.uneven:
+        real = first + lax.iota(jnp.int32, k) < layout.partition.size
+    with _compat.without_vma():  # as the states vary over the devices
+        local = _scans(combine, x, real) if around else None
+        own = [y[-1:] for y in local[0]] if local else _tree(combine, x, real)
+    states = _of_all_devices(layout, own, varying, used)
+    with _compat.without_vma():
+        if local is None:
+            totals = combine(init, _tree(combine, states))
+            outs = []
+        else:
+            ends = _scans(combine, states)
+            totals = combine(init, [y[-1:] for y in ends[0]])
+            outs = _around(combine, init, local, ends, first // k, real)
+    others = varying - set(layout.axes)
+    return [
+        *(vary(y[0], others) for y in totals),
+        *(vary(y, varying | set(layout.axes)) for y in outs),
+    ]
+
+
+def _of_all_devices(layout: Layout, own: States, varying, used: int) -> States:
+    """The states of all devices that have groups, by all-gathers.
+
+    It is one all-gather for each dtype; or one for each leaf, if the mesh has other
+    axes, which may shard the leaves.
+
+    Args:
+      layout: The layout: k slots for groups on each of m devices.
+      own: The leaves of the device's state, `[1, *s]`.
+      varying: The axes over which an operand varies.
+      used: The number of devices that have groups.
+
+    Returns:
+      The leaves of the states, `[used, *s]`.
+    """
+    if not layout.axes:
+        return own
+    # All devices have the same result. With VMA checking its type must say so.
+    to = "invarying" if _compat.check_vma() else "varying"
+    axes = varying | set(layout.axes)
+
+    def gathered(x):
+        if not x.size:
+            return jnp.zeros((used, *x.shape[1:]), x.dtype)
+        x = lax.all_gather(vary(x, axes), layout.axes, tiled=True, to=to)
+        return lax.slice_in_dim(x, 0, used)
+
+    def together(*leaves):
+        ends = np.cumsum([x.size for x in leaves])[:-1]
+        flat = lax.concatenate([lax.reshape(x, (1, x.size)) for x in leaves], 1)
+        parts = jnp.split(gathered(flat), ends, axis=1)
+        pairs = zip(parts, leaves, strict=True)
+        return [lax.reshape(y, (used, *x.shape[1:])) for y, x in pairs]
+
+    # A leaf that other axes of the mesh shard would lose that sharding.
+    pack = len(own) > 1 and not other_axes(layout)
+    each = lambda *leaves: [gathered(x) for x in leaves]
+    return _by_dtype(together if pack else each, own)
+
+
+def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
+    """Apply a function of arrays of one dtype to the leaves of each dtype.
+
+    Args:
+      fn: `fn(*leaves)`, which returns as many arrays. It gets the data of typed keys.
+      leaves: The leaves.
+
+    Returns:
+      The list of its results, in the order of the leaves.
+    """
+    outs: dict[int, jax.Array] = {}
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        chosen = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            one = lambda x: fn(x)[0]
+            outs |= {i: on_raw(one, leaves[i]) for i in chosen}
+        else:
+            results = fn(*(leaves[i] for i in chosen))
+            outs |= dict(zip(chosen, results, strict=True))
+    return [outs[i] for i in range(len(leaves))]
+
+
+# ---------------------------------------------------------------------------------
+# Trees and scans. Padding has the last slots, so that a node of a tree has groups if
+# the first of its slots has one; a node without groups is left out.
+
+
+def _unless_padding(real, new: States, old: States) -> States:
+    """`new` where `real`, bool `[k]`, else `old`, both of leaves `[k, *s]`."""
+    if real is None:
+        return new
+    select = lambda x, y: jnp.where(
+        lax.broadcast_in_dim(real, (*real.shape, *(1,) * (x.ndim - 1)), (0,)), x, y
+    )
+    return [select(x, y) for x, y in zip(new, old, strict=True)]
+
+
+def _tree(combine: Combine, x: States, real=None) -> States:
+    """Fold states by a balanced tree, in their order.
+
+    Args:
+      combine: From two states with leaves `[j, *s]` to one, for any j.
+      x: The leaves of k states, `[k, *s]`.
+      real: For each state whether it belongs to a group, bool `[k]`; None: all do.
+
+    Returns:
+      The leaves of the fold, `[1, *s]`. Without groups, it has no meaning.
+    """
+    k = x[0].shape[0]
+    while k > 1:
+        even = 2 * (k // 2)
+        left, right = [y[:even:2] for y in x], [y[1:even:2] for y in x]
+        pairs = combine(left, right)
+        if real is not None:
+            pairs = _unless_padding(real[1:even:2], pairs, left)
+            real = jnp.concatenate([real[:even:2], real[even:]])
+        x = [jnp.concatenate([y, z[even:]]) for y, z in zip(pairs, x, strict=True)]
+        k -= even // 2
+    return x
+
+
+def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
+    """The inclusive folds of states up to each one, and from each one on.
+
+    Args:
+      combine: As for `_tree`.
+      x: The leaves of k states, `[k, *s]`.
+      real: As for `_tree`.
+
+    Returns:
+      `(prefixes, suffixes)`, leaves `[k, *s]`.
+    """
+
+    def with_flags(a, b):
+        pairs = combine(a[:-1], b[:-1])
+        return [*_unless_padding(b[-1], pairs, a[:-1]), a[-1]]
+
+    fn, states = (combine, x) if real is None else (with_flags, [*x, real])
+    forward = lax.associative_scan(fn, states)
+    # In reverse, the scan passes the later state as the first argument.
+    swapped = lambda a, b: fn(b, a)
+    backward = lax.associative_scan(swapped, states, reverse=True)
+    return list(forward[: len(x)]), list(backward[: len(x)])
+
+
+def _around(combine: Combine, init: States, local, ends, device, real) -> States:
+    """The folds of all groups before each slot of a device, and after it.
+
+    Args:
+      combine: As for `_tree`.
+      init: The leaves of the neutral state, `[1, *s]`.
+      local: The inclusive scans of the device's slots, as `_scans` returns them.
+      ends: The inclusive scans of the devices that have groups.
+      device: The number of the device, int32 `[]`.
+      real: For each slot whether it belongs to a group, bool `[k]`; None: all do.
+
+    Returns:
+      The leaves of the folds before each slot, `[k, *s]`, and of those after it.
+    """
+    (ups, downs), (heads, tails) = local, ends
+    k, used = ups[0].shape[0], heads[0].shape[0]
+    join = lambda xs, ys: [jnp.concatenate(p) for p in zip(xs, ys, strict=True)]
+    one_of = lambda xs, i: [lax.dynamic_slice_in_dim(x, i, 1) for x in xs]
+    spread = lambda xs: [jnp.broadcast_to(x, (k - 1, *x.shape[1:])) for x in xs]
+    # A device without groups computes what nobody reads.
+    clip = min if isinstance(device, int) else jnp.minimum
+    before = one_of(join(init, heads), clip(device, used))
+    after = one_of(join(tails, init), clip(device + 1, used))
+    if k == 1:
+        return [*before, *after]
+    prefixes = combine(spread(before), [y[:-1] for y in ups])
+    suffixes = combine([y[1:] for y in downs], spread(after))
+    if real is not None:
+        suffixes = _unless_padding(real[1:], suffixes, spread(after))
+    return [*join(before, prefixes), *join(suffixes, after)]
