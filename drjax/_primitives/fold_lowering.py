@@ -267,6 +267,11 @@ def _unless_padding(real, new: States, old: States) -> States:
     return [select(x, y) for x, y in zip(new, old, strict=True)]
 
 
+def _join(x: States, y: States) -> States:
+    """Concatenate states: leaves `[j, *s]` of `x`, and then `[k, *s]` of `y`."""
+    return [jnp.concatenate(pair) for pair in zip(x, y, strict=True)]
+
+
 def _tree(combine: Combine, x: States, real=None) -> States:
     """Fold states by a balanced tree, in their order.
 
@@ -285,9 +290,10 @@ def _tree(combine: Combine, x: States, real=None) -> States:
         pairs = combine(left, right)
         if real is not None:
             pairs = _unless_padding(real[1:even:2], pairs, left)
-            real = jnp.concatenate([real[:even:2], real[even:]])
-        x = [jnp.concatenate([y, z[even:]]) for y, z in zip(pairs, x, strict=True)]
-        k -= even // 2
+            real = real[::2]
+        if even < k:
+            pairs = _join(pairs, [y[even:] for y in x])
+        x, k = pairs, pairs[0].shape[0]
     return x
 
 
@@ -331,17 +337,16 @@ def _around(combine: Combine, init: States, local, ends, device, real) -> States
     """
     (ups, downs), (heads, tails) = local, ends
     k, used = ups[0].shape[0], heads[0].shape[0]
-    join = lambda xs, ys: [jnp.concatenate(p) for p in zip(xs, ys, strict=True)]
     one_of = lambda xs, i: [lax.dynamic_slice_in_dim(x, i, 1) for x in xs]
     spread = lambda xs: [jnp.broadcast_to(x, (k - 1, *x.shape[1:])) for x in xs]
     # A device without groups computes what nobody reads.
     clip = min if isinstance(device, int) else jnp.minimum
-    before = one_of(join(init, heads), clip(device, used))
-    after = one_of(join(tails, init), clip(device + 1, used))
+    before = one_of(_join(init, heads), clip(device, used))
+    after = one_of(_join(tails, init), clip(device + 1, used))
     if k == 1:
         return [*before, *after]
     prefixes = combine(spread(before), [y[:-1] for y in ups])
     suffixes = combine([y[1:] for y in downs], spread(after))
     if real is not None:
         suffixes = _unless_padding(real[1:], suffixes, spread(after))
-    return [*join(before, prefixes), *join(suffixes, after)]
+    return [*_join(before, prefixes), *_join(suffixes, after)]

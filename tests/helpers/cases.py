@@ -152,6 +152,26 @@ def np_middle_of_columns(m, xs):
 
 
 @program
+def folded_states(m, xs):
+    def compose(a, b):  # affine maps, which do not commute
+        shift = a["scale"] * b["shift"] + a["shift"]
+        return {"scale": a["scale"] * b["scale"], "shift": shift}
+
+    states = drjax.map_fn(
+        lambda m, x: {"scale": jnp.sin(m * x) + 1, "shift": x}, (drjax.broadcast(m), xs)
+    )
+    total = drjax.reduce(compose, states, {"scale": 1, "shift": 0})
+    return total["scale"] + total["shift"] ** 2
+
+
+def np_folded_states(m, xs):
+    scale, shift = np.ones(3), np.zeros(3)
+    for x in xs:
+        scale, shift = scale * (np.sin(m * x) + 1), scale * x + shift
+    return scale + shift**2
+
+
+@program
 def selected_slice(m, xs):
     slices = drjax.map_fn(lambda m, x: jnp.exp(m) * x, (drjax.broadcast(m), xs))
     first = drjax.reduce_argmin(drjax.map_fn(jnp.sum, xs))
@@ -291,6 +311,7 @@ CASES = (
     Case(moved_slices, np_moved_slices, (M, XS)),
     Case(selected_slice, np_selected_slice, (M, XS)),
     Case(middle_of_columns, np_middle_of_columns, (M, XS), False),
+    Case(folded_states, np_folded_states, (M, XS)),
     Case(two_rounds, np_two_rounds, (M, XS)),
     Case(closed_over, lambda m, xs: np.tanh(xs @ np.exp(m)).sum(), (M, XS), False),
     Case(numbered, np_numbered, (M,)),
