@@ -224,7 +224,7 @@ def _of_all_devices(layout: Layout, own: States, varying, used: int) -> States:
         pairs = zip(parts, leaves, strict=True)
         return [lax.reshape(y, (used, *x.shape[1:])) for y, x in pairs]
 
-    # A leaf that other axes of the mesh shard would lose that sharding.
+    # Where other axes of the mesh shard a leaf, a reshape could cost a collective.
     pack = len(own) > 1 and not other_axes(layout)
     each = lambda *leaves: [gathered(x) for x in leaves]
     return _by_dtype(together if pack else each, own)
@@ -314,11 +314,32 @@ def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
         return [*_unless_padding(b[-1], pairs, a[:-1]), a[-1]]
 
     fn, states = (combine, x) if real is None else (with_flags, [*x, real])
-    forward = lax.associative_scan(fn, states)
-    # In reverse, the scan passes the later state as the first argument.
+    flip = lambda states: [y[::-1] for y in states]
     swapped = lambda a, b: fn(b, a)
-    backward = lax.associative_scan(swapped, states, reverse=True)
-    return list(forward[: len(x)]), list(backward[: len(x)])
+    forward, backward = _scan(fn, states), flip(_scan(swapped, flip(states)))
+    return forward[: len(x)], backward[: len(x)]
+
+
+def _scan(combine: Combine, x: States) -> States:
+    """The inclusive folds of k states up to each one, leaves `[k, *s]`, in log k steps.
+
+    As `lax.associative_scan` it scans pairs of states, but it never combines zero ones.
+    """
+    k = x[0].shape[0]
+    if k == 1:
+        return x
+    even, rest = 2 * (k // 2), (k - 1) // 2
+    pairs = combine([y[:even:2] for y in x], [y[1:even:2] for y in x])
+    odds = _scan(combine, pairs)
+    evens = [y[:1] for y in x]
+    if rest:
+        others = combine([y[:rest] for y in odds], [y[2::2] for y in x])
+        evens = _join(evens, others)
+    pairs = zip(evens, odds, strict=True)
+    outs = [
+        jnp.stack([y[: k // 2], z], 1).reshape(even, *z.shape[1:]) for y, z in pairs
+    ]
+    return outs if even == k else _join(outs, [y[k // 2 :] for y in evens])
 
 
 def _around(combine: Combine, init: States, local, ends, device, real) -> States:

@@ -137,7 +137,7 @@ def test_values_and_gradients(name, mesh):
     jax.tree.map(close, result, want)
 
 
-@checkerboard(4, mesh=["uneven", "none", "explicit"], name=["chan", "affine"])
+@checkerboard(4, mesh=["uneven", "none", "explicit"], name=["affine", "chan"])
 def test_second_derivatives_and_batches(name, mesh):
     n, make = MESHES[mesh]
     x = data(n, 3) / 2
@@ -187,6 +187,26 @@ def test_communication():
     want = [("all-gather", m * (2 * d + 1) * 4)]
     assert [(c.kind, c.bytes) for c in forward] == want
     assert [(c.kind, c.bytes) for c in gradient] == want
+
+
+def test_communication_of_derivatives():
+    """A tangent, and a cotangent of what is closed over, are one all-reduce more."""
+    n, d, m = 16, 10, 8
+    f = drjax.program(clients=n)(
+        lambda x, c: drjax.reduce(lambda a, b: a + b + c * a * b, x, 0)
+    )
+    loss = lambda x, c: jnp.sum(f(x, c) ** 2)
+    with jax.set_mesh(make_mesh({"clients": m})):
+        x, c = drjax.shard(data(n, d), partition={"clients": n}), jnp.ones(d)
+        want = {"all-gather": m * d * 4, "all-reduce": d * 4}
+        tangent = lambda x, c: jax.jvp(f, (x, c), (x, c))
+        for derivative in (tangent, jax.value_and_grad(loss, (0, 1))):
+            result = hlo.collectives(hlo_text(derivative, x, c))
+            assert {c.kind: c.bytes for c in result} == want and len(result) == 2
+        inner = jax.grad(loss)
+        second = jax.grad(lambda x, c: jnp.sum(inner(x, c) ** 2))
+        sizes = [c.bytes for c in hlo.collectives(hlo_text(second, x, c))]
+        assert max(sizes) == n * d * 4 and len(sizes) < 8
 
 
 # ---------------------------------------------------------------------------------
@@ -346,6 +366,28 @@ def test_dtypes(dtype, mesh):
     raw = jax.random.key_data if dtype == "key" else np.asarray
     for y in (result, planned):
         np.testing.assert_array_equal(np.asarray(raw(y)), np.asarray(raw(x[2])))
+
+
+@checkerboard(2, mesh=["uneven", "none"])
+def test_gradients_beside_random_keys(mesh):
+    """The best group's key, whose tangents are zeros, and a gradient of its score."""
+    n, make = MESHES[mesh]
+    keys = jax.vmap(jax.random.key)(jnp.arange(n))
+    x = np.cos(np.arange(n), dtype=np.float32)
+
+    def best(a, b):
+        return jax.tree.map(lambda x, y: jnp.where(a[0] >= b[0], x, y), a, b)
+
+    @drjax.program(clients=n)
+    def loss(x):
+        score, key = drjax.reduce(best, (x, keys), (-jnp.inf, keys[0]))
+        return score**2 * jax.random.uniform(key)
+
+    with in_mesh(make and make()):
+        result = jax.jit(jax.grad(loss))(x), jax.jit(jax.hessian(loss))(x)
+    want = np.zeros((n, n))
+    want[0, 0] = 2 * jax.random.uniform(keys[0])
+    jax.tree.map(close, result, (want[0], want))
 
 
 def test_transformations():
