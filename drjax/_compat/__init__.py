@@ -31,6 +31,7 @@ from drjax._compat.jax_types import jaxpr_as_fun as jaxpr_as_fun
 from drjax._compat.jax_types import moveaxis as moveaxis
 from drjax._compat.jax_types import typeof as typeof
 from drjax._compat.jax_types import weakref_lru_cache as weakref_lru_cache
+from drjax._compat.jaxprs import add_batch_dimension as add_batch_dimension
 from drjax._compat.jaxprs import backward_pass as backward_pass
 from drjax._compat.jaxprs import batch_jaxpr as batch_jaxpr
 from drjax._compat.jaxprs import batch_jaxpr_first as batch_jaxpr_first

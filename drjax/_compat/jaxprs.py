@@ -186,6 +186,19 @@ def batch_jaxpr_first(jaxpr, axis_data, batched: Sequence[bool]):
     return batching.batch_jaxpr(jaxpr, axis_data, tuple(batched), True)[0]
 
 
+def add_batch_dimension(x, axis_data, position: int):
+    """Broadcast an array along a new batch dimension, as `vmap` does.
+
+    Args:
+      x: The array.
+      axis_data: As for `batch_jaxpr`. If the batch is sharded over an Explicit mesh
+        axis, so is the new dimension.
+      position: The position of the new dimension.
+    """
+    axis = axis_data.explicit_mesh_axis
+    return batching.broadcast(x, axis_data.size, position, axis)
+
+
 def effects_of(jaxpr) -> frozenset:
     """The effects of a jaxpr, open or closed, that its caller can observe.
 

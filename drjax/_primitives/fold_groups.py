@@ -34,7 +34,6 @@ suffixes are residuals, two states for each group.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import lax
 from jax.interpreters import ad, batching
 
 from drjax import _compat
@@ -269,11 +268,10 @@ def _batching_rule(primitive):
             outs = primitive.bind(*args, jaxpr=jaxpr, n_states=n_states, **params)
             return outs, [None] * len(outs)
         consts, init, x = _split(list(zip(args, dims, strict=True)), n_states)
-        size = axis_data.size
         operands = [
             *(c if d is None else _compat.moveaxis(c, d, 0) for c, d in consts),
-            *(_batched(y, d, 0, size) for y, d in init),
-            *(_batched(y, d, 1, size) for y, d in x),
+            *(_batched(y, d, 0, axis_data) for y, d in init),
+            *(_batched(y, d, 1, axis_data) for y, d in x),
         ]
         batched = [*(d is not None for _, d in consts), *[True] * (2 * n_states)]
         layout = make_layout(params["partition"], params["mesh"])
@@ -285,20 +283,18 @@ def _batching_rule(primitive):
     return rule
 
 
-def _batched(x, dim, position: int, size: int):
-    """Move the batch dimension of an array to a position, or add one.
+def _batched(x, dim, position: int, axis_data):
+    """Move the batch dimension `dim` of an array to a position; None: add one.
 
     Args:
       x: The array.
       dim: Its batch dimension, or None: it has none.
       position: The new position of the batch dimension.
-      size: The size of the batch.
+      axis_data: JAX's `AxisData` of the vmap.
     """
-    if dim is not None:
-        return _compat.moveaxis(x, dim, position)
-    shape = (*x.shape[:position], size, *x.shape[position:])
-    kept = [i for i in range(len(shape)) if i != position]
-    return lax.broadcast_in_dim(x, shape, kept)
+    if dim is None:
+        return _compat.add_batch_dimension(x, axis_data, position)
+    return _compat.moveaxis(x, dim, position)
 
 
 for _primitive, _execute, _rule, _types in (

@@ -225,7 +225,8 @@ def _of_all_devices(layout: Layout, own: States, varying, used: int) -> States:
         return [lax.reshape(y, (used, *x.shape[1:])) for y, x in pairs]
 
     # Where other axes of the mesh shard a leaf, a reshape could cost a collective.
-    pack = len(own) > 1 and not other_axes(layout)
+    others = other_axes(layout) or layout.other_explicit_axes
+    pack = len(own) > 1 and not others
     each = lambda *leaves: [gathered(x) for x in leaves]
     return _by_dtype(together if pack else each, own)
 

@@ -325,6 +325,20 @@ def test_states_sharded_over_other_axes(layout):
         jax.tree.map(close, loss(f)(x), want)
 
 
+def test_a_batch_sharded_over_an_explicit_axis():
+    x = data(4, 6, 3)
+    f = drjax.program(clients=4)(
+        lambda x: drjax.reduce(lambda a, b: a + b + a * b, x, 0)
+    )
+    loss = lambda f: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(f(x))))
+    batch = lambda f: jax.jit(jax.vmap(loss(f), 1))
+    want = batch(lambda x: plainly(lambda a, b: a + b + a * b, x))(x)
+    mesh = make_mesh({"clients": 2, "model": 2}, EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, P("clients", "model")))
+        jax.tree.map(close, batch(f)(x), want)
+
+
 def test_a_partition_over_two_axes():
     x = data(6, 3)
     combine, init, states = FOLDS["affine"]
