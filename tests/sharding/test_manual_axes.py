@@ -283,7 +283,9 @@ CLOSURES = {
 }  # fmt: skip
 
 
-@checkerboard(4, name=CLOSURES, axes=[{"clients"}, {"clients", "model"}], inside=[0, 1])
+@checkerboard(
+    4, name=CLOSURES, axes=[("clients",), ("clients", "model")], inside=[0, 1]
+)
 def test_closures_in_a_shard_map_over_the_partition(name, axes, inside):
     """Values that do not vary over the devices: their cotangents are added up once."""
     fn = CLOSURES[name]
@@ -295,7 +297,7 @@ def test_closures_in_a_shard_map_over_the_partition(name, axes, inside):
     specs = P("clients"), P()
     sharded = functools.partial(
         jax.shard_map, mesh=make_mesh({"clients": 4, "model": 2}), in_specs=specs,
-        axis_names=axes,
+        axis_names=set(axes),
     )  # fmt: skip
     if inside:
         grad = sharded(lambda x, w: jax.grad(f, (0, 1))(x, w), out_specs=specs)
