@@ -162,14 +162,15 @@ class Reduce:
       source: The partitioned value that is reduced.
       result: The global value that it gives.
       wire: How a sum or mean is encoded between devices; None: it is not encoded.
-      sharded: Whether the devices of a mesh have parts of the result, not all of it.
+      sharded: Whether the devices of a mesh have parts of the result, not all of it;
+        "auto": only if the axes of the mesh are Auto.
     """
 
     op: str
     source: Value
     result: Value
     wire: Wire | None = None
-    sharded: bool = False
+    sharded: bool | str = False
 
     @property
     def nbytes(self) -> int:

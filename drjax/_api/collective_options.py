@@ -87,7 +87,7 @@ def bind_sums(
       The reductions, global arrays `[*s]` in the dtypes of the leaves.
     """
     separate = "sharded" in options or bool(other_axes(make_layout(**params)))
-    if "wire" not in options or len(leaves) == 1 or separate:
+    if "wire" not in options or len(leaves) < 2 or separate:
         return [primitive.bind(leaf, **options, **params) for leaf in leaves]
     block = options["wire"].block
 

@@ -83,7 +83,7 @@ def _sent(x: Any) -> str:
     text = f"{size(x.nbytes)} a group"
     if getattr(x, "wire", None) is not None:
         text += f" as {x.wire}"
-    return text + (", sharded" if getattr(x, "sharded", False) else "")
+    return text + (", sharded" if getattr(x, "sharded", False) is True else "")
 
 
 def _rounds(plan: Any) -> Iterator[str]:

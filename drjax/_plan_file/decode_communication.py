@@ -33,7 +33,10 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     source, result = values(data["values"])
     op = json_values.one_of((*REDUCE_OPS, "gather"), data["op"])
     wire = _wire(op, source, data.get("wire"))
-    return Reduce(op, source, result, wire, data.get("sharded") is True)
+    sharded = data.get("sharded", False)
+    if sharded not in (False, True, "auto"):
+        raise ValueError(f"{str(sharded)[:60]} is no layout of a result")
+    return Reduce(op, source, result, wire, sharded)
 
 
 def _wire(op: str, source: Value, data: Any) -> Wire | None:

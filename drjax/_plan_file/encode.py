@@ -227,7 +227,7 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
     # Only where they are used, so that earlier versions read other files.
     if reduce.wire is not None:
         data["wire"] = [reduce.wire.dtype, reduce.wire.block]
-    return data | ({"sharded": True} if reduce.sharded else {})
+    return data | ({"sharded": reduce.sharded} if reduce.sharded else {})
 
 
 def _move(move: Move, names) -> dict[str, Any]:

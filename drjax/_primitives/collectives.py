@@ -178,10 +178,19 @@ def _reduce_abstract_eval(x, *, partition, mesh, wire=None, sharded=False):
     return aval if axis is None else scattered_aval(aval, layout, axis)
 
 
-def _axis_of(layout: Layout, aval, sharded: bool) -> int | None:
-    """The axis along which a result of type `aval` is divided; None: it is not."""
-    spec = inner_spec(aval, layout, 0)
-    return scattered_axis(layout, aval.shape, spec) if sharded else None
+def _axis_of(layout: Layout, aval, sharded: bool | str) -> int | None:
+    """The axis along which a result is divided over the devices; None: it is not.
+
+    Args:
+      layout: The layout of the partition.
+      aval: The type of the result, or of one of the slices that a gather returns.
+      sharded: Whether it is to be divided; "auto": only if no axis is Explicit, as the
+        type of the result would tell.
+    """
+    explicit = layout.spec_entry is not None or layout.other_explicit_axes
+    if not sharded or (sharded == "auto" and explicit):
+        return None
+    return scattered_axis(layout, aval.shape, inner_spec(aval, layout, 0))
 
 
 # <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
@@ -271,14 +280,15 @@ def execute_gather(x, *, partition, mesh, sharded=False):
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      sharded: Whether the result is divided over the devices along an axis of `[*s]`.
+      sharded: Whether the result is divided over the devices along an axis of `[*s]`;
+        "auto": only if no mesh axis is Explicit.
 
     Returns:
       The slices of all groups as a global value, `[n, *s]`.
     """
     layout = make_layout(partition, mesh)
     slice_ = global_aval(_compat.typeof(x), layout)
-    axis = _axis_of(layout, slice_, sharded and not is_key(x.dtype))
+    axis = None if is_key(x.dtype) else _axis_of(layout, slice_, sharded)
     if axis is not None:
         return _all_to_all(layout, x, axis + 1)
 
@@ -320,7 +330,7 @@ def _all_to_all(layout: Layout, x, axis: int):
 def _gather_abstract_eval(x, *, partition, mesh, sharded=False):
     layout = make_layout(partition, mesh)
     slice_ = global_aval(x, layout)
-    axis = _axis_of(layout, slice_, sharded and not is_key(x.dtype))
+    axis = None if is_key(x.dtype) else _axis_of(layout, slice_, sharded)
     if axis is not None:
         slice_ = scattered_aval(slice_, layout, axis)
     spec = (None, *slice_.sharding.spec)

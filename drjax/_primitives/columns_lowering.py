@@ -15,6 +15,7 @@ left out of sums. Sharp edges: the jaxpr was traced without VMA checking, so it 
 without it; its results then vary over all axes over which an operand varies.
 """
 
+import functools
 import math
 
 import jax
@@ -88,6 +89,8 @@ def columns_by_gather(eqn):
     """The closed jaxpr that computes an equation of `map_columns` on the server.
 
     It gathers the operands of the kind "groups", and scatters the results of that kind.
+    On a mesh with Auto axes, each device gets a part of the coordinates, and the
+    compiler divides the work on them among the devices.
 
     Args:
       eqn: The equation.
@@ -97,9 +100,8 @@ def columns_by_gather(eqn):
     fn, kinds = _compat.jaxpr_as_fun(p["jaxpr"]), (p["kinds_in"], p["kinds_out"])
     run = lambda *xs: _run_device(local, fn, kinds, p["coordinates"], xs)
     params = {"partition": p["partition"], "mesh": p["mesh"]}
-    whole = lambda *xs: on_each_device(
-        run, xs, kinds, gather_p.bind, scatter_p.bind, params
-    )
+    gather = functools.partial(gather_p.bind, sharded="auto")
+    whole = lambda *xs: on_each_device(run, xs, kinds, gather, scatter_p.bind, params)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(whole)(*avals)
 

@@ -327,3 +327,19 @@ def test_only_real_floats_are_encoded():
     encoded = three(functools.partial(drjax.reduce_sum, wire="int8"))
     for x in (np.arange(3, dtype=np.int32), np.ones(3, np.complex64)):
         raises(TypeError, f"leaves of real floats, got {x.dtype}", encoded, x)
+
+
+@pytest.mark.parametrize("options", ["int8", "float4", "sharded", "sharded int8"])
+def test_odd_trees(options):
+    kwargs, _ = OPTIONS[options]
+    ones = lambda *shape, dtype=np.float32: np.ones((8, *shape), dtype)
+    trees = ({}, None, ones(0, 3), {"a": ones(0), "b": ones(3)}, ones(dtype=np.float16))
+    mean = drjax.program(clients=8)(lambda x: drjax.reduce_mean(x, **kwargs))
+    with jax.set_mesh(make_mesh({"clients": 4})):
+        for x in trees:
+            for run in (jax.jit, drjax.jit):
+                y = run(mean)(x)
+                assert jax.tree.structure(y) == jax.tree.structure(x)
+                for a, b in zip(jax.tree.leaves(y), jax.tree.leaves(x), strict=True):
+                    assert a.shape == b.shape[1:] and a.dtype == b.dtype
+                    np.testing.assert_allclose(a, np.ones_like(a), rtol=1e-3)

@@ -293,7 +293,7 @@ class _MeshInterpreter(PlanInterpreter):
             if reduce.op == "gather":
                 params = {"partition": layout.partition, "mesh": layout.mesh}
                 if reduce.sharded:
-                    params["sharded"] = True
+                    params["sharded"] = reduce.sharded
                 env[reduce.result] = gather_p.bind(env[reduce.source], **params)
         if reuse is not None:
             self._reuse_accumulators(layout, reuse, totals, env)

@@ -1,0 +1,314 @@
+"""Measure the ways to move and combine groups, and hand-written code.
+
+    python -m benchmarks.combinations          # n = 32 groups of 20 000 numbers
+    python -m benchmarks.combinations --quick  # small groups
+
+Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), hand-written in a
+`jax.shard_map`, and in plain `jax.numpy`, of which the compiler makes the collectives
+(GSPMD). On 8 devices of the CPU: results of collectives on one device in bytes, and
+temporary memory, both of which do not depend on the machine; and run time as a ratio to
+the hand-written code, in interleaved rounds. With `--out` the table goes to
+`combinations-jax-VERSION.md`.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import drjax
+from benchmarks import hlo
+
+N, DEVICES = 32, 8
+OURS, PLANNED, BASELINE, PLAIN = "drjax", "drjax.jit", "shard_map", "jax.numpy"
+_AXIS = "clients"
+_K = N // DEVICES
+_PERMUTATION = [*range(N)][::-1]
+
+
+def _sharded(fn: Callable, out: P, check_vma: bool = True) -> Callable:
+    """`fn` of one device's groups, `[k, d]`, on all devices."""
+    return jax.shard_map(fn, in_specs=P(_AXIS), out_specs=out, check_vma=check_vma)
+
+
+def _program(fn: Callable) -> Callable:
+    return drjax.program(**{_AXIS: N})(fn)
+
+
+def _shift(x):
+    ring = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
+    return jnp.concatenate([lax.ppermute(x[-1:], _AXIS, ring), x[:-1]])
+
+
+def _reverse(x):
+    return lax.ppermute(x[::-1], _AXIS, [(i, DEVICES - 1 - i) for i in range(DEVICES)])
+
+
+def _take(x):
+    first = lax.axis_index(_AXIS) * _K
+    position = _traced_index() - first
+    own = ((position >= 0) & (position < _K))[:, None]
+    slices = jnp.where(own, x[position.clip(0, _K - 1)], 0)
+    return lax.psum_scatter(slices, _AXIS, tiled=True)
+
+
+def _traced_index():
+    """An index of groups that the compiler does not know."""
+    return (jnp.arange(N) * 7 + lax.optimization_barrier(jnp.int32(3))) % N
+
+
+def _columns(fn: Callable, x, gathered: bool = True):
+    y = fn(lax.all_to_all(x, _AXIS, 1, 0, tiled=True))
+    if not gathered:
+        return lax.psum(y, _AXIS)
+    return lax.all_gather(y, _AXIS, tiled=True)
+
+
+def _logsumexp(x):
+    largest = lax.pmax(x.max(0), _AXIS)
+    return largest + jnp.log(lax.psum(jnp.exp(x - largest[None]).sum(0), _AXIS))
+
+
+def _add_exponentials(a, b):
+    """The logsumexp of two sets of numbers from those of each."""
+    return jnp.logaddexp(a, b)
+
+
+def _segments(x):
+    ids = (lax.axis_index(_AXIS) * _K + jnp.arange(_K)) % 3
+    return lax.psum(jax.ops.segment_sum(x, ids, 3), _AXIS)
+
+
+def _optimizer_step(x):
+    return jnp.tanh(x) * 0.1
+
+
+def _server(x):
+    mean = lax.psum_scatter(x.sum(0), _AXIS, tiled=True) / N
+    return x + lax.all_gather(_optimizer_step(mean), _AXIS, tiled=True)[None]
+
+
+def _int8(x, block: int = 256):
+    """A mean that devices exchange as int8, each block with a float32 scale."""
+
+    def encode(x):
+        scale = jnp.abs(x).reshape(*x.shape[:-1], -1, block).max(-1) / 127
+        wide = jnp.repeat(scale, block, -1)
+        return jnp.round(x / jnp.where(wide > 0, wide, 1)).astype(jnp.int8), scale
+
+    def decode(codes, scale):
+        return codes.astype(jnp.float32) * jnp.repeat(scale, block, -1)
+
+    d = x.shape[1]
+    width = -(-d // (DEVICES * block)) * block
+    total = jnp.pad(x.sum(0) / N, (0, DEVICES * width - d)).reshape(DEVICES, width)
+    exchange = functools.partial(
+        lax.all_to_all, axis_name=_AXIS, split_axis=0, concat_axis=0, tiled=True
+    )
+    own = decode(*map(exchange, encode(total))).sum(0)
+    gather = functools.partial(lax.all_gather, axis_name=_AXIS, tiled=True)
+    return decode(*map(gather, encode(own)))[:d]
+
+
+def _moved_to_columns(x):
+    return lax.all_to_all(x, _AXIS, 1, 0, tiled=True)
+
+
+def _constrained(x, spec: P):
+    return lax.with_sharding_constraint(x, spec)
+
+
+_median = functools.partial(jnp.median, axis=0)
+_gram = lambda x: x @ x.T
+_by_three = lambda: jnp.arange(N) % 3
+
+# For each task: the program, the function of one device's groups with the layout of its
+# result, and plain jax.numpy.
+TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "shift by one group": (
+        lambda x: drjax.shift(x, 1),
+        _sharded(_shift, P(_AXIS)),
+        lambda x: jnp.roll(x, 1, axis=0),
+    ),
+    "known permutation": (
+        lambda x: drjax.take(x, _PERMUTATION),
+        _sharded(_reverse, P(_AXIS)),
+        lambda x: x[np.array(_PERMUTATION)],
+    ),
+    "take, traced index": (
+        lambda x: drjax.take(x, _traced_index()),
+        _sharded(_take, P(_AXIS)),
+        lambda x: _constrained(x[_traced_index()], P(_AXIS)),
+    ),
+    "median": (
+        lambda x: drjax.reduce_columns(jnp.median, x),
+        _sharded(functools.partial(_columns, _median), P(), False),
+        _median,
+    ),
+    "gradient of a median": (
+        jax.grad(_program(lambda x: drjax.reduce_columns(jnp.median, x).sum())),
+        jax.grad(
+            lambda x: _sharded(functools.partial(_columns, _median), P(), False)(
+                x
+            ).sum()
+        ),
+        jax.grad(lambda x: _median(x).sum()),
+    ),
+    "Gram matrix": (
+        lambda x: drjax.reduce_columns(lambda c: jnp.outer(c, c), x, sum=True),
+        _sharded(functools.partial(_columns, _gram, gathered=False), P()),
+        _gram,
+    ),
+    "logsumexp": (
+        lambda x: drjax.reduce(_add_exponentials, x, -jnp.inf),
+        _sharded(_logsumexp, P()),
+        lambda x: jax.nn.logsumexp(x, axis=0),
+    ),
+    "sum of 3 segments": (
+        lambda x: drjax.reduce_sum(x, by=_by_three(), num=3),
+        _sharded(_segments, P()),
+        lambda x: jax.ops.segment_sum(x, _by_three(), 3),
+    ),
+    "sharded server, broadcast": (
+        lambda x: drjax.map_fn(
+            jnp.add,
+            (
+                x,
+                drjax.broadcast(
+                    _optimizer_step(drjax.reduce_mean(x, result="sharded"))
+                ),
+            ),
+        ),
+        _sharded(_server, P(_AXIS)),
+        lambda x: x + _optimizer_step(_constrained(x.mean(0), P(_AXIS)))[None],
+    ),
+    "mean in int8": (
+        lambda x: drjax.reduce_mean(x, wire="int8"),
+        _sharded(_int8, P(), False),
+        lambda x: x.mean(0),
+    ),
+    "transpose to columns": (
+        lambda x: drjax.gather(x, result="sharded"),
+        _sharded(_moved_to_columns, P(None, _AXIS)),
+        lambda x: _constrained(x, P(None, _AXIS)),
+    ),
+}
+
+
+def measure(numbers: int, rounds: int, show_progress: bool = True) -> list[dict]:
+    """All measurements.
+
+    Args:
+      numbers: d, how many float32 numbers each group has, a multiple of 8.
+      rounds: How often each program is timed.
+      show_progress: Whether to show a progress bar.
+
+    Returns:
+      A dict for each task and implementation: `task`, `implementation`, `bytes` (a
+      dict from kinds of collectives to bytes of results on one device), `temp` in
+      bytes, and `time`, the median ratio to the hand-written code.
+    """
+    rows: list[dict] = []
+    mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        values = np.random.RandomState(0).randn(N, numbers).astype(np.float32)
+        x = jax.device_put(values, NamedSharding(mesh, P(_AXIS)))
+        for task, versions in tqdm(TASKS.items(), disable=not show_progress):
+            rows += _measure_task(task, versions, x, rounds)
+    return rows
+
+
+def _measure_task(task: str, versions: tuple, x, rounds: int) -> list[dict]:
+    """The measurements of one task; see `measure`."""
+    ours, baseline, plain = versions
+    program = ours if "gradient" in task else _program(ours)
+    functions = {
+        OURS: jax.jit(program),
+        PLANNED: drjax.jit(program),
+        BASELINE: jax.jit(baseline),
+        PLAIN: jax.jit(plain),
+    }
+    compiled = {k: jax.jit(f).lower(x).compile() for k, f in functions.items()}
+    results = {k: np.asarray(f(x)) for k, f in compiled.items()}
+    for name, result in results.items():
+        tolerance = 0.02 if "int8" in task else 1e-4 * np.abs(results[PLAIN]).max()
+        np.testing.assert_allclose(
+            result, results[PLAIN], rtol=0, atol=tolerance, err_msg=f"{task}, {name}"
+        )
+    seconds: dict[str, list[float]] = {k: [] for k in compiled}
+    for _ in range(rounds):
+        for name, run in compiled.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run(x))
+            seconds[name].append(time.perf_counter() - begin)
+    ratio = lambda k: statistics.median(
+        a / b for a, b in zip(seconds[k], seconds[BASELINE], strict=True)
+    )
+    return [
+        {
+            "task": task,
+            "implementation": name,
+            "bytes": {
+                kind: size
+                for kind, (_, size) in hlo.summary(
+                    hlo.collectives(run.as_text())
+                ).items()
+            },
+            "temp": run.memory_analysis().temp_size_in_bytes,
+            "time": ratio(name),
+        }
+        for name, run in compiled.items()
+    ]
+
+
+def markdown(rows: list[dict], numbers: int) -> str:
+    """The table of `measure`, with what it was measured on."""
+    show = lambda sizes: (
+        ", ".join(f"{kind} {size:,}" for kind, size in sizes.items()) or "none"
+    )
+    lines = [
+        f"JAX {jax.__version__}, {DEVICES} devices of the CPU, n = {N} groups of "
+        f"{numbers:,} float32 numbers. Bytes are results of collectives on one device; "
+        "time is relative to the hand-written `shard_map`.",
+        "",
+        "| task | written with | bytes of collectives | temporary bytes | time |",
+        "|---|---|---|---:|---:|",
+    ]
+    for row in rows:
+        task = row["task"] if row["implementation"] == OURS else ""
+        lines.append(
+            f"| {task} | {row['implementation']} | {show(row['bytes'])} | "
+            f"{row['temp']:,} | {row['time']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small groups")
+    parser.add_argument("--out", type=Path, help="the folder for the table")
+    options: Any = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    numbers, rounds = (512, 3) if options.quick else (20_000, 30)
+    table = markdown(measure(numbers, rounds), numbers)
+    print(table)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"combinations-jax-{jax.__version__}.md").write_text(table)
+
+
+if __name__ == "__main__":
+    main()

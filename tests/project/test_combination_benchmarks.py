@@ -1,0 +1,40 @@
+"""What the benchmarks of ways to combine groups promise about bytes, never about times.
+
+Covers: benchmarks.
+"""
+
+import pytest
+
+from benchmarks import combinations
+from benchmarks.combinations import BASELINE, OURS, PLANNED
+
+pytestmark = pytest.mark.slow
+
+# Of `drjax.reduce` each device has m states, and in a plan those of all groups; a sum
+# by segment holds an array of all segments for each group.
+MORE_BYTES, MORE_MEMORY = {"logsumexp"}, {"logsumexp", "sum of 3 segments"}
+# The slice of a device, and a few scalars.
+SLACK = 4 * 512 * combinations.N // combinations.DEVICES + 64
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rows = combinations.measure(512, 1, show_progress=False)
+    return {(row["task"], row["implementation"]): row for row in rows}
+
+
+@pytest.mark.parametrize("name", [OURS, PLANNED])
+@pytest.mark.parametrize("task", combinations.TASKS)
+def test_no_more_bytes_or_memory_than_hand_written_code(rows, task, name):
+    row, baseline = rows[task, name], rows[task, BASELINE]
+    total = lambda row: sum(row["bytes"].values())
+    if task not in MORE_BYTES:
+        # The planner may send the cotangent of a coordinate with its numbers.
+        assert total(row) <= 1.15 * total(baseline)
+    if task not in MORE_MEMORY:
+        assert row["temp"] <= baseline["temp"] + SLACK
+
+
+def test_the_table(rows):
+    table = combinations.markdown([*rows.values()], 512)
+    assert table.count("\n") == 4 + len(rows) and "| median | drjax |" in table
