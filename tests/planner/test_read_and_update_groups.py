@@ -55,6 +55,7 @@ TAKEN = {
     "indices": lambda y, i: y[i],
     "indices of most": lambda y, i: y[jnp.concatenate([i, i + 1, i[:1]])],
     "indices of all and more": lambda y, i: y[jnp.concatenate([i, i, i, i])],
+    "indices in pairs": lambda y, i: y[np.array([[3, 1], [2, 0], [5, 4]])],
     "one index of a batch": lambda y, i: jax.vmap(lambda j: y[j])(
         jnp.concatenate([i, i, i, i + 1])
     ),
@@ -76,7 +77,7 @@ def test_slices_of_some_groups(name):
     plan = agree(program(lambda x, i: TAKEN[name](slices(x), i)), X, I)
     (only,) = (r for r in plan.rounds if r.reduces)
     gathers = name in ("half", "most, at an index", "one index of a batch")
-    gathers = gathers or name.startswith("indices of")
+    gathers = gathers or name.startswith(("indices of", "indices in"))
     assert [r.op for r in only.reduces] == ["gather" if gathers else "sum"]
 
 

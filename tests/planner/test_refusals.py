@@ -71,17 +71,8 @@ def gram_matrix(x):
     return slices @ slices.T
 
 
-def traced_slices(x, i=1):
-    first = jnp.int32(i) + 0 * x[0, 0].astype(jnp.int32)
-    return jax.lax.dynamic_slice_in_dim(squares(x), first, 3)
-
-
 def most_slices(x):
     return squares(x)[:3]
-
-
-def pairs_of_slices(x):
-    return squares(x)[np.array([[3, 1], [2, 0]])]
 
 
 def concatenate_groups(x):
@@ -140,11 +131,7 @@ REFUSED = {
         "(float32[4,3] partitioned, float32[3,4] partitioned along axis 1)",
         GATHER,
     ),
-    traced_slices: ("dynamic_slice", "(float32[4,3] partitioned, int32[]", "select"),
     most_slices: (None, "(float32[4,3] partitioned", "select"),
-    pairs_of_slices: (
-        "gather", "(float32[4,3] partitioned, int32[2,2,1] global)", GATHER,
-    ),
     concatenate_groups: (
         "concatenate", "(float32[4,3] partitioned, float32[4,3] partitioned)", GATHER,
     ),
