@@ -68,7 +68,7 @@ def assert_near(x, y, error: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=error * 4 * np.abs(b).max())
 
 
-@checkerboard(5, mesh=MESHES, options=OPTIONS, reduction=REDUCTIONS)
+@checkerboard(9, mesh=MESHES, options=OPTIONS, reduction=REDUCTIONS)
 def test_values_and_derivatives(mesh, options, reduction):
     n, make = MESHES[mesh]
     kwargs, error = OPTIONS[options]
