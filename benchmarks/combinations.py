@@ -43,7 +43,7 @@ def _sharded(fn: Callable, out: P, check_vma: bool = True) -> Callable:
 
 
 def _program(fn: Callable) -> Callable:
-    return drjax.program(**{_AXIS: N})(fn)
+    return drjax.program(clients=N)(fn)
 
 
 def _shift(x):
@@ -239,7 +239,9 @@ def _measure_task(task: str, versions: tuple, x, rounds: int) -> list[dict]:
         BASELINE: jax.jit(baseline),
         PLAIN: jax.jit(plain),
     }
-    compiled = {k: jax.jit(f).lower(x).compile() for k, f in functions.items()}
+    compiled: dict[str, Any] = {
+        k: jax.jit(f).lower(x).compile() for k, f in functions.items()
+    }
     results = {k: np.asarray(f(x)) for k, f in compiled.items()}
     for name, result in results.items():
         tolerance = 0.02 if "int8" in task else 1e-4 * np.abs(results[PLAIN]).max()

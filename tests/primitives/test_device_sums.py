@@ -333,8 +333,14 @@ def test_only_real_floats_are_encoded():
 @pytest.mark.parametrize("options", ["int8", "float4", "sharded", "sharded int8"])
 def test_odd_trees(options):
     kwargs, _ = OPTIONS[options]
-    ones = lambda *shape, dtype=np.float32: np.ones((8, *shape), dtype)
-    trees = ({}, None, ones(0, 3), {"a": ones(0), "b": ones(3)}, ones(dtype=np.float16))
+    ones = lambda *shape: np.ones((8, *shape), np.float32)
+    trees = (
+        {},
+        None,
+        ones(0, 3),
+        {"a": ones(0), "b": ones(3)},
+        ones().astype(np.float16),
+    )
     mean = drjax.program(clients=8)(lambda x: drjax.reduce_mean(x, **kwargs))
     with jax.set_mesh(make_mesh({"clients": 4})):
         for x in trees:
