@@ -73,19 +73,9 @@ def check_where(block: str, where, params: dict[str, Any]) -> jax.Array:
       DrjaxTypeError: It is not an array of bools.
       DrjaxValueError: Its shape is not `[n]`.
     """
-    size = group_axis_size(params)
-    need = f"drjax.{block} needs where= as bool [{size}]"
-    where = _asarray(where, need)
-    if where.dtype != jnp.bool_:
-        raise DrjaxTypeError(
-            f"{need}, got dtype {where.dtype}. Write for instance where=counts > 0."
-        )
-    if where.shape != (size,):
-        raise DrjaxValueError(
-            f"{need}, one for each group of {params['partition']}, got shape "
-            f"{where.shape}."
-        )
-    return where
+    need = f"drjax.{block} needs where= as bool [{group_axis_size(params)}]"
+    fix = "Write for instance where=counts > 0."
+    return _for_each_group(where, jnp.bool_, need, fix, "one for", params)
 
 
 def _check_num(block: str, by, num) -> int:
@@ -130,35 +120,45 @@ def _check_segments(block: str, by, params: dict[str, Any]) -> jax.Array:
       DrjaxTypeError: It is not an array of integers.
       DrjaxValueError: Its shape is not `[n]`.
     """
-    size = group_axis_size(params)
-    need = f"drjax.{block} needs by= as [{size}] integers"
-    by = _asarray(by, need)
-    if not jnp.issubdtype(by.dtype, jnp.integer):
-        raise DrjaxTypeError(
-            f"{need}, got dtype {by.dtype}. Write for instance by=ages.astype(int) // "
-            "10. To leave groups out, use where=."
-        )
-    if by.shape != (size,):
-        raise DrjaxValueError(
-            f"{need}, the segment of each group of {params['partition']}, got shape "
-            f"{by.shape}."
-        )
-    return by
+    need = f"drjax.{block} needs by= as [{group_axis_size(params)}] integers"
+    fix = (
+        "Write for instance by=ages.astype(int) // 10. To leave groups out, use where=."
+    )
+    return _for_each_group(by, jnp.integer, need, fix, "the segment of", params)
 
 
-def _asarray(argument, need: str) -> jax.Array:
-    """Convert an argument to a JAX array, or raise `DrjaxTypeError`.
+def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
+    """Convert an argument with a value for each group to a JAX array, and check it.
 
     Args:
       argument: An array, or what `jnp.asarray` may accept.
-      need: The beginning of the error: what is needed.
+      kind: The dtype of its values, or the supertype of their dtypes.
+      need: The beginning of each error: what is needed.
+      fix: The end of the error about another dtype.
+      each: What a value is, in the error about the shape: "one for".
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+
+    Returns:
+      The array, `[n]`.
+
+    Raises:
+      DrjaxTypeError: It is not an array of such a dtype.
+      DrjaxValueError: Its shape is not `[n]`.
     """
     try:
-        return jnp.asarray(argument)
+        values = jnp.asarray(argument)
     except (TypeError, ValueError, OverflowError):
         raise DrjaxTypeError(
             f"{need}, got {type(argument).__name__}: {argument!r}."
         ) from None
+    if not jnp.issubdtype(values.dtype, kind):
+        raise DrjaxTypeError(f"{need}, got dtype {values.dtype}. {fix}")
+    if values.shape != (group_axis_size(params),):
+        raise DrjaxValueError(
+            f"{need}, {each} each group of {params['partition']}, got shape "
+            f"{values.shape}."
+        )
+    return values
 
 
 def keep_slices(mask, leaf, fill, **params):

@@ -36,6 +36,7 @@ from drjax._api.resolve import (
     bind_partitioned,
     group_axis_size,
     map_leaves,
+    partitioned_leaves,
     resolve,
 )
 from drjax._api.trace_map import call_mapped
@@ -130,7 +131,7 @@ def reduce_sum(
         check_encodable("reduce_sum", leaf, options)
         return leaf
 
-    leaves, tree = _partitioned_leaves("reduce_sum", x, params)
+    leaves, tree = partitioned_leaves("reduce_sum", x, params)
     sums = bind_sums(reduce_sum_p, [*map(summand, leaves)], options, params)
     return tree.unflatten(sums)
 
@@ -197,7 +198,7 @@ def reduce_mean(
         check_encodable("reduce_mean", leaf, options)
         return leaf
 
-    leaves, tree = _partitioned_leaves("reduce_mean", x, params)
+    leaves, tree = partitioned_leaves("reduce_mean", x, params)
     means = bind_sums(reduce_mean_p, [*map(summand, leaves)], options, params)
     means = [or_default("reduce_mean", mean, None, default) for mean in means]
     return tree.unflatten(means)
@@ -339,25 +340,6 @@ def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
     selected = count_from_end(i, count).clip(0, count - 1)
     ranks, selected = (as_operand(x, layout, False) for x in (ranks, selected))
     return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
-
-
-def _partitioned_leaves(block: str, x: PyTree, params: dict[str, Any]):
-    """Check a tree of partitioned arrays, and flatten it.
-
-    Args:
-      block: The name of the reduction, for errors.
-      x: The tree, of arrays `[n, *s]`.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
-
-    Returns:
-      `(leaves, tree structure)`; the leaves have the types of operands on the mesh.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array.
-    """
-    size, layout = group_axis_size(params), make_layout(**params)
-    leaves, tree = flatten_partitioned(block, x, params["partition"], size)
-    return [as_operand(leaf, layout, True) for leaf in leaves], tree
 
 
 def _weighted_mean(

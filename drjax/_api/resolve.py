@@ -80,11 +80,29 @@ def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> 
       MeshError: The mesh does not fit the partition.
     """
     params = resolve(block, mesh, partition)
-    leaves, tree = flatten_partitioned(
-        block, x, params["partition"], group_axis_size(params)
-    )
-    layout = make_layout(**params)
-    return tree.unflatten([bind(as_operand(x, layout, True), **params) for x in leaves])
+    leaves, tree = partitioned_leaves(block, x, params)
+    return tree.unflatten([bind(leaf, **params) for leaf in leaves])
+
+
+def partitioned_leaves(block: str, x: PyTree, params: dict[str, Any]):
+    """Check and flatten a partitioned argument of a building block.
+
+    Args:
+      block: The name of the building block, for errors.
+      x: The argument, a tree of arrays `[n, *s]`.
+      params: `{"partition": partition, "mesh": mesh}`. If the mesh is None, the program
+        runs locally.
+
+    Returns:
+      `(leaves, tree structure)`; the leaves have the types of operands on the mesh.
+
+    Raises:
+      DrjaxTypeError: A leaf is not an array or number.
+      DrjaxValueError: A leaf has another leading axis than n.
+    """
+    size, layout = group_axis_size(params), make_layout(**params)
+    leaves, tree = flatten_partitioned(block, x, params["partition"], size)
+    return [as_operand(leaf, layout, True) for leaf in leaves], tree
 
 
 def bind_global(leaves, params: dict[str, Any], bind: Callable) -> list:

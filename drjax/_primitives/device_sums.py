@@ -163,21 +163,21 @@ def add_devices(
     results = list(xs)
     if not layout.axes:
         return results
-    ways: dict[Any, list[int]] = {}
+    plain: list[int] = []
+    encoded: dict[Wire, list[int]] = {}
     for i, (wire, axis) in enumerate(zip(wires, axes, strict=True)):
-        # Only values of one wire, or without any axis, have a collective in common.
-        way = wire or (i if axis is not None else None)
-        if layout.devices == 1:
-            way = None
-        ways.setdefault(way, []).append(i)
-    for way, members in ways.items():
-        values = [xs[i] for i in members]
-        if isinstance(way, Wire):
-            sums = _add_encoded(layout, way, values, [axes[i] for i in members])
-        elif way is None:
-            sums = psum(layout, *values)
-        else:
-            sums = [reduce_scatter(layout, values[0], axes[way] or 0)]
+        if layout.devices == 1 or (wire is None and axis is None):
+            plain.append(i)
+        elif wire is not None:
+            encoded.setdefault(wire, []).append(i)
+        elif axis is not None:
+            results[i] = reduce_scatter(layout, xs[i], axis)
+    if plain:
+        for i, y in zip(plain, psum(layout, *(xs[i] for i in plain)), strict=True):
+            results[i] = y
+    for wire, members in encoded.items():
+        values, divided = ([ys[i] for i in members] for ys in (xs, axes))
+        sums = _add_encoded(layout, wire, values, divided)
         for i, y in zip(members, sums, strict=True):
             results[i] = y
     return results
