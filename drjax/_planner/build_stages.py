@@ -22,7 +22,7 @@ from drjax._jaxprs.walk import split_scan, split_while, variables
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rematerialize_rounds import LocalStageParts, LocalWork
-from drjax._planner.rounds import MOVES, RoundAssignment, reduction
+from drjax._planner.rounds import RoundAssignment, move_name, reduction
 from drjax._planner.stage_values import StageValues
 from drjax._planner.trace_stages import trace_local_stage, trace_server_stage
 from drjax.plan import Loop, Move, Plan, Reduce, Round, Stage, Value
@@ -223,7 +223,7 @@ def _move(eqn, values: StageValues) -> Move:
     """
     x, *index = eqn.invars
     return Move(
-        MOVES[eqn.primitive],
+        str(move_name(eqn.primitive)),
         values.outgoing(x, 0),
         values.value(eqn.outvars[0]),
         eqn.params.get("sources", ()),

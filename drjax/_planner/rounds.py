@@ -29,13 +29,14 @@ from jax.extend.core import Literal
 from drjax import primitives
 from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
+from drjax._primitives.routes import MOVES
 
-# The primitives that move slices between groups, and their names in plans.
-MOVES = {
-    primitives.permute_p: "permute",
-    primitives.take_p: "take",
-    primitives.put_add_p: "put_add",
-}
+_MOVE_NAMES = {primitive: name for name, primitive in MOVES.items()}
+
+
+def move_name(primitive) -> str | None:
+    """The name, in plans, of a primitive that moves slices; None for any other."""
+    return _MOVE_NAMES.get(primitive)
 
 
 def reduction(primitive) -> str | None:
@@ -127,4 +128,4 @@ def is_move(eqn, kinds: Environment) -> bool:
       eqn: The equation, of any primitive.
       kinds: The kinds of the program, of which only the partition is read.
     """
-    return eqn.primitive in MOVES and eqn.params["partition"] == kinds.partition
+    return eqn.primitive in _MOVE_NAMES and eqn.params["partition"] == kinds.partition

@@ -46,6 +46,8 @@ from drjax._sharding.layout import Layout, make_layout
 permute_p = registration.new_primitive("permute")
 take_p = registration.new_primitive("take")
 put_add_p = registration.new_primitive("put_add")
+# The primitives that move slices between groups, by their names in plans.
+MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 
 
 # ---------------------------------------------------------------------------------

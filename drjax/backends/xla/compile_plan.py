@@ -33,6 +33,7 @@ from drjax._primitives.map_lowering import (
     prepare_group_jaxpr,
     vmap_over_devices,
 )
+from drjax._primitives.routes import MOVES
 from drjax._sharding.execute import (
     as_operand,
     shard_map_over_devices,
@@ -58,7 +59,7 @@ from drjax.backends.xla.reuse_accumulators import (
     finish_stacked,
 )
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
-from drjax.primitives import gather_p, permute_p, put_add_p, take_p
+from drjax.primitives import gather_p, permute_p
 
 
 def compile(
@@ -329,8 +330,7 @@ class _MeshInterpreter(PlanInterpreter):
         slices = as_operand(slices, layout, True)
         if move.op == "permute":
             return permute_p.bind(slices, sources=move.sources, **params)
-        primitive = {"take": take_p, "put_add": put_add_p}[move.op]
-        return primitive.bind(slices, as_operand(index, layout, False), **params)
+        return MOVES[move.op].bind(slices, as_operand(index, layout, False), **params)
 
     # -----------------------------------------------------------------------------
     # Loops
