@@ -100,6 +100,12 @@ def _columns_of(x, fn, sum=False):
     return flat.sum(0) if sum else flat.reshape(*x.shape[1:], *flat.shape[1:])
 
 
+def _fold(combine, x, init):
+    for i in range(partition_size()):
+        init = combine(init, jax.tree.map(lambda x, i=i: x[i], x))
+    return init
+
+
 def _put(x, index, add=False):
     zeros = jnp.zeros_like(x)
     return zeros.at[index].add(x) if add else zeros.at[index].set(x)
@@ -117,6 +123,7 @@ PLAIN = types.SimpleNamespace(
     gather=lambda x: x,
     scatter=lambda x: x,
     reduce_columns=lambda fn, x, **options: _columns_of(x, fn, **options),
+    reduce=_fold,
     sum_by=_by(jnp.sum, 0),
     max_by=_by(jnp.max, -9),
     reduce_argmax=_each(lambda x: jnp.argmax(x, axis=0)),

@@ -341,6 +341,29 @@ def combined(x, g, h, j):
     return bounded(works[j % len(works)]())
 
 
+@step("p1 g0 g1", "g1", variants=3)
+def folded(x, g, h, j):
+    """Associative folds; the second one is not commutative."""
+
+    def composed(a, b):  # affine maps
+        return {"m": a["m"] @ b["m"], "v": a["m"] @ b["v"] + a["v"]}
+
+    def affine():
+        eye = jnp.eye(len(h), dtype=x.dtype)
+        maps = blocks.map_fn(
+            lambda x: {"m": eye + 0.2 * jnp.outer(x, h), "v": x * g}, bounded(x)
+        )
+        return blocks.reduce(composed, maps, {"m": eye, "v": jnp.zeros_like(h)})["v"]
+
+    y, k = blocks.map_fn(bounded, x), 0.5 * bounded(h)
+    works = (
+        lambda: blocks.reduce(lambda a, b: a + b + k * a * b, y, jnp.zeros_like(h)),
+        affine,
+        lambda: blocks.reduce(jnp.logaddexp, y, jnp.full_like(h, -50)) * g,
+    )
+    return bounded(works[j % len(works)]())
+
+
 @step("p1 g0", "g1", variants=3)
 def one_slice(x, g, j):
     n, x = (
