@@ -240,12 +240,7 @@ def _transpose(cts, *args, jaxpr, kinds_in, kinds_out, **params):
     avals = [x.aval for x, lin in zip(args, linear, strict=True) if lin]
     dense = iter(registration.fill_zeros(avals, nonzero_in, outs))
     pairs = zip(args, linear, strict=True)
-    return [_cotangent(next(dense), x) if lin else None for x, lin in pairs]
-
-
-def _cotangent(ct, x):
-    """The cotangent `ct`, in the sharding of the operand `x`, an `UndefinedPrimal`."""
-    return ct if type(ct) is _compat.Zero else with_sharding_of(ct, x.aval)
+    return [with_sharding_of(next(dense), x.aval) if lin else None for x, lin in pairs]
 
 
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.

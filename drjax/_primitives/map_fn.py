@@ -41,6 +41,7 @@ from drjax._primitives import fused_lowering, registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
 from drjax._sharding.avals import group_aval, partitioned_aval
+from drjax._sharding.execute import with_sharding_of
 from drjax._sharding.layout import Layout, axes_of_groups, make_layout
 
 map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
@@ -310,14 +311,11 @@ def _transpose(cts, *args, jaxpr, **params):
         jaxpr, linear, nonzero, avals, layout
     )
     operands = [*broadcast_consts(consts, **params), *residuals, *dense]
-    outs = iter(map_fn_p.bind(*operands, jaxpr=transposed, **params))
-    nonzeros = iter(nonzero_in)
-    return [
-        (next(outs) if next(nonzeros) else _compat.Zero(x.aval.to_tangent_aval()))
-        if lin
-        else None
-        for x, lin in zip(args, linear, strict=True)
-    ]
+    outs = map_fn_p.bind(*operands, jaxpr=transposed, **params)
+    avals = [x.aval for x, lin in zip(args, linear, strict=True) if lin]
+    dense = iter(registration.fill_zeros(avals, nonzero_in, outs))
+    pairs = zip(args, linear, strict=True)
+    return [with_sharding_of(next(dense), x.aval) if lin else None for x, lin in pairs]
 
 
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.

@@ -293,9 +293,11 @@ def with_sharding_of(x, aval):
     the value that it belongs to.
 
     Args:
-      x: An array or tracer, such as the cotangent.
+      x: An array, tracer or symbolic zero, such as the cotangent.
       aval: The type, such as that of the value.
     """
+    if type(x) is _compat.Zero:
+        return x
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
     if not explicit or _compat.typeof(x).sharding == aval.sharding:

@@ -61,6 +61,11 @@ def is_bound() -> bool:
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
 
 
+# What JAX raises where it refuses to trace: cotangents with axes and without fail an
+# assertion.
+_REFUSALS = (AssertionError, NotImplementedError, RuntimeError, ValueError)
+
+
 def trace_without_mesh(trace: Callable[[], Any]) -> Any:
     """Trace a function outside any mesh; if JAX refuses, under the mesh in context.
 
@@ -75,10 +80,10 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
       The pair, with a jaxpr whose types have no mesh.
 
     Raises:
-      NotImplementedError, RuntimeError, ValueError: The error that `trace` raised
-        outside any mesh. It is raised again if it is not about the mesh, if no mesh is
-        in context, or if the jaxpr traced under that mesh has a `shard_map` or a
-        sharding constraint.
+      AssertionError, NotImplementedError, RuntimeError, ValueError: The error that
+        `trace` raised outside any mesh. It is raised again if it is not about the mesh,
+        if no mesh is in context, or if the jaxpr traced under that mesh has a
+        `shard_map` or a sharding constraint.
     """
     mesh = jax.sharding.get_abstract_mesh()
     try:
@@ -86,7 +91,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
             jaxpr, rest = trace()
         if not _takes_from_mesh(jaxpr):
             return jaxpr, rest
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except _REFUSALS as error:
         if mesh.empty or not _compat.is_about_a_mesh(error):
             raise
         with planning(True):

@@ -97,6 +97,21 @@ def assert_equal_on_a_model_mesh(run, fn, specs):
                  result, expected)  # fmt: skip
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["value", "map_fn"])
+def test_a_gradient_in_a_function_that_closes_over_sharded_arrays(mapped):
+    """JAX refused the sum of cotangents of which one has the mesh's type."""
+    x = np.linspace(0.1, 1, N)
+    triple = lambda x: drjax.map_fn(lambda x: 3 * x, x) if mapped else 3 * x
+    loss = lambda x, c: drjax.reduce_mean(triple(x)) + drjax.reduce_mean(c * x)
+    mesh = make_mesh({"clients": N}, (EXPLICIT,))
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("clients"))
+        x_on_mesh, c = (jax.device_put(jnp.asarray(a), sharding) for a in (x, x**2))
+        planned = drjax.jit(drjax.program(clients=N)(jax.grad(lambda x: loss(x, c))))
+        result = planned(x_on_mesh)
+    np.testing.assert_allclose(result, (3 + x**2) / N, 1e-6)
+
+
 def test_a_product_that_contracts_a_sharded_dimension():
     fn = mean_over_groups(lambda w, x: jnp.sum(x @ w))
     specs = SHARDED_OVER_MODEL["contracted dimension"]
