@@ -18,7 +18,7 @@ import pytest
 import drjax
 from drjax.backends import reference
 from drjax.backends.xla import reuse_accumulators
-from tests.helpers.cases import CASES, GRID, MESHES, N, on_mesh, some
+from tests.helpers.cases import CASES, GRID, MESHES, N, checkerboard, on_mesh, some
 from tests.helpers.plan_transforms import (
     TRANSFORMS,
     argnums,
@@ -31,6 +31,12 @@ pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 
 slowly = functools.partial(some, marks=pytest.mark.slow)
+
+
+def case_of(name: str):
+    return next(case for case in CASES if case.name == name)
+
+
 STEPS = (1, 3, None)  # groups per step
 
 
@@ -45,7 +51,7 @@ def pairs():
         meshes = [m for m in MESHES if case.on_explicit or "explicit" not in m]
         for k, mesh in enumerate(meshes):
             default = k == 3 * (i + 2 * j) % len(meshes)
-            slow = pytest.mark.slow if (i + j) % 3 else ()
+            slow = pytest.mark.slow if (i + j) % 5 else ()
             yield pytest.param(
                 case, name, mesh, STEPS[(i + k) % 3], marks=slow if default else GRID,
                 id=f"{case.name}-{name}-{mesh}-{STEPS[(i + k) % 3]}",
@@ -61,9 +67,9 @@ def test_jit(case, name, mesh, step, monkeypatch):
     assert_same(result, expected(case, name))
 
 
-@pytest.mark.parametrize("name", slowly(TRANSFORMS, "grad", "grad of rounds"))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@checkerboard(len(TRANSFORMS), case=[c.name for c in CASES], name=TRANSFORMS)
 def test_one_group_at_a_time(case, name):
+    case = case_of(case)
     with on_mesh(case, "none") as args:
         plan = drjax.make_plan(TRANSFORMS[name](case))(*args)
         result = reference.compile(plan)(*args)
@@ -74,7 +80,7 @@ def test_one_group_at_a_time(case, name):
     "name", slowly([c.name for c in CASES], *[c.name for c in CASES[::3]])
 )
 def test_derivatives_of_the_jitted_function(name):
-    case = next(case for case in CASES if case.name == name)
+    case = case_of(name)
     with on_mesh(case, "auto-4") as args:
         scalar = drjax.jit(total(case.fn), groups_per_step=1)
         result = jax.value_and_grad(scalar, argnums(case))(*args)

@@ -10,6 +10,7 @@ import pytest
 from jax import export
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh_of
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -56,8 +57,7 @@ def assert_close(result, expected):
     jax.tree.map(same, result, expected)
 
 
-@pytest.mark.parametrize("step", [1, 3, None])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@checkerboard(2, name=FUNCTIONS, step=[1, 3, None])
 def test_what_is_exported_runs_for_all_sizes(name, step):
     fn = FUNCTIONS[name]
     run = jax.jit(fn) if "of drjax" in name else drjax.jit(fn, groups_per_step=step)

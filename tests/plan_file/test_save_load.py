@@ -35,7 +35,7 @@ def pairs():
         for j, name in enumerate(TRANSFORMS):
             ways = [w for w in MESHES if case.on_explicit or "explicit" not in w]
             mesh, step = ways[(3 * i + j) % len(ways)], (1, 3, None)[(i + j) % 3]
-            often = (name, i % 4) == ("value_and_grad", 0) or (
+            often = (name, i % 6) == ("value_and_grad", 0) or (
                 (name, i % 8) == ("grad of rounds", 0)
             )
             yield pytest.param(

@@ -53,7 +53,7 @@ BY_SLICES = {
 }
 
 
-@checkerboard(4, name=BY_SLICES, n=[1, 2, 3])
+@checkerboard(8, name=BY_SLICES, n=[1, 2, 3])
 def test_work_by_slices(name, n):
     """One round, with what is reduced, and one more for the derivative at most."""
 

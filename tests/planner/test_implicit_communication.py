@@ -297,13 +297,14 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [pytest.param(c.fn, c.args, id=c.name) for c in CASES]
-    + [pytest.param(fn, args, id=name) for name, fn, args in OTHERS],
-)
-def test_plans_do_not_depend_on_debug_data(fn, args, derivative):
+PROGRAMS = {c.name: (c.fn, c.args) for c in CASES} | {
+    name: (fn, args) for name, fn, args in OTHERS
+}
+
+
+@checkerboard(3, name=PROGRAMS, derivative=DERIVATIVES)
+def test_plans_do_not_depend_on_debug_data(name, derivative):
+    fn, args = PROGRAMS[name]
     derived, args = DERIVATIVES[derivative](fn, args), [*map(jnp.asarray, args)]
     if derivative == "vmapped_grad":
         args[0] = jnp.stack([args[0], args[0]])

@@ -12,6 +12,7 @@ from jax import lax
 
 import drjax
 from drjax.backends import reference
+from tests.helpers.cases import checkerboard
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -66,7 +67,7 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("name", MAPS)
+@checkerboard(2, name=MAPS)
 def test_loops_over_the_groups_are_maps(name):
     fn = program(MAPS[name])
     agree(fn)

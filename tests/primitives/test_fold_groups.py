@@ -126,7 +126,7 @@ def data(n: int, *shape: int):
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 
 
-@checkerboard(3, mesh=MESHES, name=FOLDS)
+@checkerboard(7, mesh=MESHES, name=FOLDS)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
     f, direct, x = program_of(name, n), direct_of(name), data(n, 3)
@@ -161,7 +161,7 @@ def test_second_derivatives_and_batches(name, mesh):
     jax.tree.map(functools.partial(close, rtol=2e-3, atol=1e-3), result, want)
 
 
-@checkerboard(4, mesh=["uneven", "two each", "none"], name=FOLDS)
+@checkerboard(8, mesh=["uneven", "two each", "none"], name=FOLDS)
 def test_plans(name, mesh):
     n, make = MESHES[mesh]
     f, direct, x = program_of(name, n), direct_of(name), data(n, 3)

@@ -85,7 +85,7 @@ def data(n: int, *shape: int):
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
-@checkerboard(5, mesh=MESHES, name=REDUCTIONS)
+@checkerboard(9, mesh=MESHES, name=REDUCTIONS)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
     fn, x = REDUCTIONS[name], data(n, 3, 2)

@@ -231,8 +231,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, {"clients": 2}])
-@pytest.mark.parametrize("derivative", DERIVATIVES)
+@checkerboard(2, derivative=DERIVATIVES, mesh=[None, {"clients": 2}])
 def test_effects_of_a_jitted_program_happen_once(derivative, mesh):
     seen = []
 

@@ -82,7 +82,7 @@ def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-@checkerboard(mesh=[None, *MESHES], impl=["threefry2x32", "rbg", "unsafe_rbg"])
+@checkerboard(5, mesh=[None, *MESHES], impl=["threefry2x32", "rbg", "unsafe_rbg"])
 def test_bits_do_not_depend_on_devices(mesh, impl):
     f, key = program_of(numbers), jax.random.key(5, impl=impl)
     expected = alone(numbers, impl)

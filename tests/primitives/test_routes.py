@@ -118,7 +118,7 @@ def directional(name: str, x, n: int, direction):
     return (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
 
 
-@checkerboard(4, mesh=MESHES, name=MOVES)
+@checkerboard(7, mesh=MESHES, name=MOVES)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
     x, index = arguments(n)

@@ -16,7 +16,7 @@ def _variants(case, count=3):
     return [case.args[0] * (1 + 0.25 * i) for i in range(count)]
 
 
-@grid(shift=8)
+@grid(shift=8, every=2)
 def test_vmap_of_value(case, mesh_name):
     firsts = _variants(case)
     want = np.stack([case.numpy(x, *case.args[1:]) for x in firsts])
@@ -25,7 +25,7 @@ def test_vmap_of_value(case, mesh_name):
         assert_close(jax.jit(batched)(jnp.stack(firsts)), want)
 
 
-@grid(shift=0, every=2)
+@grid(shift=0, every=4)
 def test_vmap_over_the_last_dimension(case, mesh_name):
     firsts = _variants(case)
     want = np.stack([case.numpy(x, *case.args[1:]) for x in firsts], axis=-1)
@@ -34,7 +34,7 @@ def test_vmap_over_the_last_dimension(case, mesh_name):
         assert_close(jax.jit(batched)(jnp.stack(firsts, axis=-1)), want)
 
 
-@grid(shift=1, every=2)
+@grid(shift=1, every=4)
 def test_vmap_of_grad_and_grad_of_vmap(case, mesh_name):
     firsts = _variants(case)
     with on_mesh(case, mesh_name) as (_, *rest):

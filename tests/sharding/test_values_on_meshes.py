@@ -165,6 +165,7 @@ def test_hessian():
 # Sizes and several axes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", some([16, 24], 24))
 @pytest.mark.parametrize("name", some(["auto", "explicit model"], "explicit model"))
 def test_several_groups_on_a_device(n, name):
@@ -203,7 +204,8 @@ def test_partition_on_two_mesh_axes(axes, kind):
     check(16, in_mesh(mesh), mesh_axes=axes)
 
 
-@pytest.mark.parametrize("n", [6, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [6, 10])
 def test_partition_on_two_mesh_axes_that_does_not_divide(n):
     mesh = make_mesh({"dcn": 4, "ici": 2})
     check(n, in_mesh(mesh), mesh_axes=("dcn", "ici"))

@@ -24,6 +24,7 @@ from drjax.backends.engine.file_exchange import FileExchange
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import Groups
 from drjax.backends.in_process import InProcess
+from tests.helpers.cases import CASES
 from tests.helpers.conformance import (
     Conformance,
     runs,
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 class TestLocal(Conformance):
     compile = staticmethod(in_process.compile)
+    cases = CASES[::2]
 
 
 def test_slices_of_dropped_groups_are_empty():
