@@ -6,6 +6,7 @@ Covers: drjax._plan_file.pytrees, drjax._plan_file.load.
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +79,31 @@ def gradient_of_maml():
     return maml.parallel_maml_gradients, args
 
 
+class Model(NamedTuple):
+    w: jax.Array
+    b: jax.Array
+
+
+def gradient_of_a_regression():
+    @drjax.program(clients=4)
+    def loss(model, x, y):
+        error = lambda m, x, y: jnp.mean((x @ m.w + m.b - y) ** 2)
+        return drjax.reduce_mean(drjax.map_fn(error, (drjax.broadcast(model), x, y)))
+
+    x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+    model = Model(jnp.ones(3), jnp.float32(0.5))
+    return jax.value_and_grad(loss), (model, x, np.sin(x.sum(-1)))
+
+
+OF_EXAMPLES = [round_of_local_sgd, gradient_of_maml]
+
+
 @pytest.mark.parametrize(
-    "make", [pytest.param(round_of_local_sgd, marks=pytest.mark.slow), gradient_of_maml]
+    "make",
+    [
+        gradient_of_a_regression,
+        *(pytest.param(make, marks=pytest.mark.slow) for make in OF_EXAMPLES),
+    ],
 )
 def test_a_process_without_the_source(make, tmp_path):
     with jax.numpy_rank_promotion("allow"):  # as users of the examples do
