@@ -164,6 +164,8 @@ class Reduce:
       wire: How a sum or mean is encoded between devices; None: it is not encoded.
       sharded: Whether the devices of a mesh have parts of the result, not all of it;
         "auto": only if the axes of the mesh are Auto.
+      secure: Of a secure sum, the least number of groups to sum: no process but a
+        group's own may see its slice. 0: the sum is not secure.
     """
 
     op: str
@@ -171,6 +173,7 @@ class Reduce:
     result: Value
     wire: Wire | None = None
     sharded: bool | str = False
+    secure: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -427,6 +430,7 @@ class Message:
         its name if only a run determines that number. A branch counts as run.
       sources: Of a permute, for each group the group whose slice it gets; else ().
       wire: Of a reduction how it is encoded; `nbytes` are those of the encoded slice.
+      secure: Of a reduction its `Reduce.secure`.
     """
 
     round: str
@@ -436,6 +440,7 @@ class Message:
     times: tuple[int | str, ...] = ()
     sources: tuple[int, ...] = ()
     wire: Wire | None = None
+    secure: int = 0
 
     @property
     def between(self) -> bool:
@@ -450,8 +455,8 @@ class Message:
     def __str__(self) -> str:
         times = "".join(f" × {t}" for t in self.times)
         head = f"{self.round:>9}  {self.op:9}"
-        wire = f" as {self.wire}" if self.wire else ""
-        return f"{head}  {_digits(self.nbytes):>13}  {self.value}{wire}{times}"
+        how = (f" as {self.wire}" if self.wire else "") + ", secure" * bool(self.secure)
+        return f"{head}  {_digits(self.nbytes):>13}  {self.value}{how}{times}"
 
 
 @dataclass(frozen=True)
@@ -578,10 +583,8 @@ def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iter
             yield Message(label, "broadcast", value, value.nbytes, times)
         for _, scattered in a_round.scatter:
             yield Message(label, "scatter", scattered, scattered.nbytes, times)
-        for reduce in a_round.reduces:
-            yield Message(
-                label, reduce.op, reduce.source, reduce.nbytes, times, wire=reduce.wire
-            )
+        for r in a_round.reduces:
+            yield Message(label, r.op, r.source, r.nbytes, times, (), r.wire, r.secure)
         for move in a_round.moves:
             yield Message(label, move.op, move.source, move.nbytes, times, move.sources)
         for loop in a_round.loops:

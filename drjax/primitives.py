@@ -53,6 +53,8 @@ Of `reduce_sum_p` and `reduce_mean_p`, where a program asks for it:
 * `wire`: a `drjax.plan.Wire`, how sums are encoded between devices. It may be ignored.
 * `sharded`: True if the result is divided over the devices of a mesh. Of `gather_p`,
   too.
+* `secure`: of a `reduce_sum_p`, the least number of groups of a secure sum: no process
+  but a group's own may see its slice. What cannot promise that must refuse it.
 
 Of `permute_p` also:
 

@@ -1,7 +1,8 @@
-"""How the result of a reduction is communicated: the options `wire=` and `result=`.
+"""How the result of a reduction is communicated: `wire=`, `result=` and `secure=`.
 
-Input: the arguments `wire=` and `result=` of a reduction. Output: parameters of its
-primitive; and sums of the leaves of a tree, of which encoded ones share one message.
+Input: the arguments `wire=`, `result=`, `secure=` and `min_groups=` of a reduction.
+Output: parameters of its primitive; and sums of the leaves of a tree, of which encoded
+ones share one message.
 
 Invariants: options change how devices communicate, not what a program computes, but for
 the rounding of an encoding. Sharp edge: leaves that share a message are copied, in each
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from drjax._api.resolve import map_leaves
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._partition import integer_of
 from drjax._sharding.layout import make_layout, other_axes
 from drjax.plan import Wire
 
@@ -56,6 +58,55 @@ def collective_options(block: str, wire: WireLike, result: str | None) -> dict:
             f"and block size, got {type(wire).__name__}: {wire!r}."
         )
     return options if wire is None else options | {"wire": wire}
+
+
+def secure_options(
+    secure: bool, min_groups: int | None, mask: Any, n: int
+) -> dict[str, Any]:
+    """Check `secure=` and `min_groups=`, and return the parameters of the primitive.
+
+    Args:
+      secure: Whether no process but a group's own may see its slice.
+      min_groups: The least number of groups to sum; None: 2.
+      mask: What `participation_mask` returns: the groups to sum; None: all.
+      n: The number of groups.
+
+    Returns:
+      A dict with `secure`, the least number of groups; empty if the sum is not secure.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: An option does not fit.
+    """
+    if secure is not True and secure is not False:
+        raise DrjaxTypeError(
+            f"drjax.reduce_sum needs secure= as True or False, got {secure!r}."
+        )
+    if not secure:
+        if min_groups is not None:
+            raise DrjaxValueError(
+                "drjax.reduce_sum takes min_groups= with secure=True only. To drop "
+                "groups that fail, give on_error and min_groups to the engine."
+            )
+        return {}
+    if mask is not None:
+        # The groups that are left out send zeros: a sum of one is that group's slice.
+        raise DrjaxValueError(
+            "drjax.reduce_sum takes no where= or by= with secure=True: a sum over some "
+            "of the groups may be of fewer than min_groups, which no engine can check. "
+            "Sum over all groups, with zeros in those to leave out."
+        )
+    least = 2 if min_groups is None else integer_of(min_groups)
+    if least is None:
+        raise DrjaxTypeError(
+            "drjax.reduce_sum needs min_groups= as an integer, got "
+            f"{type(min_groups).__name__}: {min_groups!r}."
+        )
+    if not 2 <= least <= n:
+        raise DrjaxValueError(
+            f"drjax.reduce_sum needs min_groups= from 2 to {n}, the number of groups, "
+            f"got {least}. The sum of one group is its slice."
+        )
+    return {"secure": least}
 
 
 def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:

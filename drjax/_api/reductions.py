@@ -20,6 +20,7 @@ from drjax._api.collective_options import (
     bind_sums,
     check_encodable,
     collective_options,
+    secure_options,
 )
 from drjax._api.participation import (
     check_default,
@@ -70,6 +71,8 @@ def reduce_sum(
     num: int | None = None,
     wire: WireLike = None,
     result: str | None = None,
+    secure: bool = False,
+    min_groups: int | None = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -94,6 +97,12 @@ def reduce_sum(
         reduce-scatter, along the first axis of each leaf whose size the devices divide.
         Leaves without such an axis, and results without a mesh, are as ever. Default:
         each device has the whole result.
+      secure: A demand on engines: no process but a group's own may see its slice of
+        `x`. The plan records it. Flower meets it by secure aggregation; an engine that
+        cannot refuses the plan. It is about this sum and its tangents, not about what
+        else is computed from `x`, and reverse-mode derivatives do not inherit it.
+      min_groups: With `secure=True`, the least number of groups, from 2: the sum of
+        fewer is not revealed. Default: 2.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -103,7 +112,8 @@ def reduce_sum(
     Raises:
       ScopeError: No partition in force.
       DrjaxValueError: A leaf, `where` or `by` has another leading axis than n, or `num`
-        is not positive.
+        is not positive; or `secure` comes with `where` or `by`, or `min_groups` is not
+        from 2 to n.
       DrjaxTypeError: A leaf is not a numeric array, `where` is not bool, `by` or `num`
         is not an integer, or only one of `by` and `num` is given; or with `wire` a
         leaf has no real floats.
@@ -119,11 +129,14 @@ def reduce_sum(
       [ 5. 13.]
 
     Source: Rush et al. 2024, section 3. The encoded sum: Dettmers et al. 2022, "8-bit
-    optimizers via block-wise quantization", section 2.
+    optimizers via block-wise quantization", section 2. The secure sum: Bell et al.
+    2020, "Secure single-server aggregation with (poly)logarithmic overhead".
     """
     params = resolve("reduce_sum", mesh, partition)
     mask = participation_mask("reduce_sum", where, by, num, params)
     options = collective_options("reduce_sum", wire, result)
+    n = params["partition"].size
+    options |= secure_options(secure, min_groups, mask, n)
 
     def summand(leaf):
         check_numeric("reduce_sum", leaf)

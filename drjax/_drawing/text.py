@@ -83,7 +83,9 @@ def _sent(x: Any) -> str:
     text = f"{size(x.nbytes)} a group"
     if getattr(x, "wire", None) is not None:
         text += f" as {x.wire}"
-    return text + (", sharded" if getattr(x, "sharded", False) is True else "")
+    text += ", sharded" * (getattr(x, "sharded", False) is True)
+    secure = getattr(x, "secure", 0)
+    return text + (f", secure, of {secure} groups at least" if secure else "")
 
 
 def _rounds(plan: Any) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Input: an entry of `reduces` or `moves` of a manifest, and the values of the plan by
 name. Output: a `Reduce` or `Move`. Invariant: an entry that no plan could have is a
 `ValueError`, which `decode` converts to `PlanFileError`. Sharp edge: files of earlier
-versions lack the entries `wire` and `sharded`.
+versions lack the entries `wire`, `sharded` and `secure`.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,10 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     sharded = data.get("sharded", False)
     if sharded not in (False, True, "auto"):
         raise ValueError(f"{str(sharded)[:60]} is no layout of a result")
-    return Reduce(op, source, result, wire, sharded)
+    secure = json_values.count(data.get("secure", 0))
+    if secure and (op != "sum" or secure < 2):
+        raise ValueError(f"a {op} of {secure} groups cannot be secure")
+    return Reduce(op, source, result, wire, sharded, secure)
 
 
 def _wire(op: str, source: Value, data: Any) -> Wire | None:

@@ -227,7 +227,8 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
     # Only where they are used, so that earlier versions read other files.
     if reduce.wire is not None:
         data["wire"] = [reduce.wire.dtype, reduce.wire.block]
-    return data | ({"sharded": reduce.sharded} if reduce.sharded else {})
+    options = {"sharded": reduce.sharded, "secure": reduce.secure}
+    return data | {name: option for name, option in options.items() if option}
 
 
 def _move(move: Move, names) -> dict[str, Any]:

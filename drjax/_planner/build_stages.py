@@ -208,7 +208,8 @@ def _reduces(
             source = values.forwarded(operand, index)
         else:
             source = values.outgoing(operand, 0)
-        options = {k: eqn.params[k] for k in ("wire", "sharded") if k in eqn.params}
+        optional = ("wire", "sharded", "secure")
+        options = {k: eqn.params[k] for k in optional if k in eqn.params}
         name = str(reduction(eqn.primitive))
         reduces.append(Reduce(name, source, result, **options))
     return tuple(reduces)

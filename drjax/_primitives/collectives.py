@@ -120,7 +120,7 @@ def _local_sum(layout: Layout, x, indices, scale=None, rounded: bool = True):
     return total.astype(x.dtype) if rounded else total
 
 
-def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False):
+def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False, secure=0):
     """Execution function of `reduce_sum`: sum a partitioned value over the groups.
 
     Each device adds the slices of its groups; one all-reduce adds the devices' sums.
@@ -132,6 +132,8 @@ def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False):
       wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
         exchange the dtype of `x`.
       sharded: Whether the result is divided over the devices, by a reduce-scatter.
+      secure: A demand on engines, the `secure` of `drjax.plan.Reduce`. It changes
+        nothing here, where all groups are in one program.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
@@ -170,7 +172,7 @@ def _add_on_devices(layout: Layout, total: Callable, x, wire, sharded: bool):
     )[0]  # fmt: skip
 
 
-def _reduce_abstract_eval(x, *, partition, mesh, wire=None, sharded=False):
+def _reduce_abstract_eval(x, *, partition, mesh, sharded=False, **options):
     layout = make_layout(partition, mesh)
     # The execution casts to a dtype, and the result of a cast is not weakly typed.
     aval = global_aval(x, layout).update(weak_type=False)
@@ -194,7 +196,7 @@ def _axis_of(layout: Layout, aval, sharded: bool | str) -> int | None:
 
 
 # <reduce_sum(y), x> = sum_i <y_i, x> = <y, broadcast(x)>
-def _reduce_sum_transpose(ct, x, *, partition, mesh, wire=None, sharded=False):
+def _reduce_sum_transpose(ct, x, *, partition, mesh, sharded=False, **options):
     if sharded:
         ct = as_operand(ct, make_layout(partition, mesh), False)
     return [broadcast_p.bind(ct, partition=partition, mesh=mesh)]
@@ -205,7 +207,8 @@ def _reduce_jvp(primitive) -> Callable:
 
     An encoding is a step function, whose derivative is zero almost everywhere. The rule
     is that of the plain reduction instead (a straight-through estimator: Bengio et al.
-    2013, "Estimating or propagating gradients through stochastic neurons").
+    2013, "Estimating or propagating gradients through stochastic neurons"). The tangent
+    of a secure sum is a secure sum: it may tell as much of a group as its value.
     """
 
     def rule(primals, tangents, *, wire=None, **params):

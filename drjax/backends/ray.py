@@ -72,7 +72,7 @@ def compile(
     Raises:
       EngineError: Ray is not installed; (when called) a group failed, or too few
         survive.
-      DrjaxTypeError, DrjaxValueError: A wrong option.
+      DrjaxTypeError, DrjaxValueError: A wrong option; the plan has a secure sum.
 
     Example:
       >>> import drjax, jax.numpy as jnp

@@ -302,7 +302,8 @@ def _check(plan: Plan, a_round: Round) -> None:
       a_round: The round.
 
     Raises:
-      DrjaxValueError: The round has a loop, a scatter, a gather or a move of slices.
+      DrjaxValueError: The round has a loop, a scatter, a gather, a move of slices or a
+        secure sum.
     """
     what = None
     if a_round.loops:
@@ -315,6 +316,8 @@ def _check(plan: Plan, a_round: Round) -> None:
         )
     elif any(reduce.op == "gather" for reduce in a_round.reduces):
         what = "the slices of all groups in one place"
+    elif any(reduce.secure for reduce in a_round.reduces):
+        what = "a secure sum of floats"
     if what is not None:
         raise DrjaxValueError(
             f"federated-language cannot say what {plan.name} has: {what}."

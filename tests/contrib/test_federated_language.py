@@ -100,6 +100,8 @@ def test_what_it_cannot_say():
     raises(drjax.DrjaxValueError, "slices of all groups in one place", export, plan)
     plan = drjax.make_plan(four(lambda x: drjax.reduce_sum(drjax.shift(x, 1))))(x)
     raises(drjax.DrjaxValueError, "move between groups (permute)", export, plan)
+    plan = drjax.make_plan(four(lambda x: drjax.reduce_sum(x, secure=True)))(x)
+    raises(drjax.DrjaxValueError, "a secure sum of floats", export, plan)
 
 
 def test_docstring_example_runs():

@@ -199,6 +199,12 @@ class Conformance:
                     result = run(*args)
             assert_same(result, expected(case, name))
 
+    def test_secure_sums_are_refused(self):
+        total = drjax.program(clients=3)(lambda x: drjax.reduce_sum(x, secure=True))
+        plan = drjax.make_plan(total)(np.zeros(3, np.float32))
+        with pytest.raises(drjax.DrjaxValueError, match="own may see its slice. This"):
+            self.compile(plan, workers=2)
+
     def test_block_size_and_workers_do_not_matter(self):
         plan, args = weighted_plan(17), (np.float32(2), slices_for(17))
         by_reference = reference.compile(plan)(*args)

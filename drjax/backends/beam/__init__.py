@@ -62,7 +62,7 @@ def compile(
     Raises:
       EngineError: Beam is not installed; (when called) a group failed, or too few
         survive, or the pipeline failed.
-      DrjaxTypeError, DrjaxValueError: A wrong option.
+      DrjaxTypeError, DrjaxValueError: A wrong option; the plan has a secure sum.
 
     Example:
       >>> import drjax, jax.numpy as jnp

@@ -29,7 +29,7 @@ from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.messages import File, kept_outputs
+from drjax.backends.engine.messages import File, kept_outputs, refuse_secure_sums
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.progress import Report, StageReport
 from drjax.backends.engine.protocols import Engine, StageCall
@@ -55,6 +55,10 @@ class Runner:
       engine: The engine, which runs the stages of the groups in its workers.
       options: The engine's options.
       owner: Whether `close` ends the workers; false if other runners share them.
+      secure: Whether the engine meets the demand of secure sums.
+
+    Raises:
+      DrjaxValueError: The plan has a secure sum, and the engine does not meet it.
 
     Attributes:
       plan: The plan.
@@ -68,8 +72,16 @@ class Runner:
     """
 
     def __init__(
-        self, plan: Plan, engine: Engine, options: EngineOptions, owner: bool = True
+        self,
+        plan: Plan,
+        engine: Engine,
+        options: EngineOptions,
+        owner: bool = True,
+        secure: bool = False,
     ):
+        # Unless an engine says so itself: it must not be forgotten for a new one.
+        if not secure:
+            refuse_secure_sums(plan)
         self.plan, self.engine, self.options = plan, engine, options
         self.executable = ExecutablePlan(plan)
         self._owner = owner

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from drjax._errors import DrjaxValueError
 from drjax.plan import Plan, Round, Value
 
 
@@ -208,3 +209,20 @@ def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
     return [v for v in a_round.local.outputs if v.name in kept]
+
+
+def refuse_secure_sums(plan: Plan) -> None:
+    """Refuse a plan with a secure sum, for an engine whose processes see slices.
+
+    Raises:
+      DrjaxValueError: The plan, or a loop in it, has a secure sum.
+    """
+    for _, a_round in rounds_of(plan):
+        for reduce in a_round.reduces:
+            if reduce.secure:
+                raise DrjaxValueError(
+                    f"{plan.name} has a secure sum, of {reduce.source.name}: no "
+                    "process but a group's own may see its slice. This engine's "
+                    "processes see slices of the groups. Run the plan on Flower, or "
+                    "leave out secure=True."
+                )

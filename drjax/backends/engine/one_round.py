@@ -21,7 +21,7 @@ from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.combine import Totals, result
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.job import Job
-from drjax.backends.engine.messages import File
+from drjax.backends.engine.messages import File, refuse_secure_sums
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.stage_results import check_survivors
 from drjax.backends.groups import Groups, Lazy, flat_slices
@@ -68,6 +68,7 @@ def split(
             f"One argument of {plan.name} must be ...: that whose slices the groups "
             "have."
         )
+    refuse_secure_sums(plan)
     _check_one_round(plan)
     executable = ExecutablePlan(plan)
     (a_round,) = executable.plan.rounds
