@@ -10,8 +10,9 @@ against the plan, and a bad one is the failure of that client's group alone. A b
 one group.
 
 Sharp edges: a client sees the stages, and the server sees each client's partial
-reduction: there is no secure aggregation. Without `nodes`, which group a client is is
-its own claim. Flower never ends a client, so a late one is forgotten, not stopped.
+reduction, unless it is a secure sum: see `drjax.backends.engine.secure_sums`. Without
+`nodes`, which group a client is is its own claim. Flower never ends a client, so a late
+one is forgotten, not stopped.
 """
 
 import secrets
@@ -23,7 +24,12 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxValueError
-from drjax.backends.engine import client_data, pool_scheduler, untrusted_replies
+from drjax.backends.engine import (
+    client_data,
+    pool_scheduler,
+    secure_sums,
+    untrusted_replies,
+)
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
 from drjax.backends.engine.claim_queries import ClaimQueries, ClientFailed
@@ -53,6 +59,7 @@ def compile(
     *,
     start: float = 60.0,
     nodes: Iterable[int] | None = None,
+    secure_range: float = 8.0,
     **options: Any,
 ) -> Runner:
     """A function that runs the plan with Flower's clients, in a `ServerApp`.
@@ -69,10 +76,16 @@ def compile(
       nodes: The id of each group's node, in the order of the groups. Give it if
         SuperNodes authenticate themselves, so that no client takes another's group.
         Default: each client claims a group, and the first to claim a group has it.
+      secure_range: The largest magnitude of a number that one group adds to a secure
+        sum; a group with a larger one has failed. It is rounded up to a power of 2, r.
+        Numbers are rounded, up or down at random, to a multiple of `r / 2**(30 - c)`,
+        where c is the number of groups n by its logarithm, `ceil(log2(n))`. The sum is
+        off by less than n such steps; integers are exact if the step is not above 1.
       **options: See `drjax.backends.EngineOptions`: `on_error`, `min_groups`,
         `check_nans` (here also for infinities, unless they cannot decide a maximum or
         minimum), `timeout` of a client in seconds, `retries` of one that took longer,
-        `checkpoint`, `progress`. Each client is a block of its own.
+        `checkpoint`, `progress`. Each client is a block of its own. In a round with a
+        secure sum, `timeout` is that of each of four messages, and nothing is retried.
 
     Returns:
       A `drjax.backends.engine.driver.Runner` with the signature of the planned
@@ -109,9 +122,42 @@ def compile(
                 f"{plan.name} needs or returns {kept[0].name}, a slice of each group. "
                 "What clients compute stays with them, unless it is reduced."
             )
+    _check_secure_sums(plan, secure_range)
     clients = Assignment(plan.size, None if nodes is None else [*nodes])
-    engine = Nodes(grid, clients, start, checked.on_error == "drop")
-    return Runner(plan, engine, checked)
+    drop = checked.on_error == "drop"
+    engine = Nodes(grid, clients, start, drop, float(secure_range))
+    return Runner(plan, engine, checked, secure=True)
+
+
+def _check_secure_sums(plan: Plan, secure_range: float) -> None:
+    """Check that secure sums can be masked, and that the server gets no other of them.
+
+    Args:
+      plan: The plan.
+      secure_range: The option.
+
+    Raises:
+      DrjaxValueError: They cannot, the server does, or the range is no positive number.
+    """
+    number = isinstance(secure_range, int | float) and type(secure_range) is not bool
+    if not (number and 0 < secure_range < float("inf")):
+        raise DrjaxValueError(
+            f"secure_range must be a positive number, got {secure_range!r}."
+        )
+    for _, a_round in rounds_of(plan):
+        demands = {r.source: r for r in a_round.reduces if r.secure}
+        for reduce in a_round.reduces:
+            if reduce.source in demands and not reduce.secure:
+                raise DrjaxValueError(
+                    f"{plan.name} has a secure sum of {reduce.source.name}, and also "
+                    f"its {reduce.op}, in which the server would see each client's."
+                )
+        for source in demands:
+            if np.issubdtype(source.dtype, np.complexfloating):
+                raise DrjaxValueError(
+                    f"Flower's secure sums are of real numbers: {source.name} of "
+                    f"{plan.name} is {source.dtype}. Sum its real and imaginary parts."
+                )
 
 
 def client(load: Callable[[Any], Any]) -> Any:
@@ -149,6 +195,8 @@ def client(load: Callable[[Any], Any]) -> Any:
 
     @app.train()
     def train(message: Any, context: Any) -> Any:
+        if secure_sums.is_step(message):
+            return secure_sums.answer(message, context, lambda: load(context))
         request = message.content["drjax"]["request"]
         # A function: a stage that reads none of the data must not load it.
         return reply(message, done=client_data.answer(request, lambda: load(context)))
@@ -207,15 +255,20 @@ class _Messages:
         reply = self.pull(number)
         if reply is not None and reply.has_error():
             raise ClientFailed
-        return None if reply is None else _content(reply, "group")
+        return (
+            None
+            if reply is None
+            else untrusted_replies.content_of(reply, "drjax", "group")
+        )
 
-    def push(self, content: dict, node: int, kind: str) -> str | None:
+    def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
         """Send a message to a node.
 
         Args:
           content: The fields of the message: text, numbers or bytes by name.
           node: The id of the node.
           kind: The function of the `ClientApp` that handles it: `"query"` or `"train"`.
+          **records: Further records of the message, Flower's, by name.
 
         Returns:
           The number of the message, Flower's message id; None if the SuperLink does not
@@ -225,7 +278,8 @@ class _Messages:
         # would have equal ids, and clients could compute them.
         content = {"nonce": secrets.token_bytes(16), **content}
         # One message at a time: an error of one must not concern others.
-        record = self._flwr.RecordDict({"drjax": self._flwr.ConfigRecord(content)})
+        own = self._flwr.ConfigRecord(content)
+        record = self._flwr.RecordDict({"drjax": own, **records})
         message = self._flwr.Message(record, dst_node_id=node, message_type=kind)
         numbers = [*self._grid.push_messages([message])]
         return numbers[0] if numbers else None
@@ -296,16 +350,24 @@ class Nodes:
       start: Seconds to wait until each group has a client.
       drop: Whether to continue without a client whose claim is refused; else a refused
         claim is an error.
+      secure_range: The largest magnitude of a number of one group in a secure sum.
 
     Attributes:
       workers: n: each group has a worker of its own.
       generation: 0: clients are never replaced.
     """
 
-    def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
+    def __init__(
+        self,
+        grid: Any,
+        clients: Assignment,
+        start: float,
+        drop: bool,
+        secure_range: float = 8.0,
+    ):
         self.workers, self.generation = clients.size, 0
         self._clients, self._start, self._opened = clients, start, False
-        self._messages = _Messages(grid)
+        self._messages, self._secure_range = _Messages(grid), secure_range
         self._queries = ClaimQueries(self._messages, clients, drop)
         self._replies: dict[_Sent, Any] = {}
 
@@ -319,11 +381,18 @@ class Nodes:
         alive = np.flatnonzero(call.alive)
         # The time is for answers of connected clients; absent ones are not waited for.
         self._queries.run(alive, min(5.0, self._start), late=False)
-        self._requests = client_data.Requests(call)
         # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
             call.cache["partials"] = untrusted_replies.partials_of(call.job.file)
-        self._checks = call.cache["partials"][call.job.stage], call.job.check_nans
+        partials = call.cache["partials"][call.job.stage]
+        if any(partial.secure for partial in partials):
+            link, node_of = self._messages, self._clients.__getitem__
+            yield from secure_sums.results(
+                call, link, node_of, partials, self._secure_range
+            )
+            return
+        self._requests = client_data.Requests(call)
+        self._checks = partials, call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
@@ -370,7 +439,7 @@ class Nodes:
             if reply.has_error():
                 why = f"{reply.error.reason} (code {reply.error.code})"
                 return untrusted_replies.failure(group, f"its client failed: {why}")
-            data = _content(reply, "done")
+            data = untrusted_replies.content_of(reply, "drjax", "done")
             return untrusted_replies.validate_reply(data, group, *self._checks)
         except BadReply as error:
             # The node, so that an operator can find the client.
@@ -390,23 +459,3 @@ class Nodes:
 
     def close(self) -> None:
         pass
-
-
-def _content(reply: Any, name: str) -> Any:
-    """The field `name` of a client's reply.
-
-    Args:
-      reply: The reply, a Flower `Message`.
-      name: The name of the field in the record `"drjax"` of the reply.
-
-    Returns:
-      The value as the client sent it, not validated.
-
-    Raises:
-      BadReply: The reply has no such field.
-    """
-    try:
-        # The client chooses what a reply has: any access to its content may raise.
-        return reply.content["drjax"][name]
-    except Exception as error:
-        raise BadReply(f"it has no {name!r}: {type(error).__name__}: {error}") from None

@@ -30,12 +30,14 @@ class Grid:
     Attributes:
       silent: Groups whose clients answer queries only.
       mute: Groups whose clients never answer.
+      contexts: Of each group that answered its client's Flower context.
     """
 
     def __init__(self, load, n, silent=(), mute=()):
         self.app, self.nodes = flower.client(load), [i + 100 for i in range(n)]
         self.silent, self.mute = silent, mute
         self.replies: dict[str, Any] = {}
+        self.contexts: dict[int, Any] = {}
         self.sent = 0
 
     def get_node_ids(self):
@@ -53,10 +55,12 @@ class Grid:
 
     def answer(self, message, group, query):
         """The reply of the client of a group."""
-        from flwr.app import Error, Message
+        from flwr.app import Error, Message, RecordDict
 
+        config = {"partition-id": group}
+        new = SimpleNamespace(node_config=config, state=RecordDict())
+        context = self.contexts.setdefault(group, new)
         try:
-            context: Any = SimpleNamespace(node_config={"partition-id": group})
             return self.app(message, context)
         except Exception as error:
             return Message(Error(2, str(error)), reply_to=message)

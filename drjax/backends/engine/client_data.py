@@ -14,7 +14,7 @@ calls are those of drjax's own list, whatever the request allows.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,9 +23,9 @@ import numpy as np
 from drjax._errors import DrjaxTypeError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._plan_file import pytrees
-from drjax.backends.engine import wire_format
+from drjax.backends.engine import wire_format, worker
 from drjax.backends.engine.job import Job
-from drjax.backends.engine.messages import Block, Task
+from drjax.backends.engine.messages import Block, BlockResult, Task
 from drjax.backends.engine.protocols import StageCall
 from drjax.backends.groups import Lazy, as_array
 
@@ -106,7 +106,50 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
 
     Raises:
       RuntimeError: The stage failed, and no single group causes it.
-      ValueError: The stage would return slices of the group.
+      ValueError: The stage would return slices of the group, or has a secure sum.
+    """
+    block, done, demands = _run(request, load)
+    # The server asks for such sums by another protocol; the client does not rely on it.
+    if any(demands):
+        raise ValueError("The stage has a secure sum, which is to be masked.")
+    return wire_format.result_to_bytes(block, done)
+
+
+@dataclass(frozen=True)
+class SecureAnswer:
+    """What a stage with secure sums returns for one group.
+
+    Attributes:
+      block: The group, with the mask that says whether it has failed.
+      result: Its `BlockResult`, without the secure sums.
+      slices: The group's slices of the secure sums, in order: to be masked.
+      min_groups: The largest demand of the secure sums.
+    """
+
+    block: Block
+    result: BlockResult
+    slices: list[np.ndarray]
+    min_groups: int
+
+
+def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
+    """Run a stage with secure sums on the worker's own data: as `answer` otherwise."""
+    block, done, demands = _run(request, load)
+    pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
+    plain = [x for x, secure in pairs if not secure]
+    slices = [np.asarray(x) for x, secure in pairs if secure]
+    result = replace(done, partials=plain)
+    return SecureAnswer(block, result, slices, max(demands))
+
+
+def _run(
+    request: bytes, load: Callable[[], Any]
+) -> tuple[Block, BlockResult, list[int]]:
+    """Run the stage of a request: `answer` and `answer_secure`, of the same arguments.
+
+    Returns:
+      `(block, result, demands)`: the block of the group, its `BlockResult`, and for
+      each of its partial reductions the `Reduce.secure`.
     """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
     block, failed, sent = Block(groups, valid, slices), {}, iter(slices)
@@ -134,7 +177,7 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
         raise ValueError(
             "The stage would return a group's own slices, which stay with their client."
         )
-    return wire_format.result_to_bytes(block, done)
+    return block, done, worker.demands(job.file, job.stage)
 
 
 def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:

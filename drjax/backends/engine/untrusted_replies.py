@@ -45,12 +45,14 @@ class Partial:
         partitioned value that is reduced.
       shape: The planned shape, a tuple of ints.
       dtype: The planned dtype.
+      secure: The `Reduce.secure` of the reduction.
     """
 
     op: str
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    secure: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +87,13 @@ def partials_of(file: File) -> list[list[Partial]]:
                 avals = batched_of(a_round.local).function.out_avals[: len(reduces)]
             planned.append(
                 [
-                    Partial(r.op, r.source.name, (*aval.shape,), np.dtype(aval.dtype))
+                    Partial(
+                        r.op,
+                        r.source.name,
+                        (*aval.shape,),
+                        np.dtype(aval.dtype),
+                        r.secure,
+                    )
                     for r, aval in zip(reduces, avals, strict=True)
                 ]
             )
@@ -337,6 +345,24 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
         if not (np.isfinite(x) | (x == neutral)).all():
             kind = "NaN" if np.isnan(x).any() else "an infinity"
             raise BadReply(f"it yields {kind} as {partial.name}")
+
+
+def content_of(reply: Any, record: str, name: str) -> Any:
+    """A field of a client's reply, as the client sent it, not validated.
+
+    Args:
+      reply: The reply, a Flower `Message`.
+      record: The name of the record in the reply.
+      name: The name of the field in the record.
+
+    Raises:
+      BadReply: The reply has no such field.
+    """
+    try:
+        # The client chooses what a reply has: any access to its content may raise.
+        return reply.content[record][name]
+    except Exception as error:
+        raise BadReply(f"it has no {name!r}: {type(error).__name__}: {error}") from None
 
 
 def readable(text: Any) -> str:

@@ -46,6 +46,9 @@ class LoadedPlan:
 
     Args:
       file: The plan file, a `File`.
+
+    Attributes:
+      demands: For each stage a list: of each partial reduction the `Reduce.secure`.
     """
 
     def __init__(self, file: File):
@@ -57,10 +60,9 @@ class LoadedPlan:
                 file.data,
                 custom_calls=file.custom_calls,
             )
-        self._stages = [
-            CompiledStage(a_round.local, len(a_round.partials))
-            for _, a_round in rounds_of(plan)
-        ]
+        rounds = [a_round for _, a_round in rounds_of(plan)]
+        self._stages = [CompiledStage(r.local, len(r.partials)) for r in rounds]
+        self.demands = [[x.secure for x in r.partials] for r in rounds]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         """Run a stage on a block, and find the groups that fail.
@@ -374,12 +376,7 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
     if task.number in _skipped:
         _skipped.remove(task.number)
         return BlockResult([], [], {}, 0, 0.0)
-    with _lock:
-        loaded = _files.pop(file.key, None) or LoadedPlan(file)
-        # Back at the end: the least recently used file is the first.
-        _files[file.key] = loaded
-        while len(_files) > _MOST:
-            _files.pop(next(iter(_files)))
+    loaded = _loaded(file)
 
     def begin(first: int, last: int) -> None:
         _state.task, _state.since = task.number, time.time()
@@ -394,6 +391,27 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
         _state.groups = None
         # A `skip` may have come too late; its number would stay in the set for ever.
         _skipped.discard(task.number)
+
+
+def _loaded(file: File) -> LoadedPlan:
+    """The plan of a file, which is loaded unless it is one of the four used last."""
+    with _lock:
+        loaded = _files.pop(file.key, None) or LoadedPlan(file)
+        # Back at the end: the least recently used file is the first.
+        _files[file.key] = loaded
+        while len(_files) > _MOST:
+            _files.pop(next(iter(_files)))
+    return loaded
+
+
+def demands(file: File, stage: int) -> list[int]:
+    """For each partial reduction of a stage its `Reduce.secure`.
+
+    Args:
+      file: The plan file.
+      stage: The index of the stage, as of `Task.stage`.
+    """
+    return _loaded(file).demands[stage]
 
 
 def skip(number: int) -> None:

@@ -1,0 +1,589 @@
+"""Secure sums on Flower: its SecAgg+ protocol around a stage of the groups.
+
+Input: a `StageCall` whose stage has secure sums, and a link to the clients. Output:
+what an `Engine` yields: for each client its other partial reductions, and in the end
+the secure sums of all. At a client: a message of the protocol, and its reply.
+
+Both halves are Flower's own, `flwr.client.mod.secaggplus_mod` and
+`flwr.server.workflow.SecAggPlusWorkflow` (Bell et al. 2020), in four exchanges: keys;
+shares of the secrets, encrypted for the other clients; masked values; shares of the
+masks. This module hands them the values, and validates what clients send.
+
+Invariants: of a slice that is summed securely, only the masked value leaves the client.
+All secure sums of a stage are one vector of integers modulo 2^32, in steps of
+`step(...)`. A sum is unmasked only if `least_groups(...)` clients sent masked values,
+which the clients check as well.
+
+Sharp edges: the server is honest but curious: it passes on the clients' public keys,
+and names the clients that are gone. Flower 1.41 draws each mask from 32 bits of a
+secret, which can be tried one by one: masks hide values in messages and logs, not from
+an attacker who computes for hours. A client may send any masked value or share, so that
+one that lies can make the sum wrong, or end the call.
+"""
+
+import io
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+
+from drjax._errors import EngineError
+from drjax.backends.engine import client_data, untrusted_replies, wire_format
+from drjax.backends.engine.blocks_of_groups import blocks_of_groups
+from drjax.backends.engine.extras import needed
+from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.protocols import Results, StageCall
+from drjax.backends.engine.untrusted_replies import BadReply, Partial
+
+_MODULUS = 2**32
+_POLL = 0.1  # seconds between looks for replies
+_LONGEST = 4096  # bytes of a key, or of an encrypted share
+
+
+def _levels(n: int) -> int:
+    """How many steps the range of one group has: n of them add up to 2^31 at most."""
+    return 2 ** (31 - max(1, math.ceil(math.log2(n))))
+
+
+def _limit(secure_range: float) -> float:
+    """The range, rounded up to a power of 2, so that integers in it are exact."""
+    return 2.0 ** math.ceil(math.log2(secure_range))
+
+
+def step(n: int, secure_range: float) -> float:
+    """The step of the numbers that are added up, by which each may be rounded.
+
+    Args:
+      n: The number of groups of the plan.
+      secure_range: The option: the largest magnitude of a number of one group.
+    """
+    return 2 * _limit(secure_range) / _levels(n)
+
+
+def least_groups(partials: Sequence[Partial], clients: int) -> int:
+    """How many clients must send masked values, before their sum is revealed.
+
+    It is the largest demand of the secure sums, and more than half of the clients, so
+    that no two sets of clients can reveal different sums.
+
+    Args:
+      partials: The planned partial reductions of the stage.
+      clients: The number of clients that begin.
+    """
+    return max(clients // 2 + 1, *(partial.secure for partial in partials))
+
+
+# ---------------------------------------------------------------------------------
+# The client
+
+
+def is_step(message: Any) -> bool:
+    """Whether a Flower message that a client received is one of the protocol."""
+    return _configs_key() in message.content.config_records
+
+
+def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
+    """Answer a message of the protocol, at a client.
+
+    Args:
+      message: The Flower message.
+      context: Flower's `Context`, which keeps the client's secrets between messages.
+      load: As for `client_data.answer`.
+
+    Returns:
+      The reply, a Flower message.
+
+    Raises:
+      ValueError: The server demands too few groups, or a step out of turn.
+    """
+    mod = needed("flwr.client.mod", "flower", "Flower").secaggplus_mod
+    flwr = needed("flwr.app", "flower", "Flower")
+    try:
+        return mod(message, context, lambda m, c: _values(m, c, load))
+    except _Failed as failed:
+        record = flwr.ConfigRecord({"done": failed.done})
+        return flwr.Message(flwr.RecordDict({"drjax": record}), reply_to=message)
+
+
+class _Failed(Exception):
+    """The group failed: nothing is masked; `done` is the reply that says why."""
+
+    def __init__(self, done: bytes):
+        self.done = done
+
+
+def _values(message: Any, context: Any, load: Callable[[], Any]) -> Any:
+    """Run the stage for the group; Flower's mod masks what this returns.
+
+    Args:
+      message: The third message of the protocol, with the request.
+      context: Flower's `Context`, with what the server has set up.
+      load: As for `client_data.answer`.
+
+    Returns:
+      The Flower message with the secure slices as one vector, which the mod takes out,
+      and the other partial reductions.
+    """
+    flwr = needed("flwr.app", "flower", "Flower")
+    common = needed("flwr.common", "flower", "Flower")
+    compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
+    set_up = context.state.config_records[_constants().RECORD_KEY_STATE]
+    secure = client_data.answer_secure(message.content["drjax"]["request"], load)
+    if set_up["threshold"] < secure.min_groups:
+        # The server sets the protocol up; the demand of the plan is the client's.
+        raise ValueError(
+            f"the server would reveal a sum of {set_up['threshold']} groups, but the "
+            f"plan demands {secure.min_groups}"
+        )
+    if secure.result.failed:
+        raise _Failed(wire_format.result_to_bytes(secure.block, secure.result))
+    limit = set_up["clipping_range"]
+    vector = np.concatenate([np.ravel(x).astype(np.float64) for x in secure.slices])
+    if not (np.abs(vector) <= limit).all():
+        # The text does not tell the number.
+        why = f"a number of its secure sum is not in the range of {limit:g}, or no "
+        why += "number: give the engine a larger secure_range, or scale what is summed"
+        failed = {int(secure.block.groups[0]): why}
+        result = BlockResult([], [], failed, secure.result.pid, secure.result.seconds)
+        raise _Failed(
+            wire_format.result_to_bytes(secure.block.without_failed(failed), result)
+        )
+    content = compat.fitres_to_recorddict(
+        common.FitRes(
+            common.Status(common.Code.OK, ""),
+            common.ndarrays_to_parameters([vector]),
+            1,
+            {},
+        ),
+        False,
+    )
+    done = wire_format.result_to_bytes(secure.block, secure.result)
+    content["drjax"] = flwr.ConfigRecord({"done": done})
+    return flwr.Message(content, reply_to=message)
+
+
+# ---------------------------------------------------------------------------------
+# The server
+
+
+class Link(Protocol):
+    """A protocol: how messages get to clients and replies back.
+
+    `drjax.backends.flower` implements it.
+    """
+
+    def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
+        """Send a message with further records to a node, and return its number."""
+        ...
+
+    def pull(self, number: str) -> Any:
+        """The reply to a message; None if there is none yet. Raises `BadReply`."""
+        ...
+
+    def forget(self, number: str) -> None:
+        """Release the pull of the reply to a message."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Client:
+    """A client that takes part: its group, block and request."""
+
+    group: int
+    block: Block
+    request: bytes
+
+
+def results(
+    call: StageCall,
+    link: Link,
+    nodes: Callable[[int], int | None],
+    partials: Sequence[Partial],
+    secure_range: float,
+) -> Results:
+    """Run a stage with secure sums on all clients: the `Engine.results` of such stages.
+
+    Args:
+      call: The run of the stage.
+      link: The link to the clients.
+      nodes: From a group to the id of its node; None: no client has the group.
+      partials: The planned partial reductions of the stage.
+      secure_range: The largest magnitude of a number of one group.
+
+    Yields:
+      Pairs of a `Block` of one group and its `BlockResult`, without secure sums, in the
+      order of the groups; then an empty block with the secure sums.
+
+    Raises:
+      EngineError: Too few clients are left to reveal the sums.
+    """
+    requests, clients = client_data.Requests(call), {}
+    for block, failed in blocks_of_groups(call.slices, call.alive, 1):
+        group = int(block.groups[0])
+        if block.valid.any() and (node := nodes(group)) is not None:
+            request = requests.to_bytes(call.job.task(block))
+            clients[node] = _Client(group, block, request)
+        elif call.alive[group]:
+            why = failed.get(group, "no client has the group")
+            yield block, untrusted_replies.failure(group, why)
+    while True:
+        least = _check_enough(call, partials, len(clients), len(clients))
+        session = _Session(link, clients, partials, call, secure_range, least)
+        session.agree_on_keys()
+        if not session.lost:
+            break
+        # A client that is gone before it has shared its keys cannot be unmasked later:
+        # the others begin again.
+        yield from session.failures()
+        clients = {k: v for k, v in clients.items() if k not in session.lost}
+    session.collect()
+    yield from sorted(
+        [*session.failures(), *session.done()], key=lambda x: x[0].groups[0]
+    )
+    left = len(clients) - len(session.lost)
+    # Before the masks are asked for: so few values must not be unmasked at all.
+    _check_enough(call, partials, left, len(clients))
+    totals = session.unmask(left)
+    empty = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
+    yield empty, BlockResult(totals, [], {}, 0, 0.0)
+
+
+def _check_enough(
+    call: StageCall, partials: Sequence[Partial], left: int, clients: int
+) -> int:
+    """Check that enough clients are left, and return how many are needed.
+
+    Args:
+      call: The run of the stage, for the error.
+      partials: The planned partial reductions of the stage.
+      left: The number of clients that are left.
+      clients: The number of clients that began.
+
+    Raises:
+      EngineError: They are too few.
+    """
+    least, demand = least_groups(partials, clients), least_groups(partials, 0)
+    if left < least:
+        raise EngineError(
+            f"The secure sum in {call.job.location} is not revealed: {left} groups are "
+            f"left, and it needs {least}: min_groups={demand}, and more than half of "
+            f"the {clients} that began."
+        )
+    return least
+
+
+class _Session:
+    """One run of the protocol, with Flower's workflow: four exchanges of messages.
+
+    It is also what the workflow takes for its grid, strategy and client manager.
+
+    Args:
+      link: The link to the clients.
+      clients: The clients, by the ids of their nodes.
+      partials: The planned partial reductions of the stage.
+      call: The run of the stage.
+      secure_range: The largest magnitude of a number of one group.
+      least: How many clients must be left, to the end.
+
+    Attributes:
+      lost: For each node that was lost the reason.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        clients: dict[int, _Client],
+        partials: Sequence[Partial],
+        call: StageCall,
+        secure_range: float,
+        least: int,
+    ):
+        flwr = needed("flwr.app", "flower", "Flower")
+        package = "flwr.server.workflow"
+        keys = needed(f"{package}.constant", "flower", "Flower")
+        module = needed(
+            f"{package}.secure_aggregation.secaggplus_workflow", "flower", "Flower"
+        )
+        self.lost: dict[int, str] = {}
+        self._link, self._clients, self._call = link, clients, call
+        self._partials, self._timeout = partials, call.options.timeout
+        self._done: dict[int, BlockResult] = {}
+        self._mean: np.ndarray | None = None
+        self._workflow = module.SecAggPlusWorkflow(
+            1.0,  # each client has a share of each other one's secrets
+            least,
+            max_weight=1.0,
+            clipping_range=_limit(secure_range),
+            quantization_range=_levels(len(call.alive)),
+            modulus_range=_MODULUS,
+            timeout=self._timeout,
+        )
+        self._state = module.WorkflowState()
+        records = {
+            keys.MAIN_CONFIGS_RECORD: flwr.ConfigRecord({keys.Key.CURRENT_ROUND: 1}),
+            keys.MAIN_PARAMS_RECORD: flwr.ArrayRecord(),
+        }
+        self._context = SimpleNamespace(
+            state=flwr.RecordDict(records), strategy=self, client_manager=self
+        )
+
+    def agree_on_keys(self) -> None:
+        """Exchange public keys, and shares of secrets; see `lost` for who did not."""
+        for exchange in ("setup_stage", "share_keys_stage"):
+            if not self.lost:
+                self._exchange(exchange)
+
+    def collect(self) -> None:
+        """Run the stage at the clients, and collect the masked values."""
+        self._exchange("collect_masked_vectors_stage")
+
+    def unmask(self, left: int) -> list[np.ndarray | None]:
+        """Collect shares of masks, and remove the masks from the sum.
+
+        Args:
+          left: The number of clients whose masked values are in the sum.
+
+        Returns:
+          For each partial reduction of the stage the secure sum, or None.
+
+        Raises:
+          EngineError: Too few clients sent their shares.
+        """
+        if not self._exchange("unmask_stage") or self._mean is None:
+            raise EngineError(
+                f"The secure sum in {self._call.job.location} cannot be revealed: too "
+                f"few clients sent shares of the masks: {'; '.join(self.lost.values())}"
+            )
+        # Flower's workflow gives the mean.
+        vector, totals, start = self._mean * left, [], 0
+        for partial in self._partials:
+            total = None
+            if partial.secure:
+                size = math.prod(partial.shape)
+                total = vector[start : start + size].reshape(partial.shape)
+                if np.issubdtype(partial.dtype, np.integer):
+                    total = np.rint(total)
+                total, start = total.astype(partial.dtype), start + size
+            totals.append(total)
+        return totals
+
+    def failures(self) -> Iterator[tuple[Block, BlockResult]]:
+        """The lost clients, as results of failed groups."""
+        for node, why in self.lost.items():
+            client = self._clients[node]
+            yield client.block, untrusted_replies.failure(client.group, why)
+
+    def done(self) -> Iterator[tuple[Block, BlockResult]]:
+        """The clients with masked values, with their other partial reductions."""
+        for node, result in self._done.items():
+            others = iter(result.partials)
+            partials = [None if p.secure else next(others) for p in self._partials]
+            yield self._clients[node].block, replace(result, partials=partials)
+
+    # -----------------------------------------------------------------------------
+    # What Flower's workflow calls
+
+    def _exchange(self, name: str) -> bool:
+        """Run one of the workflow's exchanges; False if too few clients are left."""
+        self._now = name
+        return getattr(self._workflow, name)(self, self._context, self._state)
+
+    def num_available(self) -> int:
+        """The client manager's: the number of clients."""
+        return len(self._clients)
+
+    def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
+        """The strategy's: all clients take part, and get nothing of the workflow."""
+        common = needed("flwr.common", "flower", "Flower")
+        nothing = common.Parameters([], "numpy.ndarray")
+        ins = lambda: common.FitIns(nothing, {})
+        return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
+
+    def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
+        """The strategy's: takes the mean of the values, and asks for nothing more."""
+        common = needed("flwr.common", "flower", "Flower")
+        (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
+        return None, {}
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None) -> list:
+        """The grid's: send messages to clients, and return their validated replies.
+
+        Clients that do not answer in time, or as they should, become `lost`.
+
+        Args:
+          messages: Flower messages.
+          timeout: Seconds to wait for all replies; None: no limit.
+        """
+        sent, replies, key = {}, [], _configs_key()
+        for message in messages:
+            node, content = message.metadata.dst_node_id, {}
+            if self._now == "collect_masked_vectors_stage":
+                content["request"] = self._clients[node].request
+            # A copy, as the workflow sends all clients the same one.
+            record = message.content.config_records[key].copy()
+            number = self._link.push(content, node, "train", **{key: record})
+            if number is None:
+                self.lost[node] = f"the SuperLink takes no message for node {node}"
+            else:
+                sent[node] = number
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while sent:
+            for node, number in [*sent.items()]:
+                try:
+                    reply = self._link.pull(number)
+                    if reply is not None:
+                        replies.append(self._validated(node, reply))
+                except BadReply as error:
+                    self.lost[node] = f"the reply of its client, node {node}: {error}"
+                    reply = error
+                if reply is not None:
+                    del sent[node]
+            if time.monotonic() >= end:
+                break
+            if sent:
+                time.sleep(_POLL)
+        for node, number in sent.items():
+            self._link.forget(number)
+            self.lost[node] = f"its client took longer than {timeout} s"
+        return replies
+
+    def _validated(self, node: int, reply: Any) -> Any:
+        """Validate a client's reply, and make what the workflow takes for a message.
+
+        Args:
+          node: The id of the node that was asked.
+          reply: The reply, a Flower message of any content.
+
+        Raises:
+          BadReply: It does not fit, or the group has failed.
+        """
+        if reply.has_error():
+            raise BadReply(f"{reply.error.reason} (code {reply.error.code})")
+        flwr = needed("flwr.app", "flower", "Flower")
+        content, done = flwr.RecordDict(), None
+        if self._now == "collect_masked_vectors_stage":
+            content, done = self._nothing(), self._done_of(node, reply)
+        fields = _fields_of(reply, self._now, {*self._clients}, self._length)
+        if done is not None:
+            self._done[node] = done  # all of the reply fits
+        content[_configs_key()] = flwr.ConfigRecord(fields)
+        # The node that was asked, whatever the reply says of its origin.
+        metadata = SimpleNamespace(src_node_id=node)
+        return SimpleNamespace(
+            metadata=metadata, content=content, has_error=lambda: False
+        )
+
+    @property
+    def _length(self) -> int:
+        """The number of numbers in the vector of secure sums."""
+        return sum(math.prod(p.shape) for p in self._partials if p.secure)
+
+    def _done_of(self, node: int, reply: Any) -> BlockResult:
+        """Validate and return a client's partial reductions but secure sums.
+
+        Raises:
+          BadReply: They do not fit the plan, or the group has failed.
+        """
+        group = self._clients[node].group
+        plain = [p for p in self._partials if not p.secure]
+        nans = self._call.job.check_nans
+        data = untrusted_replies.content_of(reply, "drjax", "done")
+        result = untrusted_replies.validate_reply(data, group, plain, nans)
+        if result.failed:
+            raise BadReply(result.failed[group])
+        return result
+
+    def _nothing(self) -> Any:
+        """The records of a Flower `FitRes` without parameters."""
+        common = needed("flwr.common", "flower", "Flower")
+        compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
+        status = common.Status(common.Code.OK, "")
+        nothing = common.Parameters([], "numpy.ndarray")
+        return compat.fitres_to_recorddict(common.FitRes(status, nothing, 1, {}), False)
+
+
+def _fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, Any]:
+    """Validate the fields of the protocol in a client's reply.
+
+    Args:
+      reply: The reply, a Flower message of any content.
+      now: The name of the exchange in Flower's workflow.
+      nodes: The ids of the nodes that take part.
+      length: The number of numbers in the vector of secure sums.
+
+    Returns:
+      The fields by name, for Flower's workflow.
+
+    Raises:
+      BadReply: They do not fit.
+    """
+    key = _constants().Key
+    of = lambda name: untrusted_replies.content_of(reply, _configs_key(), name)
+    if now == "setup_stage":
+        names = key.PUBLIC_KEY_1, key.PUBLIC_KEY_2
+        return {name: _short_bytes(name, [of(name)], 1)[0] for name in names}
+    if now == "collect_masked_vectors_stage":
+        factor, vector = _items(key.MASKED_PARAMETERS, of(key.MASKED_PARAMETERS), 2)
+        _check_array(factor, 1)
+        _check_array(vector, length)
+        return {key.MASKED_PARAMETERS: [factor, vector]}
+    shares = now == "share_keys_stage"
+    ids, values = (
+        (key.DESTINATION_LIST, key.CIPHERTEXT_LIST)
+        if shares
+        else (key.NODE_ID_LIST, key.SHARE_LIST)
+    )
+    # For each other client, or of each client, exactly one.
+    count = len(nodes) - shares
+    found = _items(ids, of(ids), count)
+    if any(type(x) is not int for x in found) or len({*found} & nodes) != count:
+        raise BadReply(f"its {ids} are not the clients that take part")
+    return {ids: found, values: _short_bytes(values, of(values), count)}
+
+
+def _items(name: str, x: Any, count: int) -> list[Any]:
+    """Check that a field is a list of `count` items, and return it as one."""
+    if not isinstance(x, list) or len(x) != count:
+        raise BadReply(f"its {name} has not {count} items")
+    return [*x]
+
+
+def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
+    """Check that a field is a list of `count` short byte strings, and return it."""
+    items = _items(name, x, count)
+    if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
+        raise BadReply(f"its {name} are not bytes, of {_LONGEST} at most")
+    return items
+
+
+def _check_array(data: Any, length: int) -> None:
+    """Check that bytes hold an int64 array `[length]` in numpy's format.
+
+    Raises:
+      BadReply: They do not.
+    """
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<i8", "fortran_order": False, "shape": (length,)}
+    )
+    # Compared as bytes, never parsed: a header decides what memory is taken.
+    expected = header.getvalue()
+    if type(data) is not bytes or not data.startswith(expected):
+        raise BadReply(f"its masked value is no array of {length} integers")
+    if len(data) != len(expected) + 8 * length:
+        raise BadReply(f"its masked value has {len(data)} bytes")
+
+
+def _constants() -> Any:
+    """Flower's module of the names of stages, records and fields."""
+    module = "flwr.common.secure_aggregation.secaggplus_constants"
+    return needed(module, "flower", "Flower")
+
+
+def _configs_key() -> str:
+    """The name of the record in which the protocol's fields are."""
+    return _constants().RECORD_KEY_CONFIGS
