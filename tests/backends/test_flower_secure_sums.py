@@ -5,8 +5,10 @@ Covers: drjax.backends.flower, drjax.backends.engine.secure_sums.
 
 # pyright: reportMissingImports=false
 
+import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,9 +19,11 @@ import pytest
 import drjax
 from drjax.backends import flower, reference
 from drjax.backends.engine import secure_sums, wire_format
+from tests.helpers.conformance import wait_for
 from tests.helpers.flower_clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
+    federation,
 )
 from tests.helpers.raising import raises
 
@@ -354,3 +358,46 @@ def test_what_cannot_be_masked():
     for wrong in (0.0, -1, float("inf"), float("nan"), "8", True):
         compiling = lambda r=wrong: flower.compile(plan, None, secure_range=r)
         raises(drjax.DrjaxValueError, "secure_range must be a positive", compiling)
+
+
+# ---------------------------------------------------------------------------------
+# Real processes
+
+
+def test_supernodes(tmp_path):
+    from examples.flower.drjax_app.client import load
+    from examples.flower.plan import step
+
+    def secure_step(n):
+        @drjax.program(clients=n)
+        def step(model, data):
+            def work(model, x, y):
+                loss = lambda m: jnp.mean((x @ m - y) ** 2)
+                value, grad = jax.value_and_grad(loss)(model)
+                return model - 0.2 * grad, value / 8  # in the range of 8
+
+            outputs = drjax.map_fn(work, (drjax.broadcast(model), *data))
+            model, loss = drjax.reduce_sum(outputs, secure=True, min_groups=n)
+            return model / n, 8 * loss / n
+
+        return step
+
+    n, model = 3, np.zeros(3, np.float32)
+    slices = [load(SimpleNamespace(node_config={"partition-id": i})) for i in range(n)]
+    data = tuple(np.stack(column) for column in zip(*slices, strict=True))
+    drjax.make_plan(secure_step(n))(model, data).save(tmp_path / "step.drjax")
+    output = tmp_path / "model.npz"
+    with federation(tmp_path, "insecure = true") as processes:
+        processes.link("--insecure")
+        for i in range(n):
+            processes.node("--insecure", group=i)
+        plan = str(tmp_path / "step.drjax")
+        processes.run_example(plan=plan, output=str(output), rounds=2)
+        wait_for(output.exists)
+    with np.load(output) as file:
+        result, history = file["model"], json.loads(str(file["history"]))
+    expected = reference.compile(drjax.make_plan(step(n))(model, data))
+    for a_round in history:
+        model, loss = expected(model, data)
+        np.testing.assert_allclose(a_round["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(result, model, atol=1e-6)
