@@ -8,6 +8,7 @@ open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax._src import api_util, core, source_info_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching
@@ -237,6 +238,12 @@ def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
     """
     unknown_in = list(unknown_in)
     return pe.partial_eval_jaxpr_nounits_fwd(jaxpr, unknown_in, instantiate=False)
+
+
+def unsplit_jaxpr(jaxpr):
+    """What `partial_eval_jaxpr` returns if nothing in a closed jaxpr is known."""
+    nothing = jax.make_jaxpr(lambda: ())()
+    return nothing, jaxpr, [True] * len(jaxpr.out_avals), [], []
 
 
 def jaxprs_in(params) -> list:

@@ -368,6 +368,10 @@ def _partial_eval(trace, *tracers, **params):
     unknown = [not t.pval.is_known() for t in tracers]
     with group_context(layout):
         split = _compat.partial_eval_jaxpr(params["jaxpr"], unknown)
+    if all(unknown) and all(split[2]):
+        # Known are constants and group indices alone: a map of their own would store
+        # them for each group, and be in the way of transposing twice.
+        split = _compat.unsplit_jaxpr(params["jaxpr"])
     return _compat.partial_eval_by_tracers(
         map_fn_p, trace, tracers, unknown, params, split,
         lambda aval: partitioned_aval(aval, layout),

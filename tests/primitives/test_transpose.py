@@ -116,6 +116,13 @@ def test_transposing_twice_gives_the_program_back(linear):
     [
         lambda x: drjax.reduce_sum(drjax.map_fn(g, drjax.broadcast(x))),
         lambda x: drjax.gather(drjax.map_fn(g, drjax.scatter(x))),
+        # Known without any operand: computed in the map, not stored for each group.
+        lambda x: drjax.reduce_sum(
+            drjax.map_fn(lambda x: x * drjax.partition_index(), drjax.broadcast(x))
+        ),
+        lambda x: drjax.reduce_sum(
+            drjax.map_fn(lambda x: x * jnp.arange(3.0)[::-1].sum(), drjax.broadcast(x))
+        ),
     ],
 )
 def test_transposing_inside_a_trace_adds_nothing(linear):
