@@ -235,6 +235,16 @@ def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
     return layout
 
 
+def groups_of_device(plan: Plan) -> int:
+    """The number of slots for groups of a device of the mesh in context, at least 1.
+
+    Raises:
+      MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
+    """
+    layout = _layout_of(plan)
+    return 1 if layout is None else layout.per_device
+
+
 class _MeshInterpreter(PlanInterpreter):
     """Traces a plan on a mesh, as JAX operations: `interpreter(inputs)`.
 

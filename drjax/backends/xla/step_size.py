@@ -1,16 +1,18 @@
-"""How many groups of a device run at once: the option, or what fits in memory.
+"""How many groups of a device run at once: the option, what fits, or what is fastest.
 
 Input: the options `groups_per_step` and `memory_budget`; for `"auto"` a function that
-compiles the program and returns its temporary memory. Output: a number, or None for
-all.
+compiles the program and returns its temporary memory, for `"tune"` one that measures
+its time. Output: a number, or None for all.
 
-Invariants: the number that `largest` returns was compiled and seen to fit.
+Invariants: the number that `largest` returns was compiled and seen to fit; that of
+`fastest` was measured.
 
 Sharp edges: temporary memory is the compiler's own estimate, without arguments and
 results; each number that is tried costs a compilation.
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,6 +149,49 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
         f"{budget:,}",
     )
     return low
+
+
+def fastest(count: int, seconds: Callable[[int], float]) -> int:
+    """Find the number of groups at once, up to `count`, that takes the least time.
+
+    All at once, a fourth of them, a sixteenth, ..., are measured, until two in a row
+    take half as long again as the best; then half and twice the best number. The
+    search assumes that away from the best number time grows, if it is of that size.
+
+    Args:
+      count: The number of slots for groups of a device.
+      seconds: A function from a number of groups at once to the time of the program,
+        which it compiles; infinity if it does not fit in memory.
+
+    Returns:
+      The number; of `2 + log(count) / log(4)` numbers that are measured at most, and
+      one or two more.
+
+    Raises:
+      DrjaxValueError: One group does not fit.
+    """
+    known: dict[int, float] = {}
+    size, slow = count, 0
+    while slow < 2:
+        known[size] = seconds(size)
+        best = min(known.values())
+        slow = slow + 1 if best < math.inf and known[size] > 1.5 * best else 0
+        if size == 1:
+            break
+        size = -(-size // 4)
+    best = min(known, key=known.__getitem__)
+    if known[best] == math.inf:
+        raise DrjaxValueError(
+            "Not even one group at a time fits in memory. Raise memory_budget=, or "
+            "make the work of a group smaller."
+        )
+    for size in (-(-best // 2), min(2 * best, count)):
+        if size not in known:
+            known[size] = seconds(size)
+    best = min(known, key=known.__getitem__)
+    times = ", ".join(f"{size}: {known[size]:.3g} s" for size in sorted(known))
+    _logger.info("groups_per_step=%d of %d is the fastest: %s", best, count, times)
+    return best
 
 
 def free_bytes(devices: Sequence[Any]) -> int:

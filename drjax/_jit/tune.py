@@ -1,0 +1,128 @@
+"""`groups_per_step="tune"`: the number of groups at once that is fastest, by measuring.
+
+Input: how `drjax.jit` compiles a function for a number of groups at once; then the
+arguments of a call. Output: the results, by the number that was the fastest for
+arguments of these types.
+
+Invariants: numbers are measured once for each signature of arguments, and on copies of
+no argument: those that are donated are not while measuring.
+
+Sharp edges: the first call runs the function many times, with all of its effects. Times
+on a machine that does other work are noisy, and so is what is chosen by them.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from drjax._errors import DrjaxValueError
+from drjax._jit.jit_primitive import plan_of, planned_p
+from drjax.backends import xla
+from drjax.backends.xla import step_size
+
+_RUNS, _SECONDS = 10, 0.5  # the most runs to measure, and seconds after which to stop
+
+
+class Tuned:
+    """A function that `drjax.jit` compiles for the number of groups that is fastest.
+
+    Args:
+      fn: The function.
+      compiled: From a number of groups at once, and whether arguments may be donated,
+        to the `jax.jit` of the function.
+      budget: Bytes of temporary memory for each device; None: what the devices have
+        left.
+    """
+
+    def __init__(
+        self, fn: Callable, compiled: Callable[[int, bool], Any], budget: int | None
+    ):
+        self._compiled, self._budget = compiled, budget
+        self._runs: dict[Any, Any] = {}  # by the signature of the arguments
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tuned(args, kwargs)(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As the `lower` of a `jax.jit`; it measures if `__call__` would."""
+        return self._tuned(args, kwargs).lower(*args, **kwargs)
+
+    def _tuned(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The `jax.jit` for the number that is the fastest for these arguments."""
+        key = _signature(args, kwargs)
+        if key not in self._runs:
+            self._runs[key] = self._compiled(self._fastest(args, kwargs), True)
+        return self._runs[key]
+
+    def _fastest(self, args: tuple, kwargs: dict[str, Any]) -> int:
+        """Measure how many groups of a device should run at once.
+
+        Raises:
+          DrjaxValueError: The arguments are traced, or one group does not fit.
+        """
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in leaves):
+            raise DrjaxValueError(
+                'groups_per_step="tune" measures with the arguments of the first call, '
+                "which must be arrays. Call it outside of jax.jit, jax.grad and other "
+                "transformations, which may be inside of it; or give a number."
+            )
+        budget = self._budget
+        if budget is None:
+            budget = step_size.free_bytes(jax.local_devices())
+        fits = False
+
+        def seconds(size: int) -> float:
+            nonlocal fits
+            run = self._compiled(size, False)
+            if not fits:
+                # Once a number fits, smaller ones do, and are compiled once.
+                compiled = run.lower(*args, **kwargs).compile()
+                fits = compiled.memory_analysis().temp_size_in_bytes <= budget
+            return _seconds(run, args, kwargs) if fits else math.inf
+
+        count = _groups_of_device(self._compiled(1, False), args, kwargs)
+        return step_size.fastest(count, seconds)
+
+
+def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    """The number of slots for groups of a device, in a call of what `drjax.jit` made.
+
+    Args:
+      run: The `jax.jit` of a planned function.
+      args: The positional arguments of the call.
+      kwargs: The keyword arguments of the call.
+    """
+    for eqn in run.trace(*args, **kwargs).jaxpr.eqns:
+        if eqn.primitive is planned_p:
+            plan = plan_of(eqn.params["jaxpr"], eqn.params["options"])
+            return xla.groups_of_device(plan)
+    return 1
+
+
+def _seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+    """The least time of some calls, without that of compiling."""
+    jax.block_until_ready(run(*args, **kwargs))
+    times: list[float] = []
+    while len(times) < _RUNS and sum(times) < _SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args, **kwargs))
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _signature(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a call's time depends on, but for values: types, shardings and the mesh."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    kinds = [
+        (x.shape, str(x.dtype), getattr(x, "sharding", None))
+        if hasattr(x, "shape")
+        else type(x)
+        for x in leaves
+    ]
+    return tree, tuple(kinds), jax.sharding.get_abstract_mesh()
