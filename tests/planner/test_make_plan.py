@@ -299,3 +299,37 @@ def test_planned_in_a_jit_that_the_function_closes_over():
     got = jax.jit(planned)(jnp.float32(0.5), jnp.array([0, 2, 1, 1]))
     expected = np.sin(x * np.exp(0.5))[np.arange(4), [0, 2, 1, 1]].sum()
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_plans_from_types_alone(tmp_path):
+    """`jax.ShapeDtypeStruct`s instead of arrays, in trees and for keys, too."""
+
+    def train(state, data, key):
+        def work(model, x, key):
+            noise = jax.random.normal(
+                jax.random.fold_in(key, drjax.partition_index()), model.shape
+            )
+            return model + 0.1 * jnp.tanh(x @ model) @ x + noise
+
+        operands = drjax.broadcast(state["model"]), data["x"], drjax.broadcast(key)
+        models = drjax.map_fn(work, operands)
+        return {"model": drjax.reduce_mean(models), "step": state["step"] + 1}
+
+    args = (
+        {"model": jnp.ones(3), "step": jnp.int32(2)},
+        {"x": jnp.arange(N * 12.0).reshape(N, 4, 3) / 50},
+        jax.random.key(0),
+    )
+    kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    plan = drjax.make_plan(program(train))(*kinds)
+    assert str(plan) == str(drjax.make_plan(program(train))(*args))
+    plan.save(tmp_path / "train.drjax")
+    expected = program(train)(*args)
+    for each in (plan, drjax.load_plan(tmp_path / "train.drjax")):
+        result = drjax.backends.reference.compile(each)(*args)
+        np.testing.assert_allclose(result["model"], expected["model"], rtol=1e-5)
+        assert result["step"] == 3
+    # Data that fits no machine: 40 TB.
+    huge = drjax.program(clients=10**6)(lambda x: drjax.reduce_mean(jnp.sin(x)))
+    plan = drjax.make_plan(huge)(jax.ShapeDtypeStruct((10**6, 10**7), jnp.float32))
+    assert plan.communication(devices=64).reduced_per_device() == 4 * 10**7
