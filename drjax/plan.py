@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition, integer_of
+from drjax._plan.wire import Wire as Wire
 
 
 @dataclass(frozen=True)
@@ -97,62 +98,6 @@ class Stage:
         return not self.outputs
 
 
-# The dtypes of `Wire`: bits of a number, and how many numbers share a scale by default.
-_WIRES = {
-    "bfloat16": (16, 1),
-    "int8": (8, 256),
-    "float8_e4m3fn": (8, 256),
-    "float4_e2m1fn": (4, 32),
-}
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How numbers are encoded while they are communicated.
-
-    Attributes:
-      dtype: `bfloat16`, `int8`, `float8_e4m3fn` or `float4_e2m1fn`.
-      block: How many consecutive numbers share a scale, which is a float32: their
-        largest magnitude, divided by the largest number of the dtype. bfloat16, which
-        has the range of float32, has no scale: 1.
-
-    Raises:
-      DrjaxValueError: There is no such dtype or block size.
-    """
-
-    dtype: str
-    block: int = 0
-
-    def __post_init__(self):
-        if self.dtype not in _WIRES:
-            raise DrjaxValueError(
-                f"wire= needs a dtype of {', '.join(_WIRES)}, got {self.dtype!r}."
-            )
-        bits, default = _WIRES[self.dtype]
-        block = default if self.block == 0 else integer_of(self.block)
-        # Of 4 bits, two numbers share a byte; bfloat16 has no scales.
-        if not block or block < 0 or block * bits % 8 or (bits == 16 and block > 1):
-            raise DrjaxValueError(
-                "wire= needs a positive block size, an even one for 4 bits, and 1 for "
-                f"bfloat16, got {self.dtype!r} with {self.block!r}."
-            )
-        object.__setattr__(self, "block", block)
-
-    def nbytes(self, count: int) -> int:
-        """The bytes of a number of encoded numbers, with their scales.
-
-        Args:
-          count: How many numbers there are; they are padded to whole blocks.
-        """
-        bits, _ = _WIRES[self.dtype]
-        blocks = -(-count // self.block)
-        scales = 0 if self.dtype == "bfloat16" else 4 * blocks
-        return blocks * self.block * bits // 8 + scales
-
-    def __str__(self) -> str:
-        return self.dtype if self.block == 1 else f"{self.dtype}/{self.block}"
-
-
 @dataclass(frozen=True)
 class Reduce:
     """One combination of all groups' slices into a global value.
@@ -181,6 +126,42 @@ class Reduce:
         if self.wire is None:
             return self.source.nbytes
         return self.wire.nbytes(math.prod(self.source.shape))
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One fold of all groups' states into a global state, in the order of the groups.
+
+    Attributes:
+      combine: The associative function of two states, as a stage: of the values that it
+        closes over, then the leaves of the left state, and those of the right one. Its
+        outputs are `results`.
+      init: The leaves of the neutral state, global values.
+      sources: The leaves of the groups' states, partitioned values.
+      results: The leaves of the fold, global values.
+      commutative: Whether states may be combined in any order.
+    """
+
+    combine: Stage
+    init: tuple[Value, ...]
+    sources: tuple[Value, ...]
+    results: tuple[Value, ...]
+    commutative: bool = False
+
+    @property
+    def consts(self) -> tuple[Value, ...]:
+        """The global values that the function closes over."""
+        return self.combine.inputs[: -2 * len(self.sources)]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The values that the fold reads."""
+        return (*self.consts, *self.init, *self.sources)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's state."""
+        return sum(v.nbytes for v in self.sources)
 
 
 # The moves of slices between groups, by the names of their primitives.
@@ -263,6 +244,7 @@ class Round:
       reduces: Reductions of the groups' results, communicated together.
       moves: Moves of slices between groups, after the local stage.
       loops: Loops that start after the reductions and moves.
+      folds: Folds of the groups' states, with the reductions.
     """
 
     server: Stage
@@ -272,6 +254,7 @@ class Round:
     reduces: tuple[Reduce, ...]
     moves: tuple[Move, ...] = ()
     loops: tuple[Loop, ...] = ()
+    folds: tuple[Fold, ...] = ()
 
     @property
     def partials(self) -> list[Reduce]:
@@ -319,6 +302,8 @@ class Plan:
         for number, a_round in enumerate(self.rounds, 1):
             yield f"round {number}, server", a_round.server
             yield f"round {number}, groups", a_round.local
+            for i, fold in enumerate(a_round.folds):
+                yield f"round {number}, fold {i}", fold.combine
             for loop in a_round.loops:
                 for body in loop.bodies:
                     for location, stage in body.stages():
@@ -423,7 +408,8 @@ class Message:
     Attributes:
       round: The round, from 1; in a loop `2.scan.1`, the first round of its body.
       op: `broadcast` or `scatter` (down); the reduction (up): `sum`, `mean`, `max`,
-        `min` or `gather`; or a move between groups: `permute`, `take` or `put_add`.
+        `min`, `gather` or `fold`; or a move between groups: `permute`, `take` or
+        `put_add`.
       value: The value that is communicated.
       nbytes: Bytes for each group, each time.
       times: How often, as one factor for each loop around it: its number of steps, or
@@ -585,6 +571,9 @@ def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iter
             yield Message(label, "scatter", scattered, scattered.nbytes, times)
         for r in a_round.reduces:
             yield Message(label, r.op, r.source, r.nbytes, times, (), r.wire, r.secure)
+        for fold in a_round.folds:
+            for value in fold.sources:
+                yield Message(label, "fold", value, value.nbytes, times)
         for move in a_round.moves:
             yield Message(label, move.op, move.source, move.nbytes, times, move.sources)
         for loop in a_round.loops:

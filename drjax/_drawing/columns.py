@@ -168,11 +168,13 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     live = {v.name for v in plan.outputs}
     for r in plan.rounds[number:]:
         live |= {v.name for v in r.local.inputs} | {r.source.name for r in r.reduces}
+        live |= {v.name for fold in r.folds for v in fold.sources}
     for r in plan.rounds[number - 1 :]:
         live |= {v.name for x in (*r.moves, *r.loops) for v in x.inputs}
     down = [(v.name, v) for v in a_round.broadcast]
     down += [(f"slice i of {whole.name}", part) for whole, part in a_round.scatter]
     up = [(f"{r.op} of {r.source.name}", r.source) for r in a_round.reduces]
+    up += [(f"fold of {v.name}", v) for fold in a_round.folds for v in fold.sources]
     between = [(m.op, m.source) for m in a_round.moves]
     local: Lines = ()
     if not a_round.local.empty:

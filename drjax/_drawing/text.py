@@ -78,7 +78,7 @@ def _sent(x: Any) -> str:
     """What one group sends in a reduction or move: `40 bytes a group`, with its dtype.
 
     Args:
-      x: A `drjax.plan.Reduce` or `Move`.
+      x: A `drjax.plan.Reduce`, `Fold` or `Move`.
     """
     text = f"{size(x.nbytes)} a group"
     if getattr(x, "wire", None) is not None:
@@ -106,10 +106,24 @@ def _rounds(plan: Any) -> Iterator[str]:
             yield from (f"    keeps  {value}" for value in _saved(a_round))
         for x in (*a_round.reduces, *a_round.moves):
             yield f"  {_phrase(x.op):<19}  {x.source}   {_sent(x)} -> {x.result.name}"
+        yield from map(_fold_line, a_round.folds)
         for loop in a_round.loops:
             yield from _loop_lines(loop)
     if not plan.server.empty:
         yield from ("", "at the end", *_server_lines(plan.server))
+
+
+def _fold_line(fold: Any) -> str:
+    """The line of text on a fold: its function, the groups' states and its results.
+
+    Args:
+      fold: A `drjax.plan.Fold`.
+    """
+    order = "in any order" if fold.commutative else "in order"
+    states = ", ".join(map(str, fold.sources))
+    results = ", ".join(v.name for v in fold.results)
+    sent = f"{_sent(fold)} by {fold.combine.name}"
+    return f"  {f'fold {order}':<19}  {states}   {sent} -> {results}"
 
 
 def _loop_lines(loop: Any) -> Iterator[str]:
@@ -149,4 +163,5 @@ def _saved(a_round: Any) -> list:
     """
     communicated = (*a_round.reduces, *a_round.moves)
     sources = {x.source.name for x in communicated}
+    sources |= {v.name for fold in a_round.folds for v in fold.sources}
     return [v for v in a_round.local.outputs if v.name not in sources]

@@ -28,11 +28,11 @@ from drjax._partition import Partition
 from drjax._plan_file import json_values, pytrees
 from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
-from drjax._plan_file.decode_communication import Values, move, reduce
+from drjax._plan_file.decode_communication import Values, fold, move, reduce
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
 from drjax._planner.stage_values import new_value
-from drjax.plan import Loop, Plan, Round, Stage, Value
+from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
 _LOOPS = ("scan", "while", "cond")
@@ -204,7 +204,22 @@ class _PlanReader:
             # Files of earlier versions have none.
             tuple(move(entry, values, size) for entry in data.get("moves", ())),
             tuple(self._loop(entry, values) for entry in data["loops"]),
+            tuple(self._fold(entry, values) for entry in data.get("folds", ())),
         )
+
+    def _fold(self, data: dict[str, Any], values: Values) -> Fold:
+        """Build a fold, with the stage of its function, from its JSON data.
+
+        Args:
+          data: The entry of the fold in the manifest.
+          values: A function from names to the tuple of the plan's `Value`s with these
+            names.
+
+        Raises:
+          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+        """
+        combine = self.stages.stage(data["combine"], values, local=False)
+        return fold(data, values, combine)
 
     def _loop(self, data: dict[str, Any], values: Values) -> Loop:
         """Build a loop, with a plan for each of its bodies, from its JSON data.
@@ -272,6 +287,9 @@ def _check_order(plan: Plan) -> None:
         produce(a_round.local.outputs)
         use(reduce.source for reduce in a_round.reduces)
         produce(reduce.result for reduce in a_round.reduces)
+        for folded in a_round.folds:
+            use(folded.inputs)
+            produce(folded.results)
         for moved in a_round.moves:
             use(moved.inputs)
             produce([moved.result])

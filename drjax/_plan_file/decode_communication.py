@@ -1,9 +1,9 @@
-"""The reductions and moves of a round, from the JSON data of a manifest.
+"""The reductions, folds and moves of a round, from the JSON data of a manifest.
 
-Input: an entry of `reduces` or `moves` of a manifest, and the values of the plan by
-name. Output: a `Reduce` or `Move`. Invariant: an entry that no plan could have is a
-`ValueError`, which `decode` converts to `PlanFileError`. Sharp edge: files of earlier
-versions lack the entries `wire`, `sharded` and `secure`.
+Input: an entry of `reduces`, `folds` or `moves` of a manifest, and the values of the
+plan by name. Output: a `Reduce`, `Fold` or `Move`. Invariant: an entry that no plan
+could have is a `ValueError`, which `decode` converts to `PlanFileError`. Sharp edge:
+files of earlier versions lack the entries `wire`, `sharded` and `secure`.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ import numpy as np
 
 from drjax._plan_file import json_values
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import MOVES, Move, Reduce, Value, Wire
+from drjax.plan import MOVES, Fold, Move, Reduce, Stage, Value, Wire
 
 Values = Callable[[Iterable[str]], tuple[Value, ...]]
 
@@ -61,6 +61,34 @@ def _wire(op: str, source: Value, data: Any) -> Wire | None:
         raise ValueError(f"a {op} of {source} cannot be encoded")
     dtype, block = json_values.items(data)
     return Wire(json_values.text(dtype), json_values.count(block))
+
+
+def fold(data: dict[str, Any], values: Values, combine: Stage) -> Fold:
+    """Build a fold from its JSON data.
+
+    Args:
+      data: The entry of the fold in the manifest.
+      values: A function from names to the tuple of the plan's `Value`s with these
+        names.
+      combine: The stage of its function.
+
+    Raises:
+      ValueError, KeyError, TypeError: The entry is malformed.
+    """
+    init, sources, results = (values(data[k]) for k in ("init", "sources", "results"))
+    types = lambda xs: [(v.shape, v.dtype) for v in xs]
+    state, count = types(results), len(results)
+    sides = combine.inputs[max(0, len(combine.inputs) - 2 * count) :]
+    if not state or any(types(xs) != state for xs in (init, sources, combine.outputs)):
+        raise ValueError("a fold has states of different types")
+    if types(sides) != state * 2:
+        raise ValueError("a fold has no function of two states")
+    global_ones = (*init, *results, *combine.inputs, *combine.outputs)
+    if any(v.partitioned for v in global_ones):
+        raise ValueError("a fold has a neutral state or a result that is partitioned")
+    if not all(v.partitioned for v in sources):
+        raise ValueError("a fold has states that are not partitioned")
+    return Fold(combine, init, sources, results, data["commutative"] is True)
 
 
 def move(data: dict[str, Any], values: Values, size: int) -> Move:

@@ -71,12 +71,15 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
 
     Returns:
       `{"partials": [{"op": ..., "value": name}, ...], "rows": [name, ...]}`: the
-      partial reductions that the function returns, then the outputs that it returns as
-      slices.
+      partial reductions that the function returns, with the leaves of folded states,
+      then the outputs that it returns as slices.
     """
     # As `export_plan` passes them to the exporter: results have an order, and no names.
     slices = [v.name for v in a_round.local.outputs if v.name in kept]
     partials = [{"op": r.op, "value": r.source.name} for r in a_round.partials]
+    partials += [
+        {"op": "fold", "value": v.name} for f in a_round.folds for v in f.sources
+    ]
     return {"partials": partials, "rows": slices}
 
 
@@ -125,6 +128,7 @@ class _Writer:
                     "loops": [
                         self._loop(loop, within, names) for loop in a_round.loops
                     ],
+                    **self._folds(a_round, within, names),
                 }
             )
         server = self._stage(plan.server, f"{prefix}server", names)
@@ -173,6 +177,30 @@ class _Writer:
             return data
         # The keys of the manifest are a file format: "in_turn" stays.
         return {**data, "in_turn": exported.sequential}
+
+    def _folds(self, a_round: Round, prefix: str, names) -> dict[str, Any]:
+        """Encode the folds of a round as JSON data; their code goes to `members`.
+
+        Args:
+          a_round: The round.
+          prefix: The common prefix of the names of its members, such as `2.`.
+          names: A function from `Value`s to the list of their names, which also adds
+            their entries to the plan's table of values.
+
+        Returns:
+          `{"folds": [...]}`; {} without folds, so that earlier versions read the file.
+        """
+        folds = [
+            {
+                "combine": self._stage(fold.combine, f"{prefix}fold{i}", names),
+                "init": names(fold.init),
+                "sources": names(fold.sources),
+                "results": names(fold.results),
+                "commutative": fold.commutative,
+            }
+            for i, fold in enumerate(a_round.folds)
+        ]
+        return {"folds": folds} if folds else {}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
         """Encode a constant: `{"member": name, "dtype": name}`.

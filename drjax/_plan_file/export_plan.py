@@ -126,7 +126,7 @@ class _Export:
         return replace(plan, rounds=rounds, server=server)
 
     def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
-        """Export the stages of a round, and those of its loops; returns a copy.
+        """Export the stages of a round, its folds and its loops; returns a copy.
 
         Args:
           a_round: The round.
@@ -138,6 +138,10 @@ class _Export:
             a_round,
             server=self._server(a_round.server, f"{location}server"),
             local=self._local(a_round, kept, f"{location}groups"),
+            folds=tuple(
+                replace(fold, combine=self._server(fold.combine, f"{location}fold {i}"))
+                for i, fold in enumerate(a_round.folds)
+            ),
             loops=tuple(self._loop(loop, location) for loop in a_round.loops),
         )
 
@@ -182,4 +186,5 @@ class _Export:
             return stage
         values = [v for v in stage.outputs if v.name in kept]
         exporter = Exporter(stage, location, self.origin)
-        return replace(stage, exported=exporter.local(a_round.partials, values))
+        exported = exporter.local(a_round.partials, values, a_round.folds)
+        return replace(stage, exported=exported)

@@ -29,7 +29,7 @@ from drjax._plan_file.custom_calls import custom_calls_in
 from drjax._plan_file.exported_stage import PLATFORMS, ExportedFunction, ExportedStage
 from drjax._plan_file.stage_features import features_of
 from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp
-from drjax.plan import Reduce, Stage, Value
+from drjax.plan import Fold, Reduce, Stage, Value
 
 _HOISTED = 1024  # constants of so many bytes are members of the file
 _GROUP = jax.ShapeDtypeStruct((), np.int32)
@@ -69,13 +69,20 @@ class Exporter:
         """
         return self._exported_stage(*self._export("one", self._per_group, self._types))
 
-    def local(self, reduces: Sequence[Reduce], kept: Sequence[Value]) -> ExportedStage:
+    def local(
+        self,
+        reduces: Sequence[Reduce],
+        kept: Sequence[Value],
+        folds: Sequence[Fold] = (),
+    ) -> ExportedStage:
         """Export the stage, a local stage, as two functions: per group, and batched.
 
         Args:
           reduces: The reductions of which the batched function returns partial
             reductions over its groups.
           kept: The outputs of the stage that the batched function returns as slices.
+          folds: The folds of which the batched function returns states, each over its
+            groups.
 
         Raises:
           PlanFileError: JAX cannot export the stage, or it calls back into Python.
@@ -89,7 +96,7 @@ class Exporter:
         ]
 
         def batch(over_groups: Callable):
-            fn = self._batched(reduces, kept, over_groups)
+            fn = self._batched(reduces, kept, folds, over_groups)
             return self._export("batch", fn, types)
 
         # vmap of a draw from an rbg key raises nothing, but yields other bits.
@@ -152,6 +159,7 @@ class Exporter:
         self,
         reduces: Sequence[Reduce],
         kept: Sequence[Value],
+        folds: Sequence[Fold],
         over_groups: Callable,
     ) -> Callable:
         """Make the function of b groups that is to be exported, for any b.
@@ -160,19 +168,22 @@ class Exporter:
           reduces: The reductions of which it returns partial reductions, over the
             groups whose mask is true.
           kept: The outputs of the stage that it returns as slices `[b, ...]`.
+          folds: The folds of which it returns states, over the groups whose mask is
+            true, in the order in which they are given.
           over_groups: `over_groups(fn, in_axes)` maps `fn` over the groups: `jax.vmap`,
             or `_sequential`.
 
         Returns:
           A function from `(*consts, mask, groups, *inputs)` to the list `[*partials,
-          *slices]`. `consts` are the hoisted constants, `mask` is bool `[b]`, and
-          `groups` are the group indices, int32 `[b]`. Partitioned inputs are slices
-          `[b, ...]`.
+          *states, *slices]`. `consts` are the hoisted constants, `mask` is bool
+          `[b]`, and `groups` are the group indices, int32 `[b]`. Partitioned inputs are
+          slices `[b, ...]`.
         """
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
         stacked = [names.index(v.name) for v in kept]
         count = len(self._hoisted)
+        positions = {v.name: i for i, v in enumerate(self.stage.inputs, count + 1)}
         axes = [None] * count + [0]
         axes += [0 if v.partitioned else None for v in self.stage.inputs]
 
@@ -183,6 +194,10 @@ class Exporter:
             for reduce, i in zip(reduces, sources, strict=True):
                 op = REDUCE_OPS[reduce.op]
                 partials.append(op.local(_masked(op, outs[i], mask)))
+            for fold in folds:
+                consts = [others[positions[v.name]] for v in fold.consts]
+                states = [outs[names.index(v.name)] for v in fold.sources]
+                partials += _folded(fold, consts, states, mask)
             return [*partials, *(outs[i] for i in stacked)]
 
         return batch
@@ -258,6 +273,39 @@ def _sequential(fn: Callable, axes: list) -> Callable:
         return lax.map(one, slices)
 
     return run
+
+
+def _folded(fold: Fold, consts: list, states: list, mask) -> list:
+    """Fold states one after another, without those that are masked.
+
+    Args:
+      fold: The fold; its function may be exported already.
+      consts: The arrays that the function closes over.
+      states: The leaves of the states, `[b, *s]`; random keys are raw key data.
+      mask: Bool `[b]`; states for which it is false are left out.
+
+    Returns:
+      The leaves of the fold, `[*s]`. Without a state it has no meaning.
+    """
+    stage = fold.combine
+
+    def combine(left, right):
+        args = [*consts, *left, *right]
+        args = [from_raw(x, v.dtype) for x, v in zip(args, stage.inputs, strict=True)]
+        return list(map(to_raw, evaluate(stage.jaxpr, args)))
+
+    def step(carry, x):
+        total, found = carry
+        *new, real = x
+        # Masked slots hold copies of states, so that no other ones are combined.
+        both = combine(total, new)
+        chosen = zip(both, new, total, strict=True)
+        select = lambda b, n, t: jnp.where(real, jnp.where(found, b, n), t)
+        return ([select(*xs) for xs in chosen], found | real), None
+
+    first = [x[0] for x in states]
+    (total, _), _ = lax.scan(step, (first, jnp.bool_(False)), (*states, mask))
+    return total
 
 
 def _masked(op: ReduceOp, x, mask):

@@ -7,9 +7,9 @@ as little as any rounding does, unless the program compares a slice bit by bit w
 value that the server has: the derivative of an extremum, `loss ==
 drjax.reduce_min(loss)`, or `loss >= the k-th of drjax.gather(loss)`. A rematerialized
 `loss` could then differ from the one that was reduced, and no group, or several, would
-match. So the operands of an extremum, of a gather, of a move between groups and of the
-selection of one group are computed once and saved, and so is each variable whose values
-they are, through equations that only move, select or negate values.
+match. So the operands of an extremum, of a gather, of a fold, of a move between groups
+and of the selection of one group are computed once and saved, and so is each variable
+whose values they are, through equations that only move, select or negate values.
 
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
@@ -50,9 +50,9 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     """Find the variables whose exact bits a program may compare with other values.
 
     They must not be rematerialized, as a compiler may round differently a second time.
-    They are the operands of extrema over the groups, of gathers, of moves between
-    groups, and of sums that select the slice of one group, and the variables whose
-    values these operands hold. So are operands of loops and branches whose bodies
+    They are the operands of extrema over the groups, of gathers, of folds, of moves
+    between groups, and of sums that select the slice of one group, and the variables
+    whose values these operands hold. So are operands of loops and branches whose bodies
     observe them.
 
     Args:
@@ -72,6 +72,10 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
             selected = copies or (op is not None and op.selects)
             aliases = _aliases(definition, eqn.invars[0], selected)
             observable |= {var for var, selected in aliases if selected}
+        elif eqn.primitive is primitives.reduce_fold_p:
+            # The function of two states may choose one of them.
+            for operand in eqn.invars:
+                observable |= {var for var, _ in _aliases(definition, operand, True)}
         elif eqn.primitive.name in CONTROL:
             for operand in _observable_operands(program, eqn):
                 aliases = _aliases(definition, operand, True)

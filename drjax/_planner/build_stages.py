@@ -22,10 +22,20 @@ from drjax._jaxprs.walk import split_scan, split_while, variables
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rematerialize_rounds import LocalStageParts, LocalWork
-from drjax._planner.rounds import RoundAssignment, move_name, reduction
+from drjax._planner.rounds import (
+    RoundAssignment,
+    closed_over_by,
+    move_name,
+    reduction,
+    states_of,
+)
 from drjax._planner.stage_values import StageValues
-from drjax._planner.trace_stages import trace_local_stage, trace_server_stage
-from drjax.plan import Loop, Move, Plan, Reduce, Round, Stage, Value
+from drjax._planner.trace_stages import (
+    trace_combine_stage,
+    trace_local_stage,
+    trace_server_stage,
+)
+from drjax.plan import Fold, Loop, Move, Plan, Reduce, Round, Stage, Value
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,9 @@ def build_plan(
                 _reduces(rounds, values, parts[i], i),
                 tuple(_move(eqn, values) for eqn in rounds.moves.get(i, ())),
                 loops[i],
+                tuple(
+                    _fold(eqn, values, parts[i], i) for eqn in rounds.folds.get(i, ())
+                ),
             )
             for i in indices
         ),
@@ -127,7 +140,7 @@ def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
 def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
 ) -> set[Any]:
-    """The set of global variables that local stages, moves and loops take.
+    """The set of global variables that local stages, folds, moves and loops take.
 
     Args:
       kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
@@ -135,6 +148,11 @@ def _globals_of_groups(
       parts: For each round what its local stage takes, computes and returns.
     """
     taken = {x.var for p in parts for x in (*p.broadcast, *p.scatter)}
+    for eqns in rounds.folds.values():
+        for eqn in eqns:
+            # What the function closes over is among what local stages take.
+            init = eqn.invars[len(closed_over_by(eqn)) : -eqn.params["n_states"]]
+            taken |= {*variables(init)}
     for eqns in rounds.moves.values():
         # The first operand is an output of a local stage, the second the index.
         taken |= {v for eqn in eqns for v in variables(eqn.invars[1:])}
@@ -202,17 +220,48 @@ def _reduces(
     reduces = []
     for eqn in rounds.reduces.get(index, ()):
         operand, result = eqn.invars[0], values.value(eqn.outvars[0])
-        # Backends reduce outputs of the round's own stage, partly while it runs;
-        # hence slices of earlier rounds pass through it.
-        if operand in parts.forwarded:
-            source = values.forwarded(operand, index)
-        else:
-            source = values.outgoing(operand, 0)
+        source = _source(operand, values, parts, index)
         optional = ("wire", "sharded", "secure")
         options = {k: eqn.params[k] for k in optional if k in eqn.params}
         name = str(reduction(eqn.primitive))
         reduces.append(Reduce(name, source, result, **options))
     return tuple(reduces)
+
+
+def _source(operand, values: StageValues, parts: LocalStageParts, index: int) -> Value:
+    """The `Value` that the local stage of a round returns to be reduced or folded.
+
+    Args:
+      operand: The variable whose slices are reduced.
+      values: The `Value` (name, shape and dtype) of each variable.
+      parts: What the local stage of the round takes, computes and returns.
+      index: The index of the round, from 0.
+    """
+    # Backends reduce outputs of the round's own stage, partly while it runs; hence
+    # slices of earlier rounds pass through it.
+    if operand in parts.forwarded:
+        return values.forwarded(operand, index)
+    return values.outgoing(operand, 0)
+
+
+def _fold(eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
+    """The `Fold` of an equation that folds the groups' states.
+
+    Args:
+      eqn: The equation.
+      values: The `Value` (name, shape and dtype) of each variable.
+      parts: What the local stage of the round takes, computes and returns.
+      index: The index of the round, from 0.
+    """
+    states, closed_over = states_of(eqn), closed_over_by(eqn)
+    init = eqn.invars[len(closed_over) : len(closed_over) + len(states)]
+    return Fold(
+        trace_combine_stage(eqn, closed_over, values),
+        tuple(map(values.value, init)),
+        tuple(_source(v, values, parts, index) for v in states),
+        tuple(map(values.value, eqn.outvars)),
+        eqn.params.get("commutative", False),
+    )
 
 
 def _move(eqn, values: StageValues) -> Move:

@@ -3,7 +3,8 @@
 Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
 without calls, dead equations (liveness), or equations on scalar constants only.
 
-A block on columns or a fold becomes a gather, work of the server, and a scatter.
+A block on columns, or a fold around each group, becomes a gather, work of the server,
+and a scatter.
 
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
 that are already differentiated. Loops and branches stay equations; `bodies` inlines
@@ -11,9 +12,9 @@ their jaxprs. To prepare unbatching, pointwise equations broadcast explicitly, `
 has a scalar condition, and indices that count the groups become batch dimensions.
 
 Invariants: each variable is defined once, by an equation that precedes its uses;
-results and operands of loops are variables, not literals; equations keep their source
-lines. Sharp edges: `InlinedJaxpr` memoizes analyses of later passes, so a pass that
-changes equations returns a new one.
+results, and operands of loops and folds, are variables, not literals; equations keep
+their source lines. Sharp edges: `InlinedJaxpr` memoizes analyses of later passes, so a
+pass that changes equations returns a new one.
 """
 
 import functools
@@ -41,7 +42,7 @@ from drjax._partition import Partition
 from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.columns_lowering import columns_by_gather
-from drjax._primitives.fold_lowering import fold_by_gather
+from drjax._primitives.fold_lowering import folds_by_gather
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,9 +161,9 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     eqns = _fold_constants(eqns, consts)
     # After folding: it evaluates the indices that depend on constants only.
     eqns = share_batch_dimensions(eqns, consts)
-    # Inference raises variables only, so operands of loops and results are variables.
+    # Inference raises variables only, and a plan has values for variables only.
     for i, eqn in enumerate(eqns):
-        if eqn.primitive.name in CONTROL:
+        if eqn.primitive.name in CONTROL or eqn.primitive is primitives.reduce_fold_p:
             eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
     outvars = [_variable(v, consts) for v in outvars]
     # Columns of indices that batch dimensions have replaced are dead now.
@@ -307,9 +308,8 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     if eqn.primitive is primitives.map_columns_p:
         # Outside of mapped functions, so that its groups are those of the program.
         return columns_by_gather(eqn), list(ins)
-    if eqn.primitive in (primitives.reduce_fold_p, primitives.fold_around_p):
-        around = eqn.primitive is primitives.fold_around_p
-        return fold_by_gather(eqn, around), list(ins)
+    if eqn.primitive is primitives.fold_around_p:
+        return folds_by_gather(eqn), list(ins)
     if name == "custom_linear_solve":
         # Of its four functions the value needs `solve` only; derivatives need others.
         sizes = eqn.params["const_lengths"]

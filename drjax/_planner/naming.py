@@ -108,11 +108,12 @@ class Names:
 
         * a `map_fn`: the name of its function;
         * a reduction or gather: its name and that of its operand, such as `sum(x)`;
+        * a fold: that of its function, such as `fold(add)`;
         * a `partition_index`: `group`;
         * any other: the name of its primitive.
 
-        The results of a `scan`, `while` or `cond`, and of a `map_fn` with several
-        results, are numbered from 0: `scan.0`.
+        The results of a `scan`, `while` or `cond`, and of a `map_fn` or a fold with
+        several results, are numbered from 0: `scan.0`.
         """
         for i, var in enumerate(eqn.outvars):
             if eqn.primitive is primitives.map_fn_p:
@@ -120,6 +121,9 @@ class Names:
                 name += f".{i}" if len(eqn.outvars) > 1 else ""
             elif op := reduction(eqn.primitive):
                 name = f"{op}({self.of(eqn.invars[0])})"
+            elif eqn.primitive is primitives.reduce_fold_p:
+                name = f"fold({function_name(eqn.params['name'])})"
+                name += f".{i}" if len(eqn.outvars) > 1 else ""
             elif eqn.primitive is primitives.partition_index_p:
                 name = "group"
             elif eqn.primitive.name in CONTROL:

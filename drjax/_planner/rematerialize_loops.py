@@ -56,7 +56,7 @@ from drjax._jaxprs.walk import (
 from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
-from drjax._planner.rounds import is_reduction
+from drjax._planner.rounds import is_fold, is_reduction
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
@@ -218,7 +218,9 @@ class _ScanPair:
         body = self.forward.body
 
         def communicates(eqn) -> bool:
-            return is_reduction(eqn, self.body_kinds) or self.body_kinds.is_loop(eqn)
+            kinds = self.body_kinds
+            combines = is_reduction(eqn, kinds) or is_fold(eqn, kinds)
+            return combines or kinds.is_loop(eqn)
 
         def is_pure(var, eqn) -> bool:
             return not (communicates(eqn) or eqn.effects or var in self.observable)

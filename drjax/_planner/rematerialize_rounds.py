@@ -23,7 +23,12 @@ from drjax import primitives
 from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import Kind
-from drjax._planner.rounds import RoundAssignment, is_move
+from drjax._planner.rounds import (
+    RoundAssignment,
+    closed_over_by,
+    is_move,
+    states_of,
+)
 from drjax._planner.stage_values import (
     BroadcastOperand,
     ExpandedOperand,
@@ -131,12 +136,16 @@ class LocalWork:
         equations, computed = self._equations[index], self._computed[index]
         leaving, is_slice = self._leaving[index], self._values.is_slice
         outgoing = [x for x in leaving if not is_slice(*x)]
+        folds = self._rounds.folds.get(index, ())
         reduced = [e.invars[0] for e in self._rounds.reduces.get(index, ())]
+        reduced += [v for e in folds for v in states_of(e)]
         forwarded = _unique(v for v in reduced if is_slice(v, 0) and v not in computed)
         saved = [v for v in computed if self._is_saved(v, index)]
         needs: list[Operand] = [x for e in equations for x in self._values.operands(e)]
         needs += [self._values.slice_of(*x) for x in outgoing]
         needs += [SliceOperand(v) for v in forwarded]
+        # Where groups are, blocks of them are folded.
+        needs += [self._values.copy_of(v) for e in folds for v in closed_over_by(e)]
         # Of an expanded array a group takes the operand that it expands.
         needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
         slices = [x for x in needs if isinstance(x, SliceOperand)]
@@ -159,7 +168,7 @@ class LocalWork:
         argument, unless a move or a loop gives it.
         """
         rounds = self._rounds
-        indices = [*rounds.reduces, *rounds.moves, *rounds.loops]
+        indices = [*rounds.reduces, *rounds.folds, *rounds.moves, *rounds.loops]
         # Broadcasts and indices alone need no round: a later stage has them as inputs.
         for index, eqns in rounds.local.items():
             if any(map(_is_work, eqns)):
@@ -274,7 +283,7 @@ def _leaving(
 ) -> list[tuple[Any, int]]:
     """List the values that leave the groups after the local stage of a round.
 
-    They are operands of the reductions, moves and loops after the round, and
+    They are operands of the reductions, folds, moves and loops after the round, and
     partitioned results of the program.
 
     Args:
@@ -291,6 +300,7 @@ def _leaving(
     # sends its slice of it, or its copy of a broadcast.
     eqns = *rounds.reduces.get(index, ()), *rounds.moves.get(index, ())
     leaving = [(e.invars[0], 0) for e in eqns]
+    leaving += [(v, 0) for e in rounds.folds.get(index, ()) for v in states_of(e)]
     # A loop starts after the round, so what it takes is an output of the stage.
     for eqn in rounds.loops.get(index, ()):
         pairs = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)

@@ -3,8 +3,8 @@
 Input: the kinds of an inlined jaxpr. Output: `RoundAssignment`: for each equation the
 round in which it runs, for each variable the round from which on it is available.
 
-Communication is a reduction, a move of slices between groups, or a loop with a plan of
-its own. Let
+Communication is a reduction or a fold, a move of slices between groups, or a loop with
+a plan of its own. Let
 
     round(argument or constant) = 0
     round(equation)             = max over its operands of round(operand)
@@ -66,6 +66,7 @@ class RoundAssignment:
         values. Rounds without such equations are missing.
       server: The same for its equations on global values.
       reduces: The same for the reductions and gathers that end it.
+      folds: The same for the folds of the groups' states.
       moves: The same for the moves of slices between groups.
       loops: The same for the loops of rounds that run at its end.
     """
@@ -75,6 +76,7 @@ class RoundAssignment:
         self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
         self.reduces: dict[int, list] = {}
+        self.folds: dict[int, list] = {}
         self.moves: dict[int, list] = {}
         self.loops: dict[int, list] = {}
         for eqn in kinds.program.eqns:
@@ -82,6 +84,9 @@ class RoundAssignment:
             available = index
             if is_reduction(eqn, kinds):
                 self.reduces.setdefault(index, []).append(eqn)
+                available = index + 1
+            elif is_fold(eqn, kinds):
+                self.folds.setdefault(index, []).append(eqn)
                 available = index + 1
             elif is_move(eqn, kinds):
                 self.moves.setdefault(index, []).append(eqn)
@@ -119,6 +124,27 @@ def is_reduction(eqn, kinds: Environment) -> bool:
         return False
     # A nested program's reductions over another partition are work of one group.
     return eqn.params["partition"] == kinds.partition
+
+
+def is_fold(eqn, kinds: Environment) -> bool:
+    """Whether an equation folds the states of the groups of the plan's partition.
+
+    Args:
+      eqn: The equation, of any primitive.
+      kinds: The kinds of the program, of which only the partition is read.
+    """
+    is_one = eqn.primitive is primitives.reduce_fold_p
+    return is_one and eqn.params["partition"] == kinds.partition
+
+
+def states_of(eqn) -> list:
+    """The operands of a fold that are leaves of the groups' states."""
+    return eqn.invars[len(eqn.invars) - eqn.params["n_states"] :]
+
+
+def closed_over_by(eqn) -> list:
+    """The operands of a fold that its function of two states closes over."""
+    return eqn.invars[: len(eqn.invars) - 2 * eqn.params["n_states"]]
 
 
 def is_move(eqn, kinds: Environment) -> bool:

@@ -215,6 +215,19 @@ class StageValues:
             self._values[key] = new_value(name, var.aval, self.kinds[var].axis)
         return self._values[key]
 
+    def state(self, var, side: str) -> Value:
+        """The `Value` of an operand of the function of two states of a fold.
+
+        Args:
+          var: The result of the fold that has its type.
+          side: "left" or "right".
+        """
+        key = ("state", var, side)
+        if key not in self._values:
+            name = self.names.fresh(f"{side} of {self.names.of(var)}")
+            self._values[key] = new_value(name, var.aval, None)
+        return self._values[key]
+
     # -----------------------------------------------------------------------------
     # Operands of local equations
 

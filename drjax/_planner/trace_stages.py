@@ -96,6 +96,34 @@ def trace_local_stage(
     return _trace(" + ".join(names) or "slices", inputs, outputs, run, takes_index=True)
 
 
+def trace_combine_stage(eqn, closed_over: Sequence[Any], values: StageValues) -> Stage:
+    """Trace the function of two states of a fold as a stage.
+
+    Args:
+      eqn: The fold.
+      closed_over: Those of its operands that the function closes over.
+      values: The `Value` of each variable, and of each of its copies.
+
+    Returns:
+      A stage of the values that the function closes over, but for scalar constants, of
+      the leaves of the left state, and of those of the right one.
+    """
+    consts = [values.copy_of(v) for v in closed_over]
+    copies = list(dict.fromkeys(x for x in consts if isinstance(x, BroadcastOperand)))
+    outputs = list(map(values.value, eqn.outvars))
+    sides = [values.state(v, side) for side in ("left", "right") for v in eqn.outvars]
+    fn = _compat.jaxpr_as_fun(eqn.params["jaxpr"])
+
+    def run(*args):
+        env = dict(zip(copies, args, strict=False))
+        closed = [x.value if isinstance(x, ConstantOperand) else env[x] for x in consts]
+        return fn(*closed, *args[len(copies) :])
+
+    inputs = [*(values.value(x.var) for x in copies), *sides]
+    name = function_name(eqn.params["name"])
+    return _trace(name, inputs, outputs, run, takes_index=False)
+
+
 def _run_group(
     parts: LocalStageParts,
     kinds: Environment,

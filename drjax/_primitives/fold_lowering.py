@@ -116,18 +116,17 @@ def fold_of_all(partition, jaxpr, n_states: int, around: bool) -> Callable:
     return lambda *args: _run_device(local, fn, n_states, around, args)
 
 
-def fold_by_gather(eqn, around: bool):
-    """The closed jaxpr that computes an equation of a fold on the server.
+def folds_by_gather(eqn):
+    """The closed jaxpr that computes an equation of `fold_around` on the server.
 
     It gathers the states of all groups, and scatters the results for each group.
 
     Args:
-      eqn: The equation, of `reduce_fold` or `fold_around`.
-      around: Whether it is one of `fold_around`.
+      eqn: The equation.
     """
     p = eqn.params
-    run = fold_of_all(p["partition"], p["jaxpr"], p["n_states"], around)
-    kinds = kinds_of_fold(len(eqn.invars), p["n_states"], around)
+    run = fold_of_all(p["partition"], p["jaxpr"], p["n_states"], True)
+    kinds = kinds_of_fold(len(eqn.invars), p["n_states"], True)
     params = {"partition": p["partition"], "mesh": p["mesh"]}
     whole = lambda *xs: on_each_device(
         run, xs, kinds, gather_p.bind, scatter_p.bind, params
@@ -173,11 +172,11 @@ def _run_device(
         real = first + lax.iota(jnp.int32, k) < layout.partition.size
     with _compat.without_vma():  # as the states vary over the devices
         local = _scans(combine, x, real) if around else None
-        own = [y[-1:] for y in local[0]] if local else _tree(combine, x, real)
-    states = _of_all_devices(layout, own, varying, used)
+        own = [y[-1:] for y in local[0]] if local else fold_by_tree(combine, x, real)
+    states = states_of_devices(layout, own, varying, used)
     with _compat.without_vma():
         if local is None:
-            totals = combine(init, _tree(combine, states))
+            totals = combine(init, fold_by_tree(combine, states))
             outs = []
         else:
             ends = _scans(combine, states)
@@ -190,7 +189,7 @@ def _run_device(
     ]
 
 
-def _of_all_devices(layout: Layout, own: States, varying, used: int) -> States:
+def states_of_devices(layout: Layout, own: States, varying, used: int) -> States:
     """The states of all devices that have groups, by all-gathers.
 
     It is one all-gather for each dtype; or one for each leaf, if the mesh has other
@@ -273,7 +272,7 @@ def _join(x: States, y: States) -> States:
     return [jnp.concatenate(pair) for pair in zip(x, y, strict=True)]
 
 
-def _tree(combine: Combine, x: States, real=None) -> States:
+def fold_by_tree(combine: Combine, x: States, real=None) -> States:
     """Fold states by a balanced tree, in their order.
 
     Args:
@@ -302,9 +301,9 @@ def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
     """The inclusive folds of states up to each one, and from each one on.
 
     Args:
-      combine: As for `_tree`.
+      combine: As for `fold_by_tree`.
       x: The leaves of k states, `[k, *s]`.
-      real: As for `_tree`.
+      real: As for `fold_by_tree`.
 
     Returns:
       `(prefixes, suffixes)`, leaves `[k, *s]`.
@@ -347,7 +346,7 @@ def _around(combine: Combine, init: States, local, ends, device, real) -> States
     """The folds of all groups before each slot of a device, and after it.
 
     Args:
-      combine: As for `_tree`.
+      combine: As for `fold_by_tree`.
       init: The leaves of the neutral state, `[1, *s]`.
       local: The inclusive scans of the device's slots, as `_scans` returns them.
       ends: The inclusive scans of the devices that have groups.

@@ -116,10 +116,11 @@ class PlanInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_groups(self, index: int, env: Environment) -> None:
-        """Run the local stage of a round for all groups, and the round's reductions.
+        """Run the local stage of a round for all groups, its reductions and folds.
 
         It reads the inputs of the stage from `env`, and writes to `env` the results of
-        the reductions, and those outputs of the stage that are read later as slices.
+        the reductions and folds, and those outputs of the stage that are read later as
+        slices.
 
         Args:
           index: The index of the round in the plan, from 0.
@@ -160,12 +161,13 @@ class PlanInterpreter(abc.ABC):
 def reads_after_server(a_round: Round) -> Iterator[Value]:
     """The values that a round reads after its server stage, some more than once.
 
-    The scatters, the local stage, the reductions, moves and loops of the round read
-    them.
+    The scatters, the local stage, the reductions, folds, moves and loops of the round
+    read them.
     """
     yield from (whole for whole, _ in a_round.scatter)
     yield from a_round.local.inputs
     yield from (reduce.source for reduce in a_round.reduces)
+    yield from (value for fold in a_round.folds for value in fold.inputs)
     # Bodies are plans with values of their own: only the loop's inputs are read.
     for communication in (*a_round.moves, *a_round.loops):
         yield from communication.inputs

@@ -124,6 +124,13 @@ class _GroupByGroup(PlanInterpreter):
         # Also without local work: a gather may read slices of an earlier round.
         for reduce in a_round.reduces:
             env[reduce.result] = _reduced(reduce, env[reduce.source])
+        for fold in a_round.folds:
+            state, consts = env.read(fold.init), env.read(fold.consts)
+            states = env.read(fold.sources)
+            for group in range(self.plan.size):
+                one = [x[group] for x in states]
+                state = _call(fold.combine, [*consts, *state, *one])
+            env.write(fold.results, state)
 
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
         return jnp.asarray(move_slices(move, slices, index))

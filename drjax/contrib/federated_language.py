@@ -302,12 +302,14 @@ def _check(plan: Plan, a_round: Round) -> None:
       a_round: The round.
 
     Raises:
-      DrjaxValueError: The round has a loop, a scatter, a gather, a move of slices or a
-        secure sum.
+      DrjaxValueError: The round has a loop, a scatter, a gather, a fold, a move of
+        slices or a secure sum.
     """
     what = None
     if a_round.loops:
         what = f"a loop, {a_round.loops[0].name}: export the plan of one round"
+    elif a_round.folds:
+        what = f"a fold in the order of the groups ({a_round.folds[0].combine.name})"
     elif a_round.moves:
         what = f"slices that move between groups ({a_round.moves[0].op})"
     elif a_round.scatter:

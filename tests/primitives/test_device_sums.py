@@ -1,7 +1,7 @@
 """`wire=` and `result="sharded"`: values, derivatives, rounding, bytes, plans, errors.
 
 Covers: drjax._primitives.device_sums, drjax._api.collective_options,
-drjax._plan_file.decode_communication.
+drjax._plan_file.decode_communication, drjax._plan.wire.
 """
 
 import functools

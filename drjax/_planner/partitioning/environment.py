@@ -43,7 +43,7 @@ from drjax._planner.unbatching.rules import (
     unbatch_single_group,
     unbatching_candidates,
 )
-from drjax.primitives import scatter_p
+from drjax.primitives import reduce_fold_p, scatter_p
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,10 @@ class Environment:
         """
         if self.partition is None or eqn.params.get("partition") != self.partition:
             return None
+        if eqn.primitive is reduce_fold_p:
+            n_states = eqn.params["n_states"]
+            others = [GLOBAL] * (len(eqn.invars) - n_states)
+            return EquationKinds(others + [PARTITIONED] * n_states, [GLOBAL] * n_states)
         known = signature(eqn.primitive)
         if known is None:
             return None

@@ -1,6 +1,7 @@
 """The XLA backend: a plan as one JAX function, in streaming form.
 
     compile_plan -> chunked_stage (the groups of a device) -> reuse_accumulators
+                    fold_states (states of chunks and devices, in order)
 
 `step_size` decides how many groups of a device run at once.
 """

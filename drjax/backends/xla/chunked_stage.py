@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 
 from drjax import _compat
 from drjax._jaxprs.eval_jaxpr import as_arrays
+from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.contract_groups import group_sums
 from drjax._primitives.device_sums import add_devices, scattered_axis
@@ -37,6 +38,12 @@ from drjax._sharding.padding import (
     tree_zeros_like,
     unless_empty,
 )
+from drjax.backends.xla.fold_states import (
+    ChunkState,
+    FoldWork,
+    RunningFold,
+    split_states,
+)
 from drjax.plan import Reduce, Stage, Value
 
 
@@ -50,6 +57,7 @@ class ChunkedStage:
       layout: How the n groups are laid out on the mesh.
       stage: The local stage.
       reduces: The reductions of the round, without gathers.
+      folds: The folds of the round.
       kept: The outputs of the stage to return as slices, because they are read later.
       shared: The arrays of the global inputs of the stage, in order.
     """
@@ -59,12 +67,14 @@ class ChunkedStage:
         layout: Layout,
         stage: Stage,
         reduces: list[Reduce],
+        folds: list[FoldWork],
         kept: list[Value],
         shared: list,
     ):
         self.layout, self.stage, self.kept = layout, stage, kept
-        self.reduces, self.shared = reduces, shared
+        self.reduces, self.folds, self.shared = reduces, folds, shared
         names = [v.name for v in stage.outputs]
+        self._states = [[names.index(v.name) for v in f.fold.sources] for f in folds]
         self._sources = [names.index(r.source.name) for r in reduces]
         self._kept = [names.index(v.name) for v in kept]
         # For each input of one group's function whether it has a slice for each group.
@@ -83,20 +93,26 @@ class ChunkedStage:
 
         Returns:
           `(partials, slices)`: for each reduction its partial reduction over the
-          device's groups, `[*s]`, in the accumulator dtype; and for each output in
-          `kept` the slices of the device's slots, `[k, ...]`.
+          device's groups, `[*s]`, in the accumulator dtype, and then the leaves of the
+          state of each fold, `[*s]`; and for each output in `kept` the slices of the
+          device's slots, `[k, ...]`.
         """
         layout = self.layout
-        work = lambda: self._run(first, slices, step)
+
+        def work():
+            totals, kept = self._run(first, slices, step)
+            return jax.tree.leaves(totals), kept
 
         def nothing():
             # A device with padding only: it must not run the work, but give its types.
             totals, kept = jax.eval_shape(work)
             # The identity, as `finish` combines it with the totals of other devices.
             fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.reduces]
-            pairs = zip(totals, fills, strict=True)
-            totals = [full_of_type(x, fill) for x, fill in pairs]
-            return totals, tree_zeros_like(kept)
+            pairs = zip(totals, fills, strict=False)
+            sums = [full_of_type(x, fill) for x, fill in pairs]
+            # The folds of all groups leave this device out.
+            states = tree_zeros_like(totals[len(sums) :])
+            return [*sums, *states], tree_zeros_like(kept)
 
         # `for_real_groups` handles effects, group by group.
         return work() if self._effects else unless_empty(layout, first, work, nothing)
@@ -115,7 +131,11 @@ class ChunkedStage:
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
             own = [copy_slice_to_padding(layout, indices, x, x[:1]) for x in slices]
-            return self._chunk(first, indices, own, layout.partial_count, alone=True)
+            totals, kept = self._chunk(
+                first, indices, own, layout.partial_count, alone=True
+            )
+            count = len(self.reduces)
+            return [*totals[:count], *(x.value for x in totals[count:])], kept
 
         def chunk(start, size: int) -> tuple:
             # The slices are closed over and cut in the body: as `xs` of the scan
@@ -145,7 +165,7 @@ class ChunkedStage:
             return (i + 1, totals), kept
 
         empty = _empty_accumulators(
-            self.reduces, steps, lambda: chunk(jnp.int32(0), step)
+            self.reduces, self.folds, steps, lambda: chunk(jnp.int32(0), step)
         )
         # The counter is a carry and not an input: see `take` above.
         (_, totals), kept = lax.scan(body, (jnp.int32(0), empty), length=steps)
@@ -173,8 +193,9 @@ class ChunkedStage:
 
         Returns:
           `(partials, slices)`: for each reduction its partial reduction over the
-          chunk's groups, `[*s]`, in the accumulator dtype; and for each output in
-          `kept` the slices of the slots, `[c, ...]`.
+          chunk's groups, `[*s]`, in the accumulator dtype, and for each fold a
+          `ChunkState`; and for each output in `kept` the slices of the slots,
+          `[c, ...]`.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
         slices_, shared = iter(slices), iter(self.shared)
@@ -186,7 +207,11 @@ class ChunkedStage:
             mask = jnp.ones(indices.shape, bool)
             if self.layout.uneven:
                 mask = self.layout.mask_padding(mask, indices, False)
-            return run_batched(self.stage, self.kept, mask, args[0], args[1:])
+            outs, slices = run_batched(self.stage, self.kept, mask, args[0], args[1:])
+            return [
+                *outs[: len(self.reduces)],
+                *self._batched_states(outs, mask),
+            ], slices
         count = indices.shape[0]
         one = lambda *xs: call(self.stage, xs)
         if self.layout.uneven and self._effects:
@@ -209,7 +234,23 @@ class ChunkedStage:
             else self._reduce(reduce, outs[i], indices)
             for reduce, i in zip(self.reduces, self._sources, strict=True)
         ]
+        for work, chosen in zip(self.folds, self._states, strict=True):
+            states = [outs[i] for i in chosen]
+            totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
+
+    def _batched_states(self, outs: list, mask) -> list[ChunkState]:
+        """The states of a chunk that the batched function of a file has folded.
+
+        Args:
+          outs: Its results: partial reductions, and then the leaves of the states.
+          mask: Which slots have groups, bool `[c]`.
+        """
+        flat = outs[len(self.reduces) :]
+        values = [v for work in self.folds for v in work.fold.results]
+        pairs = zip(flat, values, strict=True)
+        states = split_states(self.folds, [from_raw(x, v.dtype) for x, v in pairs])
+        return [ChunkState(x, mask[0] if self.layout.uneven else None) for x in states]
 
     def _reduce(self, reduce: Reduce, x, indices):
         """The partial reduction over the groups of a chunk; padding is masked.
@@ -259,14 +300,19 @@ def _summed_in_map(stage: Stage, partitioned: list[bool], args: list) -> dict[in
 
 
 def _empty_accumulators(
-    reduces: list[Reduce], steps: int, chunk: Callable[[], tuple]
-) -> list[Running]:
+    reduces: list[Reduce],
+    folds: list[FoldWork],
+    steps: int,
+    chunk: Callable[[], tuple],
+) -> list[Running | RunningFold]:
     """The accumulators with which a scan over chunks starts: one for each reduction.
 
-    They have the identity of the reduction, and the types of the partial reductions.
+    They have the identity of the reduction, and the types of the partial reductions;
+    that of a fold is empty.
 
     Args:
       reduces: The reductions, without gathers.
+      folds: The folds.
       steps: The number of chunks, on which it depends which sums are compensated.
       chunk: A function without arguments that runs one chunk, and returns
         `(partial reductions, slices)`. It is only traced, for the types of results.
@@ -276,13 +322,18 @@ def _empty_accumulators(
     # The carry of a scan needs the sharding of its results on Explicit axes, and their
     # varying axes inside a user's shard_map(check_vma=True).
     kinds = jax.sharding.get_abstract_mesh().axis_types
-    if AxisType.Explicit in kinds or _compat.check_vma():
+    states: list = []
+    if AxisType.Explicit in kinds or _compat.check_vma() or folds:
         types = jax.eval_shape(chunk)[0]
-    accumulators = []
+        types, states = types[: len(reduces)], types[len(reduces) :]
+    accumulators: list[Running | RunningFold] = []
     for reduce, like in zip(reduces, types, strict=True):
         start = full_of_type(like, REDUCE_OPS[reduce.op].identity(reduce.source.dtype))
         zero = full_of_type(like, 0) if is_compensated(reduce, steps) else None
         accumulators.append(Running(reduce.op, start, zero))
+    for fold, state in zip(folds, states, strict=True):
+        zeros = tree_zeros_like(state.leaves)
+        accumulators.append(RunningFold(fold, zeros, jnp.bool_(True)))
     return accumulators
 
 

@@ -53,6 +53,12 @@ from drjax.backends.xla.chunked_stage import (
     finish,
     result_specs,
 )
+from drjax.backends.xla.fold_states import (
+    finish_folds,
+    finish_stacked_folds,
+    operands_of,
+    with_arrays,
+)
 from drjax.backends.xla.reuse_accumulators import (
     AccumulatorReuse,
     find_reuse,
@@ -296,7 +302,8 @@ class _MeshInterpreter(PlanInterpreter):
         combine = reuse is None  # else the reuse of accumulators combines the devices
         totals, stacks = _run_groups(layout, a_round, kept, env, self.step, combine)
         if reuse is None:
-            env.write([reduce.result for reduce in reduces], totals)
+            results = [v for fold in a_round.folds for v in fold.results]
+            env.write([*(reduce.result for reduce in reduces), *results], totals)
         for value, x in zip(kept, stacks, strict=True):
             env[value] = jnp.moveaxis(x, 0, value.axis)
         for reduce in a_round.reduces:
@@ -408,45 +415,65 @@ def _run_groups(
       combine: Whether to combine the devices' partial reductions.
 
     Returns:
-      `(totals, stacks)`: for each reduction but gathers its result `[*s]`, or with
-      `combine=False` the partial reductions `[m, *s]` of the m devices; and for each
-      output in `kept` the slices of all groups, `[n, *s]`.
+      `(totals, stacks)`: for each reduction but gathers its result `[*s]`, and then the
+      leaves of those of the folds, or with `combine=False` the partial reductions
+      `[m, *s]` of the m devices; and for each output in `kept` the slices of all
+      groups, `[n, *s]`.
     """
-    stage, reduces = a_round.local, a_round.partials
+    stage, reduces, folds = a_round.local, a_round.partials, a_round.folds
     shared = env.read(v for v in stage.inputs if not v.partitioned)
+    count = len(shared)
+    shared += env.read(operands_of(folds))
     slices = [jnp.moveaxis(env[v], v.axis, 0) for v in stage.inputs if v.partitioned]
     # Some work cannot be in a shard_map; see `map_lowering`.
-    by_vmap = lowers_by_vmap(layout, stage.jaxpr)
-    stage = replace(stage, jaxpr=prepare_group_jaxpr(layout, stage.jaxpr, by_vmap))
+    by_vmap = any(
+        lowers_by_vmap(layout, x.jaxpr) for x in (stage, *(f.combine for f in folds))
+    )
+    prepare = lambda x: replace(x, jaxpr=prepare_group_jaxpr(layout, x.jaxpr, by_vmap))
+    inner = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
 
     def work(*args):
         *args, first = args
-        chunked = ChunkedStage(layout, stage, reduces, kept, args[: len(shared)])
+        works = with_arrays(inner, args[count : len(shared)])
+        chunked = ChunkedStage(
+            layout, prepare(stage), reduces, works, kept, args[:count]
+        )
         return chunked.run(first, args[len(shared) :], step)
 
     def body(*args):
-        *args, first = args
-        totals, stacks = work(*args, first[0])
-        if combine:
-            return [*finish(layout, reduces, totals), *stacks]
+        totals, stacks = work(*args[:-1], args[-1][0])
         # `[1, *s]`: the shard_map stacks the devices' values along this axis.
-        return [*(total[None] for total in totals), *stacks]
+        if not combine:
+            return [*(total[None] for total in totals), *stacks]
+        works = with_arrays(inner, args[count : len(shared)])
+        sums, states = totals[: len(reduces)], totals[len(reduces) :]
+        folded = finish_folds(layout, works, states)
+        return [*finish(layout, reduces, sums), *folded, *stacks]
 
     # On Explicit axes, a sharded result has another type than an operand.
-    args = [*(as_operand(x, layout, False) for x in shared), *slices]
+    shared = [as_operand(x, layout, False) for x in shared]
     partitioned = [False] * len(shared) + [True] * len(slices)
     if by_vmap:
+        args = [*shared, *slices]
         totals, stacks = vmap_over_devices(layout, work, args, partitioned)
-        return finish_stacked(layout, reduces, totals) if combine else totals, stacks
+        if not combine:
+            return totals, stacks
+        sums, states = totals[: len(reduces)], totals[len(reduces) :]
+        works = with_arrays(folds, shared[count:])
+        folded = finish_stacked_folds(layout, works, states)
+        return [*finish_stacked(layout, reduces, sums), *folded], stacks
     # Of outputs: the same everywhere, one for each device, or divided by groups.
-    each = result_specs(layout, reduces) if combine else [None] * len(reduces)
+    results = len(reduces) + sum(len(fold.results) for fold in folds)
+    each = [None] * results
+    if combine:
+        each = [*result_specs(layout, reduces), *[False] * (results - len(reduces))]
     outputs = [*each, *[True] * len(kept)]
     # As in the surrounding code: users' loops inside were traced under it.
-    check_vma = _compat.check_vma()
     outs = shard_map_over_devices(
-        layout, body, args, partitioned, outputs, check_vma, with_first_index=True
-    )
-    return outs[: len(reduces)], outs[len(reduces) :]
+        layout, body, [*shared, *slices], partitioned, outputs, _compat.check_vma(),
+        with_first_index=True,
+    )  # fmt: skip
+    return outs[:results], outs[results:]
 
 
 def _check_known_shapes(stage: Stage) -> None:

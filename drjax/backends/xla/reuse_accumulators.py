@@ -165,6 +165,9 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     # A part of a sum cannot take the buffer of the whole sum.
     if any(reduce.sharded for reduce in plan.rounds[index].reduces):
         return None
+    # A fold of the devices' states is no reduction of sums.
+    if plan.rounds[index].folds:
+        return None
     reuse = AccumulatorReuse(plan, index)
     size = reuse.reused_bytes  # unknown with symbolic dimensions
     worth = reuse.aliases and isinstance(size, int) and size >= LARGE

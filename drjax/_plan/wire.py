@@ -1,0 +1,66 @@
+"""How numbers are encoded while they are communicated: a part of a plan.
+
+Input: the name of a dtype and a block size. Output: `Wire`, a checked record, which
+tells the bytes of encoded numbers. Sharp edges: `drjax.plan` exports it; the encoding
+itself is in `_primitives/device_sums.py`.
+"""
+
+from dataclasses import dataclass
+
+from drjax._errors import DrjaxValueError
+from drjax._partition import integer_of
+
+# The dtypes of `Wire`: bits of a number, and how many numbers share a scale by default.
+_WIRES = {
+    "bfloat16": (16, 1),
+    "int8": (8, 256),
+    "float8_e4m3fn": (8, 256),
+    "float4_e2m1fn": (4, 32),
+}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How numbers are encoded while they are communicated.
+
+    Attributes:
+      dtype: `bfloat16`, `int8`, `float8_e4m3fn` or `float4_e2m1fn`.
+      block: How many consecutive numbers share a scale, which is a float32: their
+        largest magnitude, divided by the largest number of the dtype. bfloat16, which
+        has the range of float32, has no scale: 1.
+
+    Raises:
+      DrjaxValueError: There is no such dtype or block size.
+    """
+
+    dtype: str
+    block: int = 0
+
+    def __post_init__(self):
+        if self.dtype not in _WIRES:
+            raise DrjaxValueError(
+                f"wire= needs a dtype of {', '.join(_WIRES)}, got {self.dtype!r}."
+            )
+        bits, default = _WIRES[self.dtype]
+        block = default if self.block == 0 else integer_of(self.block)
+        # Of 4 bits, two numbers share a byte; bfloat16 has no scales.
+        if not block or block < 0 or block * bits % 8 or (bits == 16 and block > 1):
+            raise DrjaxValueError(
+                "wire= needs a positive block size, an even one for 4 bits, and 1 for "
+                f"bfloat16, got {self.dtype!r} with {self.block!r}."
+            )
+        object.__setattr__(self, "block", block)
+
+    def nbytes(self, count: int) -> int:
+        """The bytes of a number of encoded numbers, with their scales.
+
+        Args:
+          count: How many numbers there are; they are padded to whole blocks.
+        """
+        bits, _ = _WIRES[self.dtype]
+        blocks = -(-count // self.block)
+        scales = 0 if self.dtype == "bfloat16" else 4 * blocks
+        return blocks * self.block * bits // 8 + scales
+
+    def __str__(self) -> str:
+        return self.dtype if self.block == 1 else f"{self.dtype}/{self.block}"

@@ -1,0 +1,190 @@
+"""Folds in plans: values on meshes and by chunks, memory, bytes, text, and loops.
+
+Covers: drjax.backends.xla.fold_states, drjax._planner.build_stages.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import drjax
+from benchmarks import hlo
+from tests.helpers.cases import checkerboard
+from tests.helpers.compiled import hlo_text, temp_bytes
+from tests.helpers.folds import (
+    FOLDS,
+    MESHES,
+    close,
+    data,
+    direct_of,
+    loss_of,
+    program_of,
+)
+from tests.helpers.meshes import in_mesh, make_mesh
+
+STEPS = {"all": None, "one": 1, "two": 2}
+
+
+@checkerboard(4, mesh=MESHES, name=FOLDS, step=STEPS)
+def test_values(name, mesh, step):
+    n, make = MESHES[mesh]
+    x = data(n, 3)
+    want = jax.jit(direct_of(name))(x)
+    with in_mesh(make and make()):
+        f = drjax.jit(program_of(name, n), groups_per_step=STEPS[step])
+        jax.tree.map(close, f(x), want)
+
+
+@checkerboard(3, mesh=["uneven", "none", "explicit"], name=["affine", "chan"])
+def test_derivatives(name, mesh):
+    n, make = MESHES[mesh]
+    x, dx = data(n, 3) / 2, data(n + 1, 3)[1:]
+
+    def derivatives(f):
+        loss = loss_of(f)
+        second = lambda x: jax.jvp(jax.grad(loss), (x,), (dx,))[1]
+        return lambda x: (jax.value_and_grad(loss)(x), second(x), f(x))
+
+    want = jax.jit(derivatives(direct_of(name)))(x)
+    with in_mesh(make and make()):
+        f = drjax.jit(derivatives(program_of(name, n)), groups_per_step=2)
+        jax.tree.map(functools.partial(close, rtol=2e-3, atol=1e-3), f(x), want)
+
+
+def _power(x, t):
+    """A fold whose states a group computes, and whose function closes over arrays."""
+    times = lambda a, b: (a[0] * b[0] * t, a[1] @ b[1])
+    states = drjax.map_fn(lambda a: (jnp.sin(a), jnp.outer(a, a) + jnp.eye(3)), x)
+    return drjax.reduce(times, states, (1 / t, jnp.eye(3))), drjax.reduce_mean(
+        states[0]
+    )
+
+
+@pytest.mark.parametrize("mesh", ["none", "uneven", "empty devices", "explicit"])
+def test_what_is_closed_over_and_other_reductions(mesh):
+    n, make = MESHES[mesh]
+    x, t = data(n, 3), np.arange(1, 4, dtype=np.float32)
+    f = drjax.program(clients=n)(_power)
+    want = jax.jit(f)(x, t)
+    plan = drjax.make_plan(f)(x, t)
+    assert len(plan.rounds) == 1
+    jax.tree.map(close, drjax.backends.reference.compile(plan)(x, t), want)
+    with in_mesh(make and make()):
+        result = drjax.jit(f, groups_per_step=1)(x, t)
+        jax.tree.map(close, result, want)
+        jax.tree.map(close, drjax.backends.xla.compile(plan)(x, t), want)
+
+
+def test_text_and_ledger():
+    n = 4
+    plan = drjax.make_plan(drjax.program(clients=n)(_power))(data(n, 3), np.ones(3))
+    assert "fold in order" in str(plan) and "48 B a group by function" in str(plan)
+    folds = [m for m in plan.communication().messages if m.op == "fold"]
+    assert [m.nbytes for m in folds] == [12, 36]
+    assert plan.communication().up() == 12 + 36 + 12
+    (fold,) = plan.rounds[0].folds
+    assert [v.name for v in fold.consts] == ["t"] and not fold.commutative
+    assert "round 1, fold 0" in dict(plan.stages())
+
+
+def test_memory_is_that_of_one_step():
+    """Temporary memory does not grow with n, nor bytes: m states in one all-gather."""
+    d, m, used = 1000, 4, []
+
+    def f(x):
+        y = drjax.map_fn(lambda a: a * jnp.arange(1.0, d + 1), x)
+        return drjax.reduce(jnp.logaddexp, y, -jnp.inf)
+
+    with jax.set_mesh(make_mesh({"clients": m})):
+        for n in (16, 256):
+            run = drjax.jit(drjax.program(clients=n)(f), groups_per_step=2)
+            x = drjax.shard(np.ones((n,), np.float32), partition={"clients": n})
+            used.append(temp_bytes(run, x))
+            sent = [(c.kind, c.bytes) for c in hlo.collectives(hlo_text(run, x))]
+            assert sent == [("all-gather", m * d * 4)]
+    assert used[0] == used[1] < 16 * d * 4
+
+
+def test_a_fold_in_a_loop_of_rounds():
+    """A body with a fold, whose result the next step broadcasts."""
+    n = 5
+
+    @drjax.program(clients=n)
+    def f(x, w):
+        def step(w, _):
+            y = drjax.map_fn(lambda a: a * w, x)
+            w = jnp.tanh(drjax.reduce(jnp.logaddexp, y, -jnp.inf))
+            return w, w.sum()
+
+        return jax.lax.scan(step, w, None, 3)
+
+    x, w = data(n, 3), jnp.ones(3)
+    loss = lambda x, w: f(x, w)[0].sum() + f(x, w)[1].sum()
+    want = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+    run = drjax.jit(jax.value_and_grad(loss, (0, 1)), groups_per_step=2)
+    jax.tree.map(close, run(x, w), want)
+    plan = drjax.make_plan(f)(x, w)
+    jax.tree.map(close, drjax.backends.reference.compile(plan)(x, w), f(x, w))
+
+
+def test_a_result_that_groups_compare_is_exact():
+    """The group whose state was chosen finds it bit by bit."""
+    n = 6
+    best = lambda a, b: jax.tree.map(lambda x, y: jnp.where(a[0] >= b[0], x, y), a, b)
+
+    @drjax.program(clients=n)
+    def f(x):
+        score = drjax.map_fn(lambda a: jnp.sin(a).sum() / 3, x)
+        top, _ = drjax.reduce(best, (score, x), (-jnp.inf, 0.0))
+        return drjax.reduce_sum((score == drjax.broadcast(top)).astype(jnp.int32))
+
+    assert drjax.jit(f, groups_per_step=2)(data(n, 3)) == 1
+
+
+def test_random_keys_and_branches():
+    """Keys are states, and a branch in the function stays a branch with one group."""
+    n = 5
+
+    def later(a, b):
+        key = jax.lax.cond(a[0] >= b[0], lambda: a[1], lambda: b[1])
+        return jnp.maximum(a[0], b[0]), key
+
+    @drjax.program(clients=n)
+    def f(x, key):
+        keys = drjax.map_fn(
+            lambda i: jax.random.fold_in(key, i), drjax.partition_index()
+        )
+        _, best = drjax.reduce(later, (x, keys), (-jnp.inf, jax.random.key(0)))
+        return jax.random.uniform(best)
+
+    x, key = data(n), jax.random.key(3)
+    want = jax.random.uniform(jax.random.fold_in(key, int(np.argmax(x))))
+    plan = drjax.make_plan(f)(x, key)
+    close(drjax.backends.reference.compile(plan)(x, key), want)
+    for step in (None, 1, 2):
+        close(drjax.jit(f, groups_per_step=step)(x, key), want)
+    with jax.set_mesh(make_mesh({"clients": 2})):
+        close(drjax.jit(f, groups_per_step=1)(x, key), want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map_over_another_axis(check_vma):
+    """Folds of each device of another axis, over the partition's own."""
+    mesh = make_mesh({"clients": 2, "seeds": 2})
+    n = 3
+    f = drjax.jit(program_of("chan", n), groups_per_step=1)
+    x = data(2, n, 3)
+    want = jax.vmap(direct_of("chan"))(x)
+    with jax.set_mesh(mesh):
+        each = jax.shard_map(
+            lambda x: jax.tree.map(lambda y: y[None], f(x[0])),
+            in_specs=P("seeds"),
+            out_specs=P("seeds"),
+            axis_names={"seeds"},
+            check_vma=check_vma,
+        )
+        jax.tree.map(close, jax.jit(each)(x), want)
