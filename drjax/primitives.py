@@ -73,6 +73,7 @@ x_{i+1} . ... . x_n . e, partitioned. Of both also:
   function closes over, and the leaves of two states; it returns those of one.
 * `n_states`: k, the number of leaves of a state.
 * `name`: the name of the function.
+* `commutative`: True if a program says that any order will do. It may be ignored.
 
 `map_columns_p` applies a jaxpr to each coordinate c, an index into the shape `s` that
 is its parameter `coordinates`. Of it also:

@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from drjax import _compat
+from drjax._api.participation import check_where
 from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
+from drjax._api.reductions import Mask
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
     group_axis_size,
+    map_leaves,
     resolve,
 )
 from drjax._api.validate import (
@@ -41,6 +44,8 @@ def reduce(
     x: PyTree,
     init: PyTree,
     *,
+    where: Mask = None,
+    commutative: bool = False,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -49,8 +54,8 @@ def reduce(
     The result is that of `functools.reduce(combine, states, init)`: a logsumexp, a
     variance, a product of matrices, the best group with its payload. On a mesh of m
     devices, each folds the states of its groups, and one all-gather of m states gives
-    them to all devices. A plan, and so `drjax.jit` and every engine, gathers the n
-    states for now.
+    them to all devices. In a plan a fold is a reduction: `drjax.jit` folds as many
+    groups at a time as its option says, and engines fold blocks of groups.
 
     Args:
       combine: From two states to a state. A state is a tree with the structure, shapes
@@ -64,6 +69,10 @@ def reduce(
         `(a, init)`, with that derivative: derivatives are computed with it. A tree
         with the structure of `x`, of arrays `[*s]`, or of Python numbers, which fill
         their leaf.
+      where: Optional bool `[n]`: the groups that take part. The state of any other is
+        `init`, so `combine` may get two neutral states.
+      commutative: Whether `combine(a, b)` is `combine(b, a)`, so that the order of the
+        groups does not matter to engines. It is not checked.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -75,7 +84,8 @@ def reduce(
       DrjaxValueError: A leaf of `x` has another leading axis than n, or the structures
         or shapes of `init` or of a result of `combine` are not those of a state.
       DrjaxTypeError: A leaf is not an array, `combine` cannot be called or has effects,
-        or a dtype of `init` or of a result of `combine` is not that of the state.
+        `where` is no array of bools, `commutative` is no bool, or a dtype of `init` or
+        of a result of `combine` is not that of the state.
       MeshError: `combine` uses a collective over the partition's mesh axes, or closes
         over a value that is sharded over them.
 
@@ -97,6 +107,11 @@ def reduce(
             f"{type(combine).__name__}: drjax.reduce(combine, x, init)."
         )
     check_plain_function("drjax.reduce", combine)
+    if not isinstance(commutative, bool):
+        raise DrjaxTypeError(
+            "drjax.reduce needs commutative=True if any order of the groups will do, "
+            f"else False, got {commutative!r}."
+        )
     size = group_axis_size(params)
     leaves, tree = flatten_partitioned("reduce", x, params["partition"], size)
     if not leaves:
@@ -104,6 +119,12 @@ def reduce(
     layout = make_layout(**params)
     _check_dtypes(tree.unflatten(leaves))
     neutral = _neutral_state(init, tree, leaves)
+    if where is not None:
+        mask = check_where("reduce", where, params)
+        leaves = [
+            map_leaves(_neutral_unless(e), mask, y, **params)
+            for y, e in zip(leaves, neutral, strict=True)
+        ]
     leaves = [without_other_axes(as_operand(y, layout, True), layout) for y in leaves]
     leaves = [y if _is_key(y) else y.astype(y.dtype) for y in leaves]  # no weak types
     leaves, jaxpr, consts = _trace(combine, tree, leaves, layout)
@@ -117,9 +138,20 @@ def reduce(
         jaxpr=jaxpr,
         n_states=len(leaves),
         name=function_name(combine),
+        # Only where it is asked for, as other programs trace to the same jaxprs.
+        **({"commutative": True} if commutative else {}),
         **params,
     )
     return tree.unflatten(outs)
+
+
+def _neutral_unless(neutral) -> Callable:
+    """A function of one group: its state if it takes part, else the neutral `[*s]`."""
+
+    def own_or_neutral(takes_part, state):
+        return jnp.where(takes_part, state, neutral)
+
+    return own_or_neutral
 
 
 def _is_key(x) -> bool:

@@ -60,7 +60,9 @@ def kinds_of_fold(n_operands: int, n_states: int, around: bool):
     return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (2 * n_states * around)
 
 
-def execute_fold(*args, jaxpr, n_states, partition, mesh, name, around=False):
+def execute_fold(
+    *args, jaxpr, n_states, partition, mesh, name, around=False, commutative=False
+):
     """Execution function of `reduce_fold`, and of `fold_around` if `around`.
 
     Args:
@@ -72,6 +74,7 @@ def execute_fold(*args, jaxpr, n_states, partition, mesh, name, around=False):
       mesh: The mesh, or None: the program runs locally.
       name: The name of the function, ignored.
       around: Whether to compute folds for each group.
+      commutative: Whether any order will do, ignored.
 
     Returns:
       The list of the leaves of the fold, `[*s]`; and if `around`, those of the folds

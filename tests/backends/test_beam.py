@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -229,6 +230,26 @@ def test_map_reduce_in_a_pipeline_of_ones_own():
         )
         assert_that(out["results"], check, "results")
         assert_that(out["failed"], check_failed, "failed")
+
+
+def test_map_reduce_folds_in_any_order():
+    import apache_beam
+    from apache_beam.testing.util import assert_that
+
+    def plan_of(**options):
+        f = lambda x: drjax.reduce(jnp.logaddexp, x, -jnp.inf, **options)
+        return drjax.make_plan(drjax.program(clients=5)(f))(np.zeros(5, "f"))
+
+    def check(results):
+        np.testing.assert_allclose(results[0], np.log(np.exp(x).sum()), rtol=1e-6)
+
+    x = np.sin(np.arange(5, dtype=np.float32))
+    with apache_beam.Pipeline("FnApiRunner") as p:
+        slices = p | apache_beam.Create([(i, x[i]) for i in (3, 0, 4, 1, 2)])
+        out = slices | beam.MapReduce(plan_of(commutative=True), ..., block_size=2)
+        assert_that(out["results"], check)
+    text = "If any order will do, say so by drjax.reduce(..., commutative=True)"
+    raises(drjax.DrjaxValueError, text, beam.MapReduce, plan_of(), ...)
 
 
 def test_map_reduce_wants_every_group():

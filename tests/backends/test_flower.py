@@ -105,6 +105,22 @@ def test_clients_train_on_their_own_data():
     assert [s.groups for s in run.report.stages] == [5, 5]
 
 
+def test_folds_are_in_the_order_of_the_groups():
+    """The server sees one state of each client, as it does of a sum."""
+    n = 5
+
+    @drjax.program(clients=n)
+    def f(scale, data):
+        work = lambda x, w: jnp.array([[1.0, jnp.sqrt(x)], [w / 9, 1.0]]) / 2
+        return drjax.reduce(jnp.matmul, drjax.map_fn(work, data), jnp.eye(2)) * scale
+
+    x, w = slices_for(9)
+    plan = drjax.make_plan(f)(np.float32(2), (x[:n], w[:n]))
+    run = flower.compile(plan, Grid(load, n, ()), start=0.5)
+    result = run(np.float32(2), flower.Clients())
+    np.testing.assert_allclose(result, f(2.0, (x[:n], w[:n])), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "kind, text",
     [

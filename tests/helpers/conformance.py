@@ -8,6 +8,7 @@ processes set `processes = True` and are tested by killing some.
 """
 
 import doctest
+import functools
 import importlib
 import os
 import re
@@ -173,6 +174,20 @@ def slow_work(model, x):
     return model * dying_driver.later(jnp.sqrt(x), 20_000_000)
 
 
+def fold_and_mean(x, scale):
+    """A product of matrices with a count, a mean, and what groups make of both."""
+
+    def compose(a, b):
+        return {"m": a["m"] @ b["m"] * scale, "n": a["n"] + b["n"]}
+
+    work = lambda x: {"m": jnp.array([[1.0, jnp.sqrt(x)], [0.1, 1.0]]) / 2, "n": 1}
+    state = drjax.map_fn(work, x)
+    neutral = {"m": jnp.eye(2) / scale, "n": 0}
+    total = drjax.reduce(compose, state, neutral)
+    far = drjax.map_fn(lambda s, m: s["m"] - m, (state, drjax.broadcast(total["m"])))
+    return total, drjax.reduce_mean(state["m"]), drjax.reduce_max(far)
+
+
 class Conformance:
     """The tests. `engine` is a running engine for a plan; it is closed in the end."""
 
@@ -221,6 +236,22 @@ class Conformance:
                 assert [s.blocks for s in report.stages] == [blocks] * 2
             if self.processes and workers == 2 and block_size == 4:
                 assert len(report.workers) == 2
+
+    def test_folds_are_in_the_order_of_the_groups(self):
+        """Products that do not commute; and without a group that has failed."""
+        n, near = 9, functools.partial(np.testing.assert_allclose, rtol=1e-5)
+        f, x = drjax.program(clients=n)(fold_and_mean), slices_for(n)[0]
+        plan = drjax.make_plan(f)(x, np.float32(2))
+        want = f(x, np.float32(2))
+        for size in (2, 4, n):
+            with self.compile(plan, workers=2, block_size=size) as run:
+                jax.tree.map(near, run(x, np.float32(2)), want)
+        good = np.arange(n) != 3
+        bad = np.where(good, x, -x)
+        few = drjax.program(clients=n - 1)(fold_and_mean)(x[good], np.float32(2))
+        options = {"on_error": "drop", "check_nans": True, "block_size": 2}
+        with self.compile(plan, **options) as run:
+            jax.tree.map(near, run(bad, np.float32(2)), few)
 
     def test_random_keys_depend_on_seed_and_group_alone(self):
         @program

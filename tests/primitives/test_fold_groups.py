@@ -44,6 +44,39 @@ def test_values_and_gradients(name, mesh):
     jax.tree.map(close, result, want)
 
 
+@checkerboard(3, mesh=["none", "uneven", "explicit"], name=["chan", "best", "affine"])
+def test_where(name, mesh):
+    """Groups that are left out have the neutral state."""
+    n, make = MESHES[mesh]
+    combine, init, states = FOLDS[name]
+    x, mask = data(n, 3), np.arange(n) % 3 != 1
+
+    @drjax.program(clients=n)
+    def f(x):
+        every = states(x)
+        return drjax.reduce(
+            combine, every, init, where=mask, commutative=name == "best"
+        )
+
+    second = lambda f: lambda x, t: jax.jvp(jax.grad(loss_of(f)), (x,), (t,))[1]
+    both = lambda f: lambda x: (f(x), jax.grad(loss_of(f))(x), second(f)(x, 0 * x + 1))
+    chosen = jax.jit(both(direct_of(name)))(x[mask])
+    with in_mesh(make and make()):
+        for run in (jax.jit(both(f)), drjax.jit(both(f), groups_per_step=2)):
+            values, gradient, hessian = run(x)
+            jax.tree.map(close, values, chosen[0])
+            close(np.asarray(gradient)[mask], chosen[1])
+            close(np.asarray(hessian)[mask], chosen[2], rtol=1e-3, atol=1e-3)
+            assert not np.asarray(gradient)[~mask].any()
+
+
+def test_what_is_left_out_may_be_nan():
+    x, mask = np.array([1.0, np.nan, 3.0], np.float32), np.array([True, False, True])
+    total = three(lambda x: drjax.reduce(jnp.add, x, 0, where=mask))
+    assert float(total(x)) == 4
+    assert jax.grad(total)(x).tolist() == [1, 0, 1]
+
+
 @checkerboard(4, mesh=["uneven", "none", "explicit"], name=["affine", "chan"])
 def test_second_derivatives_and_batches(name, mesh):
     n, make = MESHES[mesh]
@@ -397,6 +430,10 @@ async def later(a, b):
     "call, error, text",
     [
         (fold(0), drjax.DrjaxTypeError, "needs a function of two states as its first"),
+        (lambda: three(lambda x: drjax.reduce(jnp.add, x, 0, commutative=1))(X3),
+         drjax.DrjaxTypeError, "needs commutative=True if any order of the groups"),
+        (lambda: three(lambda x: drjax.reduce(jnp.add, x, 0, where=X3))(X3),
+         drjax.DrjaxTypeError, "drjax.reduce needs where= as bool [3]"),
         (fold(later), drjax.DrjaxTypeError, "drjax.reduce needs a plain function"),
         (fold(lambda a, b: None), drjax.DrjaxValueError,
          "needs to return a state, a tree with the structure of x"),

@@ -22,7 +22,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from drjax.backends.engine import one_round
 from drjax.backends.engine.blocks_of_groups import LoadedBlock, block_of_pairs
-from drjax.backends.engine.combine import Totals, add
+from drjax.backends.engine.combine import Totals, add, stacked
 from drjax.backends.engine.file_exchange import StageRun
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.options import EngineOptions
@@ -58,7 +58,7 @@ class Sums(beam.CombineFn):
         return total
 
     def extract_output(self, accumulator: Totals) -> Totals:
-        return accumulator
+        return stacked(accumulator)
 
 
 class RunBlocks(beam.DoFn):

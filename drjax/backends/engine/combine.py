@@ -3,6 +3,9 @@
 Input: for each reduction its operation, and the partial reduction of each block, or
 None. Output: totals, and from these the reduced values.
 
+Blocks may arrive in any order, and a fold has one. So of a fold, totals are the states
+of all blocks, each with its first group; they are sorted and folded in the end.
+
 Invariants: floats are added up in float64 and integers exactly, in the order in which
 blocks are given. A block in which no group takes part has None: no identity of max or
 min ever mixes in. If no group takes part at all, a mean is NaN and everything else
@@ -13,22 +16,36 @@ again. What each reduction does is in `_primitives/reduce_ops.py`; a mean is a s
 sums, divided once by the number of groups that took part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import Reduce
+from drjax.plan import Fold, Reduce, Round
 
-Totals = list[np.ndarray | None]  # None: no group took part
+# None: no group took part. Of a fold a list of stacks, `[blocks, *s]`.
+Totals = list[Any]
+# The operation of what blocks return for folds: the group index, and states.
+FOLD = "fold"
+
+
+def ops_of(a_round: Round) -> tuple[str, ...]:
+    """For each array that a block returns as a partial reduction its operation.
+
+    They are those of the round's reductions but gathers; then, if it has folds, the
+    index of the block's first group, `[1]`, and the leaves of the states, `[1, *s]`.
+    """
+    leaves = sum(len(fold.sources) for fold in a_round.folds)
+    states = (FOLD,) * (1 + leaves) if leaves else ()
+    return (*(reduce.op for reduce in a_round.partials), *states)
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
     """Combine the partial reductions over earlier blocks with those of one more block.
 
     Args:
-      ops: For each reduction its operation: sum, mean, max or min.
+      ops: For each reduction its operation: sum, mean, max, min or fold.
       totals: For each reduction the partial reduction over all earlier blocks; None if
         no group took part. The arrays are overwritten, so do not use them afterwards.
       partials: For each reduction the partial reduction over the new block; None if no
@@ -41,7 +58,7 @@ def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
-def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
+def _add(op: str, total: Any, partial: Any) -> Any:
     """Combine two partial reductions of one reduction, over disjoint sets of groups.
 
     Args:
@@ -58,6 +75,8 @@ def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
     # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
         return total
+    if op == FOLD:
+        return [*(total or []), *(partial if isinstance(partial, list) else [partial])]
     reduce_op, partial = REDUCE_OPS[op], np.asarray(partial)
     # Before it is added: in float32 the error of a running sum grows with the number
     # of blocks.
@@ -66,6 +85,45 @@ def _add(op: str, total: np.ndarray | None, partial: Any) -> np.ndarray | None:
         # A copy, as later blocks are added in place and this one may be read-only.
         return np.array(partial)
     return reduce_op.ufunc(total, partial, out=total)
+
+
+def stacked(totals: Totals) -> Totals:
+    """Totals as arrays: those of folds are stacked, `[blocks, *s]`."""
+    join = lambda x: np.concatenate(x) if isinstance(x, list) else x
+    return list(map(join, totals))
+
+
+def finish(
+    a_round: Round,
+    totals: Totals,
+    groups: int,
+    fold: Callable[[Fold, list[list[np.ndarray]]], list[np.ndarray]],
+) -> list[np.ndarray]:
+    """The results of the reductions but gathers of a round, and of its folds.
+
+    Args:
+      a_round: The round.
+      totals: The combined partial reductions of all blocks, as `add` returns them.
+      groups: The number of groups that took part.
+      fold: `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their
+        order; its result is the neutral state if there is none.
+
+    Returns:
+      A list of arrays: for each reduction its result, and then the leaves of the result
+      of each fold.
+    """
+    reduces = a_round.partials
+    pairs = zip(reduces, totals, strict=False)
+    results = [result(reduce, total, groups) for reduce, total in pairs]
+    if not a_round.folds:
+        return results
+    first, *leaves = stacked(totals[len(reduces) :])
+    order = [] if first is None else np.argsort(first, kind="stable")
+    remaining = iter(leaves)
+    for one in a_round.folds:
+        states = [next(remaining) for _ in one.sources]
+        results += fold(one, [[x[i] for x in states] for i in order])
+    return results
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:

@@ -14,6 +14,7 @@ returned, are held by the driver. A loop of rounds is a Python loop: each step w
 its groups.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -218,7 +219,9 @@ class _DriverInterpreter(PlanInterpreter):
             if entry is None:
                 entry = self.call.run_stage(a_round, kept, env, location)
                 self.call.checkpoint.put(key, entry)
-            env.write([*(r.result for r in a_round.partials), *kept], entry)
+            results = [r.result for r in a_round.partials]
+            results += [v for fold in a_round.folds for v in fold.results]
+            env.write([*results, *kept], entry)
         # Gathers are not saved: what they gather is in `env`, also after a resumption.
         for reduce in a_round.reduces:
             if reduce.op == "gather":
@@ -307,8 +310,8 @@ class _Call:
             0 of the loop `scan` in round 2.
 
         Returns:
-          The results of the round's reductions but gathers, then for each output in
-          `kept` all groups' slices, `[n, ...]`.
+          The results of the round's reductions but gathers and of its folds, then for
+          each output in `kept` all groups' slices, `[n, ...]`.
 
         Raises:
           EngineError: The stage failed, a group failed with `on_error="raise"`, or
@@ -330,7 +333,8 @@ class _Call:
             lost=self.report.lost.append,
             cache=runner.engine_cache,
         )
-        results = StageResults(a_round, kept, runner.plan.size, call.job.size)
+        fold = functools.partial(runner.executable.run_fold, env)
+        results = StageResults(a_round, kept, runner.plan.size, call.job.size, fold)
         try:
             self._collect(call, results, stage_report, stage)
         except EngineError as error:

@@ -25,11 +25,12 @@ from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
 from drjax.backends._interpret_plan import Environment
+from drjax.backends.engine.combine import ops_of
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import File, rounds_of
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import read_if_lazy
-from drjax.plan import Plan, Round, Stage, Value
+from drjax.plan import Fold, Plan, Round, Stage, Value
 
 
 class ExecutablePlan:
@@ -100,14 +101,35 @@ class ExecutablePlan:
         # A stage without outputs is not exported.
         if stage.exported is None:
             return
+        # A server stage takes partitioned values whole, as after a gather.
+        args = [read_if_lazy(x) for x in env.read(stage.inputs)]
+        env.write(stage.outputs, map(np.asarray, self._run(stage, args)))
+
+    def run_fold(
+        self, env: Environment, fold: Fold, states: list[list[np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Fold states in this process, in their order, from the neutral state on.
+
+        Args:
+          env: The arrays of the plan's values so far.
+          fold: A fold of `self.plan`.
+          states: The states, each a list of leaves `[*s]`.
+
+        Returns:
+          The leaves of the fold; of the neutral state if there is no other.
+        """
+        total, consts = env.read(fold.init), env.read(fold.consts)
+        for state in states:
+            total = self._run(fold.combine, [*consts, *total, *state])
+        return list(map(np.asarray, total))
+
+    def _run(self, stage: Stage, args: list) -> list:
+        """The outputs of a stage of the server, compiled on first use."""
         if id(stage) not in self._compiled:
             self._compiled[id(stage)] = jax.jit(
                 exported_of(stage).per_group.function.call
             )
-        # A server stage takes partitioned values whole, as after a gather.
-        args = [read_if_lazy(x) for x in env.read(stage.inputs)]
-        outs = self._compiled[id(stage)](*exported_of(stage).consts, *args)
-        env.write(stage.outputs, map(np.asarray, outs))
+        return self._compiled[id(stage)](*exported_of(stage).consts, *args)
 
     def job(
         self,
@@ -133,7 +155,7 @@ class ExecutablePlan:
             file=self.file,
             stage=self.stage_index(a_round),
             location=f"round {location}, {stage.name}",
-            ops=tuple(reduce.op for reduce in a_round.partials),
+            ops=ops_of(a_round),
             # A block of more than n groups would only have more padding.
             size=min(size, self.plan.size),
             check_nans=options.check_nans,

@@ -29,7 +29,7 @@ class Job:
         rounds in loops, too.
       location: The round and the name of the stage, text for errors.
       ops: `"sum"`, `"mean"`, `"max"` or `"min"` for each of the round's reductions but
-        gathers, in order.
+        gathers, in order, and `"fold"` for what blocks return for its folds.
       size: The block size, int: blocks with fewer groups are padded to it.
       check_nans: Whether a group that yields a NaN has failed, bool.
       drop: Whether to go on without groups that fail, bool; if not, a block in which a

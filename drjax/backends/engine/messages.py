@@ -141,7 +141,9 @@ class BlockResult:
 
     Attributes:
       partials: The partial reduction over the block for each of the round's reductions
-        but gathers, a list of arrays; None in place of each if no group takes part.
+        but gathers, a list of arrays; None in place of each if no group takes part. If
+        the round has folds, then the block's first group, `[1]`, and the leaves of the
+        block's state, `[1, *s]`.
         Empty if the block has no results.
       slices: For each output of the stage that is read later an array `[c, ...]` of the
         groups' slices. Empty if the block has no results.

@@ -11,6 +11,7 @@ totals are finished by `combine`, and `min_groups` holds.
 Sharp edges: totals do not tell which groups they are of, only of how many.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from drjax._errors import DrjaxTypeError, DrjaxValueError, EngineError
 from drjax.backends._interpret_plan import Environment
 from drjax.backends.engine.block_size import BlockSize
-from drjax.backends.engine.combine import Totals, result
+from drjax.backends.engine.combine import Totals, finish
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import File, refuse_secure_sums
@@ -86,7 +87,8 @@ def split(
         size = options.block_size or size
         job = executable.job(a_round, env, "1", size, options)
     # Only global values: the groups' data is with the pipeline.
-    later = (*executable.plan.server.inputs, *executable.plan.outputs)
+    later = [*executable.plan.server.inputs, *executable.plan.outputs]
+    later += [v for fold in a_round.folds for v in (*fold.consts, *fold.init)]
     values = {v.name: env[v] for v in later if v in env and not v.partitioned}
     return GroupsStage(job, lazy), ResultsFromTotals(executable.file, values, options)
 
@@ -102,8 +104,15 @@ def _check_one_round(plan: Plan) -> None:
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
         communicates = first.moves or first.loops or others
-        reduces = [] if communicates else first.reduces
-    splittable = reduces and all(reduce.op != "gather" for reduce in reduces)
+        reduces = [] if communicates else [*first.reduces, *first.folds]
+        if any(not fold.commutative for fold in first.folds):
+            raise DrjaxValueError(
+                f"{plan.name} folds states in the order of the groups, but a pipeline "
+                "has blocks of any groups. If any order will do, say so by "
+                "drjax.reduce(..., commutative=True); or use the engine's compile."
+            )
+    gathers = any(getattr(reduce, "op", "") == "gather" for reduce in reduces)
+    splittable = reduces and not gathers
     if not splittable or any(v.partitioned for v in plan.outputs):
         raise DrjaxValueError(
             f"Only plans of one round, without loops and with reduced results alone, "
@@ -159,6 +168,7 @@ class ResultsFromTotals:
         Args:
           totals: A list. For each of the round's reductions but gathers an array, the
             combination of the partial reductions of all blocks; a mean is still a sum.
+            For its folds the states of all blocks.
             Then the number of groups that took part. None for each if no group took
             part.
 
@@ -180,7 +190,9 @@ class ResultsFromTotals:
         check_survivors(plan, "1", a_round.local, n, self.options.min_groups)
         env = Environment().updated(self.values)
         with executable.precision():
-            for reduce, total in zip(a_round.partials, partials, strict=True):
-                env[reduce.result] = result(reduce, total, n)
+            results = [r.result for r in a_round.partials]
+            results += [v for fold in a_round.folds for v in fold.results]
+            fold = functools.partial(executable.run_fold, env)
+            env.write(results, finish(a_round, partials, n, fold))
             executable.run_server(plan.server, env)
             return executable.results(env.read(plan.outputs))

@@ -9,16 +9,16 @@ without a result are NaN, or zero if they are no floats.
 Sharp edges: `finish` may be called once, when all blocks are in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from drjax._errors import EngineError
-from drjax.backends.engine.combine import Totals, add, result
+from drjax.backends.engine.combine import Totals, add, finish, ops_of
 from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.groups import empty_slices
-from drjax.plan import Plan, Round, Stage, Value
+from drjax.plan import Fold, Plan, Round, Stage, Value
 
 
 class StageResults:
@@ -29,6 +29,7 @@ class StageResults:
       kept: The outputs of the stage that blocks return as slices, `Value`s.
       n: The number of groups.
       block_size: The number of groups in a full block.
+      fold: Folds states, as the argument of `combine.finish`.
 
     Attributes:
       groups: How many groups took part to the end, int.
@@ -37,9 +38,16 @@ class StageResults:
         partial reductions and slices.
     """
 
-    def __init__(self, a_round: Round, kept: Sequence[Value], n: int, block_size: int):
-        self._reduces = a_round.partials
-        self._ops = [reduce.op for reduce in self._reduces]
+    def __init__(
+        self,
+        a_round: Round,
+        kept: Sequence[Value],
+        n: int,
+        block_size: int,
+        fold: Callable[[Fold, list[list[np.ndarray]]], list[np.ndarray]],
+    ):
+        self._round, self._fold = a_round, fold
+        self._ops = ops_of(a_round)
         self._totals: Totals = [None] * len(self._ops)
         self._slices = [empty_slices(value, n) for value in kept]
         self._block_size = block_size
@@ -79,14 +87,12 @@ class StageResults:
 
         Returns:
           A list of arrays: the reduced value of each of the round's reductions but
-          gathers, then all groups' slices `[n, ...]` of each output in `kept`. Slices
-          of groups without a result are NaN, or zero if they are no floats.
+          gathers, the leaves of the results of its folds, then all groups' slices
+          `[n, ...]` of each output in `kept`. Slices of groups without a result are
+          NaN, or zero if they are no floats.
         """
-        reduced = [
-            result(reduce, total, self.groups)
-            for reduce, total in zip(self._reduces, self._totals, strict=True)
-        ]
-        return [*reduced, *self._slices]
+        results = finish(self._round, self._totals, self.groups, self._fold)
+        return [*results, *self._slices]
 
 
 def stage_error(

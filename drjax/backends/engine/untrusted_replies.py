@@ -25,6 +25,7 @@ import numpy as np
 from drjax._plan_file.exported_stage import batched_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax.backends.engine.combine import FOLD
 from drjax.backends.engine.messages import BlockResult, File, rounds_of
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
@@ -39,8 +40,8 @@ class Partial:
     """An array that the reply for one group must hold, mostly a partial reduction.
 
     Attributes:
-      op: The reduction, text: sum, mean, max or min. Empty for the two arrays that are
-        no partial reductions: the group index and the mask.
+      op: The reduction, text: sum, mean, max, min or fold. Empty for the two
+        arrays that are no partial reductions: the group index and the mask.
       name: What errors call the array, text: of a partial reduction the name of the
         partitioned value that is reduced.
       shape: The planned shape, a tuple of ints.
@@ -65,6 +66,7 @@ class Partial:
 
 _GROUP = Partial("", "its group", (1,), np.dtype(np.int32))
 _VALID = Partial("", "its mask", (1,), np.dtype(bool))
+_PLACE = Partial(FOLD, "its place in a fold", (1,), np.dtype(np.int32))
 
 
 def partials_of(file: File) -> list[list[Partial]]:
@@ -80,23 +82,28 @@ def partials_of(file: File) -> list[list[Partial]]:
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         planned = []
         for _, a_round in rounds_of(plan):
-            reduces = a_round.partials
+            named = [(r.op, r.source.name) for r in a_round.partials]
+            named += [(FOLD, v.name) for f in a_round.folds for v in f.sources]
             avals: Sequence[Any] = ()  # of the partial results, then of slices
-            if reduces:
+            if named:
                 # From the code, not the values: 16-bit floats are added up in float32.
-                avals = batched_of(a_round.local).function.out_avals[: len(reduces)]
-            planned.append(
-                [
-                    Partial(
-                        r.op,
-                        r.source.name,
-                        (*aval.shape,),
-                        np.dtype(aval.dtype),
-                        r.secure,
-                    )
-                    for r, aval in zip(reduces, avals, strict=True)
-                ]
-            )
+                avals = batched_of(a_round.local).function.out_avals[: len(named)]
+            demands = [r.secure for r in a_round.partials]
+            demands += [False] * (len(named) - len(demands))
+            partials = [
+                # States are stacked.
+                Partial(
+                    op,
+                    name,
+                    (1,) * (op == FOLD) + tuple(aval.shape),
+                    np.dtype(aval.dtype),
+                    secure,
+                )
+                for (op, name), aval, secure in zip(named, avals, demands, strict=True)
+            ]
+            if a_round.folds:
+                partials.insert(len(a_round.partials), _PLACE)
+            planned.append(partials)
     return planned
 
 
@@ -169,6 +176,8 @@ def _validated(
         return BlockResult([], [], {group: readable(why)}, pid, seconds)
     if not valid:
         raise BadReply("it masks its group out without saying why")
+    if _PLACE in expected and arrays[expected.index(_PLACE)] != group:
+        raise BadReply("it has the place of another group in a fold")
     if check_nans:
         _check_finite(partials, arrays[2:])
     return BlockResult(arrays[2:], [], {}, pid, seconds)
@@ -341,8 +350,11 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
             continue
         # The identity of a reduction is what a group without entries gives to it.
-        neutral = REDUCE_OPS[partial.op].identity(x.dtype) if partial.op else 0
-        if not (np.isfinite(x) | (x == neutral)).all():
+        # A state may have any infinity.
+        fold = partial.op == FOLD
+        neutral = 0 if fold else REDUCE_OPS[partial.op].identity(x.dtype)
+        allowed = np.isfinite(x) | (x == neutral) | (np.isinf(x) & fold)
+        if not allowed.all():
             kind = "NaN" if np.isnan(x).any() else "an infinity"
             raise BadReply(f"it yields {kind} as {partial.name}")
 

@@ -61,7 +61,12 @@ class LoadedPlan:
                 custom_calls=file.custom_calls,
             )
         rounds = [a_round for _, a_round in rounds_of(plan)]
-        self._stages = [CompiledStage(r.local, len(r.partials)) for r in rounds]
+        self._stages = [
+            CompiledStage(
+                r.local, len(r.partials), sum(len(f.sources) for f in r.folds)
+            )
+            for r in rounds
+        ]
         self.demands = [[x.secure for x in r.partials] for r in rounds]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
@@ -119,6 +124,11 @@ class LoadedPlan:
         if not block.valid.any() or (failed and not task.drop):
             outs = []
         partials, slices = outs[: stage.partials], outs[stage.partials :]
+        if stage.states and partials:
+            # Driver and combiners put the blocks' states in order by this index.
+            first = block.groups[np.flatnonzero(block.valid)[:1]]
+            states = partials[-stage.states :]
+            partials = [*partials[: -stage.states], first, *(x[None] for x in states)]
         # Without the padding.
         slices = [x[: len(block.groups)] for x in slices]
         seconds = time.perf_counter() - start
@@ -165,11 +175,16 @@ class CompiledStage:
 
     Args:
       stage: The stage, from a plan file.
-      partials: How many of the batched function's outputs are partial reductions, int.
+      reduces: How many of the batched function's outputs are partial reductions, int.
+      states: How many outputs after these are leaves of folded states, int.
+
+    Attributes:
+      partials: The number of both.
     """
 
-    def __init__(self, stage: Stage, partials: int):
-        self.stage, self.partials = stage, partials
+    def __init__(self, stage: Stage, reduces: int, states: int = 0):
+        self.stage, self.states = stage, states
+        self.partials = reduces + states
 
     @functools.cached_property
     def batched(self) -> functools.partial:

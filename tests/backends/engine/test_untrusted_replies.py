@@ -49,6 +49,28 @@ def checked(data, check_nans=True):
     return untrusted_replies.validate_reply(data, GROUP, PARTIALS, check_nans)
 
 
+def test_states_of_folds():
+    """A state is that of the group that was asked; it may have infinities, no NaN."""
+    f = lambda x: (drjax.reduce(jnp.maximum, x, -jnp.inf), drjax.reduce_mean(x))
+    plan = drjax.make_plan(drjax.program(clients=5)(f))(np.zeros((5, 2), np.float32))
+    file = in_process.compile(plan).executable.file
+    (planned,) = untrusted_replies.partials_of(file)
+    assert [(p.op, p.shape) for p in planned] == [
+        ("mean", (2,)), ("fold", (1,)), ("fold", (1, 2)),
+    ]  # fmt: skip
+    mean = np.zeros(2, np.float32)
+
+    def check(place, state):
+        values = [mean, np.array([place], np.int32), np.array([state], np.float32)]
+        return untrusted_replies.validate_reply(reply(values), GROUP, planned, True)
+
+    assert check(GROUP, [-np.inf, 1]).partials[1] == GROUP
+    with pytest.raises(BadReply, match="the place of another group in a fold"):
+        check(1, [0, 1])
+    with pytest.raises(BadReply, match="it yields NaN as"):
+        check(GROUP, [np.nan, 1])
+
+
 def header(data):
     size = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + size]), data[8 + size :]
