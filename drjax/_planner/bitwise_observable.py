@@ -32,7 +32,7 @@ from drjax._primitives.reduce_ops import of_primitive
 MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
         """broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice
-        expand_dims gather neg pad reduce_max reduce_min reduce_precision
+        expand_dims gather neg pad rearrange reduce_max reduce_min reduce_precision
         reduce_window_max reduce_window_min reshape rev select_and_gather_add slice
         split squeeze tile top_k transpose unstack""".split(),
         (0,),

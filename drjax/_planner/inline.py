@@ -9,7 +9,8 @@ and a scatter.
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
 that are already differentiated. Loops and branches stay equations; `bodies` inlines
 their jaxprs. To prepare unbatching, pointwise equations broadcast explicitly, `while`
-has a scalar condition, and indices that count the groups become batch dimensions.
+has a scalar condition, a `jnp.roll` is one equation, and indices that count the groups
+become batch dimensions.
 
 Invariants: each variable is defined once, by an equation that precedes its uses;
 results, and operands of loops and folds, are variables, not literals; equations keep
@@ -39,6 +40,7 @@ from drjax._jaxprs.walk import (
     variables,
 )
 from drjax._partition import Partition
+from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.columns_lowering import columns_by_gather
@@ -158,6 +160,7 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     eqns: list[Any] = []
     outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
     eqns, outvars = _share_gathers(live_equations(eqns, outvars), outvars)
+    eqns = recognize_rotations(eqns)
     eqns = _fold_constants(eqns, consts)
     # After folding: it evaluates the indices that depend on constants only.
     eqns = share_batch_dimensions(eqns, consts)

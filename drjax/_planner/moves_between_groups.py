@@ -5,14 +5,14 @@ with building blocks, and the group axes of its operands and results, or None if
 something else:
 
 * `y[index]` and `jnp.take(y, index, axis=0)`, with as many indices as groups: a take;
-* `y[::-1]`: a permute;
+* `y[::-1]` and `jnp.roll(y, 1, axis=0)`: a permute;
 * `z.at[index].add(y)` and `.set(y)`, with the slices of `y` as updates: a put_add, or
   of `.set` a take of the group that writes last.
 
 Invariants: an index is a global value, and one out of bounds means what it means in JAX
-(clipped, dropped, or filled in). Sharp edges: a roll is two slices and a concatenation,
-and is no single equation; `drjax.shift` says it. Of updates to one slice, JAX promises
-no order; here, the one of the last group stays.
+(clipped, dropped, or filled in). Sharp edges: a roll is a single equation only after
+`rotations`. Of updates to one slice, JAX promises no order; here, the one of the last
+group stays.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from jax.lax import GatherScatterMode
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import permute, put_add, take
 from drjax._planner.read_and_update_groups import fill_value
+from drjax._planner.rotations import rearrange_p, sources_of
 from drjax._planner.unbatching.core import drop
 from drjax._primitives.routes import last_writer
 from drjax._primitives.select_slice import as_int32
@@ -45,6 +46,8 @@ def move_groups(eqn, axes: Sequence[int | None]) -> tuple[Callable, Axes, Axes] 
     """
     if eqn.primitive is lax.rev_p:
         return _rev(eqn, axes[0])
+    if eqn.primitive is rearrange_p:
+        return _rearrange(eqn, axes[0])
     if eqn.primitive is lax.gather_p and axes[1] is None:
         return _gather(eqn, axes[0])
     if eqn.primitive in (lax.scatter_p, lax.scatter_add_p) and axes[1] is None:
@@ -61,6 +64,19 @@ def _rev(eqn, axis: int | None):
     def with_blocks(partition: Partition, x):
         sources = tuple(range(partition.size))[::-1]
         moved = permute(jnp.moveaxis(lax.rev(x, others), axis, 0), sources, partition)
+        return jnp.moveaxis(moved, 0, axis)
+
+    return with_blocks, (axis,), (axis,)
+
+
+def _rearrange(eqn, axis: int | None):
+    """Rewrite a `rearrange` of the group axis as a permute; see `move_groups`."""
+    if axis is None or axis != eqn.params["dimension"]:
+        return None
+    sources = sources_of(eqn.params["segments"])
+
+    def with_blocks(partition: Partition, x):
+        moved = permute(jnp.moveaxis(x, axis, 0), sources, partition)
         return jnp.moveaxis(moved, 0, axis)
 
     return with_blocks, (axis,), (axis,)

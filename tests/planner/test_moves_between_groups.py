@@ -1,6 +1,6 @@
 """Equations of jax.numpy that move the slices of all groups, in plans.
 
-Covers: drjax._planner.moves_between_groups.
+Covers: drjax._planner.moves_between_groups, drjax._planner.rotations.
 """
 
 import jax
@@ -31,6 +31,10 @@ WRITTEN = {
     "by constants": (lambda y, i: y[np.array([2, 0, 1, 3])], "take"),
     "reversed": (lambda y, i: y[::-1], "permute"),
     "reversed twice": (lambda y, i: y[::-1, ::-1], "permute"),
+    "rolled": (lambda y, i: jnp.roll(y, 1, axis=0), "permute"),
+    "rolled far": (lambda y, i: jnp.roll(y, -N - 2, axis=0), "permute"),
+    "rolled on two axes": (lambda y, i: jnp.roll(y, (1, 2), axis=(0, 1)), "permute"),
+    "rolled behind": (lambda y, i: jnp.roll(y.T, 3, axis=1).T, "permute"),
     "added": (lambda y, i: y.at[i].add(jnp.cos(y)), "put_add"),
     "added, dropped": (lambda y, i: y.at[i + 1].add(y, mode="drop"), "put_add"),
     "added to zeros": (lambda y, i: jnp.zeros((N, 3)).at[i].add(y), "put_add"),
@@ -72,6 +76,72 @@ def test_gradients(name, mesh):
         result = jax.tree.leaves(drjax.jit(both, groups_per_step=1)(X, INDEX))
     for a, b in zip(result, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_that_are_put_together():
+    """Any order of all parts is one move; of some parts, or some twice, it is none."""
+
+    def moves(fn):
+        f = drjax.program(clients=N)(
+            lambda x: drjax.reduce_mean(fn(drjax.map_fn(jnp.sin, x)))
+        )
+        plan = drjax.make_plan(f)(X)
+        np.testing.assert_allclose(reference.compile(plan)(X), f(X), rtol=1e-5)
+        return [m.sources for r in plan.rounds for m in r.moves]
+
+    join = lambda *xs: jnp.concatenate(xs)
+    assert moves(lambda y: join(y[2:], y[1:2], y[:1])) == [(2, 3, 1, 0)]
+    assert moves(lambda y: join(*jnp.split(y, 4)[::-1])) == [(3, 2, 1, 0)]
+    twice = lambda y: jnp.roll(jnp.roll(y, 1, axis=0), 1, axis=0)
+    assert moves(twice) == [(3, 0, 1, 2)] * 2
+    for fn in (lambda y: join(y[1:], y[1:2]), lambda y: join(y[1:], 0 * y[:1])):
+        with pytest.raises(drjax.PlanError, match="may mix the slices"):
+            moves(fn)
+
+
+def test_rolls_elsewhere_stay_slices():
+    """Of global values, and along other axes than that of the groups."""
+
+    @drjax.program(clients=N)
+    def f(x, w):
+        y = jnp.roll(drjax.map_fn(jnp.sin, x), 1, axis=1)
+        return drjax.reduce_mean(y) * jnp.roll(w, 2)
+
+    w = np.arange(3, dtype=np.float32)
+    loss = jax.value_and_grad(lambda x, w: f(x, w).sum(), (0, 1))
+    plan = drjax.make_plan(loss)(X, w)
+    assert not [m for r in plan.rounds for m in r.moves]
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for result in (reference.compile(plan)(X, w), drjax.jit(loss)(X, w)):
+        jax.tree.map(near, result, jax.jit(loss)(X, w))
+
+
+@pytest.mark.parametrize("n", [4, 7])
+def test_a_roll_is_a_shift(n):
+    """The ring: one permute of the slices at the edges, also in second derivatives."""
+    ring = lambda y: jnp.roll(y, 1, axis=0)
+    shift = lambda y: drjax.shift(y, 1)
+
+    def program(move):
+        def f(x):
+            y = drjax.map_fn(jnp.sin, x)
+            return drjax.reduce_sum(drjax.map_fn(jnp.multiply, (move(y), y))).sum()
+
+        f = drjax.program(clients=n)(f)
+        second = lambda x, t: jax.jvp(jax.grad(f), (x,), (t,))[1]
+        return lambda x, t: (jax.value_and_grad(f)(x), second(x, t))
+
+    x = np.random.RandomState(1).randn(n, 3).astype(np.float32)
+    want = jax.jit(program(shift))(x, 2 * x)
+    with jax.set_mesh(make_mesh({"clients": 4})):
+        run = drjax.jit(program(ring), groups_per_step=1)
+        result = run(x, 2 * x)
+        sharded = [drjax.shard(y, partition={"clients": n}) for y in (x, 2 * x)]
+        kinds = count(hlo_text(run, *sharded))
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(near, result, want)
+    # Results for 7 groups on 4 devices are whole on each.
+    assert n % 4 or {*kinds} <= {"collective-permute", "all-reduce"}
 
 
 def test_a_move_in_a_loop():

@@ -79,10 +79,6 @@ def concatenate_groups(x):
     return jnp.concatenate([squares(x), squares(x)])
 
 
-def rolled_groups(x):
-    return jnp.roll(squares(x), 1, axis=0)
-
-
 def padded_groups(x):
     return jnp.pad(squares(x), ((0, 1), (0, 0)))
 
@@ -135,7 +131,6 @@ REFUSED = {
     concatenate_groups: (
         "concatenate", "(float32[4,3] partitioned, float32[4,3] partitioned)", GATHER,
     ),
-    rolled_groups: (None, "(float32[4,3] partitioned)", GATHER),
     padded_groups: ("pad", "(float32[4,3] partitioned, float32[] global)", GATHER),
     while_of_a_group: (None, "(float32[4,3] partitioned", IN_MAP),
     cond_of_a_group: (None, "(float32[4,3] partitioned", "select"),

@@ -554,6 +554,7 @@ UNBATCHING_RULES: dict[str, Callable] = {
     "tile": unary(_tile),
     "bitcast_convert_type": unary(_bitcast),
     "split": unary(_along("axis")),
+    "rearrange": unary(_along("dimension")),
     "top_k": unary(_top_k),
     "unstack": unary(_unstack),
     "stack": _stack,
