@@ -146,11 +146,13 @@ def _check_secure_sums(plan: Plan, secure_range: float) -> None:
         )
     for _, a_round in rounds_of(plan):
         demands = {r.source: r for r in a_round.reduces if r.secure}
-        for reduce in a_round.reduces:
-            if reduce.source in demands and not reduce.secure:
+        seen = [(r.op, r.source) for r in a_round.reduces if not r.secure]
+        seen += [("fold", source) for fold in a_round.folds for source in fold.sources]
+        for op, source in seen:
+            if source in demands:
                 raise DrjaxValueError(
-                    f"{plan.name} has a secure sum of {reduce.source.name}, and also "
-                    f"its {reduce.op}, in which the server would see each client's."
+                    f"{plan.name} has a secure sum of {source.name}, and also its "
+                    f"{op}, in which the server would see each client's."
                 )
         for source in demands:
             if np.issubdtype(source.dtype, np.complexfloating):

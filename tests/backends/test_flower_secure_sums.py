@@ -338,18 +338,40 @@ def test_clients_send_no_secure_sum_without_the_protocol(monkeypatch):
         run(MODEL, flower.Clients())
 
 
+def test_a_round_with_a_fold():
+    """The states of a fold are sent as they are, the secure sum is masked."""
+    n = 4
+
+    @drjax.program(clients=n)
+    def f(x):
+        fold = drjax.reduce(jnp.logaddexp, drjax.map_fn(jnp.sum, x), -jnp.inf)
+        return drjax.reduce_sum(drjax.map_fn(jnp.sin, x), secure=True), fold
+
+    plan = drjax.make_plan(f)(jax.ShapeDtypeStruct((n, D), jnp.float32))
+    run = flower.compile(plan, Logged(n), start=0.5)
+    total, fold = run(flower.Clients())
+    x = DATA[:n].astype(np.float64)
+    np.testing.assert_allclose(total, np.sin(x).sum(0), atol=n * secure_sums.step(n, 8))
+    np.testing.assert_allclose(fold, np.log(np.exp(x.sum(1)).sum()), rtol=1e-5)
+
+
 def test_what_cannot_be_masked():
     n = 3
     three = drjax.program(clients=n)
     x = np.zeros((n, 2), np.float32)
 
-    def both(x):
-        y = drjax.map_fn(jnp.sin, x)
-        return drjax.reduce_sum(y, secure=True), drjax.reduce_max(y)
+    def both(reduce):
+        def fn(x):
+            y = drjax.map_fn(jnp.sin, x)
+            return drjax.reduce_sum(y, secure=True), reduce(y)
 
-    plan = drjax.make_plan(three(both))(x)
-    text = "and also its max, in which the server would see each client's"
-    raises(drjax.DrjaxValueError, text, flower.compile, plan, None)
+        return fn
+
+    folded = lambda y: drjax.reduce(jnp.logaddexp, y, jnp.full(2, -jnp.inf))
+    for op, reduce in {"max": drjax.reduce_max, "fold": folded}.items():
+        plan = drjax.make_plan(three(both(reduce)))(x)
+        text = f"and also its {op}, in which the server would see each client's"
+        raises(drjax.DrjaxValueError, text, flower.compile, plan, None)
     total = three(lambda x: drjax.reduce_sum(x, secure=True))
     plan = drjax.make_plan(total)(x.astype(np.complex64))
     text = "are of real numbers"

@@ -61,13 +61,16 @@ class LoadedPlan:
                 custom_calls=file.custom_calls,
             )
         rounds = [a_round for _, a_round in rounds_of(plan)]
+        states = [sum(len(f.sources) for f in r.folds) for r in rounds]
         self._stages = [
-            CompiledStage(
-                r.local, len(r.partials), sum(len(f.sources) for f in r.folds)
-            )
-            for r in rounds
+            CompiledStage(r.local, len(r.partials), k)
+            for r, k in zip(rounds, states, strict=True)
         ]
-        self.demands = [[x.secure for x in r.partials] for r in rounds]
+        # After the sums come the index of the block's first group and its states.
+        self.demands = [
+            [*(x.secure for x in r.partials), *[0] * (k + bool(k))]
+            for r, k in zip(rounds, states, strict=True)
+        ]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         """Run a stage on a block, and find the groups that fail.
