@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from drjax import _compat
 from drjax._errors import DrjaxValueError
 from drjax._jit.jit_primitive import plan_of, planned_p
 from drjax.backends import xla
@@ -66,7 +67,8 @@ class Tuned:
           DrjaxValueError: The arguments are traced, or one group does not fit.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in leaves):
+        types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        if types or _compat.under_trace():
             raise DrjaxValueError(
                 'groups_per_step="tune" measures with the arguments of the first call, '
                 "which must be arrays. Call it outside of jax.jit, jax.grad and other "

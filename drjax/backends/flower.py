@@ -122,44 +122,11 @@ def compile(
                 f"{plan.name} needs or returns {kept[0].name}, a slice of each group. "
                 "What clients compute stays with them, unless it is reduced."
             )
-    _check_secure_sums(plan, secure_range)
+    secure_sums.check_plan(plan, secure_range)
     clients = Assignment(plan.size, None if nodes is None else [*nodes])
-    drop = checked.on_error == "drop"
-    engine = Nodes(grid, clients, start, drop, float(secure_range))
+    engine = Nodes(grid, clients, start, checked.on_error == "drop")
+    engine.secure_range = float(secure_range)
     return Runner(plan, engine, checked, secure=True)
-
-
-def _check_secure_sums(plan: Plan, secure_range: float) -> None:
-    """Check that secure sums can be masked, and that the server gets no other of them.
-
-    Args:
-      plan: The plan.
-      secure_range: The option.
-
-    Raises:
-      DrjaxValueError: They cannot, the server does, or the range is no positive number.
-    """
-    number = isinstance(secure_range, int | float) and type(secure_range) is not bool
-    if not (number and 0 < secure_range < float("inf")):
-        raise DrjaxValueError(
-            f"secure_range must be a positive number, got {secure_range!r}."
-        )
-    for _, a_round in rounds_of(plan):
-        demands = {r.source: r for r in a_round.reduces if r.secure}
-        seen = [(r.op, r.source) for r in a_round.reduces if not r.secure]
-        seen += [("fold", source) for fold in a_round.folds for source in fold.sources]
-        for op, source in seen:
-            if source in demands:
-                raise DrjaxValueError(
-                    f"{plan.name} has a secure sum of {source.name}, and also its "
-                    f"{op}, in which the server would see each client's."
-                )
-        for source in demands:
-            if np.issubdtype(source.dtype, np.complexfloating):
-                raise DrjaxValueError(
-                    f"Flower's secure sums are of real numbers: {source.name} of "
-                    f"{plan.name} is {source.dtype}. Sum its real and imaginary parts."
-                )
 
 
 def client(load: Callable[[Any], Any]) -> Any:
@@ -352,24 +319,17 @@ class Nodes:
       start: Seconds to wait until each group has a client.
       drop: Whether to continue without a client whose claim is refused; else a refused
         claim is an error.
-      secure_range: The largest magnitude of a number of one group in a secure sum.
 
     Attributes:
       workers: n: each group has a worker of its own.
       generation: 0: clients are never replaced.
+      secure_range: The largest magnitude of a number of one group in a secure sum.
     """
 
-    def __init__(
-        self,
-        grid: Any,
-        clients: Assignment,
-        start: float,
-        drop: bool,
-        secure_range: float = 8.0,
-    ):
+    def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
         self.workers, self.generation = clients.size, 0
         self._clients, self._start, self._opened = clients, start, False
-        self._messages, self._secure_range = _Messages(grid), secure_range
+        self._messages, self.secure_range = _Messages(grid), 8.0
         self._queries = ClaimQueries(self._messages, clients, drop)
         self._replies: dict[_Sent, Any] = {}
 
@@ -388,10 +348,8 @@ class Nodes:
             call.cache["partials"] = untrusted_replies.partials_of(call.job.file)
         partials = call.cache["partials"][call.job.stage]
         if any(partial.secure for partial in partials):
-            link, node_of = self._messages, self._clients.__getitem__
-            yield from secure_sums.results(
-                call, link, node_of, partials, self._secure_range
-            )
+            link, clients, limit = self._messages, self._clients, self.secure_range
+            yield from secure_sums.results(call, link, clients, partials, limit)
             return
         self._requests = client_data.Requests(call)
         self._checks = partials, call.job.check_nans

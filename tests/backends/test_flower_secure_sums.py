@@ -1,6 +1,7 @@
 """Secure sums on Flower: what the server sees, that sums are right, and who is missing.
 
-Covers: drjax.backends.flower, drjax.backends.engine.secure_sums.
+Covers: drjax.backends.flower, drjax.backends.engine.secure_sums,
+drjax.backends.engine.secure_replies.
 """
 
 # pyright: reportMissingImports=false
@@ -136,7 +137,7 @@ def test_the_server_sees_masked_values_only():
             # What is not to be masked: the loss alone.
             done = bytes(reply.content["drjax"]["done"])
             _, result = wire_format.result_from_bytes(done)
-            assert [x.shape for x in result.partials] == [()]
+            assert [np.shape(x) for x in result.partials] == [()]
     assert {*masked} == {*range(N)}
     plain = {i: np.concatenate([np.tanh(DATA[i]), DATA[i] > 0]) for i in range(N)}
     step = secure_sums.step(N, 8.0)
@@ -182,6 +183,15 @@ def test_groups_that_are_gone(stage):
     with pytest.raises(drjax.EngineError, match="the node is gone") as e:
         run(MODEL, flower.Clients())
     assert e.value.group == 1
+
+
+def test_a_client_that_never_answers():
+    grid = Logged()
+    grid.silent = [1]
+    options = {"timeout": 2.0, "on_error": "drop"}
+    run = flower.compile(plan_of(), grid, start=0.5, **options)
+    check_sums(run(MODEL, flower.Clients()), [0, 2, 3, 4])
+    assert "took longer than 2.0 s" in run.report.dropped[1]
 
 
 def test_a_client_that_is_gone_after_its_masked_value():
@@ -377,7 +387,8 @@ def test_what_cannot_be_masked():
     text = "are of real numbers"
     raises(drjax.DrjaxValueError, text, flower.compile, plan, None)
     plan = drjax.make_plan(total)(x)
-    for wrong in (0.0, -1, float("inf"), float("nan"), "8", True):
+    wrongs: tuple[Any, ...] = 0.0, -1, float("inf"), float("nan"), "8", True
+    for wrong in wrongs:
         compiling = lambda r=wrong: flower.compile(plan, None, secure_range=r)
         raises(drjax.DrjaxValueError, "secure_range must be a positive", compiling)
 

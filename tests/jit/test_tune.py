@@ -119,11 +119,13 @@ def test_memory():
 
 def test_traced_arguments():
     step = drjax.jit(loss, groups_per_step="tune")
-    for run in (jax.jit(step), jax.grad(step), lambda m, x: step.lower(m, x)):
-        args = (MODEL, X)
-        if run.__name__ == "<lambda>":
-            args = jax.eval_shape(lambda *x: x, *args)
-        text = "which must be arrays. Call it outside of jax.jit"
+    types = jax.eval_shape(lambda *x: x, MODEL, X)
+    text = "which must be arrays. Call it outside of jax.jit"
+    for run, args in (
+        (jax.jit(step), (MODEL, X)),
+        (jax.grad(step), (MODEL, X)),
+        (step.lower, types),
+    ):
         raises(drjax.DrjaxValueError, text, run, *args)
     kind = 'a positive int, "auto" or None'
     plan = drjax.make_plan(loss)(MODEL, X)

@@ -21,7 +21,6 @@ an attacker who computes for hours. A client may send any masked value or share,
 one that lies can make the sum wrong, or end the call.
 """
 
-import io
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,17 +30,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drjax._errors import EngineError
-from drjax.backends.engine import client_data, untrusted_replies, wire_format
+from drjax._errors import DrjaxValueError, EngineError
+from drjax.backends.engine import (
+    client_data,
+    secure_replies,
+    untrusted_replies,
+    wire_format,
+)
+from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.blocks_of_groups import blocks_of_groups
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.messages import Block, BlockResult, rounds_of
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.untrusted_replies import BadReply, Partial
+from drjax.plan import Plan
 
 _MODULUS = 2**32
 _POLL = 0.1  # seconds between looks for replies
-_LONGEST = 4096  # bytes of a key, or of an encrypted share
 
 
 def _levels(n: int) -> int:
@@ -64,6 +69,39 @@ def step(n: int, secure_range: float) -> float:
     return 2 * _limit(secure_range) / _levels(n)
 
 
+def check_plan(plan: Plan, secure_range: float) -> None:
+    """Check that secure sums can be masked, and that the server gets no other of them.
+
+    Args:
+      plan: The plan.
+      secure_range: The option.
+
+    Raises:
+      DrjaxValueError: They cannot, the server does, or the range is no positive number.
+    """
+    number = isinstance(secure_range, int | float) and type(secure_range) is not bool
+    if not (number and 0 < secure_range < float("inf")):
+        raise DrjaxValueError(
+            f"secure_range must be a positive number, got {secure_range!r}."
+        )
+    for _, a_round in rounds_of(plan):
+        demands = {r.source: r for r in a_round.reduces if r.secure}
+        seen = [(r.op, r.source) for r in a_round.reduces if not r.secure]
+        seen += [("fold", source) for fold in a_round.folds for source in fold.sources]
+        for op, source in seen:
+            if source in demands:
+                raise DrjaxValueError(
+                    f"{plan.name} has a secure sum of {source.name}, and also its "
+                    f"{op}, in which the server would see each client's."
+                )
+        for source in demands:
+            if np.issubdtype(source.dtype, np.complexfloating):
+                raise DrjaxValueError(
+                    f"Flower's secure sums are of real numbers: {source.name} of "
+                    f"{plan.name} is {source.dtype}. Sum its real and imaginary parts."
+                )
+
+
 def least_groups(partials: Sequence[Partial], clients: int) -> int:
     """How many clients must send masked values, before their sum is revealed.
 
@@ -83,7 +121,7 @@ def least_groups(partials: Sequence[Partial], clients: int) -> int:
 
 def is_step(message: Any) -> bool:
     """Whether a Flower message that a client received is one of the protocol."""
-    return _configs_key() in message.content.config_records
+    return secure_replies.configs_key() in message.content.config_records
 
 
 def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
@@ -131,7 +169,7 @@ def _values(message: Any, context: Any, load: Callable[[], Any]) -> Any:
     flwr = needed("flwr.app", "flower", "Flower")
     common = needed("flwr.common", "flower", "Flower")
     compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
-    set_up = context.state.config_records[_constants().RECORD_KEY_STATE]
+    set_up = context.state.config_records[secure_replies.constants().RECORD_KEY_STATE]
     secure = client_data.answer_secure(message.content["drjax"]["request"], load)
     if set_up["threshold"] < secure.min_groups:
         # The server sets the protocol up; the demand of the plan is the client's.
@@ -201,7 +239,7 @@ class _Client:
 def results(
     call: StageCall,
     link: Link,
-    nodes: Callable[[int], int | None],
+    nodes: Assignment,
     partials: Sequence[Partial],
     secure_range: float,
 ) -> Results:
@@ -210,7 +248,7 @@ def results(
     Args:
       call: The run of the stage.
       link: The link to the clients.
-      nodes: From a group to the id of its node; None: no client has the group.
+      nodes: The assignment of groups to nodes.
       partials: The planned partial reductions of the stage.
       secure_range: The largest magnitude of a number of one group.
 
@@ -224,7 +262,7 @@ def results(
     requests, clients = client_data.Requests(call), {}
     for block, failed in blocks_of_groups(call.slices, call.alive, 1):
         group = int(block.groups[0])
-        if block.valid.any() and (node := nodes(group)) is not None:
+        if block.valid.any() and (node := nodes[group]) is not None:
             request = requests.to_bytes(call.job.task(block))
             clients[node] = _Client(group, block, request)
         elif call.alive[group]:
@@ -232,22 +270,22 @@ def results(
             yield block, untrusted_replies.failure(group, why)
     while True:
         least = _check_enough(call, partials, len(clients), len(clients))
-        session = _Session(link, clients, partials, call, secure_range, least)
-        session.agree_on_keys()
-        if not session.lost:
+        aggregation = _Aggregation(link, clients, partials, call, secure_range, least)
+        aggregation.agree_on_keys()
+        if not aggregation.lost:
             break
         # A client that is gone before it has shared its keys cannot be unmasked later:
         # the others begin again.
-        yield from session.failures()
-        clients = {k: v for k, v in clients.items() if k not in session.lost}
-    session.collect()
+        yield from aggregation.failures()
+        clients = {k: v for k, v in clients.items() if k not in aggregation.lost}
+    aggregation.collect()
     yield from sorted(
-        [*session.failures(), *session.done()], key=lambda x: x[0].groups[0]
+        [*aggregation.failures(), *aggregation.done()], key=lambda x: x[0].groups[0]
     )
-    left = len(clients) - len(session.lost)
+    left = len(clients) - len(aggregation.lost)
     # Before the masks are asked for: so few values must not be unmasked at all.
     _check_enough(call, partials, left, len(clients))
-    totals = session.unmask(left)
+    totals = aggregation.unmask(left)
     empty = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
     yield empty, BlockResult(totals, [], {}, 0, 0.0)
 
@@ -276,7 +314,7 @@ def _check_enough(
     return least
 
 
-class _Session:
+class _Aggregation:
     """One run of the protocol, with Flower's workflow: four exchanges of messages.
 
     It is also what the workflow takes for its grid, strategy and client manager.
@@ -418,7 +456,7 @@ class _Session:
           messages: Flower messages.
           timeout: Seconds to wait for all replies; None: no limit.
         """
-        sent, replies, key = {}, [], _configs_key()
+        sent, replies, key = {}, [], secure_replies.configs_key()
         for message in messages:
             node, content = message.metadata.dst_node_id, {}
             if self._now == "collect_masked_vectors_stage":
@@ -467,10 +505,12 @@ class _Session:
         content, done = flwr.RecordDict(), None
         if self._now == "collect_masked_vectors_stage":
             content, done = self._nothing(), self._done_of(node, reply)
-        fields = _fields_of(reply, self._now, {*self._clients}, self._length)
+        fields = secure_replies.fields_of(
+            reply, self._now, {*self._clients}, self._length
+        )
         if done is not None:
             self._done[node] = done  # all of the reply fits
-        content[_configs_key()] = flwr.ConfigRecord(fields)
+        content[secure_replies.configs_key()] = flwr.ConfigRecord(fields)
         # The node that was asked, whatever the reply says of its origin.
         metadata = SimpleNamespace(src_node_id=node)
         return SimpleNamespace(
@@ -504,86 +544,3 @@ class _Session:
         status = common.Status(common.Code.OK, "")
         nothing = common.Parameters([], "numpy.ndarray")
         return compat.fitres_to_recorddict(common.FitRes(status, nothing, 1, {}), False)
-
-
-def _fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, Any]:
-    """Validate the fields of the protocol in a client's reply.
-
-    Args:
-      reply: The reply, a Flower message of any content.
-      now: The name of the exchange in Flower's workflow.
-      nodes: The ids of the nodes that take part.
-      length: The number of numbers in the vector of secure sums.
-
-    Returns:
-      The fields by name, for Flower's workflow.
-
-    Raises:
-      BadReply: They do not fit.
-    """
-    key = _constants().Key
-    of = lambda name: untrusted_replies.content_of(reply, _configs_key(), name)
-    if now == "setup_stage":
-        names = key.PUBLIC_KEY_1, key.PUBLIC_KEY_2
-        return {name: _short_bytes(name, [of(name)], 1)[0] for name in names}
-    if now == "collect_masked_vectors_stage":
-        factor, vector = _items(key.MASKED_PARAMETERS, of(key.MASKED_PARAMETERS), 2)
-        _check_array(factor, 1)
-        _check_array(vector, length)
-        return {key.MASKED_PARAMETERS: [factor, vector]}
-    shares = now == "share_keys_stage"
-    ids, values = (
-        (key.DESTINATION_LIST, key.CIPHERTEXT_LIST)
-        if shares
-        else (key.NODE_ID_LIST, key.SHARE_LIST)
-    )
-    # For each other client, or of each client, exactly one.
-    count = len(nodes) - shares
-    found = _items(ids, of(ids), count)
-    if any(type(x) is not int for x in found) or len({*found} & nodes) != count:
-        raise BadReply(f"its {ids} are not the clients that take part")
-    return {ids: found, values: _short_bytes(values, of(values), count)}
-
-
-def _items(name: str, x: Any, count: int) -> list[Any]:
-    """Check that a field is a list of `count` items, and return it as one."""
-    if not isinstance(x, list) or len(x) != count:
-        raise BadReply(f"its {name} has not {count} items")
-    return [*x]
-
-
-def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
-    """Check that a field is a list of `count` short byte strings, and return it."""
-    items = _items(name, x, count)
-    if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
-        raise BadReply(f"its {name} are not bytes, of {_LONGEST} at most")
-    return items
-
-
-def _check_array(data: Any, length: int) -> None:
-    """Check that bytes hold an int64 array `[length]` in numpy's format.
-
-    Raises:
-      BadReply: They do not.
-    """
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "<i8", "fortran_order": False, "shape": (length,)}
-    )
-    # Compared as bytes, never parsed: a header decides what memory is taken.
-    expected = header.getvalue()
-    if type(data) is not bytes or not data.startswith(expected):
-        raise BadReply(f"its masked value is no array of {length} integers")
-    if len(data) != len(expected) + 8 * length:
-        raise BadReply(f"its masked value has {len(data)} bytes")
-
-
-def _constants() -> Any:
-    """Flower's module of the names of stages, records and fields."""
-    module = "flwr.common.secure_aggregation.secaggplus_constants"
-    return needed(module, "flower", "Flower")
-
-
-def _configs_key() -> str:
-    """The name of the record in which the protocol's fields are."""
-    return _constants().RECORD_KEY_CONFIGS

@@ -154,9 +154,9 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
 def fastest(count: int, seconds: Callable[[int], float]) -> int:
     """Find the number of groups at once, up to `count`, that takes the least time.
 
-    All at once, a fourth of them, a sixteenth, ..., are measured, until two in a row
-    take half as long again as the best; then half and twice the best number. The
-    search assumes that away from the best number time grows, if it is of that size.
+    All at once, a fourth of them, a sixteenth, ..., are measured, until two, one after
+    the other, take half as long again as the best; then half and twice the best number.
+    The search assumes that away from the best number time grows.
 
     Args:
       count: The number of slots for groups of a device.

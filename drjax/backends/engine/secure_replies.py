@@ -1,0 +1,102 @@
+"""Replies of clients in the protocol of secure sums, validated.
+
+Input: a client's reply, of any content, to a message of Flower's SecAgg+. Output: the
+fields that Flower's workflow reads. `untrusted_replies` validates partial reductions.
+
+Invariants: nothing in a reply decides how much memory is taken. Sharp edges: keys,
+shares and masked values are not judged, as any bytes or integers may be right.
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+
+from drjax.backends.engine import untrusted_replies
+from drjax.backends.engine.extras import needed
+from drjax.backends.engine.untrusted_replies import BadReply
+
+_LONGEST = 4096  # bytes of a key, or of an encrypted share
+
+
+def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, Any]:
+    """Validate the fields of the protocol in a client's reply.
+
+    Args:
+      reply: The reply, a Flower message of any content.
+      now: The name of the exchange in Flower's workflow.
+      nodes: The ids of the nodes that take part.
+      length: The number of numbers in the vector of secure sums.
+
+    Returns:
+      The fields by name, for Flower's workflow.
+
+    Raises:
+      BadReply: They do not fit.
+    """
+    key = constants().Key
+    of = lambda name: untrusted_replies.content_of(reply, configs_key(), name)
+    if now == "setup_stage":
+        names = key.PUBLIC_KEY_1, key.PUBLIC_KEY_2
+        return {name: _short_bytes(name, [of(name)], 1)[0] for name in names}
+    if now == "collect_masked_vectors_stage":
+        factor, vector = _items(key.MASKED_PARAMETERS, of(key.MASKED_PARAMETERS), 2)
+        _check_array(factor, 1)
+        _check_array(vector, length)
+        return {key.MASKED_PARAMETERS: [factor, vector]}
+    shares = now == "share_keys_stage"
+    ids, values = (
+        (key.DESTINATION_LIST, key.CIPHERTEXT_LIST)
+        if shares
+        else (key.NODE_ID_LIST, key.SHARE_LIST)
+    )
+    # For each other client, or of each client, exactly one.
+    count = len(nodes) - shares
+    sent = _items(ids, of(ids), count)
+    if any(type(x) is not int for x in sent) or len({*sent} & nodes) != count:
+        raise BadReply(f"its {ids} are not the clients that take part")
+    return {ids: sent, values: _short_bytes(values, of(values), count)}
+
+
+def _items(name: str, x: Any, count: int) -> list[Any]:
+    """Check that a field is a list of `count` items, and return it as one."""
+    if not isinstance(x, list) or len(x) != count:
+        raise BadReply(f"its {name} has not {count} items")
+    return [*x]
+
+
+def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
+    """Check that a field is a list of `count` short byte strings, and return it."""
+    items = _items(name, x, count)
+    if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
+        raise BadReply(f"its {name} are not bytes, of {_LONGEST} at most")
+    return items
+
+
+def _check_array(data: Any, length: int) -> None:
+    """Check that bytes hold an int64 array `[length]` in numpy's format.
+
+    Raises:
+      BadReply: They do not.
+    """
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<i8", "fortran_order": False, "shape": (length,)}
+    )
+    # Compared as bytes, never parsed: a header decides what memory is taken.
+    expected = header.getvalue()
+    if type(data) is not bytes or not data.startswith(expected):
+        raise BadReply(f"its masked value is no array of {length} integers")
+    if len(data) != len(expected) + 8 * length:
+        raise BadReply(f"its masked value has {len(data)} bytes")
+
+
+def constants() -> Any:
+    """Flower's module of the names of stages, records and fields."""
+    module = "flwr.common.secure_aggregation.secaggplus_constants"
+    return needed(module, "flower", "Flower")
+
+
+def configs_key() -> str:
+    """The name of the record in which the protocol's fields are."""
+    return constants().RECORD_KEY_CONFIGS
