@@ -122,3 +122,28 @@ def test_one_group_at_a_time_skips_the_branch_that_it_does_not_take(transform):
     for step, conditional in ((1, True), (2, False)):
         text = hlo_text(drjax.jit(transform(f), groups_per_step=step), *args)
         assert (" conditional(" in text) == conditional
+
+
+@pytest.mark.parametrize("step, runs", [(1, 3), (4, 16)])
+def test_how_many_groups_run_the_branch(step, runs):
+    """Of 16 groups 3 take it; with more groups at once, all of them do."""
+    ran = []
+
+    def counted(x):
+        ran.append(1)
+        return np.sin(x)
+
+    @drjax.program(clients=16)
+    def f(chosen, data):
+        def of_group(chosen, x):
+            train = lambda: jax.pure_callback(
+                counted, x, x, vmap_method="sequential"
+            ).sum()
+            return lax.cond(chosen, train, lambda: 0.0)
+
+        return drjax.reduce_sum(drjax.map_fn(of_group, (chosen, data)))
+
+    chosen, data = jnp.arange(16) % 6 == 1, jnp.arange(48.0).reshape(16, 3)
+    result = drjax.jit(f, groups_per_step=step)(chosen, data)
+    np.testing.assert_allclose(result, np.sin(data)[chosen].sum(), rtol=1e-5)
+    assert len(ran) == runs
