@@ -295,13 +295,13 @@ def _folded(fold: Fold, consts: list, states: list, mask) -> list:
         return list(map(to_raw, evaluate(stage.jaxpr, args)))
 
     def step(carry, x):
-        total, found = carry
+        total, started = carry
         *new, real = x
         # Masked slots hold copies of states, so that no other ones are combined.
         both = combine(total, new)
         chosen = zip(both, new, total, strict=True)
-        select = lambda b, n, t: jnp.where(real, jnp.where(found, b, n), t)
-        return ([select(*xs) for xs in chosen], found | real), None
+        select = lambda b, n, t: jnp.where(real, jnp.where(started, b, n), t)
+        return ([select(*xs) for xs in chosen], started | real), None
 
     first = [x[0] for x in states]
     (total, _), _ = lax.scan(step, (first, jnp.bool_(False)), (*states, mask))

@@ -12,6 +12,7 @@ with building blocks, or None.
   convolution.
 * A scan over the groups may be a map: see `scan_over_groups.py`.
 * Reading, or updating, the slices of some groups: see `read_and_update_groups.py`.
+* Updating an array that has no group axis by a slice of each group: the server does it.
 
 Invariants: equations are recognized by what they compute and never by their source
 lines or names. Sharp edges: a sum in another order rounds otherwise, as any reduction
@@ -28,7 +29,11 @@ from drjax import _compat
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import gather_groups, map_groups, reduce_groups
 from drjax._planner.moves_between_groups import move_groups
-from drjax._planner.read_and_update_groups import read_some_groups, update_some_groups
+from drjax._planner.read_and_update_groups import (
+    SCATTERS,
+    read_some_groups,
+    update_some_groups,
+)
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax._primitives import reduce_ops
@@ -82,6 +87,8 @@ def implicit_communication(
     moved = move_groups(eqn, axes)
     if moved is not None:
         return ImplicitCommunication(*moved)
+    if _updates_population(eqn, axes):
+        return gather_operands(eqn, axes)
     # These take two partitioned operands; all others at most one.
     if eqn.primitive is lax.dot_general_p:
         return _contraction(eqn, *axes)
@@ -95,6 +102,24 @@ def implicit_communication(
         return ImplicitCommunication(fn, (axis, *others))
     fn = update_some_groups(eqn, axis)
     return None if fn is None else ImplicitCommunication(fn, (axis, *others), (axis,))
+
+
+def _updates_population(eqn, axes: Sequence[int | None]) -> bool:
+    """Whether each group has one slice of the updates of an array without group axis.
+
+    Such is the derivative of a cohort of a population, `data[ids]`.
+
+    Args:
+      eqn: The equation, of any primitive.
+      axes: For each operand its group axis; None: it is not partitioned.
+    """
+    if eqn.primitive.name not in SCATTERS:
+        return False
+    array, _, updates = (v.aval for v in eqn.invars)
+    axis, dims = axes[2], eqn.params["dimension_numbers"]
+    if axes[0] is not None or axis is None or axis in dims.update_window_dims:
+        return False
+    return not dims.operand_batching_dims and updates.shape[axis] not in array.shape
 
 
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:

@@ -34,7 +34,7 @@ from drjax._planner.bind_blocks import (
 )
 from drjax._planner.unbatching.core import drop
 
-_SCATTERS = frozenset(
+SCATTERS = frozenset(
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
 )
 
@@ -84,7 +84,7 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
     """
     if eqn.primitive is lax.dynamic_update_slice_p:
         return _dynamic_update_slice(eqn, axis)
-    if eqn.primitive.name in _SCATTERS:
+    if eqn.primitive.name in SCATTERS:
         return _scatter(eqn, axis)
     return None
 

@@ -140,6 +140,18 @@ def _whole(var, dimension: int, known: dict) -> _Pieces | None:
     return pieces if pieces.dimension == dimension else None
 
 
+def _known_of(atoms: Sequence[Any], known: dict) -> list[_Pieces]:
+    """The pieces of atoms, of one array along one dimension; [] if they are others."""
+    parts = []
+    for atom in atoms:
+        part = None if isinstance(atom, Literal) else known.get(atom)
+        if part is None:
+            return []
+        parts.append(part)
+    array = {(id(part.source), part.dimension) for part in parts}
+    return parts if len(array) == 1 else []
+
+
 def _only(flags: Sequence[bool]) -> int | None:
     """The position of the only true flag; None if there is not one."""
     chosen = [i for i, flag in enumerate(flags) if flag]
@@ -170,15 +182,11 @@ def _split(eqn, known):
 
 def _concatenate(eqn, known):
     dimension = eqn.params["dimension"]
-    parts = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-    first = parts[0]
-    for part in parts:
-        if part is None or first is None or part.dimension != dimension:
-            return None
-        if part.source is not first.source:
-            return None
+    parts = _known_of(eqn.invars, known)
+    if not parts or parts[0].dimension != dimension:
+        return None
     segments = [s for part in parts for s in part.segments]
-    return [_Pieces(first.source, dimension, _joined(segments))]
+    return [_Pieces(parts[0].source, dimension, _joined(segments))]
 
 
 def _pad(eqn, known):
@@ -200,12 +208,10 @@ def _pad(eqn, known):
 
 
 def _add(eqn, known):
-    parts = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-    left, right = parts
-    if left is None or right is None or left.source is not right.source:
+    parts = _known_of(eqn.invars, known)
+    if not parts or parts[0].size != parts[1].size:
         return None
-    if (left.dimension, left.size) != (right.dimension, right.size):
-        return None
+    left = parts[0]
     ends, position = set(), 0
     for part in parts:
         position = 0

@@ -422,6 +422,9 @@ def effect(a, b):
     return a + b
 
 
+wrong: Any = 1
+
+
 async def later(a, b):
     return a
 
@@ -430,7 +433,7 @@ async def later(a, b):
     "call, error, text",
     [
         (fold(0), drjax.DrjaxTypeError, "needs a function of two states as its first"),
-        (lambda: three(lambda x: drjax.reduce(jnp.add, x, 0, commutative=1))(X3),
+        (lambda: three(lambda x: drjax.reduce(jnp.add, x, 0, commutative=wrong))(X3),
          drjax.DrjaxTypeError, "needs commutative=True if any order of the groups"),
         (lambda: three(lambda x: drjax.reduce(jnp.add, x, 0, where=X3))(X3),
          drjax.DrjaxTypeError, "drjax.reduce needs where= as bool [3]"),

@@ -18,6 +18,8 @@ operands, so it is looked up at each visit.
 import abc
 from collections.abc import Sequence
 
+from jax import lax
+
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.control_flow import InferBody, infer_loop
 from drjax._planner.partitioning.environment import Environment, EquationKinds
@@ -150,6 +152,9 @@ class PerGroup(PropagationRule):
                 # these operands are forced to be global.
                 raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
             return kinds.result_kinds
+        # A cohort of a population: groups would each need all of the population.
+        if _samples(env, eqn):
+            return [GLOBAL]
         # Work on free values is of the groups or of the server: demands decide, and
         # until then the results stay free.
         if has_free_operand(env, eqn) and env.unbatching_candidates(eqn):
@@ -170,6 +175,24 @@ class PerGroup(PropagationRule):
         if env.unbatching_candidates(eqn) and GLOBAL not in results:
             return anything
         return [GLOBAL] * len(eqn.invars)
+
+
+def _samples(env: Environment, eqn) -> bool:
+    """Whether an equation reads some slices of an array that has no group axis.
+
+    So `data[ids]` does, with an index for each group, of an array of more slices than
+    there are groups. If the groups did this, each would get a copy of all of `data`;
+    the server's result is smaller than `data`, and is scattered.
+
+    Args:
+      env: The kinds of the variables of the program that contains the equation.
+      eqn: The equation, of any primitive.
+    """
+    if eqn.primitive is not lax.gather_p or env.partition is None:
+        return False
+    (array, _), (result,) = (v.aval for v in eqn.invars), (v.aval for v in eqn.outvars)
+    # An array with an axis for the groups may be a partitioned value.
+    return result.size < array.size and env.partition.size not in array.shape
 
 
 _BUILDING_BLOCK, _CONTROL_FLOW = BuildingBlock(), ControlFlow()

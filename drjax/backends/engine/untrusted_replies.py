@@ -89,7 +89,7 @@ def partials_of(file: File) -> list[list[Partial]]:
                 # From the code, not the values: 16-bit floats are added up in float32.
                 avals = batched_of(a_round.local).function.out_avals[: len(named)]
             demands = [r.secure for r in a_round.partials]
-            demands += [False] * (len(named) - len(demands))
+            demands += [0] * (len(named) - len(demands))
             partials = [
                 # States are stacked.
                 Partial(
