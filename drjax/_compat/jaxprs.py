@@ -5,6 +5,7 @@ that the installed version has. Invariant: the input is unchanged. A closed jaxp
 open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -187,6 +188,11 @@ def batch_jaxpr_first(jaxpr, axis_data, batched: Sequence[bool]):
     return batching.batch_jaxpr(jaxpr, axis_data, tuple(batched), True)[0]
 
 
+def without_name(axis_data):
+    """Copy JAX's `AxisData` of a vmap, without the name of its axis."""
+    return dataclasses.replace(axis_data, name=core.no_axis_name)
+
+
 def add_batch_dimension(x, axis_data, position: int):
     """Broadcast an array along a new batch dimension, as `vmap` does.
 
@@ -308,6 +314,25 @@ def select_outputs(jaxpr, outvars: list):
     changed = changed if MERGED else pe.close_jaxpr(changed)
     live, used = dce_jaxpr(changed, [True] * len(outvars))
     return live, used
+
+
+def with_results(jaxpr, eqns: list):
+    """Copy a closed jaxpr with more equations, whose results are more results of it.
+
+    Args:
+      jaxpr: The closed jaxpr, without constants.
+      eqns: The equations, of variables of the jaxpr, with one result each.
+
+    Returns:
+      The closed jaxpr, with the new results after its own.
+    """
+    raw = open_jaxpr(jaxpr)
+    outvars = [*raw.outvars, *(eqn.outvars[0] for eqn in eqns)]
+    debug_info = raw.debug_info.with_unknown_names()
+    changed = raw.replace(
+        eqns=[*raw.eqns, *eqns], outvars=outvars, debug_info=debug_info
+    )
+    return changed if MERGED else pe.close_jaxpr(changed)
 
 
 def new_var(aval):

@@ -32,7 +32,7 @@ from jax.interpreters import ad
 from drjax import _compat
 from drjax._errors import MeshError
 from drjax._jaxprs.prng_keys import is_key, on_raw
-from drjax._primitives import fused_lowering, registration
+from drjax._primitives import fused_lowering, levels_lowering, registration
 from drjax._primitives.device_sums import (
     LOW_PRECISION,
     accumulator,
@@ -487,7 +487,12 @@ register_linear(
     _reduce_abstract_eval,
     _reduce_sum_transpose,
     -1,
-    lowering_rule=fused_lowering.reduce_sum_rule(execute_reduce_sum),
+    lowering_rule=fused_lowering.reduction_rule(
+        reduce_sum_p, fused_lowering.reduce_sum_rule(execute_reduce_sum)
+    ),
+)
+levels_lowering.merge_levels(
+    reduce_sum_p, _local_sum, lambda y, axes: lax.psum(vary(y, axes), axes), is_sum=True
 )
 register_linear(
     reduce_mean_p,

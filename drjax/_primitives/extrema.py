@@ -16,12 +16,14 @@ Sharp edges: the comparison x_i = y needs bitwise the x_i that the extremum was 
 of. An optimization barrier prevents that the compiler rematerializes x in between.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from drjax._primitives import registration
+from drjax._primitives import fused_lowering, levels_lowering, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_slices
 from drjax._sharding.avals import global_aval
@@ -36,7 +38,7 @@ def _executor(local, largest: bool):
     """Make the execution function of `reduce_max` or `reduce_min`.
 
     Args:
-      local: `jnp.max` or `jnp.min`, for the reduction over the groups of a device.
+      local: What `_local_extremum` returns, for the groups of a device.
       largest: Whether the reduction is the maximum; else it is the minimum.
 
     Returns:
@@ -46,10 +48,9 @@ def _executor(local, largest: bool):
 
     def execute(x, *, partition, mesh):
         layout = make_layout(partition, mesh)
-        fill = lowest(x.dtype) if largest else highest(x.dtype)
 
         def body(x, indices=None):
-            y = local(layout.mask_padding(x, indices, fill), axis=0)
+            y = local(layout, x, indices)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
         return shard_map_over_devices(
@@ -57,6 +58,24 @@ def _executor(local, largest: bool):
         )[0]
 
     return execute
+
+
+def _local_extremum(reduce, identity):
+    """Make the reduction of a device's slices, which leaves out padding.
+
+    Args:
+      reduce: `jnp.max` or `jnp.min`.
+      identity: From a dtype to the identity of the reduction.
+
+    Returns:
+      `local(layout, x, indices)`, from the slices `[k, *s]` of a device, and the group
+      indices of its slots if some are padding, to `[*s]`.
+    """
+
+    def local(layout, x, indices):
+        return reduce(layout.mask_padding(x, indices, identity(x.dtype)), axis=0)
+
+    return local
 
 
 def across_devices(x, axes, largest: bool):
@@ -177,11 +196,18 @@ def _abstract_eval(x, *, partition, mesh):
     return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
 
 
-for _primitive, _execute in (
-    (reduce_max_p, _executor(jnp.max, True)),
-    (reduce_min_p, _executor(jnp.min, False)),
+for _primitive, _reduce, _identity, _largest in (
+    (reduce_max_p, jnp.max, lowest, True),
+    (reduce_min_p, jnp.min, highest, False),
 ):
-    registration.register_execution(_primitive, _execute)
+    _local = _local_extremum(_reduce, _identity)
+    _execute = _executor(_local, _largest)
+    registration.register_execution(
+        _primitive, _execute, fused_lowering.extremum_rule(_primitive, _execute)
+    )
+    levels_lowering.merge_levels(
+        _primitive, _local, functools.partial(across_devices, largest=_largest)
+    )
     _primitive.def_abstract_eval(_abstract_eval)
     ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)
     registration.register_batching(_primitive, -1, group_axis_in=True)

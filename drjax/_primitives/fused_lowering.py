@@ -3,7 +3,7 @@
 Input: the execution function of the primitive, from the file that registers the rule.
 Output: a lowering rule, which turns the MLIR values of an equation's operands into
 those of its results. They equal the results of the execution function, up to the order
-of additions. The rules merge two pairs of equations, as hand-written code does:
+of additions. The rules merge three pairs of equations, as hand-written code does:
 
 * A map whose operand is the result of a `broadcast` reads the source of the broadcast,
   so that no copy exists for each group. Derivatives profit, too, as their maps take the
@@ -15,6 +15,9 @@ of additions. The rules merge two pairs of equations, as hand-written code does:
 
   The inner sums are a partitioned value of one group a device, and `reduce_sum` over
   that partition is the outer one.
+
+* A reduction of a map's result that is itself the same reduction over an inner level is
+  one collective over the mesh axes of both: see `levels_lowering.py`.
 
 The separate broadcast or map is lowered as well. The compiler's dead-code elimination
 removes it if it has no other use.
@@ -35,7 +38,15 @@ from weakref import WeakKeyDictionary
 
 from drjax import _compat
 from drjax._partition import Partition
+from drjax._primitives import registration
 from drjax._primitives.contract_groups import group_sums
+from drjax._primitives.levels_lowering import (
+    execute_partial_reduction,
+    is_sum,
+    partial_reduction_p,
+    reduce_levels,
+    with_partial_reductions,
+)
 from drjax._primitives.map_lowering import (
     lowers_by_vmap,
     prepare_for_shard_map,
@@ -129,12 +140,78 @@ def map_rule(execute: Callable) -> Callable:
         layout = make_layout(**placement)
         operands = [(x, slices_aval(aval, layout)) for x, aval in operands]
         run = functools.partial(execute, shared=tuple(shared))
+        jaxpr, inner = params["jaxpr"], {}
+        if layout.sharded:
+            extended, inner = with_partial_reductions(jaxpr)
+            params = {**params, "jaxpr": extended}
         outs = _compat.lower_function(ctx, run, operands, True, **params)
-        a_map = _LoweredMap(placement, operands, tuple(shared), params["jaxpr"])
+        partial = {
+            i: (each, (outs[each.position], _partitioned_out(params, each.position)))
+            for i, each in inner.items()
+        }
+        outs = outs[: len(jaxpr.out_avals)]
+        a_map = _LoweredMap(placement, operands, tuple(shared), jaxpr, partial)
         lowered.maps.update({out: (a_map, i) for i, out in enumerate(outs)})
         return outs
 
     return rule
+
+
+def _partitioned_out(params, position: int):
+    """The type of a map's result, `[n, *t]`, by its position and the map's parameters.
+
+    Args:
+      params: The parameters of the equation of the map.
+      position: The position of the result.
+    """
+    layout = make_layout(params["partition"], params["mesh"])
+    return partitioned_aval(params["jaxpr"].out_avals[position], layout)
+
+
+def reduction_rule(primitive: Any, execute: Callable) -> Callable:
+    """Make the lowering rule of a reduction, which merges with one over an inner level.
+
+    If the operand is a result of a recorded map with the same partition and mesh, and
+    is the same reduction over an inner level in each group, both are one collective.
+
+    Args:
+      primitive: The reduction.
+      execute: The execution function or lowering rule for all other cases:
+        `execute(ctx, x, partition=, mesh=, **options)` as a rule.
+
+    Returns:
+      `rule(ctx, x, partition=, mesh=, **options)`, from the MLIR value of the operand
+      to a list with that of the result.
+    """
+
+    def rule(ctx, x, **params):
+        a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
+        if a_map is not None and a_map.placement == params:
+            inner, operand = a_map.partial.get(index, (None, None))
+            if inner is not None and inner.primitive is primitive:
+                run = functools.partial(
+                    reduce_levels, layout=make_layout(**params), inner=inner
+                )
+                return _compat.lower_function(ctx, run, [operand], False)
+        return execute(ctx, x, **params)
+
+    return rule
+
+
+def extremum_rule(primitive: Any, execute: Callable) -> Callable:
+    """Make the lowering rule of a reduction that merges with inner levels only.
+
+    Args:
+      primitive: The reduction.
+      execute: Its execution function, `execute(x, partition=, mesh=)`.
+    """
+
+    def alone(ctx, x, **params):
+        return _compat.lower_function(
+            ctx, execute, [(x, ctx.avals_in[0])], False, **params
+        )
+
+    return reduction_rule(primitive, alone)
 
 
 def reduce_sum_rule(execute: Callable) -> Callable:
@@ -169,6 +246,30 @@ def reduce_sum_rule(execute: Callable) -> Callable:
     return rule
 
 
+def _partial_reduction_rule(ctx, x, *, partition, mesh, reduction):
+    """Lowering rule of `partial_reduction`: sums of a map are computed within the map.
+
+    Args:
+      ctx: The `LoweringRuleContext`.
+      x: The MLIR value of the operand, `[n, *s]`.
+      partition, mesh, reduction: The parameters of the equation.
+
+    Returns:
+      A list with the MLIR value of the result, `[m, *s]`.
+    """
+    a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
+    placement = {"partition": partition, "mesh": mesh}
+    if a_map is not None and a_map.placement == placement and is_sum(reduction):
+        sums = a_map.sums(ctx)
+        if index in sums:
+            return [sums[index][0]]
+    params = {**placement, "reduction": reduction}
+    operand = x, ctx.avals_in[0]
+    return _compat.lower_function(
+        ctx, execute_partial_reduction, [operand], False, **params
+    )
+
+
 class _LoweredMap:
     """A lowered `map_fn` equation, which can lower sums of its results, too.
 
@@ -178,17 +279,20 @@ class _LoweredMap:
         `[*s]`, if it is the source of a broadcast.
       shared: For each operand whether it is such a source, a tuple of bools.
       jaxpr: The closed jaxpr of one group.
+      partial: For each result of the map that is a reduction over an inner level, the
+        `InnerReduction`, and the pair of MLIR value and type of its partial reductions.
 
     Attributes:
+      partial: The argument.
       placement: The dict of the parameters `partition` and `mesh` of the equation.
       device_placement: A dict as `placement`, whose partition has one group for each
         device.
     """
 
     def __init__(
-        self, placement: Placement, operands: Sequence[Operand], shared, jaxpr
+        self, placement: Placement, operands: Sequence[Operand], shared, jaxpr, partial
     ):
-        self.placement, self._operands = placement, operands
+        self.placement, self._operands, self.partial = placement, operands, partial
         self._shared, self._jaxpr = shared, jaxpr
         p, self._layout = placement["partition"], make_layout(**placement)
         devices = Partition(p.name, self._layout.devices, p.mesh_axes)
@@ -265,3 +369,8 @@ class _LoweredMap:
         ]
         operands = zip(outs, avals, strict=True)
         return dict(zip(sums.indices, operands, strict=True))
+
+
+registration.register_execution(
+    partial_reduction_p, execute_partial_reduction, _partial_reduction_rule
+)

@@ -85,6 +85,33 @@ def shard_map_over_devices(
     ]
 
 
+def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable, x):
+    """Run a function of a device's values that are partitioned over two levels.
+
+    Args:
+      layout: The layout of the outer level, which is sharded: n groups, k slots on each
+        device.
+      axes: The mesh axes of the inner level, m devices.
+      body: The function: from the values of a device, `[k, 1, *s]`, and if some slots
+        are padding their group indices, int32 `[k]`, to a global value, `[*t]`.
+      x: A value of each of the m devices for each group of the outer level,
+        `[n, m, *s]`.
+
+    Returns:
+      The global value, `[*t]`.
+    """
+    args, specs = [_pad_slices(x, layout)], [P(layout.axes, axes)]
+    if layout.uneven:
+        args.append(all_group_indices(layout))
+        specs.append(P(layout.axes))
+    mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
+    names = {*layout.axes, *axes}
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(specs), out_specs=P(), axis_names=names
+    )
+    return run(*args)
+
+
 def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
     """What `shard_map_over_devices` takes for a global value with an axis to divide.
 

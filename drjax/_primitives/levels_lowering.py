@@ -1,0 +1,194 @@
+"""Lowering of a reduction over two levels of groups: one collective over both axes.
+
+Input: a map over an outer partition, of which a result is reduced over an inner one in
+each group; then the reduction of that result over the outer partition. Output: the
+reduction over both, with the same value up to the order of the operations.
+
+Programs and their derivatives reduce one level after the other. With D_d the groups of
+the outer partition on device d of its mesh axis, and E_e the inner groups on device e
+of theirs,
+
+    sum_i sum_j x_ij = sum_{d,e} (sum_{i in D_d} sum_{j in E_e} x_ij)
+
+The map returns the sums over E_e as additional results, one slice for each device e,
+without communication. The outer reduction adds these over D_d, and then over d and e.
+The same holds for maxima and minima. The compiler removes what has no other use: the
+additional results, or the collective over the inner axes alone.
+
+Invariants: only lowering rules see the primitive `partial_reduction`, which has no
+derivatives. Sharp edges: 16-bit sums are rounded where a device's inner sum is; inner
+reductions that encode or divide their result stay as they are, and so do those that are
+not results of the map themselves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from drjax import _compat
+from drjax._partition import Partition
+from drjax._primitives import registration
+from drjax._sharding.avals import global_aval, partitioned_aval
+from drjax._sharding.execute import (
+    shard_map_over_devices,
+    shard_map_over_levels,
+    vary,
+)
+from drjax._sharding.layout import Layout, make_layout
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How a reduction is split between a device and the collective.
+
+    Attributes:
+      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
+        `[*s]`; `indices` are the group indices of its slots, None without padding.
+      across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
+      is_sum: Whether it is the sum, which may be computed within a map.
+    """
+
+    local: Callable
+    across: Callable
+    is_sum: bool
+
+
+_REDUCTIONS: dict[Primitive, _Reduction] = {}
+
+
+def merge_levels(
+    primitive: Primitive, local: Callable, across: Callable, is_sum: bool = False
+) -> None:
+    """Let a reduction merge with the same one over an inner level.
+
+    Args:
+      primitive: The reduction, with the parameters `partition` and `mesh`.
+      local, across, is_sum: As of `_Reduction`.
+    """
+    _REDUCTIONS[primitive] = _Reduction(local, across, is_sum)
+
+
+def is_sum(primitive: Primitive) -> bool:
+    """Whether a reduction that merges is the sum."""
+    return _REDUCTIONS[primitive].is_sum
+
+
+# ---------------------------------------------------------------------------------
+# partial_reduction: [n, *s] -> [m, *s], the reduction of each of m devices
+
+partial_reduction_p = registration.new_primitive("partial_reduction")
+
+
+def execute_partial_reduction(x, *, partition, mesh, reduction):
+    """Execution function: reduce the slices of each device, without communication.
+
+    `fused_lowering.py` registers it, with a rule that merges it with a map.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, which has the partition's axes.
+      reduction: The primitive of the reduction.
+
+    Returns:
+      A value of each device, `[m, *s]`.
+    """
+    layout = make_layout(partition, mesh)
+
+    def body(x, indices=None):
+        y = _REDUCTIONS[reduction].local(layout, x, indices)
+        return [vary(y, layout.axes)[None]]
+
+    # None: one slice a device.
+    return shard_map_over_devices(
+        layout, body, [x], [True], [None], with_indices=layout.uneven
+    )[0]
+
+
+def _partial_abstract_eval(x, *, partition, mesh, reduction):
+    layout = make_layout(partition, mesh)
+    devices = Partition(partition.name, layout.devices, partition.mesh_axes)
+    aval = partitioned_aval(global_aval(x, layout), make_layout(devices, mesh))
+    return aval.update(weak_type=False)
+
+
+partial_reduction_p.def_abstract_eval(_partial_abstract_eval)
+registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
+
+
+# ---------------------------------------------------------------------------------
+# The two lowering rules that merge
+
+
+@dataclass(frozen=True)
+class InnerReduction:
+    """A result of a map that is a reduction over an inner level, in each group.
+
+    Attributes:
+      primitive: The reduction.
+      axes: The mesh axes of the inner level.
+      position: The position of the partial reductions among the results of the jaxpr
+        that `with_partial_reductions` returns.
+    """
+
+    primitive: Primitive
+    axes: tuple[str, ...]
+    position: int
+
+
+@_compat.weakref_lru_cache
+def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
+    """Add the devices' partial reductions to the results of a mapped function.
+
+    Args:
+      jaxpr: The closed jaxpr of one group of the outer level.
+
+    Returns:
+      `(extended, inner)`: the jaxpr with additional results, `[m, *s]` each; and for
+      the positions of results that are reductions over an inner level on a mesh, which
+      additional results belong to them. `jaxpr` itself and {} if there are none.
+    """
+    raw = _compat.open_jaxpr(jaxpr)
+    defined = {eqn.outvars[0]: eqn for eqn in raw.eqns if eqn.primitive in _REDUCTIONS}
+    inner: dict[int, InnerReduction] = {}
+    eqns = []
+    for i, result in enumerate(raw.outvars):
+        eqn = None if hasattr(result, "val") else defined.get(result)
+        if eqn is None or set(eqn.params) - {"partition", "mesh"}:
+            continue  # not a reduction, or one that is encoded or divided
+        layout = make_layout(**eqn.params)
+        if not layout.sharded:
+            continue
+        params = {**eqn.params, "reduction": eqn.primitive}
+        out = _compat.new_var(_partial_abstract_eval(eqn.invars[0].aval, **params))
+        inner[i] = InnerReduction(
+            eqn.primitive, layout.axes, len(raw.outvars) + len(eqns)
+        )
+        eqns.append(
+            eqn.replace(primitive=partial_reduction_p, params=params, outvars=[out])
+        )
+    return (_compat.with_results(jaxpr, eqns), inner) if eqns else (jaxpr, inner)
+
+
+def reduce_levels(x, *, layout: Layout, inner: InnerReduction):
+    """Reduce partial reductions over the groups and devices of an outer level.
+
+    Args:
+      x: The partial reductions of the devices e of the inner level, for each of the n
+        groups of the outer one, `[n, m, *s]`.
+      layout: The layout of the outer level, which is sharded.
+      inner: The inner reduction.
+
+    Returns:
+      The reduction over both levels, a global value `[*s]`.
+    """
+    reduction = _REDUCTIONS[inner.primitive]
+
+    def body(x, indices=None):
+        y = reduction.local(layout, jax.lax.squeeze(x, (1,)), indices)
+        return reduction.across(y, (*layout.axes, *inner.axes))
+
+    return shard_map_over_levels(layout, inner.axes, body, x)
