@@ -21,10 +21,10 @@ from drjax._api.program import program as program
 from drjax._api.reductions import reduce_mean as reduce_mean
 from drjax._api.reductions import reduce_sum as reduce_sum
 from drjax._api.reductions import reduce_weighted_mean as reduce_weighted_mean
-from drjax._api.reductions import select as select
 from drjax._api.routes import put as put
 from drjax._api.routes import shift as shift
 from drjax._api.routes import take as take
+from drjax._api.select import select as select
 from drjax._errors import DrjaxError as DrjaxError
 from drjax._errors import DrjaxTypeError as DrjaxTypeError
 from drjax._errors import DrjaxValueError as DrjaxValueError

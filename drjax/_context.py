@@ -25,11 +25,38 @@ class Scope:
         directly inside a mapped function.
       mesh: The mesh given to that program; None for the mesh in context.
       mapped: The partitions whose mapped functions are being traced, outermost first.
+      levels: The partitions of that program's levels, outermost first, if it has
+        several. `partition` is the outermost level that is not mapped over. It stays in
+        the mapped functions of the program.
     """
 
     partition: Partition | None = None
     mesh: Any = None
     mapped: tuple[Partition, ...] = ()
+    levels: tuple[Partition, ...] = ()
+
+    @property
+    def open_levels(self) -> tuple[Partition, ...]:
+        """The levels of the program that are not mapped over, outermost first.
+
+        It is `(partition,)` in a program with one partition, and () outside of programs
+        and directly inside a mapped function.
+        """
+        if self.partition is None:
+            return ()
+        if self.partition not in self.levels:
+            return (self.partition,)
+        return self.levels[self.levels.index(self.partition) :]
+
+    @property
+    def mapped_levels(self) -> tuple[Partition, ...]:
+        """The levels whose group the code directly inside a mapped function sees.
+
+        They are the levels of the program that are mapped over, or the one partition of
+        the innermost mapped function; () outside of mapped functions.
+        """
+        all_mapped = self.levels and self.mapped[-len(self.levels) :] == self.levels
+        return self.levels if all_mapped else self.mapped[-1:]
 
 
 scope_context = jax.make_user_context(None)
@@ -44,26 +71,29 @@ def current_scope() -> Scope:
     return scope_context.value or _OUTSIDE
 
 
-def program_scope(partition: Partition, mesh: Any) -> Callable[[], Any]:
+def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]:
     """Make the function that enters a program's scope, for each call of the program.
 
+    Inside a mapped function, the program is an inner scope: its partition may have the
+    name of an enclosing one.
+
     Args:
-      partition: The partition of the program.
+      levels: The partitions of the program, outermost first.
       mesh: The mesh of the program, or None for the mesh in context.
 
     Returns:
       `enter`, which takes no arguments and returns a context manager for the program's
-      body. It raises `ScopeError` inside a mapped function over a partition with the
-      same name or one of the same mesh axes.
+      body.
     """
-    alone = Scope(partition, mesh)  # made once: entering a program must cost little
+    several = levels if len(levels) > 1 else ()
+    # Made once: entering a program must cost little.
+    alone = Scope(levels[0], mesh, (), several)
 
     def enter():
         outer = scope_context.value
         if outer is None or not outer.mapped:
             return scope_context(alone)
-        _check_not_mapped(f"A program over partition {partition}", partition, outer)
-        return scope_context(Scope(partition, mesh, outer.mapped))
+        return scope_context(Scope(levels[0], mesh, outer.mapped, several))
 
     return enter
 
@@ -73,7 +103,21 @@ def enter_mapped(partition: Partition):
 
     Inside it, `current_scope()` has no partition, and its `mapped` ends with this one.
     """
-    return scope_context(Scope(None, None, (*current_scope().mapped, partition)))
+    scope = current_scope()
+    mapped = (*scope.mapped, partition)
+    if not scope.levels:
+        return scope_context(Scope(None, None, mapped))
+    # The levels below this one need the program's mesh.
+    return scope_context(Scope(None, scope.mesh, mapped, scope.levels))
+
+
+def enter_level(partition: Partition):
+    """The context manager of a program's next level, inside a map over the one above.
+
+    Inside it, blocks act on `partition` and on the levels below it by default.
+    """
+    scope = current_scope()
+    return scope_context(Scope(partition, scope.mesh, scope.mapped, scope.levels))
 
 
 def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition, Any]:
@@ -93,15 +137,16 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
 
     Raises:
       ScopeError: No partition is passed, outside of a program or directly inside a
-        mapped function; or the one passed has the same name, or one of the same mesh
-        axes, as the partition of an enclosing mapped function.
+        mapped function; or the one passed has the name of the partition of an enclosing
+        mapped function, and is not the program's.
     """
     scope = current_scope()
     if partition is not None:
         named = as_partition(partition)
-        _check_not_mapped(f"drjax.{block}(partition={named})", named, scope)
-        same = named == scope.partition
-        return named, mesh if mesh is not None or not same else scope.mesh
+        if named == scope.partition:
+            return named, scope.mesh if mesh is None else mesh
+        _check_not_mapped(block, named, scope)
+        return named, mesh
     if scope.partition is not None:
         return scope.partition, scope.mesh if mesh is None else mesh
     if scope.mapped:
@@ -121,27 +166,25 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
     )
 
 
-def _check_not_mapped(what: str, partition: Partition, scope: Scope) -> None:
-    """Check that no enclosing mapped function uses a partition's name or mesh axes.
+def _check_not_mapped(block: str, partition: Partition, scope: Scope) -> None:
+    """Check that no enclosing mapped function is over the partition of a block.
+
+    A program of the same name would be an inner scope. A building block that names the
+    partition explicitly would combine the groups of which the function sees one.
 
     Args:
-      what: The program or building block that needs the partition: the first words of
-        the error.
-      partition: The partition that the program or block is over.
-      scope: The current scope; `scope.mapped` has the partitions of the enclosing
-        mapped functions.
+      block: The name of the building block, for the error.
+      partition: Its argument `partition=`.
+      scope: The current scope.
 
     Raises:
-      ScopeError: An enclosing mapped function is over a partition with the same name,
-        or with one of the same mesh axes.
+      ScopeError: An enclosing mapped function is over a partition of the same name.
     """
     for outer in scope.mapped:
-        if outer.name == partition.name or set(outer.mesh_axes) & set(
-            partition.mesh_axes
-        ):
+        if outer.name == partition.name:
             raise ScopeError(
-                f"{what} was called inside the function given to drjax.map_fn over "
-                f"partition {outer}. A nested partition needs another name and other "
-                "mesh axes, for instance @drjax.program(pods=4) around "
-                "@drjax.program(clients=100)."
+                f"drjax.{block}(partition={partition}) was called inside the function "
+                f"given to drjax.map_fn over partition {outer}; that function sees one "
+                "group. Call the block outside map_fn, or call a program with a "
+                "partition of its own, which may have the same name."
             )

@@ -59,28 +59,46 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
 
     Raises:
       DrjaxTypeError: `value` is something else, or a part of it has the wrong type.
-      DrjaxValueError: The mapping has not exactly one item, the size is below one, or a
-        mesh axis is named twice.
+      DrjaxValueError: The mapping has not exactly one item, the size is below one, a
+        mesh axis is named twice, or the program has several levels.
     """
     if isinstance(value, Partition):
         return value
     if isinstance(value, Mapping):
         if len(value) != 1:
             raise DrjaxValueError(
-                "A program has exactly one partition, got "
-                f"{len(value)}: {dict(value)!r}. For a second level, call a program "
-                "with its own partition inside the function given to drjax.map_fn."
+                f"partition= needs exactly one partition, got {len(value)}: "
+                f"{dict(value)!r}. To declare several levels, write "
+                "@drjax.program(pods=2, groups=4)."
             )
         [(name, size)] = value.items()
         return Partition(name, size, () if mesh_axes is None else mesh_axes)
-    attached = getattr(value, "partition", None)
-    if isinstance(attached, Partition):
-        return attached
+    levels = attached_levels(value)
+    if len(levels) == 1:
+        return levels[0]
+    if levels:
+        raise DrjaxValueError(
+            f"partition= needs one partition, got a program with {show_levels(levels)}."
+            f" Name one of them, as partition={{'{levels[-1].name}': "
+            f"{levels[-1].size}}}."
+        )
     raise DrjaxTypeError(
         "partition= needs a drjax.Partition, a mapping such as {'clients': 100}, or a "
         "function decorated with @drjax.program, got "
         f"{type(value).__name__}: {value!r}."
     )
+
+
+def attached_levels(value: Any) -> tuple[Partition, ...]:
+    """The partitions of a program's levels, outermost first; () if it is no program."""
+    attached = getattr(value, "partition", None)
+    levels = attached if isinstance(attached, tuple) else (attached,)
+    return levels if all(isinstance(p, Partition) for p in levels) else ()
+
+
+def show_levels(levels: Sequence[Partition]) -> str:
+    """The levels of a program as text for an error: `levels pods:2 and groups:4`."""
+    return "levels " + " and ".join(map(str, levels))
 
 
 def integer_of(value: Any) -> int | None:

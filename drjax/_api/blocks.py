@@ -5,7 +5,9 @@ Invariants: every leaf is checked before a primitive is bound.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,13 @@ from jax import core
 
 import drjax._api.checkify_groups  # registers rules # noqa: F401
 from drjax._api.collective_options import collective_options
+from drjax._api.levels import (
+    Over,
+    in_next_level,
+    mesh_argument,
+    over_levels,
+    select_levels,
+)
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
@@ -25,27 +34,81 @@ from drjax._api.resolve import (
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten, flatten_partitioned
 from drjax._context import current_scope, resolve_partition
-from drjax._errors import DrjaxTypeError
+from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import on_raw
-from drjax._partition import Partition, as_partition
+from drjax._partition import (
+    Partition,
+    as_partition,
+    attached_levels,
+    show_levels,
+)
 from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
 from drjax._primitives.partition_index import partition_index_p
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import host_sharding, make_layout
 
 
+def _inwards(arguments, inner, over, block: Callable) -> PyTree:
+    """Run `broadcast` or `scatter` over several levels: over the outermost one first.
+
+    Args:
+      arguments, inner, over: As `over_levels` passes them.
+      block: The block.
+    """
+    x = block(arguments["x"], over=over[0], **mesh_argument(arguments))
+    return inner(**{**arguments, "x": x})
+
+
+def _broadcast_inwards(*args):
+    return _inwards(*args, broadcast)
+
+
+def _scatter_inwards(*args):
+    return _inwards(*args, scatter)
+
+
+def _gather_outwards(arguments, inner, over):
+    """Run `gather` over several levels, as `over_levels` takes it: inside first."""
+    options = {k: arguments.pop(k) for k in ("result",) if k in arguments}
+    options |= mesh_argument(arguments)
+    return gather(inner(**arguments), over=over[0], **options)
+
+
+def _map_inwards(arguments, inner, over):
+    """Run `map_fn` over several levels, as `over_levels` takes it."""
+    return inner(**arguments)
+
+
+def _index_outwards(arguments, inner, over):
+    """Run `partition_index` over several levels, as `over_levels` takes it."""
+    size = math.prod(p.size for p in current_scope().open_levels if p.name in over[1:])
+    first = partition_index(over=over[0], **mesh_argument(arguments))
+    within = inner(**arguments)
+    return first.reshape(-1, *[1] * (within.ndim - 1)) * size + within
+
+
+@over_levels("x", outer=_broadcast_inwards)
 def broadcast(
-    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+    x: PyTree,
+    *,
+    over: Over = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
 ) -> PyTree:
     """Give each of the n groups a copy of a global value. No communication.
 
     Args:
       x: Tree of global arrays `[*s]` (numbers too), any dtype, typed keys included.
+      over: In a program with several levels, as `@drjax.program(pods=2, groups=4)`, the
+        name of a level, or a tuple of names: the levels to act on. On a level inside
+        another one, each group of the outer level acts by itself, and the partitioned
+        arguments and results have the leading axes of both. Default: all levels.
       mesh: The mesh. Default: the program's, then the one in context.
       partition: The partition to broadcast over. Default: the program's partition.
 
     Returns:
-      The same tree with leaves `[n, *s]`, partitioned.
+      The same tree with leaves `[n, *s]`, partitioned; over pods and groups
+      `[pods, groups, *s]`. With `over="groups"`, from leaves `[pods, *s]`.
 
     Raises:
       ScopeError: No partition in force. DrjaxTypeError: a leaf is not an array.
@@ -62,10 +125,12 @@ def broadcast(
     return tree.unflatten(bind_global(leaves, params, broadcast_p.bind))
 
 
+@over_levels("arg", outer=_map_inwards)
 def map_fn(
     fn: Callable,
     arg: PyTree,
     *,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -77,6 +142,8 @@ def map_fn(
         collectives over the partition's own axis.
       arg: Tree of partitioned arrays `[n, *s]`. A plain tuple is unpacked into the
         arguments of `fn`; a list or a NamedTuple is one argument.
+      over: As for `drjax.broadcast`. With `over="pods"` the function sees one pod, and
+        blocks inside it act on the levels within.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -106,6 +173,8 @@ def map_fn(
             f"drjax.map_fn(fn, arg), got {type(fn).__name__} as the function: {fn!r}."
         )
     params = resolve("map_fn", mesh, partition)
+    if partition is None:
+        fn = in_next_level(fn)
     args = arg if type(arg) is tuple else (arg,)
     leaves, tree = flatten_partitioned(
         "map_fn", args, params["partition"], group_axis_size(params), "args"
@@ -113,10 +182,12 @@ def map_fn(
     return call_mapped(fn, leaves, tree, **params)
 
 
+@over_levels("x", outer=_gather_outwards)
 def gather(
     x: PyTree,
     *,
     result: str | None = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -128,6 +199,7 @@ def gather(
         by an all-to-all, along the first axis of `[*s]` whose size the devices divide.
         Leaves without such an axis, and results without a mesh, are as ever. Default:
         each device has the whole result.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -150,13 +222,19 @@ def gather(
     return bind_partitioned("gather", x, mesh, partition, bind)
 
 
+@over_levels("x", outer=_scatter_inwards)
 def scatter(
-    x: PyTree, *, mesh: MeshLike = None, partition: PartitionLike = None
+    x: PyTree,
+    *,
+    over: Over = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
 ) -> PyTree:
     """Give slice i of a global value to group i. No communication.
 
     Args:
       x: Tree of global arrays `[n, *s]`.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -183,11 +261,12 @@ def scatter(
 
 
 def partition_index(
-    *, mesh: MeshLike = None, partition: PartitionLike = None
+    *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
     """The group indices, 0 to n - 1. No communication.
 
     Args:
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: Default: the program's; inside a mapped function, the one mapped over.
 
@@ -205,18 +284,21 @@ def partition_index(
       >>> print(drjax.program(partition_size=3)(drjax.partition_index)())
       [0 1 2]
     """
-    mapped = _mapped_partition(partition)
-    if mapped is not None:
-        return partition_index_p.bind(partition=mapped, mesh=None, per_group=True)
-    params = resolve("partition_index", mesh, partition)
-    index = partition_index_p.bind(**params, per_group=False)
-    return as_operand(index, make_layout(**params), True)
+    mapped = _mapped_partitions("partition_index", over, partition)
+    if not mapped:
+        return _indices(over=over, mesh=mesh, partition=partition)
+    index: Any = 0
+    for each in mapped:
+        of_group = partition_index_p.bind(partition=each, mesh=None, per_group=True)
+        index = of_group if each is mapped[0] else index * each.size + of_group
+    return index
 
 
-def partition_size(*, partition: PartitionLike = None) -> int:
+def partition_size(*, over: Over = None, partition: PartitionLike = None) -> int:
     """The number n of groups, a Python int.
 
     Args:
+      over: As for `drjax.broadcast`: the number of groups of these levels.
       partition: Default: the program's; inside a mapped function, the one mapped over.
 
     Raises:
@@ -227,10 +309,16 @@ def partition_size(*, partition: PartitionLike = None) -> int:
       >>> drjax.program(partition_size=3)(drjax.partition_size)()
       3
     """
-    mapped = _mapped_partition(partition)
-    if mapped is not None:
-        return mapped.size
-    return resolve_partition("partition_size", None, partition)[0].size
+    acted_on = _mapped_partitions("partition_size", over, partition)
+    if not acted_on and partition is None and current_scope().partition is not None:
+        open_levels = current_scope().open_levels
+        acted_on = select_levels("partition_size", over, open_levels)
+    elif not acted_on:
+        levels = attached_levels(partition)
+        acted_on = select_levels("partition_size", over, levels) if levels else ()
+    if not acted_on:
+        acted_on = (resolve_partition("partition_size", None, partition)[0],)
+    return math.prod(p.size for p in acted_on)
 
 
 def shard(
@@ -260,6 +348,9 @@ def shard(
       >>> x.shape
       (8, 2)
     """
+    levels = attached_levels(partition) if partition else current_scope().open_levels
+    if len(levels) > 1:
+        return _shard_levels(tree, mesh, levels)
     resolved, mesh = resolve_partition("shard", mesh, partition)
     size = resolved.size
     leaves, treedef = flatten_partitioned("shard", tree, resolved, size, "tree")
@@ -269,6 +360,31 @@ def shard(
 
 # ---------------------------------------------------------------------------------
 # What several blocks need
+
+
+def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> PyTree:
+    """Place host data `[n_0, n_1, ...]` over the mesh axes of several levels.
+
+    Args:
+      tree, mesh: The arguments of `shard`.
+      levels: The levels, outermost first, of n_0, n_1, ... groups.
+    """
+    leaves, treedef = flatten("shard", tree, "tree")
+    lead = tuple(p.size for p in levels)
+    for leaf in leaves:
+        if leaf.shape[: len(lead)] != lead:
+            raise DrjaxValueError(
+                f"drjax.shard needs arrays {list(lead)} and more axes, one slice for "
+                f"each group of {show_levels(levels)}, got shape {leaf.shape}."
+            )
+    mesh = current_scope().mesh if mesh is None else mesh
+    placed = [host_sharding(p, mesh) for p in levels]
+    on_mesh = [s for s in placed if s is not None]
+    if not on_mesh:
+        return tree
+    entries = [None if s is None else (*s.spec, None)[0] for s in placed]
+    sharding = jax.NamedSharding(on_mesh[0].mesh, jax.P(*entries))
+    return treedef.unflatten([_place(leaf, sharding) for leaf in leaves])
 
 
 def _place(leaf, sharding):
@@ -297,21 +413,45 @@ def _place(leaf, sharding):
     return on_raw(placed, leaf)
 
 
-def _mapped_partition(partition: PartitionLike) -> Partition | None:
-    """The partition of the surrounding mapped function that `partition=` refers to.
+@over_levels(outer=_index_outwards)
+def _indices(
+    *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
+) -> jax.Array:
+    """`partition_index` outside of mapped functions: all indices, partitioned."""
+    params = resolve("partition_index", mesh, partition)
+    index = partition_index_p.bind(**params, per_group=False)
+    return as_operand(index, make_layout(**params), True)
+
+
+def _mapped_partitions(
+    block: str, over: Over, partition: PartitionLike
+) -> tuple[Partition, ...]:
+    """The partitions of surrounding mapped functions to which a block refers.
 
     Args:
-      partition: The argument `partition=` of a building block: a `Partition`, a mapping
-        `{"clients": n}` or a program. None refers to the innermost mapped function,
-        unless that function has called a program that is still running.
+      block: The name of the building block, for errors.
+      over: Its argument `over=`, which names levels that are mapped over.
+      partition: Its argument `partition=`: a `Partition`, a mapping `{"clients": n}` or
+        a program. None refers to the innermost mapped function, and with levels to all
+        of the innermost program's, unless that function has called a program that is
+        still running.
 
     Returns:
-      The partition, if the code runs inside a function mapped over it. None if it does
-      not: then the building block acts on the program's partition, or on an explicit
-      partition that is not mapped over.
+      The partitions, outermost first, if the code runs inside a function mapped over
+      them. () if it does not: then the building block acts on the program's partition,
+      or on an explicit partition that is not mapped over.
     """
     scope = current_scope()
-    if partition is None:
-        return scope.mapped[-1] if scope.mapped and scope.partition is None else None
-    explicit = as_partition(partition)
-    return explicit if explicit in scope.mapped else None
+    if partition is not None:
+        if len(attached_levels(partition)) > 1:
+            return ()
+        explicit = as_partition(partition)
+        return (explicit,) if explicit in scope.mapped else ()
+    if scope.partition is None:
+        mapped = scope.mapped_levels
+        return select_levels(block, over, mapped) if mapped else ()
+    mapped = tuple(p for p in scope.levels if p in scope.mapped)
+    names = (over,) if isinstance(over, str) else over or ()
+    if names and {p.name for p in mapped}.issuperset(names):
+        return select_levels(block, over, mapped)
+    return ()

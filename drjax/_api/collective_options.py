@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from drjax._api.resolve import map_leaves
+from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import integer_of
 from drjax._sharding.layout import make_layout, other_axes
@@ -88,6 +89,12 @@ def secure_options(
                 "groups that fail, give on_error and min_groups to the engine."
             )
         return {}
+    if current_scope().mapped:
+        raise DrjaxValueError(
+            "drjax.reduce_sum takes no secure=True inside a mapped function or over "
+            "inner levels: all of that sum is the work of one outer group, whose "
+            "process sees its inner groups. Sum over the outermost level."
+        )
     if mask is not None:
         # The groups that are left out send zeros: a sum of one is that group's slice.
         raise DrjaxValueError(

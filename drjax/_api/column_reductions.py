@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from drjax import _compat
+from drjax._api.levels import Over, over_levels
 from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
 from drjax._api.reductions import check_numeric, promote_sum
 from drjax._api.resolve import MeshLike, PartitionLike, PyTree, bind_partitioned
@@ -26,11 +27,13 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout, make_layout
 
 
+@over_levels("x")
 def reduce_columns(
     fn: Callable[[jax.Array], PyTree],
     x: PyTree,
     *,
     sum: bool = False,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -50,6 +53,7 @@ def reduce_columns(
       sum: Whether the results are added over all coordinates of a leaf, as by `jnp.sum`
         in dtype, instead of collected: `[*t]`, in one all-reduce. `jnp.outer(c, c)`
         gives the Gram matrix of the groups.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 

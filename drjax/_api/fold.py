@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from drjax import _compat
+from drjax._api.levels import Over, over_levels
 from drjax._api.participation import check_where
 from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
 from drjax._api.reductions import Mask
@@ -39,6 +40,7 @@ from drjax._sharding.execute import as_operand, vary
 from drjax._sharding.layout import Layout, make_layout
 
 
+@over_levels("x", "where")
 def reduce(
     combine: Callable[[PyTree, PyTree], PyTree],
     x: PyTree,
@@ -46,6 +48,7 @@ def reduce(
     *,
     where: Mask = None,
     commutative: bool = False,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -73,6 +76,7 @@ def reduce(
         `init`, so `combine` may get two neutral states.
       commutative: Whether `combine(a, b)` is `combine(b, a)`, so that the order of the
         groups does not matter to engines. It is not checked.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 

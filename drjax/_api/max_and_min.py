@@ -4,19 +4,24 @@ Input: a tree of partitioned leaves `[n, *s]`, of real numbers or bools. Output:
 tree with global leaves. Invariants: NaN wins; of equals, the first group.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from drjax._api.levels import Over, mesh_argument, over_levels
 from drjax._api.participation import (
+    Mask,
+    Segments,
     check_default,
     keep_slices,
     or_default,
     participation_mask,
 )
-from drjax._api.reductions import Mask, Segments, check_numeric
+from drjax._api.reductions import check_numeric
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
@@ -33,6 +38,30 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
 
+def _extremum_outwards(block: str) -> Callable:
+    """Make the extremum over several levels, as `over_levels` takes it.
+
+    Args:
+      block: "reduce_max" or "reduce_min".
+    """
+
+    def outer(arguments, inner, over):
+        default = check_default(block, arguments.pop("default", None))
+        mesh = mesh_argument(arguments)
+        reduction = reduce_max if block == "reduce_max" else reduce_min
+        extrema = reduction(inner(**arguments), over=over[0], **mesh)
+        where, by, num = (arguments.get(k) for k in ("where", "by", "num"))
+        if default is None or (where is None and by is None):
+            return extrema
+        taken = jnp.ones(jnp.shape(by), bool) if where is None else where
+        left_out = ~jnp.asarray(taken)
+        empty = reduce_min(left_out, by=by, num=num, over=over, **mesh)
+        return jax.tree.map(lambda y: or_default(block, y, empty, default), extrema)
+
+    return outer
+
+
+@over_levels("x", "where", "by", outer=_extremum_outwards("reduce_max"))
 def reduce_max(
     x: PyTree,
     *,
@@ -40,6 +69,7 @@ def reduce_max(
     by: Segments = None,
     num: int | None = None,
     default: ArrayLike | None = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -52,6 +82,7 @@ def reduce_max(
       num: As for `drjax.reduce_sum`.
       default: The maximum over no group, a number for all leaves, with a gradient of
         0. Default: -inf; without infinities, the lowest number of the dtype.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -76,6 +107,7 @@ def reduce_max(
     return _reduce_extremum("reduce_max", x, where, by, num, default, mesh, partition)
 
 
+@over_levels("x", "where", "by", outer=_extremum_outwards("reduce_min"))
 def reduce_min(
     x: PyTree,
     *,
@@ -83,6 +115,7 @@ def reduce_min(
     by: Segments = None,
     num: int | None = None,
     default: ArrayLike | None = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -95,6 +128,7 @@ def reduce_min(
       num: As for `drjax.reduce_sum`.
       default: The minimum over no group, a number for all leaves, with a gradient of
         0. Default: inf; without infinities, the highest number of the dtype.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -119,10 +153,12 @@ def reduce_min(
     return _reduce_extremum("reduce_min", x, where, by, num, default, mesh, partition)
 
 
+@over_levels("x", "where")
 def reduce_argmax(
     x: PyTree,
     *,
     where: Mask = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -134,6 +170,7 @@ def reduce_argmax(
     Args:
       x: Tree of partitioned real or bool arrays `[n, *s]`.
       where: Optional bool `[n]`: the groups that take part.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -153,10 +190,12 @@ def reduce_argmax(
     return _reduce_arg("reduce_argmax", x, where, mesh, partition)
 
 
+@over_levels("x", "where")
 def reduce_argmin(
     x: PyTree,
     *,
     where: Mask = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -168,6 +207,7 @@ def reduce_argmin(
     Args:
       x: Tree of partitioned real or bool arrays `[n, *s]`.
       where: Optional bool `[n]`: the groups that take part.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 

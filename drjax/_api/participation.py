@@ -12,18 +12,23 @@ Invariants: infinities and NaNs of groups that are left out reach neither values
 derivatives. Sharp edge: the work of a group grows with `num`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from drjax import _compat
 from drjax._api.resolve import group_axis_size, map_leaves
 from drjax._api.validate import as_array
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.select_slice import as_int32
+
+Mask = ArrayLike | Sequence[bool] | None
+Segments = ArrayLike | Sequence[int] | None
 
 
 def participation_mask(block: str, where, by, num, params: dict[str, Any]):

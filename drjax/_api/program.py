@@ -14,8 +14,8 @@ import jax
 
 from drjax._api.validate import check_plain_function
 from drjax._context import program_scope
-from drjax._errors import DrjaxTypeError, MeshError
-from drjax._partition import Partition, as_partition
+from drjax._errors import DrjaxTypeError, DrjaxValueError, MeshError
+from drjax._partition import Partition
 
 _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_mesh")
 
@@ -33,21 +33,27 @@ def program(
     `clients=100`. On a mesh with an axis of that name the groups are divided over
     the devices along it; on any other mesh, and with none, the program runs locally.
 
+    Several keywords are levels, outermost first: `pods=2, groups=4` are two pods of
+    four groups each. Partitioned values have the leading axes `[pods, groups]`, and
+    each block takes `over=`, the levels on which it acts.
+
     Args:
       mesh: The mesh to run on. Default: the mesh in context (`jax.set_mesh`).
-      mesh_axes: The mesh axis or axes to shard the partition over, major first.
-        Default: the axis with the partition's name.
+      mesh_axes: The mesh axis or axes to shard the partition over, major first; with
+        several levels, a mapping from their names to these. Default: the axis with the
+        partition's name.
       use_abstract_mesh: Accepted for code written for google/drjax; no effect.
-      **partition: Exactly one `name=size`, or `placements={name: size}`.
+      **partition: A `name=size` for each level, or `placements={name: size}`.
 
     Returns:
       A decorator. The program is an ordinary function with the same signature,
-      name and docstring; its attribute `partition` is the `Partition`.
+      name and docstring; its attribute `partition` is the `Partition`, or with several
+      levels the tuple of these.
 
     Raises:
-      DrjaxTypeError: No partition or more than one, a misspelt keyword, a size that
-        is not an integer, or an async or generator function.
-      DrjaxValueError: A size below one.
+      DrjaxTypeError: No partition, a misspelt keyword, a size that is not an integer,
+        or an async or generator function.
+      DrjaxValueError: A size below one, or `mesh_axes` that do not fit the levels.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -58,13 +64,19 @@ def program(
       ...     return drjax.reduce_sum(z)
       >>> print(broadcast_double_and_sum(jnp.float32(1.0)))
       6.0
+      >>> @drjax.program(pods=2, groups=3)
+      ... def largest_sum_of_a_pod(x):
+      ...     sums = drjax.reduce_sum(x, over="groups")
+      ...     return drjax.reduce_max(sums, over="pods")
+      >>> print(largest_sum_of_a_pod(jnp.arange(6.0).reshape(2, 3)))
+      12.0
 
     Source: Rush et al. 2024, "DrJAX", section 3.
     """
     del use_abstract_mesh
-    declared = _declared_partition(args, partition, mesh_axes)
+    levels = _declared_levels(args, partition, mesh_axes)
     _check_mesh(mesh)
-    enter = program_scope(declared, mesh)
+    enter = program_scope(levels, mesh)
 
     def decorate(fn: Callable) -> Callable:
         _check_plain_function(fn)
@@ -74,29 +86,34 @@ def program(
             with enter():
                 return fn(*args, **kwargs)
 
-        setattr(call, "partition", declared)  # noqa: B010  (a wrapper has no such field)
+        attribute = levels if len(levels) > 1 else levels[0]
+        setattr(call, "partition", attribute)  # noqa: B010  (a wrapper has no such field)
         return call
 
     return decorate
 
 
-def _declared_partition(
+def _declared_levels(
     args: tuple, keywords: dict[str, Any], mesh_axes: Any
-) -> Partition:
-    """Make the partition that the arguments of `drjax.program` declare.
+) -> tuple[Partition, ...]:
+    """Make the partitions that the arguments of `drjax.program` declare.
 
     Args:
       args: The positional arguments of `drjax.program`; any of them is an error.
-      keywords: The keyword arguments that are not parameters of `drjax.program`. One is
-        expected: `{name: size}`, or `{"placements": {name: size}}`.
+      keywords: The keyword arguments that are not parameters of `drjax.program`:
+        `{name: size, ...}`, or `{"placements": {name: size, ...}}`.
       mesh_axes: The mesh axis or axes to shard the partition over, a string or a tuple;
-        None: the axis with the partition's name.
+        with several levels, a mapping from their names to these. None: the axis with
+        the partition's name.
+
+    Returns:
+      The partitions, outermost first.
 
     Raises:
-      DrjaxTypeError: There is a positional argument, a misspelt keyword, or not exactly
-        one keyword; or a name, size or mesh axis has the wrong type.
-      DrjaxValueError: The size is below one, `placements` has not exactly one entry, or
-        a mesh axis is named twice.
+      DrjaxTypeError: There is a positional argument, a misspelt keyword, or no
+        partition; or a name, size or mesh axis has the wrong type.
+      DrjaxValueError: A size is below one, a mesh axis is named twice, or `mesh_axes`
+        is no mapping from names of levels.
     """
     if args:
         raise DrjaxTypeError(
@@ -111,23 +128,54 @@ def _declared_partition(
             raise DrjaxTypeError(
                 f"drjax.program got the keyword {key!r}; did you mean {close[0]!r}?"
             )
-    if len(keywords) != 1:
+    sizes = keywords
+    if "placements" in keywords:
+        sizes = keywords["placements"]
+        others = {k: v for k, v in keywords.items() if k != "placements"}
+        if others:
+            raise DrjaxTypeError(
+                "drjax.program(placements=) names all levels, got another keyword: "
+                + ", ".join(f"{k}={v!r}" for k, v in others.items())
+                + ". Write @drjax.program(pods=2, groups=4)."
+            )
+        if not isinstance(sizes, Mapping):
+            raise DrjaxTypeError(
+                "drjax.program(placements=) needs a mapping from the partition's name "
+                "to its size, such as {'clients': 100}, got "
+                f"{type(sizes).__name__}: {sizes!r}."
+            )
+    if not sizes:
         raise DrjaxTypeError(
-            "drjax.program needs exactly one partition, given as one keyword: "
-            "@drjax.program(clients=100). Got "
-            + (", ".join(f"{k}={v!r}" for k, v in keywords.items()) or "none")
-            + ". Further keywords are mesh=, mesh_axes=."
+            "drjax.program needs a partition, given as one keyword: "
+            "@drjax.program(clients=100). Got none. Further keywords are mesh=, "
+            "mesh_axes=."
         )
-    [(name, size)] = keywords.items()
-    if name != "placements":
-        return Partition(name, size, () if mesh_axes is None else mesh_axes)
-    if not isinstance(size, Mapping):
-        raise DrjaxTypeError(
-            "drjax.program(placements=) needs a mapping from the partition's name to "
-            "its size, such as {'clients': 100}, got "
-            f"{type(size).__name__}: {size!r}."
+    axes = _axes_of_levels(sizes, mesh_axes)
+    return tuple(Partition(k, n, axes.get(k, ())) for k, n in sizes.items())
+
+
+def _axes_of_levels(sizes: Mapping[str, Any], mesh_axes: Any) -> Mapping[str, Any]:
+    """Read the argument `mesh_axes` of `drjax.program`: for each level its mesh axes.
+
+    Args:
+      sizes: The sizes of the levels, by name.
+      mesh_axes: The argument. None: {}.
+
+    Raises:
+      DrjaxValueError: It is no mapping, although there are several levels, or has keys
+        that are no levels.
+    """
+    if mesh_axes is None:
+        return {}
+    if not isinstance(mesh_axes, Mapping) and len(sizes) == 1:
+        return dict.fromkeys(sizes, mesh_axes)
+    if not isinstance(mesh_axes, Mapping) or set(mesh_axes) - set(sizes):
+        example = {name: f"{name}_axis" for name in sizes}
+        raise DrjaxValueError(
+            "mesh_axes= of a program with several levels needs a mapping from their "
+            f"names to mesh axes, such as {example!r}, got {mesh_axes!r}."
         )
-    return as_partition(size, mesh_axes)
+    return mesh_axes
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -1,16 +1,14 @@
-"""Sums and means over the groups, and `select`, over pytrees.
+"""Sums and means over the groups, over pytrees.
 
 Input: a tree of partitioned leaves `[n, *s]`. Output: the tree with global leaves.
 Invariants: all but the plain sum and mean are compositions of primitives.
 """
 
-import functools
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -22,9 +20,11 @@ from drjax._api.collective_options import (
     collective_options,
     secure_options,
 )
+from drjax._api.levels import Over, mesh_argument, over_levels, reduce_parts
 from drjax._api.participation import (
+    Mask,
+    Segments,
     check_default,
-    check_where,
     keep_slices,
     or_default,
     participation_mask,
@@ -34,35 +34,85 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
-    bind_partitioned,
     group_axis_size,
-    map_leaves,
     partitioned_leaves,
     resolve,
 )
 from drjax._api.trace_map import call_mapped
-from drjax._api.validate import check_weights, flatten_partitioned
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._api.validate import check_weights, flatten, flatten_partitioned
+from drjax._context import current_scope
+from drjax._errors import DrjaxTypeError
 from drjax._primitives.collectives import (
-    broadcast_p,
-    gather_p,
     reduce_mean_p,
     reduce_sum_p,
-    scatter_p,
-)
-from drjax._primitives.select_slice import (
-    as_int32,
-    count_from_end,
-    index_pair,
-    select_slice,
 )
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
-Mask = ArrayLike | Sequence[bool] | None
-Segments = ArrayLike | Sequence[int] | None
+# ---------------------------------------------------------------------------------
+# Over several levels
 
 
+def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of what is communicated between the groups of outer levels."""
+    names = ("wire", "result")
+    return {k: arguments.pop(k) for k in names if k in arguments}
+
+
+def _sum_outwards(arguments, inner, over):
+    """Sum over several levels, as `over_levels` takes it."""
+    options = _between_outer(arguments)
+    options |= mesh_argument(arguments)
+    return reduce_sum(inner(**arguments), over=over[0], **options)
+
+
+def _mean_outwards(arguments, inner, over):
+    """Average over several levels, as `over_levels` takes it: one sum, divided by n."""
+    if not {"where", "by", "num"}.isdisjoint(arguments):
+        return _weighted_mean_outwards(arguments, inner, over)
+    leaves, tree = flatten("reduce_mean", arguments["x"])
+    for leaf in leaves:
+        check_numeric("reduce_mean", leaf)
+    check_default("reduce_mean", arguments.get("default"))
+    wide = tree.unflatten([leaf.astype(_wide(leaf.dtype)) for leaf in leaves])
+    options = _between_outer(arguments) | mesh_argument(arguments)
+    sums = reduce_sum(wide, over=over, **options)
+    n = math.prod(p.size for p in current_scope().open_levels if p.name in over)
+    dtypes = tree.unflatten([_mean_dtype(leaf.dtype) for leaf in leaves])
+    return jax.tree.map(lambda x, dtype: (x / n).astype(dtype), sums, dtypes)
+
+
+def _weighted_mean_outwards(arguments, inner, over):
+    """Weighted average over several levels, as `over_levels` takes it.
+
+    Both sums, of weighted values and of weights, are over all of the levels.
+    """
+    block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
+    default = check_default(block, arguments.pop("default", None))
+    options = _between_outer(arguments)
+    mesh = mesh_argument(arguments)
+
+    def parts(x, w=None, where=None, by=None, num=None, mesh=None):
+        params = resolve(block, mesh, None)
+        mask = participation_mask(block, where, by, num, params)
+        return _weighted_sums(block, x, w, mask, {}, params)
+
+    def combine(sums):
+        shares, totals = sums
+        outermost = current_scope().open_levels[0].name
+        totals = reduce_sum(totals, over=outermost, **mesh)
+        return reduce_sum(shares, over=outermost, **options, **mesh), totals
+
+    names = ("x", "w", "where", "by")
+    sums = reduce_parts(block, over, names, arguments, parts, combine)
+    return _quotients(block, arguments["x"], *sums, default)
+
+
+# ---------------------------------------------------------------------------------
+# The blocks
+
+
+@over_levels("x", "where", "by", outer=_sum_outwards)
 def reduce_sum(
     x: PyTree,
     where: Mask = None,
@@ -73,6 +123,7 @@ def reduce_sum(
     result: str | None = None,
     secure: bool = False,
     min_groups: int | None = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -103,6 +154,7 @@ def reduce_sum(
         else is computed from `x`, and reverse-mode derivatives do not inherit it.
       min_groups: With `secure=True`, the least number of groups, from 2: the sum of
         fewer is not revealed. Default: 2.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -149,6 +201,7 @@ def reduce_sum(
     return tree.unflatten(sums)
 
 
+@over_levels("x", "where", "by", outer=_mean_outwards)
 def reduce_mean(
     x: PyTree,
     where: Mask = None,
@@ -158,6 +211,7 @@ def reduce_mean(
     default: ArrayLike | None = None,
     wire: WireLike = None,
     result: str | None = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -176,6 +230,7 @@ def reduce_mean(
         respect to `x` are 0. Default: NaN, as by `jnp.mean`.
       wire: As for `drjax.reduce_sum`.
       result: As for `drjax.reduce_sum`.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -217,6 +272,7 @@ def reduce_mean(
     return tree.unflatten(means)
 
 
+@over_levels("x", "w", "where", "by", outer=_weighted_mean_outwards)
 def reduce_weighted_mean(
     x: PyTree,
     w: PyTree,
@@ -227,6 +283,7 @@ def reduce_weighted_mean(
     default: ArrayLike | None = None,
     wire: WireLike = None,
     result: str | None = None,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -247,6 +304,7 @@ def reduce_weighted_mean(
         derivatives with respect to `x` and `w` are 0. Default: NaN.
       wire: As for `drjax.reduce_sum`, for the weighted sums; sums of weights are exact.
       result: As for `drjax.reduce_sum`.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -273,86 +331,8 @@ def reduce_weighted_mean(
     return _weighted_mean(block, x, w, mask, default, options, params)
 
 
-def select(
-    x: PyTree,
-    i: ArrayLike,
-    *,
-    where: Mask = None,
-    mesh: MeshLike = None,
-    partition: PartitionLike = None,
-) -> PyTree:
-    """One group's values as global values. One all-reduce on a mesh.
-
-    Args:
-      x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
-      i: The group, an integer; negative counts from the end. A traced index out of
-        bounds is clamped, as by JAX indexing.
-      where: Optional bool `[n]`: the groups to select from, by a gather of n bools.
-        `i` counts these groups only, in the order of their indices, and is clamped to
-        their number.
-      mesh: As for `drjax.broadcast`.
-      partition: As for `drjax.broadcast`.
-
-    Returns:
-      The same tree with global leaves `[*s]`. Infinities and NaNs of other groups
-      do not leak in. If `where` is False for all groups: zeros.
-
-    Raises:
-      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
-        `i` is not an integer, or is a known number out of bounds.
-
-    Example:
-      >>> import drjax, jax.numpy as jnp
-      >>> f = drjax.program(partition_size=3)(lambda x: drjax.select(x, 1))
-      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
-      6.0
-      >>> f = drjax.program(partition_size=3)(
-      ...     lambda x: drjax.select(x, 0, where=x > 6)
-      ... )
-      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
-      7.0
-    """
-    params = resolve("select", mesh, partition)
-    i = _check_index(i, params["partition"].size)
-    if where is None:
-        indices = index_pair(i, **params)
-    else:
-        indices = _rank_pair(i, check_where("select", where, params), params)
-
-    def bind(leaf, **params):
-        map_one = functools.partial(map_leaves, **params)
-        return select_slice(leaf, indices, map_one, **params)
-
-    return bind_partitioned("select", x, mesh, partition, bind)
-
-
 # ---------------------------------------------------------------------------------
 # What several blocks need
-
-
-def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
-    """Compute the partitioned values by which one of the groups of a mask is selected.
-
-    Args:
-      i: The position of the group among those of the mask, int32 `[]`; negative ones
-        count from the end. It is clamped.
-      where: The mask, partitioned bool `[n]`.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
-
-    Returns:
-      `(rank, selected)`, both partitioned, int32 `[n]`, as of `index_pair`: the number
-      of groups of the mask before each group of the mask, n for another group; and the
-      rank of the selected group, -1 if the mask has no group.
-    """
-    layout = make_layout(**params)
-    taken = gather_p.bind(as_operand(where, layout, True), **params)
-    ranks = jnp.cumsum(taken, dtype=jnp.int32) - 1
-    ranks = jnp.where(taken, ranks, params["partition"].size)
-    count = jnp.sum(taken, dtype=jnp.int32)
-    # jnp.clip lets the upper bound win: -1 if no group takes part.
-    selected = count_from_end(i, count).clip(0, count - 1)
-    ranks, selected = (as_operand(x, layout, False) for x in (ranks, selected))
-    return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
 
 
 def _weighted_mean(
@@ -387,6 +367,31 @@ def _weighted_mean(
       DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
         the weights or the default do not fit.
     """
+    sums = _weighted_sums(block, x, w, mask, options, params)
+    return _quotients(block, x, *sums, default)
+
+
+def _weighted_sums(
+    block: str,
+    x: PyTree,
+    w: PyTree | None,
+    mask,
+    options: dict[str, Any],
+    params: dict[str, Any],
+) -> tuple[list, list]:
+    """Compute the sums `sum_i w_i x_i` and `sum_i w_i`, for each leaf of a tree.
+
+    Args:
+      block, x, w, mask, options, params: As of `_weighted_mean`.
+
+    Returns:
+      `(shares, totals)`, lists of global arrays, `[*s]` and a leading part of it, in
+      the dtypes in which they are accumulated. Leaves with the same weights have the
+      same total.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: As of `_weighted_mean`.
+    """
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)
     )
@@ -410,11 +415,27 @@ def _weighted_mean(
         check_encodable(block, products[-1], options)
         keys.append(key)
     shares = bind_sums(reduce_sum_p, products, options, params)
+    return shares, [totals[key] for key in keys]
+
+
+def _quotients(block: str, x: PyTree, shares, totals, default) -> PyTree:
+    """Divide weighted sums by the sums of the weights, for each leaf of a tree.
+
+    Args:
+      block: The name of the reduction, for errors.
+      x: The tree of which the mean is taken.
+      shares, totals: What `_weighted_sums` returns.
+      default: What `check_default` returns.
+
+    Returns:
+      The tree of means, in the dtypes that `jnp.mean` has.
+    """
+    leaves, tree = flatten(block, x)
     return tree.unflatten(
         lax.convert_element_type(
-            _divide(block, share, totals[key], default), _mean_dtype(leaf.dtype)
+            _divide(block, share, total, default), _mean_dtype(leaf.dtype)
         )
-        for leaf, key, share in zip(leaves, keys, shares, strict=True)
+        for leaf, share, total in zip(leaves, shares, totals, strict=True)
     )
 
 
@@ -510,37 +531,3 @@ def _mean_dtype(dtype):
     if jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
-
-
-def _check_index(i, n: int):
-    """Check the group index that is passed to `drjax.select`.
-
-    Args:
-      i: The index: a Python or NumPy integer, or a scalar JAX array or tracer. Negative
-        indices count from the end.
-      n: The number of groups.
-
-    Returns:
-      The index as an int32 scalar; a negative index stays negative. One that is traced
-      and out of bounds stays out of bounds, or becomes the nearest one in bounds.
-
-    Raises:
-      DrjaxTypeError: The index is not an integer scalar.
-      DrjaxValueError: The index is concrete, not traced, and not between -n and n - 1.
-    """
-    if isinstance(i, jax.Array | np.ndarray | np.generic):
-        is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
-    else:
-        is_number = isinstance(i, int) and not isinstance(i, bool)
-    if not is_number:
-        raise DrjaxTypeError(
-            "drjax.select needs the number of one group, an integer scalar, got "
-            f"{type(i).__name__}: {i!r}."
-        )
-    if _compat.is_concrete(i):
-        if not -n <= int(i) < n:
-            raise DrjaxValueError(
-                f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
-            )
-        return jnp.asarray(i, jnp.int32)
-    return as_int32(jnp.asarray(i), -n, n - 1)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from drjax._api.levels import Over, over_levels
 from drjax._api.reductions import check_numeric
 from drjax._api.resolve import (
     MeshLike,
@@ -41,10 +42,12 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
 
+@over_levels("x")
 def take(
     x: PyTree,
     index: ArrayLike | Sequence[int],
     *,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -59,6 +62,7 @@ def take(
       index: Integers `[n]`: for each group, the group whose slice it gets. Negative
         ones count from the end. A sequence, a NumPy array, or a global value; a traced
         index out of bounds is clamped, as by JAX indexing.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -85,12 +89,14 @@ def take(
     return _take("take", x, count_from_end(index, n), params)
 
 
+@over_levels("x", "into")
 def put(
     x: PyTree,
     index: ArrayLike | Sequence[int],
     into: PyTree = None,
     *,
     add: bool = False,
+    over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
 ) -> PyTree:
@@ -108,6 +114,7 @@ def put(
       add: Whether slices are added to `into`, and those with equal indices to each
         other. Otherwise they replace it, and of those with equal indices the last one
         does.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -150,8 +157,14 @@ def put(
     return moved if base is None else _combine(lax.add, moved, base, params)
 
 
+@over_levels("x")
 def shift(
-    x: PyTree, k: int, *, mesh: MeshLike = None, partition: PartitionLike = None
+    x: PyTree,
+    k: int,
+    *,
+    over: Over = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
 ) -> PyTree:
     """Move slices by k groups around a ring: `jnp.roll(x, k, axis=0)`.
 
@@ -160,6 +173,7 @@ def shift(
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
       k: How far: group j gets the slice of group j - k, modulo n. A Python integer.
+      over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 

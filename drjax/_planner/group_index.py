@@ -22,7 +22,9 @@ from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import deep_equations, split_scan, split_while
 from drjax._partition import Partition
 from drjax._planner.inline import CALLS, any_of_batch, step_where
-from drjax.primitives import partition_index_p
+from drjax._primitives.map_fn import broadcast_consts, trace_group
+from drjax._sharding.layout import make_layout
+from drjax.primitives import map_fn_p, partition_index_p
 
 
 def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list:
@@ -52,7 +54,7 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
     def step(eqn, operands):
         if _is_group_index(eqn, partition):
             return [group]
-        if not any(
+        if _is_inner_scope(eqn, partition) or not any(
             _uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params)
         ):
             return None
@@ -86,7 +88,18 @@ def _is_group_index(eqn, partition: Partition | None) -> bool:
 
 def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
     """Whether a per-group jaxpr has this partition's `partition_index` at any depth."""
-    return any(_is_group_index(eqn, partition) for eqn in deep_equations(jaxpr))
+    outside = lambda eqn: not _is_inner_scope(eqn, partition)
+    return any(
+        _is_group_index(eqn, partition) for eqn in deep_equations(jaxpr, outside)
+    )
+
+
+def _is_inner_scope(eqn, partition: Partition | None) -> bool:
+    """Whether an equation maps over an inner program's partition that equals this one.
+
+    In it, the group index is that of the inner program.
+    """
+    return eqn.primitive is map_fn_p and eqn.params["partition"] == partition
 
 
 # Rules that evaluate an equation again whose bodies use the group index:
@@ -131,5 +144,16 @@ def _cond(eqn, operands, run):
     return jax.lax.switch(index, [run(b) for b in eqn.params["branches"]], *operands)
 
 
+def _map(eqn, operands, run):
+    """A map of an inner program, in which the index is broadcast to its groups."""
+    params = dict(eqn.params)
+    layout = make_layout(params["partition"], params["mesh"])
+    avals = [_compat.typeof(x) for x in operands]
+    body = run(params.pop("jaxpr"))
+    jaxpr, consts = trace_group(body, avals, layout, params["name"])
+    copies = broadcast_consts(consts, **params)
+    return map_fn_p.bind(*copies, *operands, jaxpr=jaxpr, **params)
+
+
 # Calls need no rule: the jaxpr that they call is evaluated in their place.
-_RULES = {"scan": _scan, "while": _while, "cond": _cond}
+_RULES = {"scan": _scan, "while": _while, "cond": _cond, map_fn_p.name: _map}

@@ -40,6 +40,7 @@ from drjax._context import enter_mapped
 from drjax._primitives import fused_lowering, registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
+from drjax._primitives.partition_index import GroupAxis
 from drjax._sharding.avals import group_aval, partitioned_aval
 from drjax._sharding.execute import with_sharding_of
 from drjax._sharding.layout import Layout, axes_of_groups, make_layout
@@ -435,6 +436,10 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
     args = [x for x, _ in moved]
     # Axis d of `[n, *s]` is axis d - 1 of a group's `[*s]`, and the other way round.
     in_axes = [None if d is None else d - 1 for _, d in moved]
+    axis = axis_data.name
+    if isinstance(axis, GroupAxis) and axis.partition == params["partition"]:
+        # An inner scope: its indices are not those of the groups of the vmap.
+        axis_data = _compat.without_name(axis_data)
     with group_context(make_layout(params["partition"], params["mesh"])):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, in_axes)
     outs = map_fn_p.bind(*args, jaxpr=batched, **params)

@@ -55,8 +55,9 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 
     Returns:
       The mesh, if it has the partition's axes. None if it has none of them, if there is
-      no mesh, or while `drjax.jit` traces a program for a plan under the mesh in
-      context, outside mapped functions: the plan binds no mesh.
+      no mesh, inside a function mapped over a partition on one of the same axes, or
+      while `drjax.jit` traces a program for a plan under the mesh in context, outside
+      mapped functions: the plan binds no mesh.
 
     Raises:
       MeshError: `mesh` is no mesh, differs from the mesh in context, or is an
@@ -65,7 +66,8 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
         the groups, and the axes are Manual or Explicit.
     """
     context = jax.sharding.get_abstract_mesh()
-    if planned.value and not current_scope().mapped:
+    mapped = current_scope().mapped
+    if planned.value and not mapped:
         return None
     if mesh is None:
         mesh = context if not context.empty else _compat.legacy_mesh()
@@ -91,6 +93,8 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
     if not present:
         _log_missing_axis(partition.mesh_axes, mesh.axis_names)
         return None
+    if any(set(outer.mesh_axes) & set(partition.mesh_axes) for outer in mapped):
+        return None  # these axes have the groups of an enclosing mapped function
     if len(present) != len(partition.mesh_axes):
         missing = sorted(set(partition.mesh_axes) - set(present))
         raise MeshError(

@@ -68,27 +68,26 @@ def test_misspelt_keywords(keywords, meant):
     raises(drjax.DrjaxTypeError, text, lambda: drjax.program(**keywords))
 
 
-@pytest.mark.parametrize(
-    "keywords, got",
-    [
-        ({}, "Got none."),
-        (dict(pods=1, clients=2), "Got pods=1, clients=2."),
-        (dict(placements={"a": 1}, clients=2), "Got placements={'a': 1}, clients=2."),
-    ],
-)
-def test_not_exactly_one_partition(keywords, got):
-    text = "drjax.program needs exactly one partition, given as one keyword: "
+@pytest.mark.parametrize("keywords", [{}, dict(placements={}), dict(mesh=None)])
+def test_a_program_without_a_partition(keywords):
+    text = "drjax.program needs a partition, given as one keyword: "
     result = raises(drjax.DrjaxTypeError, text, lambda: drjax.program(**keywords))
-    assert got in result
+    assert "Got none." in result
 
 
-@pytest.mark.parametrize("placements", [{}, {"a": 1, "b": 2}])
-def test_placements_of_another_number(placements):
-    text = f"A program has exactly one partition, got {len(placements)}: "
+def test_placements_and_a_level():
+    call = lambda: drjax.program(placements={"a": 1}, clients=2)
+    text = "drjax.program(placements=) names all levels, got another keyword: clients=2"
+    raises(drjax.DrjaxTypeError, text, call)
+
+
+@pytest.mark.parametrize("partition", [{}, {"a": 1, "b": 2}])
+def test_mappings_of_another_number(partition):
+    text = f"partition= needs exactly one partition, got {len(partition)}: "
     result = raises(
-        drjax.DrjaxValueError, text, lambda: drjax.program(placements=placements)
+        drjax.DrjaxValueError, text, lambda: drjax.broadcast(1.0, partition=partition)
     )
-    assert "inside the function given to drjax.map_fn" in result
+    assert "@drjax.program(pods=2, groups=4)" in result
 
 
 def test_placements_that_are_no_mapping():
@@ -257,22 +256,3 @@ def test_a_backward_function_after_the_program_names_partition():
         lambda _, ct: (drjax.broadcast(ct, partition={"clients": 3}),),
     )
     assert (jax.grad(three(total))(X3) == 1).all()
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        drjax.program(clients=2),
-        drjax.program(clients=3),
-        drjax.program(pods=2, mesh_axes="clients"),
-        drjax.program(pods=2, mesh_axes=("data", "clients")),
-    ],
-)
-def test_nested_programs_on_the_same_name_or_axes(inner):
-    @three
-    def outer(x):
-        return drjax.map_fn(lambda a: inner(drjax.broadcast)(a), x)
-
-    text = "was called inside the function given to drjax.map_fn over partition "
-    result = raises(drjax.ScopeError, text + "clients:3", outer, X3)
-    assert "A nested partition needs another name and other mesh axes" in result

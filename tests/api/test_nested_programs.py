@@ -150,3 +150,130 @@ def test_both_levels_are_sharded():
         y = jax.jit(outer)(X)
     assert y.shape == (4, 8, 3)
     assert y.sharding.shard_shape(y.shape) == (2, 2, 3)
+
+
+# ---------------------------------------------------------------------------------
+# Inner scopes: the name, or the mesh axis, of an enclosing program
+
+
+def same_names(inner: Any):
+    """A function of x [3] and y [4, 3], with an inner program over 2, 3 or 4 groups."""
+
+    @inner
+    def within(x, y):
+        def one(a):
+            number = 1.0 + drjax.partition_index()
+            return jnp.sin(a * x * number) * y + drjax.partition_size()
+
+        return drjax.reduce_mean(drjax.map_fn(one, drjax.broadcast(y)))
+
+    @drjax.program(partition_size=4)
+    def outer(x, y):
+        number = lambda a: within(x, a * drjax.partition_index())
+        return drjax.reduce_sum(drjax.map_fn(number, y))
+
+    def expected(x, y):
+        size = inner(drjax.partition_size)()
+        total = 0.0
+        for i in range(4):
+            a = y[i] * i
+            for j in range(size):
+                total += (jnp.sin(a * x * (1.0 + j)) * a + size) / size
+        return total
+
+    return outer, expected
+
+
+INNER = {
+    "another size": drjax.program(partition_size=2),
+    "the same size": drjax.program(partition_size=4),
+    "the same axis": drjax.program(clients=3, mesh_axes="partition_size"),
+    "one of the axes": drjax.program(clients=2, mesh_axes=("data", "partition_size")),
+}
+INNER_MESHES = {
+    "none": None,
+    "auto": ({"partition_size": 4}, AUTO),
+    "explicit": ({"partition_size": 4}, EXPLICIT),
+    "two axes": ({"data": 2, "partition_size": 2}, AUTO),
+}
+
+
+@checkerboard(1, inner=INNER, name=INNER_MESHES)
+def test_a_program_of_the_same_name_or_axis_is_an_inner_scope(inner, name):
+    fn, expected = same_names(INNER[inner])
+    y = jnp.arange(12.0).reshape(4, 3) / 10
+    with in_mesh(make_mesh(*INNER_MESHES[name]) if INNER_MESHES[name] else None):
+        result = jax.jit(jax.value_and_grad(lambda x, y: fn(x, y).sum(), (0, 1)))(X, y)
+        streamed = drjax.jit(fn, groups_per_step=1)(X, y)
+    plain = jax.value_and_grad(lambda x, y: expected(x, y).sum(), (0, 1))
+    assert_close(result, plain(X, y), 5e-5)
+    assert_close(streamed, expected(X, y), 5e-5)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_inner_scopes_have_plans(inner):
+    fn, expected = same_names(INNER[inner])
+    y = jnp.arange(12.0).reshape(4, 3) / 10
+    plan = drjax.make_plan(fn)(X, y)
+    assert [len(plan.rounds), str(plan.partition)] == [1, "partition_size:4"]
+    for backend in (drjax.backends.reference, drjax.backends.xla):
+        assert_close(backend.compile(plan)(X, y), expected(X, y), 5e-5)
+
+
+def test_a_program_that_calls_itself_in_its_groups():
+    @drjax.program(partition_size=2)
+    def halve(x, depth=3):
+        parts = x.reshape(2, -1)
+        if depth == 1:
+            return drjax.reduce_sum(drjax.map_fn(jnp.sum, parts))
+        return drjax.reduce_sum(drjax.map_fn(lambda a: halve(a, depth - 1), parts))
+
+    for shape in (None, {"partition_size": 2}):
+        with in_mesh_of(shape):
+            assert float(jax.jit(halve)(jnp.arange(16.0))) == 120.0
+
+
+@checkerboard(
+    2,
+    name=MESHES,
+    of=["argument", "map", "reduction", "index", "key", "tree"],
+)
+def test_closures_of_inner_functions_over_an_outer_groups_values(name, of):
+    """The innermost function closes over what the outer group computed or got."""
+
+    @drjax.program(clients=4)
+    def inner(value, data):
+        return drjax.reduce_sum(drjax.map_fn(lambda d: jnp.sum(value * d), data))
+
+    def one(x, data):
+        if of == "map":
+            x = jnp.cumsum(jnp.sin(x))
+        if of == "index":
+            x = x * drjax.partition_index()
+        if of == "key":
+            key = jax.random.fold_in(jax.random.key(0), drjax.partition_index())
+            x = x * jax.random.uniform(key, (3,))
+        if of == "reduction":
+            x = x * inner(x, data)
+        if of == "tree":
+            tree = {"x": x, "data": data}
+            total = drjax.program(clients=4)(
+                lambda: drjax.reduce_sum(
+                    drjax.map_fn(lambda d: tree["x"] @ d, tree["data"])
+                )
+            )
+            return total()
+        return inner(x, data)
+
+    @drjax.program(pods=4)
+    def outer(x, data):
+        return drjax.reduce_sum(drjax.map_fn(one, (x, data)))
+
+    x = jnp.arange(12.0).reshape(4, 3) / 10
+    data = jnp.sin(jnp.arange(48.0)).reshape(4, 4, 3)
+    gradient = jax.value_and_grad(outer, (0, 1))
+    expected = gradient(x, data)
+    with in_mesh_named(name):
+        assert_close(jax.jit(gradient)(x, data), expected, 5e-5)
+        assert_close(drjax.jit(gradient)(x, data), expected, 5e-5)
+        assert_close(outer(x, data), expected[0], 5e-5)

@@ -1,0 +1,286 @@
+"""The argument `over=` of the building blocks: the levels on which they act.
+
+Input: a building block for one partition. Output: the block for programs with levels,
+`@drjax.program(pods=2, groups=4)`, whose partitioned values are `[pods, groups, *s]`.
+
+A level inside another one is a map over the outer one, in which the block acts on the
+inner one. With P the groups of pod p:
+
+    over="pods"      the block itself, on axis 0
+    over="groups"    map_fn over pods of (the block over groups)
+    over both        sum_p sum_{i in P} x_pi: over groups in each pod, then over pods
+
+So each rule is that of the primitives. On a mesh with the axes of both levels, the
+lowering merges the two sums (`_primitives/sums_of_levels.py`) to one collective.
+
+Invariants: in a program with one partition, a block costs one lookup more. Sharp edge:
+a level below another one is mapped over even where `over=` names it alone: its values
+have the leading axes of all levels above.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from drjax._api.trace_map import call_mapped
+from drjax._api.validate import flatten_partitioned
+from drjax._context import Scope, current_scope, enter_level, scope_context
+from drjax._errors import DrjaxTypeError, DrjaxValueError, ScopeError
+from drjax._partition import Partition, attached_levels, show_levels
+from drjax._sharding.layout import find_mesh, make_layout
+
+Over = str | Sequence[str] | None
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F], F]:
+    """Make the decorator that adds the levels of programs to a building block.
+
+    Args:
+      *partitioned: The names of the block's partitioned arguments, trees of arrays,
+        which a map over an outer level maps over. It closes over the other arguments.
+      outer: `outer(arguments, inner, over)` runs the block over several levels, whose
+        names are `over`, outermost first: `arguments` are the arguments of the block,
+        by name, and `inner(**arguments)` runs it over all but the first level, in each
+        group of that one. None: the block acts on one level at a time.
+
+    Returns:
+      A decorator. The block has a parameter `over`, which only the decorator reads: the
+      block itself always acts on the ambient partition.
+    """
+
+    def decorate(block: F) -> F:
+        name, signature = block.__name__, inspect.signature(block)
+
+        @functools.wraps(block)
+        def call(*args, **kwargs):
+            scope, explicit = current_scope(), kwargs.get("partition")
+            if not (scope.levels or explicit is not None or "over" in kwargs):
+                return block(*args, **kwargs)  # a program with one partition
+            arguments = signature.bind(*args, **kwargs).arguments
+            over = arguments.pop("over", None)
+            with _explicit_levels(name, arguments, over, scope):
+                levels = current_scope().open_levels
+                if not levels or "partition" in arguments:
+                    _check_alone(name, over)
+                    return block(**arguments)
+                acted_on = select_levels(name, over, levels)
+                return run(levels, acted_on, arguments)
+
+        def run(levels, acted_on, arguments):
+            first = levels[0]
+            if acted_on == (first,):
+                return block(**arguments)
+            if len(acted_on) > 1 and outer is None:
+                raise _one_level_error(name, acted_on)
+            rest = tuple(p for p in acted_on if p != first)
+
+            def inner(**arguments):
+                work = functools.partial(run, levels[1:], rest)
+                return map_over(name, first, work, partitioned, arguments)
+
+            if first not in acted_on:
+                return inner(**arguments)
+            assert outer is not None
+            return outer(arguments, inner, tuple(p.name for p in acted_on))
+
+        return call  # pyright: ignore[reportReturnType]  (functools.wraps)
+
+    return decorate
+
+
+def reduce_parts(
+    name: str,
+    over: Sequence[str],
+    partitioned: Sequence[str],
+    arguments: dict[str, Any],
+    parts: Callable[..., Any],
+    combine: Callable[[Any], Any],
+) -> Any:
+    """Reduce over several levels: parts over the innermost one, combined outwards.
+
+    Args:
+      name: The name of the block, for errors.
+      over: The names of the levels to reduce over, outermost first.
+      partitioned: The names of the partitioned arguments.
+      arguments: The arguments of `parts`, by name.
+      parts: `parts(**arguments)` reduces over the ambient partition, to a tree.
+      combine: Reduces such a tree, with a slice for each group, over the ambient
+        partition.
+
+    Returns:
+      The tree that `combine` returns; partitioned over the levels that are outside the
+      last of `over` and not among them.
+    """
+    first = current_scope().open_levels[0]
+    if tuple(over) == (first.name,):
+        return parts(**arguments)
+    rest = [each for each in over if each != first.name]
+    work = lambda args: reduce_parts(name, rest, partitioned, args, parts, combine)
+    mapped = map_over(name, first, work, partitioned, arguments)
+    return combine(mapped) if first.name in over else mapped
+
+
+def mesh_argument(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The argument `mesh=` of a block, for the blocks that it calls."""
+    return {"mesh": arguments.get("mesh")}
+
+
+def map_over(
+    name: str,
+    partition: Partition,
+    work: Callable[[dict[str, Any]], Any],
+    partitioned: Sequence[str],
+    arguments: dict[str, Any],
+) -> Any:
+    """Map a building block over a level, to run it on the levels inside.
+
+    Args:
+      name: The name of the block, for errors and for the name of the map.
+      partition: The level to map over, n groups.
+      work: `work(arguments)` runs the block on the arguments of one group.
+      partitioned: The names of the arguments to map over, trees of arrays `[n, *s]`.
+      arguments: The arguments by name. Those that are None are not mapped over.
+
+    Returns:
+      The tree that `work` returns, with leaves `[n, *t]`.
+    """
+    names = [key for key in partitioned if arguments.get(key) is not None]
+    others = {k: v for k, v in arguments.items() if k not in names}
+    mesh = arguments.get("mesh")
+    mesh = find_mesh(partition, current_scope().mesh if mesh is None else mesh)
+    size = make_layout(partition, mesh).group_axis_size
+    flat = [
+        flatten_partitioned(name, _as_tree(key, arguments[key]), partition, size, key)
+        for key in names
+    ]
+    leaves = [leaf for some, _ in flat for leaf in some]
+    tree = jax.tree_util.treedef_tuple([structure for _, structure in flat])
+
+    def one(*args):
+        with enter_level(_below(partition)):
+            return work({**others, **dict(zip(names, args, strict=True))})
+
+    one.__name__ = name
+    return call_mapped(one, leaves, tree, partition=partition, mesh=mesh)
+
+
+def in_next_level(fn: Callable) -> Callable:
+    """Make the mapped function of a level act on the levels inside it by default.
+
+    Args:
+      fn: The function given to `map_fn` over the outermost open level.
+
+    Returns:
+      The function; `fn` itself if there is no level inside.
+    """
+    below = current_scope().open_levels[1:]
+    if not below:
+        return fn
+
+    @functools.wraps(fn)
+    def in_level(*args):
+        with enter_level(below[0]):
+            return fn(*args)
+
+    return in_level
+
+
+def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
+    """Select the levels of a program that `over=` names, outermost first.
+
+    Args:
+      name: The name of the block, for errors.
+      over: The argument: the name of a level, or a sequence of names; None: all.
+      levels: The levels on which a block may act here, outermost first.
+
+    Returns:
+      The partitions.
+
+    Raises:
+      DrjaxTypeError: `over` is neither a name nor a sequence of names.
+      DrjaxValueError: It names no level, or another one, or one twice.
+    """
+    if over is None:
+        return tuple(levels)
+    names = (over,) if isinstance(over, str) else over
+    if not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+        raise DrjaxTypeError(
+            f"drjax.{name}(over=) needs the name of a level, or a tuple of names, got "
+            f"{type(over).__name__}: {over!r}."
+        )
+    known = [p.name for p in levels]
+    if not names or set(names) - set(known) or len(set(names)) != len(names):
+        raise DrjaxValueError(
+            f"drjax.{name}(over=) needs one or more of {known}, the levels on which it "
+            f"may act here, each at most once, got {over!r}."
+        )
+    return tuple(p for p in levels if p.name in names)
+
+
+def _below(partition: Partition) -> Partition:
+    """The level inside `partition`, in the program that is running."""
+    levels = current_scope().levels
+    return levels[levels.index(partition) + 1]
+
+
+def _as_tree(name: str, value: Any) -> Any:
+    """Convert a mask or segments from nested lists to an array; trees stay trees."""
+    if name in ("where", "by") and isinstance(value, list | tuple):
+        return jax.numpy.asarray(value)
+    return value
+
+
+def _explicit_levels(name: str, arguments: dict[str, Any], over: Over, scope: Scope):
+    """The context manager of the levels that the argument `partition=` names.
+
+    Args:
+      name: The name of the block, for errors.
+      arguments: The arguments of the block, by name. If `partition` is a program with
+        several levels, it is removed.
+      over: The argument `over=`.
+      scope: The current scope.
+
+    Raises:
+      ScopeError: Such a program is named inside a mapped function over its levels.
+    """
+    levels = attached_levels(arguments.get("partition"))
+    if len(levels) < 2:
+        if arguments.get("partition") is None:
+            arguments.pop("partition", None)
+        return contextlib.nullcontext()
+    if set(levels) & set(scope.mapped):
+        raise ScopeError(
+            f"drjax.{name}(partition=) names a program with {show_levels(levels)} "
+            "inside a function mapped over them; that function sees one group. Call "
+            "the block outside map_fn."
+        )
+    del arguments["partition"]
+    return scope_context(Scope(levels[0], None, scope.mapped, levels))
+
+
+def _check_alone(name: str, over: Over) -> None:
+    """Raise `DrjaxValueError` if `over=` is passed where there are no levels."""
+    if over is not None:
+        raise DrjaxValueError(
+            f"drjax.{name}(over={over!r}) names levels of a program, but it is called "
+            "with partition=, or where no program is running. Leave out over=."
+        )
+
+
+def _one_level_error(name: str, levels: Sequence[Partition]) -> DrjaxValueError:
+    """Make the error for a block that acts on one level, called for several.
+
+    Args:
+      name: The name of the block.
+      levels: The levels.
+    """
+    options = " or ".join(f"over={p.name!r}" for p in levels)
+    return DrjaxValueError(
+        f"drjax.{name} acts on one level at a time, but the program has "
+        f"{show_levels(levels)}. Pass {options}."
+    )

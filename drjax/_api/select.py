@@ -1,0 +1,150 @@
+"""`select`: the slices of one group as global values, over pytrees.
+
+Input: a tree of partitioned leaves `[n, *s]`, and a group's index. Output: the tree
+with global leaves. Invariants: the slices of other groups do not reach the result.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from drjax import _compat
+from drjax._api.levels import Over, over_levels
+from drjax._api.participation import Mask, check_where
+from drjax._api.resolve import (
+    MeshLike,
+    PartitionLike,
+    PyTree,
+    bind_partitioned,
+    map_leaves,
+    resolve,
+)
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
+from drjax._primitives.select_slice import (
+    as_int32,
+    count_from_end,
+    index_pair,
+    select_slice,
+)
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import make_layout
+
+
+@over_levels("x", "where")
+def select(
+    x: PyTree,
+    i: ArrayLike,
+    *,
+    where: Mask = None,
+    over: Over = None,
+    mesh: MeshLike = None,
+    partition: PartitionLike = None,
+) -> PyTree:
+    """One group's values as global values. One all-reduce on a mesh.
+
+    Args:
+      x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
+      i: The group, an integer; negative counts from the end. A traced index out of
+        bounds is clamped, as by JAX indexing.
+      where: Optional bool `[n]`: the groups to select from, by a gather of n bools.
+        `i` counts these groups only, in the order of their indices, and is clamped to
+        their number.
+      over: As for `drjax.broadcast`.
+      mesh: As for `drjax.broadcast`.
+      partition: As for `drjax.broadcast`.
+
+    Returns:
+      The same tree with global leaves `[*s]`. Infinities and NaNs of other groups
+      do not leak in. If `where` is False for all groups: zeros.
+
+    Raises:
+      ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
+        `i` is not an integer, or is a known number out of bounds.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> f = drjax.program(partition_size=3)(lambda x: drjax.select(x, 1))
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      6.0
+      >>> f = drjax.program(partition_size=3)(
+      ...     lambda x: drjax.select(x, 0, where=x > 6)
+      ... )
+      >>> print(f(jnp.array([5.0, 6.0, 7.0])))
+      7.0
+    """
+    params = resolve("select", mesh, partition)
+    i = _check_index(i, params["partition"].size)
+    if where is None:
+        indices = index_pair(i, **params)
+    else:
+        indices = _rank_pair(i, check_where("select", where, params), params)
+
+    def bind(leaf, **params):
+        map_one = functools.partial(map_leaves, **params)
+        return select_slice(leaf, indices, map_one, **params)
+
+    return bind_partitioned("select", x, mesh, partition, bind)
+
+
+def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
+    """Compute the partitioned values by which one of the groups of a mask is selected.
+
+    Args:
+      i: The position of the group among those of the mask, int32 `[]`; negative ones
+        count from the end. It is clamped.
+      where: The mask, partitioned bool `[n]`.
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+
+    Returns:
+      `(rank, selected)`, both partitioned, int32 `[n]`, as of `index_pair`: the number
+      of groups of the mask before each group of the mask, n for another group; and the
+      rank of the selected group, -1 if the mask has no group.
+    """
+    layout = make_layout(**params)
+    taken = gather_p.bind(as_operand(where, layout, True), **params)
+    ranks = jnp.cumsum(taken, dtype=jnp.int32) - 1
+    ranks = jnp.where(taken, ranks, params["partition"].size)
+    count = jnp.sum(taken, dtype=jnp.int32)
+    # jnp.clip lets the upper bound win: -1 if no group takes part.
+    selected = count_from_end(i, count).clip(0, count - 1)
+    ranks, selected = (as_operand(x, layout, False) for x in (ranks, selected))
+    return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
+
+
+def _check_index(i, n: int):
+    """Check the group index that is passed to `drjax.select`.
+
+    Args:
+      i: The index: a Python or NumPy integer, or a scalar JAX array or tracer. Negative
+        indices count from the end.
+      n: The number of groups.
+
+    Returns:
+      The index as an int32 scalar; a negative index stays negative. One that is traced
+      and out of bounds stays out of bounds, or becomes the nearest one in bounds.
+
+    Raises:
+      DrjaxTypeError: The index is not an integer scalar.
+      DrjaxValueError: The index is concrete, not traced, and not between -n and n - 1.
+    """
+    if isinstance(i, jax.Array | np.ndarray | np.generic):
+        is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
+    else:
+        is_number = isinstance(i, int) and not isinstance(i, bool)
+    if not is_number:
+        raise DrjaxTypeError(
+            "drjax.select needs the number of one group, an integer scalar, got "
+            f"{type(i).__name__}: {i!r}."
+        )
+    if _compat.is_concrete(i):
+        if not -n <= int(i) < n:
+            raise DrjaxValueError(
+                f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
+            )
+        return jnp.asarray(i, jnp.int32)
+    return as_int32(jnp.asarray(i), -n, n - 1)
