@@ -85,15 +85,16 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
       `enter`, which takes no arguments and returns a context manager for the program's
       body.
     """
-    several = levels if len(levels) > 1 else ()
+    outermost, *below = levels
+    several = levels if below else ()
     # Made once: entering a program must cost little.
-    alone = Scope(levels[0], mesh, (), several)
+    alone = Scope(outermost, mesh, (), several)
 
     def enter():
         outer = scope_context.value
         if outer is None or not outer.mapped:
             return scope_context(alone)
-        return scope_context(Scope(levels[0], mesh, outer.mapped, several))
+        return scope_context(Scope(outermost, mesh, outer.mapped, several))
 
     return enter
 

@@ -92,7 +92,7 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
 def attached_levels(value: Any) -> tuple[Partition, ...]:
     """The partitions of a program's levels, outermost first; () if it is no program."""
     attached = getattr(value, "partition", None)
-    levels = attached if isinstance(attached, tuple) else (attached,)
+    levels: Any = attached if isinstance(attached, tuple) else (attached,)
     return levels if all(isinstance(p, Partition) for p in levels) else ()
 
 

@@ -59,12 +59,12 @@ def _inwards(arguments, inner, over, block: Callable) -> PyTree:
     return inner(**{**arguments, "x": x})
 
 
-def _broadcast_inwards(*args):
-    return _inwards(*args, broadcast)
+def _broadcast_inwards(arguments, inner, over):
+    return _inwards(arguments, inner, over, broadcast)
 
 
-def _scatter_inwards(*args):
-    return _inwards(*args, scatter)
+def _scatter_inwards(arguments, inner, over):
+    return _inwards(arguments, inner, over, scatter)
 
 
 def _gather_outwards(arguments, inner, over):

@@ -23,7 +23,7 @@ _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_
 def program(
     *args: Any,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
-    mesh_axes: str | tuple[str, ...] | None = None,
+    mesh_axes: str | tuple[str, ...] | Mapping[str, Any] | None = None,
     use_abstract_mesh: bool | None = None,
     **partition: Any,
 ) -> Callable[[Callable], Callable]:
@@ -75,6 +75,7 @@ def program(
     """
     del use_abstract_mesh
     levels = _declared_levels(args, partition, mesh_axes)
+    attribute = levels[0] if len(levels) == 1 else levels
     _check_mesh(mesh)
     enter = program_scope(levels, mesh)
 
@@ -86,7 +87,6 @@ def program(
             with enter():
                 return fn(*args, **kwargs)
 
-        attribute = levels if len(levels) > 1 else levels[0]
         setattr(call, "partition", attribute)  # noqa: B010  (a wrapper has no such field)
         return call
 

@@ -104,8 +104,8 @@ def _weighted_mean_outwards(arguments, inner, over):
         return reduce_sum(shares, over=outermost, **options, **mesh), totals
 
     names = ("x", "w", "where", "by")
-    sums = reduce_parts(block, over, names, arguments, parts, combine)
-    return _quotients(block, arguments["x"], *sums, default)
+    shares, totals = reduce_parts(block, over, names, arguments, parts, combine)
+    return _quotients(block, arguments["x"], shares, totals, default)
 
 
 # ---------------------------------------------------------------------------------

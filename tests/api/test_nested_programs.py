@@ -174,7 +174,7 @@ def same_names(inner: Any):
 
     def expected(x, y):
         size = inner(drjax.partition_size)()
-        total = 0.0
+        total = jnp.zeros(3)
         for i in range(4):
             a = y[i] * i
             for j in range(size):
