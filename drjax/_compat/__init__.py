@@ -18,6 +18,9 @@ between them:
 
 from drjax._compat.error_texts import is_about_a_mesh as is_about_a_mesh
 from drjax._compat.error_texts import unbound_axis as unbound_axis
+from drjax._compat.jax_types import (
+    GATHERS_EXPLICIT_RESULTS as GATHERS_EXPLICIT_RESULTS,
+)
 from drjax._compat.jax_types import JAX_VERSION as JAX_VERSION
 from drjax._compat.jax_types import JAXPR_TYPES as JAXPR_TYPES
 from drjax._compat.jax_types import MERGED as MERGED

@@ -16,6 +16,9 @@ except ImportError:  # older JAX, whose scans have num_consts instead
     flattree: Any = None
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+# Results of a shard_map that are sharded over another, Explicit axis: old versions
+# gather them where the shard_map ends.
+GATHERS_EXPLICIT_RESULTS = JAX_VERSION < (0, 12)
 MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 JAXPR_TYPES = (core.Jaxpr, Jaxpr)

@@ -141,7 +141,8 @@ def map_rule(execute: Callable) -> Callable:
         operands = [(x, slices_aval(aval, layout)) for x, aval in operands]
         run = functools.partial(execute, shared=tuple(shared))
         jaxpr, inner = params["jaxpr"], {}
-        if layout.sharded:
+        gathers = _compat.GATHERS_EXPLICIT_RESULTS and layout.other_explicit_axes
+        if layout.sharded and not gathers:
             extended, inner = with_partial_reductions(jaxpr)
             params = {**params, "jaxpr": extended}
         outs = _compat.lower_function(ctx, run, operands, True, **params)

@@ -314,6 +314,10 @@ def test_a_reduction_over_both_is_one_collective(block, kind):
     with in_mesh(make_mesh(BOTH, kind)):
         x = drjax.shard(X, partition=PROGRAM)
         text = hlo_text(two(TABLE[block][0]), x)
+    if kind == EXPLICIT and jax.__version_info__ < (0, 12):
+        # There, JAX gathers what is sharded over the inner axis, in and out of a map.
+        assert count(text)["all-reduce"] == 2
+        return
     assert count(text) == {"all-reduce": 1}
     (collective,) = hlo.collectives(text)
     assert collective.bytes == 12
