@@ -166,6 +166,7 @@ CASES: dict[str, list] = {
     "triangular_solve": [(lax.linalg.triangular_solve, (SQUARES, SQUARES))],
     "random_unwrap": [(jax.random.key_data, (KEYS,))],
     "random_wrap": [(jax.random.wrap_key_data, (np.ones((N, 3, 2), np.uint32),))],
+    "rearrange": [(lambda x, d=d: jnp.roll(x, 1, axis=d), (A,)) for d in range(3)],
     "split": [(lambda x, d=d: lax.split(x, (1, x.shape[d] - 1), d), (A,))
               for d in range(3)],
     "top_k": [(lambda x: lax.top_k(x, 2), (A,))],
