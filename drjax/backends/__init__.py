@@ -3,6 +3,7 @@
 reference, xla                on this machine, with JAX alone
 in_process, ray, beam, flower engines: `compile` takes the fields of `EngineOptions`
 Groups, Parquet               arguments of engines that are made group by group
+Kept                          handles of results that stay with their groups (`kept`)
 
 What they share: `_interpret_plan`, the loop over the rounds of a plan; `_python_loops`,
 the loops and branches of a plan whose bodies communicate, stepped by Python; and
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from drjax.backends import in_process as in_process
     from drjax.backends.engine.options import EngineOptions as EngineOptions
     from drjax.backends.groups import Groups as Groups
+    from drjax.backends.kept import Kept as Kept
     from drjax.backends.parquet import Parquet as Parquet
 
 _LAZY = {  # so that `import drjax` does not pay for engines
     "EngineOptions": "engine.options",
     "Groups": "groups",
+    "Kept": "kept",
     "Parquet": "parquet",
 }
 _MODULES = ("beam", "flower", "in_process", "ray")

@@ -29,6 +29,7 @@ from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends import _locate_failure, _python_loops
 from drjax.backends._interpret_plan import Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
+from drjax.backends.kept import Keep
 from drjax.plan import Loop, Move, Plan, Reduce, Stage, Value
 
 
@@ -48,19 +49,25 @@ class GroupError(DrjaxError, RuntimeError):
         self.group, self.stage, self.inputs = group, stage, inputs
 
 
-def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
+def compile(
+    plan: Plan, *, check_nans: bool = False, keep: dict[Any, Any] | None = None
+) -> Callable:
     """A function that runs the plan one group at a time.
 
     Args:
       plan: The plan.
       check_nans: Whether to raise `GroupError` if an output of a group's stage has a
         NaN.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`. The function returns a `Kept` for each.
 
     Returns:
       A function with the signature of the planned one.
 
     Raises:
       GroupError: (from the returned function) a group's work failed.
+      DrjaxTypeError, DrjaxValueError: `keep` does not fit the plan; (from the returned
+        function) a handle is of another function, or was used up.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -70,7 +77,10 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
       1.5
     """
 
+    kept = Keep(plan, keep)
+
     def run(*args, **kwargs):
+        args, kwargs, handles = kept.open(args, kwargs)
         inputs = [
             # Slices are along axis 0 inside, whatever axis users chose.
             jnp.moveaxis(x, v.axis, 0) if v.partitioned else x
@@ -81,7 +91,11 @@ def compile(plan: Plan, *, check_nans: bool = False) -> Callable:
             jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x)
             for v, x in zip(plan.outputs, outs, strict=True)
         ]
-        return plan.out_tree.unflatten(whole)
+        for handle in handles:
+            handle.use_up()
+        # Arrays of JAX cannot change: no copy is needed.
+        results = plan.out_tree.unflatten(whole)
+        return kept.results(results, whole, lambda _, arrays: arrays)
 
     return run
 

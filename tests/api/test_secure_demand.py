@@ -138,3 +138,15 @@ def test_forged_demands_are_refused():
 )
 def test_errors(error, text, options):
     raises(error, text, three(functools.partial(drjax.reduce_sum, **options)), X3)
+
+
+def test_sums_within_a_group_are_not_secure():
+    """Its process would see all summands."""
+    x = np.zeros((2, 3), np.float32)
+    inner = drjax.program(groups=3)(lambda x: drjax.reduce_sum(x, secure=True))
+    nested = drjax.program(pods=2)(lambda x: drjax.map_fn(inner, x))
+    levels = drjax.program(pods=2, groups=3)
+    over = lambda over: levels(lambda x: drjax.reduce_sum(x, secure=True, over=over))
+    for fn in (nested, over("groups"), over(None)):
+        raises(drjax.DrjaxValueError, "Sum over the outermost level", fn, x)
+    np.testing.assert_array_equal(over("pods")(x), np.zeros(3))

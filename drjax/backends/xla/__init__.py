@@ -3,7 +3,8 @@
     compile_plan -> chunked_stage (the groups of a device) -> reuse_accumulators
                     fold_states (states of chunks and devices, in order)
 
-`step_size` decides how many groups of a device run at once.
+`step_size` decides how many groups of a device run at once; `kept_run` donates the
+arguments that results stay in.
 """
 
 from drjax.backends.xla.compile_plan import compile as compile

@@ -46,6 +46,7 @@ from drjax.backends._interpret_plan import (
     split_scan,
     split_while,
 )
+from drjax.backends.kept import Keep
 from drjax.backends.xla import step_size
 from drjax.backends.xla.chunked_stage import (
     ChunkedStage,
@@ -59,6 +60,7 @@ from drjax.backends.xla.fold_states import (
     operands_of,
     with_arrays,
 )
+from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.reuse_accumulators import (
     AccumulatorReuse,
     find_reuse,
@@ -74,8 +76,9 @@ def compile(
     groups_per_step: int | str | None = None,
     memory_budget: int | None = None,
     mesh: Any = None,
+    keep: dict[Any, Any] | None = None,
 ) -> Callable:
-    """A JAX function that runs the plan; `jax.jit` it.
+    """A JAX function that runs the plan; `jax.jit` it, unless something is kept.
 
     Args:
       plan: The plan.
@@ -84,14 +87,19 @@ def compile(
       memory_budget: With `"auto"`, bytes of temporary memory for each device. Default:
         what the devices have left.
       mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`. The function returns a `Kept` for each. It is
+        compiled already, and donates these arguments, also arrays that the first call
+        gets for them: the results take their buffers.
 
     Returns:
-      A function with the signature of the planned one.
+      A function with the signature of the planned one; with `keep`, it has a method
+      `lower`, as a function of `jax.jit`.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: A wrong option; (from the returned function)
-        arguments do not fit the plan, or with `"auto"` one group does not fit in
-        memory.
+        arguments do not fit the plan, with `"auto"` one group does not fit in memory,
+        or a handle is of another function, or was used up.
       MeshError: (from the returned function) the plan's partition does not fit the
         mesh, or its axes are Manual: a plan does not run inside a `jax.shard_map` over
         them.
@@ -107,6 +115,8 @@ def compile(
       14.0
     """
     step = step_size.checked(groups_per_step, memory_budget)
+    if kept := Keep(plan, keep):
+        return KeptRun(kept, lambda inputs: run_flat(plan, inputs, step, mesh), mesh)
 
     def run(*args, **kwargs):
         leaves = flat_inputs(plan, args, kwargs)

@@ -1,0 +1,352 @@
+"""Slices that stay where they are between calls: `compile(plan, keep=...)`.
+
+Input: a plan, and which of its partitioned results are arguments of the next call.
+Output: a `Keep`, which puts a handle (`Kept`) in the place of each such result, and the
+slices in the place of a handle among the arguments.
+
+Invariants: a handle is valid until a call that took it has returned; after a call that
+raised it is still valid. What a handle refers to is the backend's own: this module
+never looks into arrays. A group that was dropped keeps the slice that it had.
+
+Sharp edges: a handle belongs to the `compile` that returned it, as its slices are with
+the workers of that one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax.plan import Plan, Value
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPair:
+    """A result that stays, and the argument that it is in the next call.
+
+    Attributes:
+      result: The path of the result: a tuple of indices, keys or names.
+      argument: The path of the argument in `(args, kwargs)`.
+      outputs: The indices of its leaves in `plan.outputs`.
+      inputs: The indices of its leaves in `plan.inputs`.
+      tree: The structure of both, a `jax.tree_util.PyTreeDef`.
+    """
+
+    result: tuple
+    argument: tuple
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+    tree: Any
+
+    def __str__(self) -> str:
+        return "argument " + _text(self.argument[1:])
+
+
+class Kept:
+    """A handle of slices that stay with their groups: a result of a call.
+
+    The function that a backend's `compile(plan, keep=...)` returns gives it in the
+    place of a result, and takes it in the place of the argument that the result is in
+    the next call. The call that takes it replaces the slices: then the handle is used
+    up. If that call raises, the handle is still valid. A group that was dropped in a
+    call (`on_error="drop"`) keeps the slice that it had before.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> @drjax.program(clients=3)
+      ... def count(total, x):
+      ...     total = drjax.map_fn(jnp.add, (total, x))
+      ...     return total, drjax.reduce_sum(total)
+      >>> plan = drjax.make_plan(count)(jnp.zeros(3), jnp.ones(3))
+      >>> run = drjax.backends.reference.compile(plan, keep={0: 0})
+      >>> total, _ = run(jnp.zeros(3), jnp.ones(3))
+      >>> total, sum_ = run(total, jnp.ones(3))
+      >>> print(total, sum_, total.fetch())
+      Kept(argument 0) 6.0 [2. 2. 2.]
+    """
+
+    def __init__(
+        self, keep: "Keep", pair: KeptPair, leaves: Sequence[Any], fetch: Callable
+    ):
+        self._keep, self._pair, self._leaves, self._fetch = keep, pair, leaves, fetch
+
+    def fetch(self) -> Any:
+        """Copy the slices of all groups to the caller; the handle stays valid.
+
+        Returns:
+          The result as it would be without `keep=`: a pytree of arrays with the group
+          axis.
+
+        Raises:
+          DrjaxValueError: The handle was used up by a later call.
+          DrjaxTypeError: The backend never gives slices away, as Flower.
+        """
+        return self._pair.tree.unflatten(self._fetch(self.leaves()))
+
+    def leaves(self) -> Sequence[Any]:
+        """The backend's objects for the slices, one for each leaf of the result.
+
+        Raises:
+          DrjaxValueError: The handle was used up by a later call.
+        """
+        if self._leaves is None:
+            raise DrjaxValueError(
+                f"{self} was passed to an earlier call, which replaced its slices. "
+                f"Pass the handle that the latest call of "
+                f"{self._keep.plan.name} returned."
+            )
+        return self._leaves
+
+    def use_up(self) -> None:
+        """Release the slices: a later call has replaced them."""
+        self._leaves = None
+
+    def belongs_to(self, keep: "Keep") -> bool:
+        """Whether the `compile` of this `Keep` has returned the handle."""
+        return self._keep is keep
+
+    @property
+    def pair(self) -> KeptPair:
+        """The result whose slices these are."""
+        return self._pair
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise DrjaxTypeError(
+            f"{self} is a handle of slices that stay with their groups, not an array. "
+            "Pass it in that place to the function that returned it, or use .fetch()."
+        )
+
+    # JAX and numpy ask for these when they convert an object to an array.
+    __jax_array__ = __array__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"Kept({self._pair})"
+
+
+class Keep:
+    """The results of a plan that stay with their groups until the next call.
+
+    Args:
+      plan: The plan.
+      keep: A dict from results to arguments, or None. A result is an index or key of
+        what the planned function returns, or a tuple of these, a path; `()` is all of
+        it. An argument is a position, or the name of a keyword argument, or a path that
+        begins so. Both are pytrees of the same structure, of partitioned values of the
+        same types.
+
+    Attributes:
+      plan: The plan.
+      pairs: A `KeptPair` for each.
+
+    Raises:
+      DrjaxTypeError: `keep` is no dict.
+      DrjaxValueError: There is no such result or argument; it is a global value; the
+        types differ; or two are kept as one.
+    """
+
+    def __init__(self, plan: Plan, keep: dict[Any, Any] | None = None):
+        if not isinstance(keep, dict | None):
+            raise DrjaxTypeError(
+                "keep= needs a dict from results to arguments, as {1: 0} for result 1 "
+                f"that is argument 0 of the next call; got {keep!r}."
+            )
+        self.plan, self.pairs = plan, []
+        for result, argument in (keep or {}).items():
+            self.pairs.append(self._pair(_path(result), _path(argument)))
+        for what in ("outputs", "inputs"):
+            leaves = [i for pair in self.pairs for i in getattr(pair, what)]
+            if len(set(leaves)) < len(leaves):
+                raise DrjaxValueError(
+                    f"keep= needs different results and different arguments, got "
+                    f"{keep!r}, in which some are part of two."
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs)
+
+    def _pair(self, result: tuple, argument: tuple) -> KeptPair:
+        """Find a result and an argument in the plan, and check that they are alike."""
+        plan = self.plan
+        results = plan.out_tree.unflatten(range(len(plan.outputs)))
+        arguments = plan.in_tree.unflatten(range(len(plan.inputs)))
+        # A name is that of a keyword argument; positions come first in `in_tree`.
+        where = (int(bool(argument) and isinstance(argument[0], str)), *argument)
+        outs = _subtree(results, result, f"result {_text(result)} of {plan.name}")
+        ins = _subtree(arguments, where, f"argument {_text(argument)} of {plan.name}")
+        outputs, tree = jax.tree.flatten(outs)
+        inputs, in_tree = jax.tree.flatten(ins)
+        pair = KeptPair(result, where, tuple(outputs), tuple(inputs), in_tree)
+        if tree != in_tree:
+            raise DrjaxValueError(
+                f"keep= needs a result and an argument of the same structure, but "
+                f"result {_text(result)} of {plan.name} is {tree}, and {pair} is "
+                f"{in_tree}."
+            )
+        for i, j in zip(outputs, inputs, strict=True):
+            _check_alike(plan.outputs[i], plan.inputs[j])
+        return pair
+
+    def open(
+        self,
+        args: tuple,
+        kwargs: dict,
+        start: Callable[[KeptPair, Any], Sequence[Any] | None] = lambda *_: None,
+    ) -> tuple[tuple, dict, list[Kept]]:
+        """Put slices in the places of handles among the arguments of a call.
+
+        Args:
+          args: The positional arguments.
+          kwargs: The keyword arguments.
+          start: A function of a `KeptPair` and of the object in its place in the
+            arguments, no handle. It returns what the backend takes for each of its
+            leaves; or None if the object is to be passed on as it is.
+
+        Returns:
+          `(args, kwargs, handles)`: the arguments, in which each handle is a pytree of
+          what the backend has for its leaves; and the handles. The caller is to call
+          `use_up` of these when it has the results.
+
+        Raises:
+          DrjaxValueError: A handle is of another `compile`, was used up, or is passed
+            as another argument.
+        """
+        handles: list[Kept] = []
+        opened: Any = (args, kwargs)
+        for pair in self.pairs:
+            try:
+                x = _subtree(opened, pair.argument, "")
+            # Another structure: what compares it with that of the plan refuses it.
+            except DrjaxValueError:
+                continue
+            leaves = None
+            if not isinstance(x, Kept):
+                leaves = start(pair, x)
+            elif x.belongs_to(self) and x.pair is pair:
+                leaves, handles = x.leaves(), [*handles, x]
+            if leaves is not None:
+                new = pair.tree.unflatten(leaves)
+                opened = _replaced(opened, pair.argument, new)
+        # Those that are left are in a wrong place.
+        for x in jax.tree.leaves(opened):
+            if isinstance(x, Kept):
+                self._misplaced(x)
+        args, kwargs = opened
+        return args, kwargs, handles
+
+    def _misplaced(self, handle: Kept) -> None:
+        """Raise the error of a handle that this `Keep` cannot take in its place."""
+        name = self.plan.name
+        if handle.belongs_to(self):
+            raise DrjaxValueError(
+                f"{handle} was passed to {name} in another place. Pass it as "
+                f"{handle.pair}."
+            )
+        raise DrjaxValueError(
+            f"{handle} is of another compile() than this one of {name}, and its slices "
+            "are with the workers of that one. Pass it to the function that returned "
+            "it; or pass arrays here, as of its .fetch()."
+        )
+
+    def results(
+        self,
+        tree: Any,
+        leaves: Sequence[Any],
+        fetch: Callable[[KeptPair, Sequence[Any]], Iterable[Any]],
+    ) -> Any:
+        """Put handles in the places of the results that stay.
+
+        Args:
+          tree: The result of the planned function; what stays may be anything.
+          leaves: For each of `plan.outputs` what the backend has for it.
+          fetch: A function of a `KeptPair` and of what the backend has for its leaves
+            to arrays with the group axis.
+
+        Returns:
+          The result, with a `Kept` for each kept result.
+        """
+        for pair in self.pairs:
+            mine = [leaves[i] for i in pair.outputs]
+            copy = lambda xs, pair=pair: fetch(pair, xs)
+            tree = _replaced(tree, pair.result, Kept(self, pair, mine, copy))
+        return tree
+
+
+def _check_alike(result: Value, argument: Value) -> None:
+    """Check that a leaf of a result can be a leaf of an argument of the next call."""
+    for value, what in ((result, "result"), (argument, "argument")):
+        if not value.partitioned:
+            raise DrjaxValueError(
+                f"keep= needs partitioned values, but the {what} {value} is a global "
+                "value, which the server has: pass it from call to call as it is."
+            )
+    # Compared as texts, names aside: a dtype of random keys equals only itself.
+    kinds = [(v.shape, v.dtype, v.axis) for v in (result, argument)]
+    if kinds[0] != kinds[1]:
+        raise DrjaxValueError(
+            f"keep= needs a result of the type of its argument, but the result "
+            f"{result} with its groups along axis {result.axis} is not of the type of "
+            f"the argument {argument} with its groups along axis {argument.axis}."
+        )
+
+
+# ---------------------------------------------------------------------------------
+# Paths in pytrees
+
+
+def _path(path: Any) -> tuple:
+    """A path as a tuple; a single index, key or name is a path of one."""
+    return path if isinstance(path, tuple) else (path,)
+
+
+def _text(path: tuple) -> str:
+    """A path as text, such as `1` or `0['inner']`."""
+    return "".join(str(k) if i == 0 else f"[{k!r}]" for i, k in enumerate(path)) or "()"
+
+
+def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """The children of a pytree with their keys, and the structure around them."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
+    # Of a leaf, the path to itself is empty.
+    return [(path[0], x) for path, x in pairs if path], structure
+
+
+def _is_key(key: Any, name: Any) -> bool:
+    """Whether a key of JAX's paths is this index, key or name."""
+    fields = ("idx", "key", "name")
+    return any(
+        type(value) is type(name) and value == name
+        for value in (getattr(key, field, None) for field in fields)
+    )
+
+
+def _subtree(tree: Any, path: tuple, what: str) -> Any:
+    """The subtree of a pytree at a path.
+
+    Raises:
+      DrjaxValueError: There is none.
+    """
+    for name in path:
+        children, _ = _children(tree)
+        if not (same := [x for key, x in children if _is_key(key, name)]):
+            names = [jax.tree_util.keystr((key,)) for key, _ in children]
+            raise DrjaxValueError(
+                f"keep= has {what}, but in its place there is no {name!r}, only "
+                f"{', '.join(names) or 'a single array'}."
+            )
+        (tree,) = same
+    return tree
+
+
+def _replaced(tree: Any, path: tuple, new: Any) -> Any:
+    """A pytree with another subtree at a path, which exists."""
+    if not path:
+        return new
+    children, structure = _children(tree)
+    return structure.unflatten(
+        _replaced(x, path[1:], new) if _is_key(key, path[0]) else x
+        for key, x in children
+    )

@@ -1,0 +1,119 @@
+"""A plan on XLA whose kept results take the buffers of their arguments.
+
+Input: the function of a plan on flat inputs, and a `Keep`. Output: a compiled function
+with the signature of the planned one, in which results that stay are `Kept`.
+
+Invariants: kept arguments are donated, and have the shapes, dtypes and shardings of
+their results, so that XLA puts the results into their buffers: a call allocates nothing
+for them.
+
+Sharp edges: arrays that are passed in the place of a handle, in the first call, are
+donated too. If a call fails on the device, its handles are lost; if it fails before, as
+by a wrong argument, they are still valid.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from drjax._errors import DrjaxTypeError
+from drjax._planner.arguments import flat_inputs
+from drjax._sharding.layout import host_sharding
+from drjax.backends.kept import Keep, Kept
+from drjax.plan import Value
+
+
+class KeptRun:
+    """A compiled function of a plan, with handles in the place of kept results.
+
+    Args:
+      keep: What stays; not empty.
+      run_flat: The function of the plan: from the arrays of `plan.inputs` to a list of
+        those of `plan.outputs`.
+      mesh: A `jax.sharding.Mesh` or `AbstractMesh`; None: the one in context.
+    """
+
+    def __init__(self, keep: Keep, run_flat: Callable[[list], list], mesh: Any):
+        self._keep, self._plan, self._mesh = keep, keep.plan, mesh
+        self._inputs = [i for pair in keep.pairs for i in pair.inputs]
+        self._outputs = [i for pair in keep.pairs for i in pair.outputs]
+
+        def run(staying: list, others: list) -> tuple[list, list]:
+            outs = run_flat(_merged(staying, others, self._inputs))
+            return _split(outs, self._outputs)
+
+        self._run = jax.jit(run, donate_argnums=0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        staying, others, handles = self._opened(args, kwargs)
+        staying, others = self._run(staying, others)
+        for handle in handles:
+            handle.use_up()
+        arrays = _merged(staying, others, self._outputs)
+        results = self._plan.out_tree.unflatten(arrays)
+        return self._keep.results(results, arrays, _copies)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower the function for these arguments, as `jax.jit(f).lower(...)`.
+
+        Args:
+          *args: The positional arguments; handles are not used up.
+          **kwargs: The keyword arguments.
+
+        Returns:
+          A `jax.stages.Lowered`. After `.compile()`, `memory_analysis()` tells the
+          bytes of results that take the buffers of arguments.
+        """
+        staying, others, _ = self._opened(args, kwargs)
+        return self._run.lower(staying, others)
+
+    def _opened(self, args: tuple, kwargs: dict) -> tuple[list, list, list[Kept]]:
+        """The arrays of the arguments: those that stay, the others, and the handles."""
+        args, kwargs, handles = self._keep.open(args, kwargs)
+        leaves = flat_inputs(self._plan, args, kwargs)
+        staying, others = _split(leaves, self._inputs)
+        for i, x in zip(self._inputs, staying, strict=True):
+            if isinstance(x, Tracer):
+                raise DrjaxTypeError(
+                    f"The function of {self._plan.name} with keep= is compiled "
+                    "already, and its handles hold arrays: call it outside of "
+                    f"jax.jit and other transformations, got {x} for "
+                    f"{self._plan.inputs[i].name}."
+                )
+        values = [self._plan.inputs[i] for i in self._inputs]
+        return list(map(self._placed, values, staying)), others, handles
+
+    def _placed(self, value: Value, x: Any) -> Any:
+        """An array in the sharding of results, without which its buffer has no use."""
+        assert self._plan.partition is not None
+        sharding = host_sharding(self._plan.partition, self._mesh)
+        if sharding is None:
+            return x
+        spec = P(*[None] * value.axis, *sharding.spec)
+        return jax.device_put(x, NamedSharding(sharding.mesh, spec))
+
+
+def _split(xs: Sequence[Any], indices: list[int]) -> tuple[list, list]:
+    """The elements with these indices, in their order, and the others."""
+    return [xs[i] for i in indices], [
+        x for i, x in enumerate(xs) if i not in set(indices)
+    ]
+
+
+def _merged(some: Sequence[Any], others: Sequence[Any], indices: list[int]) -> list:
+    """The inverse of `_split`."""
+    by_index, rest = dict(zip(indices, some, strict=True)), iter(others)
+    return [
+        by_index[i] if i in by_index else next(rest)
+        for i in range(len(some) + len(others))
+    ]
+
+
+def _copies(_: Any, arrays: Sequence[Any]) -> list:
+    """Copies of arrays: the next call deletes the arrays themselves."""
+    return [jnp.array(x, copy=True) for x in arrays]

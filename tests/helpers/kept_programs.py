@@ -1,0 +1,117 @@
+"""Algorithms whose groups keep state from call to call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import drjax
+
+D = 6  # of the model
+
+
+def gradient(model, x, y):
+    return x.T @ (x @ model - y) / len(y)
+
+
+def scaffold(n, steps=3, rate=0.1):
+    """SCAFFOLD (Karimireddy et al., 2020): client i keeps its control variate c_i."""
+
+    @drjax.program(clients=n)
+    def scaffold(model, control, controls, data):
+        def work(model, control, c, x, y):
+            step = lambda m, _: (m - rate * (gradient(m, x, y) - c + control), None)
+            own, _ = jax.lax.scan(step, model, length=steps)
+            new = c - control + (model - own) / (steps * rate)
+            return own - model, new - c, new
+
+        shared = drjax.broadcast((model, control))
+        moves, changes, controls = drjax.map_fn(work, (*shared, controls, *data))
+        move, change = drjax.reduce_mean((moves, changes))
+        return model + move, control + change, controls
+
+    return scaffold
+
+
+SCAFFOLD_KEEP = {2: 2}
+
+
+def diloco(n, steps=3):
+    """DiLoCo (Douillard et al., 2023): worker i keeps the state of its inner Adam."""
+
+    @drjax.program(workers=n)
+    def diloco(state, data):
+        def adam(carry, _, x, y):
+            model, inner = carry
+            g = gradient(model, x, y)
+            m = 0.9 * inner["m"] + 0.1 * g
+            v = 0.99 * inner["v"] + 0.01 * g * g
+            model = model - 0.05 * m / (jnp.sqrt(v) + 1e-3)
+            return (model, {"m": m, "v": v, "count": inner["count"] + 1}), None
+
+        def work(model, inner, x, y):
+            step = lambda carry, t: adam(carry, t, x, y)
+            (own, inner), _ = jax.lax.scan(step, (model, inner), length=steps)
+            return model - own, inner
+
+        model = state["model"]
+        args = drjax.broadcast(model), state["inner"], *data
+        moves, inner = drjax.map_fn(work, args)
+        momentum = 0.9 * state["momentum"] + drjax.reduce_mean(moves)
+        model = model - 0.7 * momentum
+        loss = jnp.sum(model**2)
+        return {"model": model, "momentum": momentum, "inner": inner}, loss
+
+    return diloco
+
+
+DILOCO_KEEP = {(0, "inner"): (0, "inner")}
+
+
+def data_of(group):
+    """The data of one group: x and y."""
+    random = np.random.default_rng(group)
+    x = random.normal(size=(8, D)).astype(np.float32)
+    return x, (x @ np.arange(D) + group).astype(np.float32)
+
+
+def data(n):
+    """The data of n groups, stacked."""
+    return tuple(
+        np.stack(column) for column in zip(*map(data_of, range(n)), strict=True)
+    )
+
+
+def scaffold_start(n):
+    zeros = np.zeros(D, np.float32)
+    return zeros, zeros, np.zeros((n, D), np.float32)
+
+
+def diloco_start(n):
+    zeros = np.zeros((n, D), np.float32)
+    inner = {"m": zeros, "v": zeros + 0, "count": np.zeros(n, np.int32)}
+    model = np.zeros(D, np.float32)
+    return {"model": model, "momentum": model, "inner": inner}
+
+
+def scaffold_plan(n):
+    return drjax.make_plan(scaffold(n))(*scaffold_start(n), data(n))
+
+
+def diloco_plan(n):
+    return drjax.make_plan(diloco(n))(diloco_start(n), data(n))
+
+
+def run_scaffold(run, start, rounds, data):
+    """The state after some calls of `run`."""
+    state = start
+    for _ in range(rounds):
+        state = run(*state, data)
+    return state
+
+
+def run_diloco(run, start, rounds, data):
+    """The state after some calls of `run`."""
+    state = start
+    for _ in range(rounds):
+        state, _ = run(state, data)
+    return state
