@@ -3,7 +3,8 @@
 Input: a plan, and the grid of a Flower `ServerApp`, in which the driver runs. Output: a
 `Runner`. Each stage of the groups is sent to the clients with the round, as a stage of
 the plan's file, and they run it on their own data; what they send back is partial
-reductions, and no slices.
+reductions, and no slices. Slices that later stages or calls read stay with the client,
+in the state of its context.
 
 Invariants: clients are not trusted: each reply is pulled by itself and validated
 against the plan, and a bad one is the failure of that client's group alone. A block is
@@ -15,6 +16,7 @@ reduction, unless it is a secure sum: see `drjax.backends.engine.secure_sums`. W
 one is forgotten, not stopped.
 """
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax._errors import DrjaxValueError
+from drjax._errors import DrjaxTypeError
 from drjax.backends.engine import (
     client_data,
     pool_scheduler,
@@ -40,16 +42,17 @@ from drjax.backends.engine.messages import (
     File,
     Task,
     WorkerState,
-    kept_outputs,
-    rounds_of,
 )
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.untrusted_replies import BadReply
+from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import Remote
-from drjax.plan import Plan
+from drjax.backends.kept import Keep
+from drjax.plan import Plan, Value
 
 Clients = Remote
+_STATE = "drjax"  # of the context's state: the slices that stay with the client
 _POLL, _PATIENCE = 0.1, 1.0  # seconds between looks for replies, and for one look
 
 
@@ -60,6 +63,7 @@ def compile(
     start: float = 60.0,
     nodes: Iterable[int] | None = None,
     secure_range: float = 8.0,
+    keep: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Runner:
     """A function that runs the plan with Flower's clients, in a `ServerApp`.
@@ -68,8 +72,8 @@ def compile(
 
     Args:
       plan: The plan. Its groups may return values to reductions only: no round may
-        gather slices, move them to other groups, read slices of an earlier round, or
-        return slices.
+        gather slices or move them to other groups, and those that it returns must be
+        kept. What a later round reads stays with the client.
       grid: The grid that Flower gives to the `ServerApp`.
       start: Seconds to wait until each group has a client. With `on_error="drop"` the
         call then continues with the clients that are present.
@@ -81,6 +85,11 @@ def compile(
         Numbers are rounded, up or down at random, to a multiple of `r / 2**(30 - c)`,
         where c is the number of groups n by its logarithm, `ceil(log2(n))`. The sum is
         off by less than n such steps; integers are exact if the step is not above 1.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
+        slices stay in the context of their client and are in no message. In the first
+        call pass `Clients()` as that argument too: each client then begins with zeros,
+        or with what `initial` of its `client` returns.
       **options: See `drjax.backends.EngineOptions`: `on_error`, `min_groups`,
         `check_nans` (here also for infinities, unless they cannot decide a maximum or
         minimum), `timeout` of a client in seconds, `retries` of one that took longer,
@@ -111,31 +120,26 @@ def compile(
     needed("flwr.app", "flower", "drjax.backends.flower")
     # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
-    for owner, a_round in rounds_of(plan):
-        for move in a_round.moves:
-            raise DrjaxValueError(
-                f"{plan.name} moves {move.source.name} between groups ({move.op}). A "
-                "client's slices stay with it: no other client gets them."
-            )
-        if kept := kept_outputs(owner, a_round):
-            raise DrjaxValueError(
-                f"{plan.name} needs or returns {kept[0].name}, a slice of each group. "
-                "What clients compute stays with them, unless it is reduced."
-            )
+    client_data.check_slices_stay(plan, Keep(plan, keep), checked)
     secure_sums.check_plan(plan, secure_range)
     clients = Assignment(plan.size, None if nodes is None else [*nodes])
     engine = Nodes(grid, clients, start, checked.on_error == "drop")
     engine.secure_range = float(secure_range)
-    return Runner(plan, engine, checked, secure=True)
+    return Runner(plan, engine, checked, secure=True, keep=keep)
 
 
-def client(load: Callable[[Any], Any]) -> Any:
+def client(
+    load: Callable[[Any], Any], initial: Callable[[Any], Any] | None = None
+) -> Any:
     """A Flower `ClientApp` that runs the local stages of a plan on its own data.
 
     Args:
       load: A function from Flower's `Context` to the data of the client: the group's
         slice of the argument that is `Clients()`, a pytree of arrays. The group index
         is `context.node_config["partition-id"]`.
+      initial: A function from the `Context` to the group's slice of the kept argument
+        before the first call, a pytree of arrays; of several, a tuple in the order of
+        `keep`. Default: zeros.
 
     Returns:
       The `ClientApp`.
@@ -167,8 +171,13 @@ def client(load: Callable[[Any], Any]) -> Any:
         if secure_sums.is_step(message):
             return secure_sums.answer(message, context, lambda: load(context))
         request = message.content["drjax"]["request"]
-        # A function: a stage that reads none of the data must not load it.
-        return reply(message, done=client_data.answer(request, lambda: load(context)))
+        # Of the context's state, as the next message may start another process.
+        store = context.state.get(_STATE) or flwr.ConfigRecord()
+        # Functions: a stage that reads none of the data must not load it.
+        begin = None if initial is None else functools.partial(initial, context)
+        done = client_data.answer(request, lambda: load(context), store, begin)
+        context.state[_STATE] = store
+        return reply(message, done=done)
 
     return app
 
@@ -322,18 +331,21 @@ class Nodes:
 
     Attributes:
       workers: n: each group has a worker of its own.
+      stays: `"all"`: clients have all slices that are read later.
       generation: 0: clients are never replaced.
       secure_range: The largest magnitude of a number of one group in a secure sum.
     """
 
     def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
-        self.workers, self.generation = clients.size, 0
+        self.workers, self.generation, self.stays = clients.size, 0, "all"
+        self._stored = client_data.StoredSlices()
         self._clients, self._start, self._opened = clients, start, False
         self._messages, self.secure_range = _Messages(grid), 8.0
         self._queries = ClaimQueries(self._messages, clients, drop)
         self._replies: dict[_Sent, Any] = {}
 
     def open(self) -> None:
+        self._stored.begin()
         if not self._opened:  # clients that come later are found between rounds
             self._opened = True
             self._queries.run(range(self.workers), self._start, late=True)
@@ -351,12 +363,21 @@ class Nodes:
             link, clients, limit = self._messages, self._clients, self.secure_range
             yield from secure_sums.results(call, link, clients, partials, limit)
             return
-        self._requests = client_data.Requests(call)
+        self._requests = client_data.Requests(call, self._stored)
         self._checks = partials, call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
         return x
+
+    def created(self, slices: WorkerSlices) -> None:
+        self._stored.add(slices)
+
+    def fetch(self, value: Value, pieces: list[Any]) -> Any:
+        raise DrjaxTypeError(
+            f"{value.name} stays with the clients, and the server cannot read it: "
+            "reduce it in a plan that takes it."
+        )
 
     def submit(self, task: Task, file: File, shared: list[np.ndarray]) -> Any:
         group = int(task.block.groups[0])
@@ -400,7 +421,8 @@ class Nodes:
                 why = f"{reply.error.reason} (code {reply.error.code})"
                 return untrusted_replies.failure(group, f"its client failed: {why}")
             data = untrusted_replies.content_of(reply, "drjax", "done")
-            return untrusted_replies.validate_reply(data, group, *self._checks)
+            result = untrusted_replies.validate_reply(data, group, *self._checks)
+            return replace(result, piece=self._requests.key)
         except BadReply as error:
             # The node, so that an operator can find the client.
             whose = f"its client, node {self._clients[group]}"

@@ -12,6 +12,7 @@ Sharp edges: an iterator that raises is over, so that the call fails; a sequence
 one group. A whole array is cast as JAX would, a group's is not.
 """
 
+import abc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -140,7 +141,29 @@ class Remote(Groups):
         super().__init__([])
 
 
-class Lazy:
+class Unread(abc.ABC):
+    """A partitioned value that an engine's driver has in place of an array.
+
+    Its slices are read later, or by workers only. It has the `shape` and the `dtype` of
+    the array `[..., n, ...]` of all groups.
+    """
+
+    value: Value
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @abc.abstractmethod
+    def whole(self) -> np.ndarray:
+        """Read the slices of all groups into one numpy array `[n, ...]`.
+
+        Random keys are key data.
+
+        Raises:
+          DrjaxTypeError: Only the workers have the slices, and give none away.
+        """
+
+
+class Lazy(Unread):
     """A partitioned value that is read group by group: one leaf of a `Groups` argument.
 
     An engine's driver, the process of the call, has it in place of an array. Creating
@@ -402,13 +425,14 @@ def as_array(x: Any) -> Any:
     """Convert a leaf of an argument to an array in a dtype that JAX has.
 
     Args:
-      x: An array, a `Lazy`, or anything that `jax.numpy.asarray` converts.
+      x: An array, an `Unread`, or anything that `jax.numpy.asarray` converts.
 
     Returns:
-      `x` itself if it is a `Lazy`. For numpy arrays and scalars a numpy array, cast to
-      the dtype that JAX would use (32 bits, unless x64 is enabled). Else a JAX array.
+      `x` itself if it is an `Unread`. For numpy arrays and scalars a numpy array, cast
+      to the dtype that JAX would use (32 bits, unless x64 is enabled). Else a JAX
+      array.
     """
-    if isinstance(x, Lazy):
+    if isinstance(x, Unread):
         return x
     if isinstance(x, np.ndarray | np.generic):
         # The cast of jnp.asarray, which would also copy the array to a device.
@@ -444,7 +468,7 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
     for value, x in zip(
         plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
     ):
-        if not isinstance(x, Lazy):
+        if not isinstance(x, Unread):
             x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
             x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
         arrays.append(x)
@@ -500,18 +524,18 @@ def empty_slices(value: Value, n: int) -> np.ndarray:
 
 
 def read_if_lazy(x: Any) -> Any:
-    """Read the slices of all groups of a `Lazy`; anything else is returned unchanged.
+    """Read the slices of all groups of an `Unread`; an array is returned unchanged.
 
     Args:
-      x: A numpy array, or a `Lazy`.
+      x: A numpy array, or an `Unread`.
 
     Returns:
-      `x`, or the numpy array `[n, ...]` of the `Lazy`.
+      `x`, or the numpy array `[n, ...]` of the `Unread`.
 
     Raises:
-      DrjaxTypeError: `x` is a `Lazy` whose data only the workers have.
+      DrjaxTypeError: `x` is an `Unread` whose data only the workers have.
     """
-    return x.whole() if isinstance(x, Lazy) else x
+    return x.whole() if isinstance(x, Unread) else x
 
 
 def mask_dropped_slices(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:

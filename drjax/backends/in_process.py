@@ -21,13 +21,21 @@ from drjax.backends.engine.protocols import Results, StageCall
 from drjax.plan import Plan
 
 
-def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
+def compile(
+    plan: Plan,
+    *,
+    workers: int = 1,
+    keep: dict[Any, Any] | None = None,
+    **options: Any,
+) -> Runner:
     """A function that runs the plan block by block in this process.
 
     Args:
       plan: The plan.
       workers: The number of workers for which the default block size is chosen. All
         blocks run in this process, one after another.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`. The function returns a `Kept` for each.
       **options: See `EngineOptions`. `timeout` interrupts no block.
 
     Returns:
@@ -45,7 +53,8 @@ def compile(plan: Plan, *, workers: int = 1, **options: Any) -> Runner:
       >>> print(in_process.compile(plan, block_size=3)(jnp.arange(4.0)))
       1.5
     """
-    return Runner(plan, InProcess(workers), EngineOptions.checked(**options))
+    checked = EngineOptions.checked(**options)
+    return Runner(plan, InProcess(workers), checked, keep=keep)
 
 
 class InProcess:
@@ -57,6 +66,7 @@ class InProcess:
     Attributes:
       workers: That number.
       generation: 0: there are no workers that could be replaced.
+      stays: Empty: there is no worker to have slices.
 
     Raises:
       DrjaxValueError: `workers` is no integer from 1.
@@ -65,6 +75,7 @@ class InProcess:
     def __init__(self, workers: int = 1):
         self.workers = checked_integer("workers", workers, 1)
         self.generation = 0
+        self.stays = ""  # the driver has what stays: it is the same process
 
     def open(self) -> None:
         pass

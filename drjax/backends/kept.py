@@ -101,6 +101,9 @@ class Kept:
 
     def use_up(self) -> None:
         """Release the slices: a later call has replaced them."""
+        for x in self._leaves or ():
+            if hasattr(x, "release"):
+                x.release()
         self._leaves = None
 
     def belongs_to(self, keep: "Keep") -> bool:

@@ -1,6 +1,7 @@
 """Results that stay with their groups until the next call, and their handles.
 
-Covers: drjax.backends.kept, drjax.backends.xla.kept_run.
+Covers: drjax.backends.kept, drjax.backends.xla.kept_run,
+drjax.backends.engine.kept_results.
 """
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import Kept, reference, xla
+from drjax.backends import Kept, in_process, reference, xla
 from drjax.backends.kept import Keep
 from tests.helpers import kept_programs as programs
 from tests.helpers.conformance import runs
@@ -29,7 +30,7 @@ def fetched(tree):
     return jax.tree.map(lambda x: x.fetch() if isinstance(x, Kept) else x, tree)
 
 
-COMPILERS = [reference.compile, xla.compile]
+COMPILERS = [reference.compile, xla.compile, in_process.compile]
 
 
 @pytest.mark.parametrize("compile", COMPILERS)

@@ -33,8 +33,11 @@ class Grid:
       contexts: Of each group that answered its client's Flower context.
     """
 
-    def __init__(self, load, n, silent=(), mute=()):
-        self.app, self.nodes = flower.client(load), [i + 100 for i in range(n)]
+    def __init__(self, load, n, silent=(), mute=(), initial=None):
+        self.app, self.nodes = (
+            flower.client(load, initial),
+            [i + 100 for i in range(n)],
+        )
         self.silent, self.mute = silent, mute
         self.replies: dict[str, Any] = {}
         self.contexts: dict[int, Any] = {}
@@ -139,8 +142,12 @@ class Federation:
 
     def run_example(self, **config: Any) -> None:
         """Start a run of the example."""
+        self.run_app(ROOT / "examples" / "flower", **config)
+
+    def run_app(self, app: Path, **config: Any) -> None:
+        """Start a run of the app in a folder."""
         text = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
-        self.run("flwr", "run", ROOT / "examples" / "flower", "here", "-c", text)
+        self.run("flwr", "run", app, "here", "-c", text)
 
     def close(self) -> None:
         for process in self._started:

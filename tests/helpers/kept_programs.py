@@ -1,5 +1,7 @@
 """Algorithms whose groups keep state from call to call."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +103,7 @@ def diloco_plan(n):
     return drjax.make_plan(diloco(n))(diloco_start(n), data(n))
 
 
-def run_scaffold(run, start, rounds, data):
+def run_scaffold(run, start, rounds, data) -> Any:
     """The state after some calls of `run`."""
     state = start
     for _ in range(rounds):
@@ -109,9 +111,65 @@ def run_scaffold(run, start, rounds, data):
     return state
 
 
-def run_diloco(run, start, rounds, data):
+def run_diloco(run, start, rounds, data) -> Any:
     """The state after some calls of `run`."""
     state = start
     for _ in range(rounds):
         state, _ = run(state, data)
     return state
+
+
+# ---------------------------------------------------------------------------------
+# On clients, who begin by themselves
+
+
+def first_control(group):
+    """The control variate of a client before the first round."""
+    return np.random.default_rng(1000 + group).normal(size=D).astype(np.float32)
+
+
+def inner_zeros():
+    """One worker's state of DiLoCo before the first round."""
+    zeros = np.zeros(D, np.float32)
+    return {"m": zeros, "v": zeros, "count": np.int32(0)}
+
+
+def on_clients(name) -> Any:
+    """For a plan by its name: a `run_...`, the state to begin with, and `keep`."""
+    from drjax.backends.flower import Clients
+
+    zeros = np.zeros(D, np.float32)
+    if name == "scaffold":
+        return run_scaffold, (zeros, zeros, Clients()), SCAFFOLD_KEEP
+    start = {"model": zeros, "momentum": zeros, "inner": Clients()}
+    return run_diloco, start, DILOCO_KEEP
+
+
+def without_kept(state):
+    """The arrays of a state, without handles."""
+    leaves = jax.tree.leaves(state)
+    return [np.asarray(x) for x in leaves if not hasattr(x, "fetch")]
+
+
+def expected_on_clients(name, n, rounds):
+    """By the reference backend: the arrays of the server, and the slices that stay.
+
+    Returns:
+      `(arrays, slices)`; the slices are a list, for each round, of arrays `[n, D]`.
+    """
+    from drjax.backends import reference
+
+    is_scaffold = name == "scaffold"
+    run = run_scaffold if is_scaffold else run_diloco
+    plan = scaffold_plan(n) if is_scaffold else diloco_plan(n)
+    state: Any = scaffold_start(n) if is_scaffold else diloco_start(n)
+    compiled, slices = reference.compile(plan), []
+    if is_scaffold:
+        slices.append(np.stack([*map(first_control, range(n))]))
+        state = *state[:2], slices[0]
+    for _ in range(rounds):
+        state = run(compiled, state, 1, data(n))
+        kept = state[2] if is_scaffold else state["inner"]
+        slices += [np.asarray(x) for x in jax.tree.leaves(kept) if x.ndim == 2]
+    server = state[:2] if is_scaffold else (state["model"], state["momentum"])
+    return [*map(np.asarray, server)], slices

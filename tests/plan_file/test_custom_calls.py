@@ -221,7 +221,7 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
-        about = {"tree": None, "slices": []}
+        about = {"tree": None, "slices": [], "stored": [], "initial": None}
         request = client_data.wire_format.to_bytes(
             about, [np.frombuffer(job.to_bytes(), np.uint8), np.zeros(1), np.ones(1)]
         )

@@ -37,6 +37,7 @@ def compile(
     runner: str = "FnApiRunner",
     flags: Sequence[str] = (),
     folder: str | None = None,
+    keep: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Runner:
     """A function that runs the plan on Apache Beam, a pipeline for each round.
@@ -51,6 +52,9 @@ def compile(
         `["--job_endpoint=..."]`.
       folder: The folder in which the driver and the workers exchange files: any path
         that Beam's `FileSystems` knows and all of them see. Default: a temporary one.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
+        slices the driver has: workers end with their pipeline.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `retries` of a pipeline that fails, `checkpoint`,
         `progress`. Runners have time limits of their own, so there is no `timeout`.
@@ -89,7 +93,8 @@ def compile(
             f"--direct_num_workers={workers}",
             "--direct_running_mode=multi_processing",
         ]
-    return Runner(plan, Pipelines(workers, settings, folder, in_thread), checked)
+    pipelines = Pipelines(workers, settings, folder, in_thread)
+    return Runner(plan, pipelines, checked, keep=keep)
 
 
 def __getattr__(name: str) -> Any:

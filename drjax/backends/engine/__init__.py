@@ -13,5 +13,6 @@ computes is in the table of `_primitives/reduce_ops`), `blocks_of_groups`, `bloc
 engines: `file_exchange`, `wire_format`, `subprocess_run`, `temporary_folders`,
 `one_round` (Beam), `actor`, `placement`, `resident_slices`, `process_exit` (Ray),
 `client_data`, `secure_sums`, `secure_replies`, `untrusted_replies`, `assignment`,
-`claim_queries`, `background` (Flower).
+`claim_queries`, `background` (Flower). What stays between stages and calls:
+`worker_slices`, `kept_results`.
 """

@@ -20,6 +20,7 @@ import numpy as np
 
 from drjax._errors import DrjaxError, DrjaxValueError
 from drjax.backends.engine.messages import Block
+from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import Lazy
 
 LoadedBlock = tuple[Block, dict[int, str]]
@@ -32,8 +33,8 @@ def blocks_of_groups(
 
     Args:
       slices: The partitioned inputs of a stage, in order. Each is an array `[c, ...]`
-        of the groups' slices, or a `Lazy`, which reads them one by one from a file or
-        an iterable.
+        of the groups' slices; a `Lazy`, which reads them one by one from a file or an
+        iterable; or `WorkerSlices`, whose slices workers have.
       alive: Which of the groups take part, bool `[c]`.
       size: The number of groups in a block; the last block may have fewer.
       start: The index of the first of the c groups.
@@ -70,6 +71,8 @@ def blocks_of_groups(
             if isinstance(x, Lazy):
                 leaves = read[sources.index(x.source)]
                 arrays.append(_stack(x, leaves, valid))
+            elif isinstance(x, WorkerSlices):
+                arrays.append(x.block(start + low, start + low + len(valid)))
             else:
                 # A view: workers that share this memory read it without a copy.
                 arrays.append(x[low : low + size])

@@ -3,31 +3,132 @@
 Input: a `StageCall` in whose arguments the groups' own data is `Remote`; at the worker,
 the data itself. Output: a request for each group, and the answer to it.
 
-Invariants: a request names the slices that the worker has, and holds those that come
-from earlier stages. An answer holds partial reductions only: a stage that would return
-slices is refused. The data must have the planned structure, shapes and dtypes, else the
-group has failed.
+Invariants: a request names the slices that the worker has: of its data, and of earlier
+stages and calls, which it keeps in a store of its own under the key that the request
+gives. An answer holds partial reductions only, never slices. The data must have the
+planned structure, shapes and dtypes, else the group has failed.
 
 Sharp edges: the server does not decide what code a client's process may call: custom
-calls are those of drjax's own list, whatever the request allows.
+calls are those of drjax's own list, whatever the request allows. A worker keeps the
+slices of the keys that the latest request lists, and forgets others of that runner.
 """
 
+import itertools
 import json
-from collections.abc import Callable
+import secrets
+import weakref
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from drjax._errors import DrjaxTypeError
+from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._plan_file import pytrees
 from drjax.backends.engine import wire_format, worker
 from drjax.backends.engine.job import Job
-from drjax.backends.engine.messages import Block, BlockResult, Task
+from drjax.backends.engine.messages import (
+    Block,
+    BlockResult,
+    Task,
+    kept_outputs,
+    rounds_of,
+)
+from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import StageCall
+from drjax.backends.engine.worker_slices import (
+    INITIAL,
+    PiecesOfBlock,
+    WorkerSlices,
+    slices_to_read,
+)
 from drjax.backends.groups import Lazy, as_array
+from drjax.backends.kept import Keep
+from drjax.plan import Plan
+
+Store = MutableMapping[str, Any]  # of a worker: bytes by key
+
+
+def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
+    """Check that no slice that a worker computes is needed by others.
+
+    Args:
+      plan: The plan.
+      keep: Which of its results stay with the workers.
+      options: The engine's options.
+
+    Raises:
+      DrjaxValueError: It is; or slices stay, and there is a checkpoint or a secure sum.
+    """
+    for _, a_round in rounds_of(plan):
+        for move in a_round.moves:
+            raise DrjaxValueError(
+                f"{plan.name} moves {move.source.name} between groups ({move.op}). A "
+                "client's slices stay with it: no other client gets them."
+            )
+    kept = {plan.outputs[i].name for pair in keep.pairs for i in pair.outputs}
+    taken = [plan.inputs[i] for pair in keep.pairs for i in pair.inputs]
+    for value in slices_to_read(plan, taken, kept):
+        raise DrjaxValueError(
+            f"{plan.name} needs or returns {value.name}, a slice of each group. What "
+            "clients compute stays with them, unless it is reduced. A result that is "
+            "an argument of the next call can stay: compile(plan, grid, keep=...)."
+        )
+    stay = any(kept_outputs(owner, a_round) for owner, a_round in rounds_of(plan))
+    sums = [r for _, a_round in rounds_of(plan) for r in a_round.reduces if r.secure]
+    if stay and sums:
+        raise DrjaxValueError(
+            f"{plan.name} has a secure sum, and slices that stay with the clients: "
+            "clients keep none in the protocol of secure sums. Leave out secure=True, "
+            "or reduce what is read later."
+        )
+    if stay and options.checkpoint is not None:
+        raise DrjaxValueError(
+            f"Slices that {plan.name} computes in one round and reads in another stay "
+            "with the clients, so that no checkpoint can have them: leave out "
+            "checkpoint=."
+        )
+
+
+class StoredSlices:
+    """The keys under which workers have slices of one runner, on the server.
+
+    A worker may forget the others: a key is needed until the next call begins, or, if a
+    handle has the slices, until the handle is used up or gone.
+
+    Attributes:
+      scope: The beginning of all keys, text; another for each runner.
+    """
+
+    def __init__(self):
+        self.scope, self._count = secrets.token_hex(8), itertools.count()
+        self._all: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
+
+    def new_key(self) -> str:
+        """A key for the slices of one run of a stage."""
+        return f"{self.scope}/{next(self._count)}"
+
+    def begin(self) -> None:
+        """Release the slices of earlier calls that no handle has."""
+        for x in [*self._all]:
+            if not x.held:
+                x.release()
+                self._all.discard(x)
+
+    def add(self, slices: WorkerSlices) -> None:
+        """Add slices."""
+        self._all.add(slices)
+
+    def needed(self, group: int) -> list[str]:
+        """The keys of the slices of a group that are needed still."""
+        keys = set()
+        for x in [*self._all]:
+            piece = x.pieces[x.piece[group]][0] if x.piece[group] >= 0 else INITIAL
+            if isinstance(piece, str) and piece != INITIAL:
+                keys.add(piece)
+        return sorted(keys)
 
 
 class Requests:
@@ -37,13 +138,21 @@ class Requests:
 
     Args:
       call: The run of the stage. Among its partitioned inputs, each `Lazy` is data that
-        the workers have; arrays are slices that the server sends.
+        the workers have, and `WorkerSlices` are slices of earlier stages and calls that
+        they have; arrays are slices that the server sends.
+      stored: The keys of these.
+
+    Attributes:
+      key: The key under which workers store the slices of this stage that are read
+        later.
 
     Raises:
       DrjaxTypeError: The data of the workers is in more than one argument of the plan.
     """
 
-    def __init__(self, call: StageCall):
+    def __init__(self, call: StageCall, stored: StoredSlices):
+        self._stored, self.key = stored, stored.new_key()
+        self._initial, self._stays = call.initial, any(call.job.stay)
         # A worker has one group, and the driver combines their partial reductions.
         job = replace(call.job, ops=(), size=1)
         # Once for all requests. Each has the whole plan file: Flower may start a new
@@ -81,16 +190,37 @@ class Requests:
           The stage with its global inputs, the group index, the mask, the slices, and
           the planned structure and types of the worker's data, as bytes.
         """
-        block = task.block
-        pairs = zip(self._header["slices"], block.slices, strict=True)
-        # The worker has the others.
-        slices = [x for origin, x in pairs if origin is None]
+        block, slices, stored = task.block, [], []
+        for origin, x in zip(self._header["slices"], block.slices, strict=True):
+            stored.append(None)
+            if isinstance(x, PiecesOfBlock):
+                piece, leaf = x.pieces[x.piece[0]]
+                # A list: slices that the server has, as the first call got arrays.
+                if isinstance(piece, str):
+                    stored[-1] = piece, leaf
+                else:
+                    slices.append(x.assemble(lambda arrays: arrays))
+            elif origin is None:  # the worker has the others
+                slices.append(x)
+        begins = any(x is not None and x[0] == INITIAL for x in stored)
+        header = self._header | {
+            "stored": stored,
+            "initial": self._initial if begins else None,
+            "scope": self._stored.scope,
+            "needed": self._stored.needed(int(block.groups[0])),
+            "key": self.key if self._stays else None,
+        }
         return wire_format.to_bytes(
-            self._header, [self._job, block.groups, block.valid, *slices]
+            header, [self._job, block.groups, block.valid, *slices]
         )
 
 
-def answer(request: bytes, load: Callable[[], Any]) -> bytes:
+def answer(
+    request: bytes,
+    load: Callable[[], Any],
+    store: Store | None = None,
+    initial: Callable[[], Any] | None = None,
+) -> bytes:
     """Run the stage of a request on the worker's own data, for one group.
 
     Args:
@@ -99,6 +229,10 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
         that the workers have, a pytree of arrays. If it raises, or the data does not
         fit the plan, the group has failed. It is not called if the stage needs none of
         this data.
+      store: Where the worker keeps its slices of earlier stages and calls; it is
+        changed. None: it keeps none.
+      initial: A function without arguments that returns the group's slice of the kept
+        arguments before the first call; of several, a tuple. None: zeros.
 
     Returns:
       The group's partial reductions, or the reason why the group failed, as bytes of
@@ -108,7 +242,8 @@ def answer(request: bytes, load: Callable[[], Any]) -> bytes:
       RuntimeError: The stage failed, and no single group causes it.
       ValueError: The stage would return slices of the group, or has a secure sum.
     """
-    block, done, demands = _run(request, load)
+    store = {} if store is None else store
+    block, done, demands = _run(request, load, store, initial)
     # The server asks for such sums by another protocol; the client does not rely on it.
     if any(demands):
         raise ValueError("The stage has a secure sum, which is to be masked.")
@@ -134,7 +269,7 @@ class SecureAnswer:
 
 def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
     """Run a stage with secure sums on the worker's own data: as `answer` otherwise."""
-    block, done, demands = _run(request, load)
+    block, done, demands = _run(request, load, {}, None)
     pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
     plain = [x for x, secure in pairs if not secure]
     slices = [np.asarray(x) for x, secure in pairs if secure]
@@ -143,7 +278,10 @@ def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
 
 
 def _run(
-    request: bytes, load: Callable[[], Any]
+    request: bytes,
+    load: Callable[[], Any],
+    store: Store,
+    initial: Callable[[], Any] | None,
 ) -> tuple[Block, BlockResult, list[int]]:
     """Run the stage of a request: `answer` and `answer_secure`, of the same arguments.
 
@@ -152,17 +290,9 @@ def _run(
       each of its partial reductions the `Reduce.secure`.
     """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
-    block, failed, sent = Block(groups, valid, slices), {}, iter(slices)
+    block, failed = Block(groups, valid, slices), {}
     try:
-        # A stage may need none of the client's data: then it is not even loaded.
-        own = _checked_leaves(load(), header) if header["tree"] is not None else []
-        block = replace(
-            block,
-            slices=[
-                next(sent) if origin is None else own[origin[0]][tuple(origin[1])][None]
-                for origin in header["slices"]
-            ],
-        )
+        block = replace(block, slices=_slices(header, slices, load, store, initial))
     # Loading is user code: its failure is the group's, and the server gets the text.
     except Exception as error:
         failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
@@ -173,11 +303,61 @@ def _run(
     # With the group masked out it does not run, and only the failure is answered.
     done = job.run(block, failed)
     # The server refuses such plans as well; the client does not rely on that.
-    if done.slices:
+    if done.slices and header["key"] is None:
         raise ValueError(
             "The stage would return a group's own slices, which stay with their client."
         )
-    return block, done, worker.demands(job.file, job.stage)
+    for key in [*store]:
+        if key.startswith(f"{header['scope']}/") and key not in header["needed"]:
+            del store[key]
+    if done.slices:
+        store[header["key"]] = wire_format.to_bytes({}, done.slices)
+    return block, replace(done, slices=[]), worker.demands(job.file, job.stage)
+
+
+def _slices(
+    header: dict[str, Any],
+    sent: list[np.ndarray],
+    load: Callable[[], Any],
+    store: Store,
+    initial: Callable[[], Any] | None,
+) -> list[np.ndarray]:
+    """The group's slices of the partitioned inputs of a stage: arrays `[1, ...]`.
+
+    Args:
+      header: The header of the request.
+      sent: The slices that the request has.
+      load: As of `answer`.
+      store: As of `answer`.
+      initial: As of `answer`.
+
+    Raises:
+      ValueError: The data does not fit the plan, or slices are not in the store.
+    """
+    # A stage may need none of the client's data: then it is not even loaded.
+    own = _checked_leaves(load(), header) if header["tree"] is not None else []
+    begin, first = header["initial"], []
+    if begin is not None:
+        first = [np.zeros(shape, dtype) for dtype, shape in begin["raw"]]
+        first = first if initial is None else _checked_leaves(initial(), begin)
+    slices, rest = [], iter(sent)
+    for origin, stored in zip(header["slices"], header["stored"], strict=True):
+        if stored is None and origin is None:
+            slices.append(next(rest))
+        elif stored is None:
+            slices.append(own[origin[0]][tuple(origin[1])][None])
+        elif stored[0] == INITIAL:
+            slices.append(first[stored[1]][None])
+        elif stored[0] in store:
+            arrays = wire_format.from_bytes(bytes(store[stored[0]]))[1]
+            slices.append(arrays[stored[1]])
+        else:
+            raise ValueError(
+                "its client does not have the slices that an earlier call left with "
+                "it: it was started again, or another client has the group now. Start "
+                "again from arrays or from Clients()"
+            )
+    return slices
 
 
 def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ import functools
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.extras import needed
+from drjax.backends.engine.kept_results import KeptResults
 from drjax.backends.engine.messages import File, kept_outputs, refuse_secure_sums
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.progress import Report, StageReport
@@ -57,6 +59,8 @@ class Runner:
       options: The engine's options.
       owner: Whether `close` ends the workers; false if other runners share them.
       secure: Whether the engine meets the demand of secure sums.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`, or None. See `drjax.backends.Kept`.
 
     Raises:
       DrjaxValueError: The plan has a secure sum, and the engine does not meet it.
@@ -68,6 +72,7 @@ class Runner:
       report: A `Report` on the latest call: stages, times, and dropped groups.
       executable: The plan with compiled server stages and its plan file, an
         `ExecutablePlan`.
+      kept: What stays between the calls, a `KeptResults`.
       engine_cache: A dict of what the engine stores between calls, by a key that the
         engine chooses.
     """
@@ -79,10 +84,13 @@ class Runner:
         options: EngineOptions,
         owner: bool = True,
         secure: bool = False,
+        keep: dict[Any, Any] | None = None,
     ):
         # Unless an engine says so itself: it must not be forgotten for a new one.
         if not secure:
             refuse_secure_sums(plan)
+        # First, as it may refuse its arguments, and exporting a plan takes long.
+        self.kept = KeptResults(plan, keep, engine, options)
         self.plan, self.engine, self.options = plan, engine, options
         self.executable = ExecutablePlan(plan)
         self._owner = owner
@@ -98,6 +106,7 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around the arguments too: without x64, 64-bit ones would be cast to 32 bits.
         with self.executable.precision():
+            args, kwargs, handles = self.kept.open(args, kwargs)
             inputs = flat_slices(self.plan, args, kwargs)
             with self._checkpoint(inputs) as saved:
                 self.report = Report()
@@ -106,12 +115,15 @@ class Runner:
                 # `close`.
                 self.engine.open()
                 try:
-                    results = self._run(inputs, saved)
+                    results = self._run(self.kept.inputs(inputs), saved)
                     # Only with all results at hand; until then a crash resumes from
                     # the folder.
                     saved.clear()
                 finally:
                     self.report.finish()
+                # Only now: after an error the handles are still valid.
+                for handle in handles:
+                    handle.use_up()
                 return results
 
     def _run(self, inputs: list, saved: checkpoint.Checkpoint) -> Any:
@@ -128,16 +140,18 @@ class Runner:
           groups are NaN, or zero if they are not floats.
         """
         call = _Call(self, saved)
-        run, outputs = _DriverInterpreter(call, self.executable.plan, ""), []
-        for value, x in zip(self.plan.outputs, run(inputs), strict=True):
-            if value.partitioned:
+        run = _DriverInterpreter(call, self.executable.plan, "")
+        all_outputs, outputs = run(inputs), []
+        staying = self.kept.split(all_outputs, inputs, call.alive)
+        for value, x in zip(self.plan.outputs, all_outputs, strict=True):
+            if value.partitioned and x is not None:
                 # Masked now, as a group may be dropped in a later round than that of
                 # its slice.
                 x = np.moveaxis(
                     mask_dropped_slices(value, x, call.alive), 0, value.axis
                 )
             outputs.append(x)
-        return self.executable.results(outputs)
+        return self.kept.results(self.executable.results(outputs), staying)
 
     def _checkpoint(self, inputs: list) -> checkpoint.Checkpoint:
         """Open the checkpoint of a call in the folder of the option `checkpoint`.
@@ -298,7 +312,7 @@ class _Call:
 
     def run_stage(
         self, a_round: Round, kept: list[Value], env: Environment, location: str
-    ) -> list[np.ndarray]:
+    ) -> list[Any]:
         """Run the local stage of a round for all groups, on the engine.
 
         Args:
@@ -311,7 +325,7 @@ class _Call:
 
         Returns:
           The results of the round's reductions but gathers and of its folds, then for
-          each output in `kept` all groups' slices, `[n, ...]`.
+          each output in `kept` all groups' slices, `[n, ...]`, or `WorkerSlices`.
 
         Raises:
           EngineError: The stage failed, a group failed with `on_error="raise"`, or
@@ -326,15 +340,22 @@ class _Call:
         block_size = runner.block_size(a_round)
         size = options.block_size or block_size.value
         call = StageCall(
-            job=runner.executable.job(a_round, env, location, size, options),
+            job=replace(
+                runner.executable.job(a_round, env, location, size, options),
+                stay=runner.kept.staying(kept),
+            ),
             slices=env.read(v for v in stage.inputs if v.partitioned),
             alive=self.alive.copy(),
             options=options,
             lost=self.report.lost.append,
             cache=runner.engine_cache,
+            initial=runner.kept.initial,
         )
         fold = functools.partial(runner.executable.run_fold, env)
-        results = StageResults(a_round, kept, runner.plan.size, call.job.size, fold)
+        stay = call.job.stay, runner.engine
+        results = StageResults(
+            a_round, kept, runner.plan.size, call.job.size, fold, *stay
+        )
         try:
             self._collect(call, results, stage_report, stage)
         except EngineError as error:

@@ -168,13 +168,14 @@ class ExecutablePlan:
 
         Args:
           outputs: The outputs of the plan, in order: numpy arrays, with random keys as
-            raw data. A partitioned value has the groups along its `Value.axis`.
+            raw data; or None. A partitioned value has the groups along its
+            `Value.axis`.
 
         Returns:
-          A pytree of JAX arrays.
+          A pytree of JAX arrays; 0 where an output is None.
         """
         arrays = [
-            from_raw(jax.numpy.asarray(x), value.dtype)
+            0 if x is None else from_raw(jax.numpy.asarray(x), value.dtype)
             for value, x in zip(self.plan.outputs, outputs, strict=True)
         ]
         return self.plan.out_tree.unflatten(arrays)

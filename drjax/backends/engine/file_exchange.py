@@ -186,6 +186,7 @@ class FileExchange:
 
     def __init__(self, workers: int, files: Files, folder: str | None = None):
         self.workers = checked_integer("workers", workers, 1)
+        self.stays = ""  # workers end with their stage
         self._files, self._folder = files, folder
         self._own_folder: Path | None = None
 

@@ -35,6 +35,8 @@ class Job:
       drop: Whether to go on without groups that fail, bool; if not, a block in which a
         group fails has no results.
       shared: The global inputs of the stage, in order, a list of arrays.
+      stay: For each output of the stage that is read later whether its slices stay with
+        the workers, a tuple of bools; () if none do. It is no part of `to_bytes`.
     """
 
     file: File
@@ -45,6 +47,7 @@ class Job:
     check_nans: bool
     drop: bool
     shared: list[np.ndarray]
+    stay: tuple[bool, ...] = ()
 
     def task(self, block: Block, search: bool = False) -> Task:
         """A `Task` for a worker of a pool: to run the stage on a block.
@@ -54,9 +57,8 @@ class Job:
           search: Whether the task is to run the groups one by one and without results,
             to find a group that takes too long.
         """
-        return Task(
-            self.stage, block, self.size, self.check_nans, self.drop, search=search
-        )
+        settings = self.size, self.check_nans, self.drop
+        return Task(self.stage, block, *settings, search=search, stay=self.stay)
 
     def run(self, block: Block, failed: dict[int, str]) -> BlockResult:
         """Run the stage on a block in this process.

@@ -16,6 +16,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -49,12 +50,14 @@ class Block:
       groups: The group indices, int32 `[c]`.
       valid: Which of them take part, bool `[c]`; the others are masked.
       slices: For each partitioned input of the stage, in order, an array `[c, ...]` of
-        the groups' slices.
+        the groups' slices. Before it is with its worker it may also have a
+        `drjax.backends.engine.worker_slices.PiecesOfBlock`, of slices that workers
+        have.
     """
 
     groups: np.ndarray
     valid: np.ndarray
-    slices: list[np.ndarray]
+    slices: list[Any]
 
     def without(self, out: np.ndarray) -> "Block":
         """The block with those groups masked for which `out`, bool `[c]`, is true."""
@@ -123,6 +126,8 @@ class Task:
       number: An int that is unique among the tasks of a driver.
       search: Whether the groups run one by one and without results, bool, while the
         `WorkerState` says which group runs: to find a group that takes too long.
+      stay: For each output of the stage that is read later whether its slices stay with
+        the workers, a tuple of bools; () if none do.
     """
 
     stage: int
@@ -133,6 +138,7 @@ class Task:
     # From 1, as `WorkerState.task` is 0 before the first task.
     number: int = field(default_factory=itertools.count(1).__next__)
     search: bool = False
+    stay: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,11 +152,14 @@ class BlockResult:
         block's state, `[1, *s]`.
         Empty if the block has no results.
       slices: For each output of the stage that is read later an array `[c, ...]` of the
-        groups' slices. Empty if the block has no results.
+        groups' slices, unless they stay with the workers. Empty if the block has no
+        results.
       failed: A dict from group index to reason, for groups that failed. If there is one
         and failed groups are not dropped, the block has no results.
       pid: The id of the worker's process, int; 0 if no worker ran.
       seconds: How long the worker took, float.
+      piece: The engine's reference to the slices that stay with the workers, a list of
+        arrays `[c, ...]` there; None if there are none.
     """
 
     partials: Sequence[np.ndarray | None]
@@ -158,6 +167,7 @@ class BlockResult:
     failed: dict[int, str]
     pid: int
     seconds: float
+    piece: Any = None
 
 
 @dataclass

@@ -39,6 +39,8 @@ class StageCall:
         whenever a block is lost and tried again.
       cache: A dict in which the engine may keep objects, by keys of its own, between
         calls of the same `Runner`.
+      initial: Of kept arguments, of which workers may have the first slices themselves,
+        the structure, types and names, as JSON data; None if nothing is kept.
     """
 
     job: Job
@@ -47,6 +49,7 @@ class StageCall:
     options: EngineOptions
     lost: Callable[[str], None]
     cache: dict[str, Any]
+    initial: Any = None
 
 
 Results = Generator[tuple[Block, BlockResult], None, None]
@@ -57,9 +60,15 @@ class Engine(Protocol):
 
     Attributes:
       workers: How many workers there are, int.
+      stays: Of which outputs of stages the workers have the slices between stages,
+        text: `"all"` that are read later; `"kept"`, results that stay for the next
+        call; or `""`, none. If there are some, the engine is a
+        `drjax.backends.engine.worker_slices.Keeping`, and results of blocks have a
+        `piece`.
     """
 
     workers: int
+    stays: str
 
     def open(self) -> None:
         """Start the workers, unless they run already."""
@@ -97,11 +106,13 @@ class Pool(Protocol):
 
     Attributes:
       workers: How many workers there are, int.
+      stays: As of an `Engine`.
       generation: An int that grows whenever all workers are started again, and objects
         that were shared with the former ones are gone.
     """
 
     workers: int
+    stays: str
     generation: int
 
     def share(self, x: Any) -> Any:

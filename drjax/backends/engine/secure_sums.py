@@ -259,7 +259,7 @@ def results(
     Raises:
       EngineError: Too few clients are left to reveal the sums.
     """
-    requests, clients = client_data.Requests(call), {}
+    requests, clients = client_data.Requests(call, client_data.StoredSlices()), {}
     for block, failed in blocks_of_groups(call.slices, call.alive, 1):
         group = int(block.groups[0])
         if block.valid.any() and (node := nodes[group]) is not None:

@@ -9,14 +9,17 @@ without a result are NaN, or zero if they are no floats.
 Sharp edges: `finish` may be called once, when all blocks are in.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from drjax._errors import EngineError
 from drjax.backends.engine.combine import Totals, add, finish, ops_of
 from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import empty_slices
 from drjax.plan import Fold, Plan, Round, Stage, Value
 
@@ -26,10 +29,12 @@ class StageResults:
 
     Args:
       a_round: The round whose local stage it is.
-      kept: The outputs of the stage that blocks return as slices, `Value`s.
+      kept: The outputs of the stage that are read later, `Value`s.
       n: The number of groups.
       block_size: The number of groups in a full block.
       fold: Folds states, as the argument of `combine.finish`.
+      stay: For each of `kept` whether its slices stay with the workers; () if none do.
+      engine: The engine whose workers these are.
 
     Attributes:
       groups: How many groups took part to the end, int.
@@ -45,11 +50,20 @@ class StageResults:
         n: int,
         block_size: int,
         fold: Callable[[Fold, list[list[np.ndarray]]], list[np.ndarray]],
+        stay: Sequence[bool] = (),
+        engine: Any = None,
     ):
         self._round, self._fold = a_round, fold
         self._ops = ops_of(a_round)
         self._totals: Totals = [None] * len(self._ops)
-        self._slices = [empty_slices(value, n) for value in kept]
+        self._kept, self._stay = kept, stay or [False] * len(kept)
+        self._slices = [
+            empty_slices(value, n)
+            for value, stays in zip(kept, self._stay, strict=True)
+            if not stays
+        ]
+        self._engine, self._pieces = engine, []  # of what stays
+        self._piece, self._position = np.full(n, -1), np.zeros(n, int)
         self._block_size = block_size
         self.groups = self.blocks = 0
         self.full_blocks: list[BlockResult] = []
@@ -70,6 +84,10 @@ class StageResults:
             self.groups += int(good.sum())
             for stack, slices in zip(self._slices, block_result.slices, strict=True):
                 stack[block.groups[good]] = slices[good]
+            if any(self._stay):
+                self._piece[block.groups[good]] = len(self._pieces)
+                self._position[block.groups[good]] = np.flatnonzero(good)
+                self._pieces.append(block_result.piece)
         # No failed group is in them: the worker ran the block again without these.
         if block_result.partials:
             self._totals = add(self._ops, self._totals, block_result.partials)
@@ -80,19 +98,30 @@ class StageResults:
         # A shorter last block says nothing of the time of the others.
         if len(block.groups) == self._block_size:
             # Without values, which would stay in memory until the end of the stage.
-            self.full_blocks.append(replace(block_result, partials=[], slices=[]))
+            time_only = replace(block_result, partials=[], slices=[], piece=None)
+            self.full_blocks.append(time_only)
 
-    def finish(self) -> list[np.ndarray]:
+    def finish(self) -> list[Any]:
         """Finish the reductions; to be called once, after all blocks were added.
 
         Returns:
           A list of arrays: the reduced value of each of the round's reductions but
           gathers, the leaves of the results of its folds, then all groups' slices
           `[n, ...]` of each output in `kept`. Slices of groups without a result are
-          NaN, or zero if they are no floats.
+          NaN, or zero if they are no floats. In place of slices that stay with the
+          workers there are `WorkerSlices`.
         """
         results = finish(self._round, self._totals, self.groups, self._fold)
-        return [*results, *self._slices]
+        arrays, leaf, kept = iter(self._slices), itertools.count(), []
+        for value, stays in zip(self._kept, self._stay, strict=True):
+            if stays:
+                i = next(leaf)
+                pieces = [(piece, i) for piece in self._pieces]
+                places = self._piece, self._position
+                kept.append(WorkerSlices(value, pieces, *places, self._engine))
+            else:
+                kept.append(next(arrays))
+        return [*results, *kept]
 
 
 def stage_error(

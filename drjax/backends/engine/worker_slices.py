@@ -1,0 +1,267 @@
+"""Partitioned values whose slices workers have, and the driver has not.
+
+Input: the blocks of a stage, each with a reference to the slices that stayed with its
+worker. Output: a `WorkerSlices`, which a later stage takes in place of an array; of a
+block of groups a `PiecesOfBlock`, which an engine passes to the worker.
+
+Invariants: a reference (to a *piece*, a list of arrays `[c, ...]` for some groups) is
+the engine's own, and is released with the last value that has it. Blocks of a later
+stage may be other ones: a block is assembled from parts of pieces.
+
+Sharp edges: a piece may also be a list of arrays that the driver has, as for groups
+that were dropped before a worker had their slices. A group of which no worker has a
+slice has no piece: -1.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from drjax.backends._interpret_plan import split_scan
+from drjax.backends.groups import Unread, empty_slices, read_if_lazy
+from drjax.plan import Loop, Plan, Value
+
+# The engine's reference to a piece, and the position of the value among its arrays.
+Piece = tuple[Any, int]
+INITIAL = "initial"  # the piece of slices with which workers begin by themselves
+
+
+@dataclass(frozen=True)
+class PiecesOfBlock:
+    """The slices of c groups, as parts of pieces.
+
+    Attributes:
+      pieces: The pieces, each a reference and the position of the value in it.
+      piece: For each group the index of its piece, int `[c]`; -1: it has none.
+      position: For each group the position of its slice in that piece, int `[c]`.
+    """
+
+    pieces: list[Piece]
+    piece: np.ndarray
+    position: np.ndarray
+
+    def __getitem__(self, index: np.ndarray) -> "PiecesOfBlock":
+        """The slices of some of the groups, at these positions in the block."""
+        piece, position = self.piece[index], self.position[index]
+        return replace(self, piece=piece, position=position)
+
+    def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
+        """Read the slices into one array `[c, ...]`; zeros for groups that have none.
+
+        Args:
+          arrays: A function from the reference of a piece to its arrays.
+        """
+        used = [int(i) for i in np.unique(self.piece) if i >= 0]
+        parts = {i: arrays(self.pieces[i][0])[self.pieces[i][1]] for i in used}
+        count = len(self.piece)
+        if len(used) == 1:
+            part = parts[used[0]]
+            # The same block as before, mostly: no copy.
+            whole = len(part) == count and (self.piece >= 0).all()
+            if whole and (self.position == np.arange(count)).all():
+                return part
+        if not used:
+            return np.zeros(count)
+        like = parts[used[0]]
+        out = np.zeros((count, *like.shape[1:]), like.dtype)
+        for i, part in parts.items():
+            out[self.piece == i] = part[self.position[self.piece == i]]
+        return out
+
+
+class Keeping(Protocol):
+    """A protocol: an engine whose workers have slices between stages.
+
+    Attributes:
+      generation: An int that grows when the workers, and their slices, are gone.
+    """
+
+    generation: int
+
+    def created(self, slices: "WorkerSlices") -> None:
+        """Take note of new slices: until their `release`, workers have to have them."""
+        ...
+
+    def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
+        """Read pieces.
+
+        Args:
+          value: The value that is read, for errors.
+          pieces: References of the engine to pieces.
+
+        Returns:
+          For each its list of arrays.
+
+        Raises:
+          DrjaxTypeError: The workers give no slices away.
+        """
+        ...
+
+
+class WorkerSlices(Unread):
+    """A partitioned value whose slices are pieces that workers have.
+
+    Args:
+      value: The value in the plan.
+      pieces: The pieces.
+      piece: For each group the index of its piece, int `[n]`; -1: it has none.
+      position: For each group the position of its slice in that piece, int `[n]`.
+      engine: The engine whose workers have them; None if the driver has all pieces.
+
+    Attributes:
+      generation: The `generation` of these workers, int.
+      held: Whether a handle of the caller has them, bool: then they are needed after
+        the call.
+      shape: The shape of the array `[..., n, ...]` of all groups.
+      dtype: The dtype of that array.
+    """
+
+    def __init__(
+        self,
+        value: Value,
+        pieces: list[Piece],
+        piece: np.ndarray,
+        position: np.ndarray,
+        engine: "Keeping | None",
+    ):
+        self.value, self.engine = value, engine
+        self.generation = 0 if engine is None else engine.generation
+        self.held = False
+        # Without pieces that no group has any more, so that these are released.
+        used = [int(i) for i in np.unique(piece) if i >= 0]
+        self.pieces = [pieces[i] for i in used]
+        new = np.full(len(pieces) + 1, -1)
+        new[used] = np.arange(len(used))
+        self.piece, self.position = new[piece], position
+        n, axis = len(piece), value.axis
+        self.shape = (*value.shape[:axis], n, *value.shape[axis:])
+        self.dtype = value.dtype
+        if engine is not None:
+            engine.created(self)
+
+    @classmethod
+    def of_array(cls, value: Value, slices: np.ndarray) -> "WorkerSlices":
+        """The value as one piece that the driver has: an array `[n, ...]`."""
+        n = len(slices)
+        return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
+
+    def of_value(self, value: Value) -> "WorkerSlices":
+        """The same slices as another value of the plan, with a `release` of its own."""
+        return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
+
+    def release(self) -> None:
+        """Release the pieces: the slices are not needed any more."""
+        self.pieces, self.piece, self.held = [], np.full_like(self.piece, -1), False
+
+    def block(self, low: int, high: int) -> PiecesOfBlock:
+        """The slices of the groups from index `low` to before `high`."""
+        part = slice(low, high)
+        return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
+
+    def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
+        """The value in which dropped groups have the slices of another value.
+
+        Args:
+          old: The other value: an array `[n, ...]`, or an `Unread`.
+          alive: Which groups take part, bool `[n]`; the others were dropped.
+        """
+        if alive.all():
+            return self
+        if not isinstance(old, WorkerSlices):
+            old = WorkerSlices.of_array(self.value, read_if_lazy(old))
+        return WorkerSlices(
+            self.value,
+            [*self.pieces, *old.pieces],
+            np.where(
+                alive,
+                self.piece,
+                np.where(old.piece < 0, -1, old.piece + len(self.pieces)),
+            ),
+            np.where(alive, self.position, old.position),
+            self.engine,
+        )
+
+    def whole(self) -> np.ndarray:
+        """Read the slices of all groups into one array `[n, ...]`.
+
+        The slice of a group that has none is NaN, or zero if the dtype has no NaN.
+
+        Raises:
+          DrjaxTypeError: The workers give no slices away.
+        """
+        references = [x for x, _ in self.pieces if not isinstance(x, list)]
+        arrays: dict[Hashable, Any] = {}
+        if references:
+            assert self.engine is not None  # it has made these references
+            fetched = self.engine.fetch(self.value, references)
+            arrays = dict(zip(map(id, references), fetched, strict=True))
+        read = lambda x: x if isinstance(x, list) else arrays[id(x)]
+        missing, out = self.piece < 0, empty_slices(self.value, len(self.piece))
+        if not missing.all():
+            out[~missing] = self.block(0, len(out))[~missing].assemble(read)
+        return out
+
+
+def keep_dropped(value: Value, new: Any, old: Any, alive: np.ndarray) -> Any:
+    """A kept result, in which dropped groups have the slices that they had before.
+
+    Args:
+      value: The result in the plan.
+      new: The result of the call: an array `[n, ...]`, or an `Unread`.
+      old: The argument of the call, likewise.
+      alive: Which groups take part, bool `[n]`; the others were dropped.
+
+    Returns:
+      A `WorkerSlices` if workers have the slices, else an array.
+    """
+    if isinstance(new, WorkerSlices):
+        return new.of_value(value).unless_dropped(old, alive)
+    new = read_if_lazy(new)
+    if not alive.all():
+        new = np.array(new)
+        new[~alive] = read_if_lazy(old)[~alive]
+    return new
+
+
+def slices_to_read(
+    plan: Plan, taken: Sequence[Value] = (), kept: Collection[str] = ()
+) -> Iterator[Value]:
+    """The slices that groups have computed, and that are needed outside of them.
+
+    Gathers, server stages, stacks of scans and conditions of loops need them, and the
+    caller, unless they are kept. Moves are not considered.
+
+    Args:
+      plan: The plan, or the body of a loop.
+      taken: Of its partitioned inputs those that earlier stages may have computed.
+      kept: The names of its outputs that stay with the groups.
+
+    Yields:
+      Partitioned values, some more than once.
+    """
+    computed = {v.name for v in taken}
+    read = [v for v in plan.outputs if v.name not in kept]
+    for a_round in plan.rounds:
+        computed |= {v.name for v in a_round.local.outputs}
+        computed |= {v.name for x in a_round.loops for v in x.outputs if v.partitioned}
+        read += [*a_round.server.inputs, *(whole for whole, _ in a_round.scatter)]
+        read += [r.source for r in a_round.reduces if r.op == "gather"]
+        for loop in a_round.loops:
+            yield from _read_in_loop(loop)
+            if loop.op == "scan":
+                read += split_scan(loop, loop.inputs)[2]
+    read += plan.server.inputs
+    yield from (v for v in read if v.partitioned and v.name in computed)
+
+
+def _read_in_loop(loop: Loop) -> Iterator[Value]:
+    """As `slices_to_read`, of the bodies of a loop: what they carry may stay."""
+    first = sum(loop.consts)
+    for body in loop.bodies:
+        # A while loop and a branch have no stacks.
+        outputs, taken = body.outputs, body.inputs
+        if loop.op == "scan":
+            outputs, taken = outputs[: loop.carry], taken[first : first + loop.carry]
+        yield from slices_to_read(body, taken, {v.name for v in outputs})

@@ -1,0 +1,1 @@
+"""A Flower app for tests: clients keep state, and all messages are recorded."""

@@ -1,0 +1,25 @@
+"""A client: its data, its first state, and a record of what it keeps."""
+
+import pickle
+from pathlib import Path
+
+from drjax.backends import flower
+from tests.helpers import kept_programs as programs
+
+
+def load(context):
+    """The client's data; and it tells the test, not the server, what it keeps."""
+    group, output = context.node_config["partition-id"], context.run_config["output"]
+    stored = dict(context.state.get("drjax") or {})
+    Path(f"{output}.client{group}").write_bytes(pickle.dumps(stored))
+    return programs.data_of(int(group))
+
+
+def initial(context):
+    """Of SCAFFOLD: a control variate that nobody else knows. Of DiLoCo: zeros."""
+    if "scaffold" in context.run_config["plan"]:
+        return programs.first_control(int(context.node_config["partition-id"]))
+    return programs.inner_zeros()
+
+
+app = flower.client(load, initial)
