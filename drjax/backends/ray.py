@@ -23,7 +23,7 @@ from typing import Any
 
 from drjax._errors import EngineError
 from drjax.backends.engine import pool_scheduler
-from drjax.backends.engine.actor import Worker
+from drjax.backends.engine.actor import Worker, without_slices
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import BlockResult, Task, WorkerState
@@ -32,6 +32,7 @@ from drjax.backends.engine.placement import Placement
 from drjax.backends.engine.process_exit import ListeningProcess
 from drjax.backends.engine.protocols import Lost, Results, StageCall
 from drjax.backends.engine.resident_slices import ResidentSlices
+from drjax.backends.engine.worker_slices import LOST, Keeping
 from drjax.plan import Plan
 
 _START = 120  # seconds for all workers to start
@@ -48,6 +49,7 @@ def compile(
     workers: "int | Actors" = 2,
     address: str | None = None,
     ray_options: dict[str, Any] | None = None,
+    keep: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Runner:
     """A function that runs the plan on Ray.
@@ -62,6 +64,9 @@ def compile(
       address: The address of a Ray cluster, as for `ray.init`.
       ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
         `resources`, `runtime_env`, ... Default: one CPU each.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
+        slices stay in Ray's object store, where workers read them.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
 
@@ -83,10 +88,9 @@ def compile(
       ...     print(run(jnp.arange(4.0)))
       1.5
     """
-    checked = EngineOptions.checked(**options)
-    if isinstance(workers, Actors):
-        return Runner(plan, workers, checked, owner=False)
-    return Runner(plan, Actors(workers, address, ray_options), checked)
+    owner = not isinstance(workers, Actors)
+    actors = Actors(workers, address, ray_options) if owner else workers
+    return Runner(plan, actors, EngineOptions.checked(**options), owner, keep)
 
 
 class _Connection:
@@ -131,9 +135,8 @@ class _Connection:
             if ours:
                 # Ray that we started is shut down again by the last one to close.
                 _starters.add(self)
-        node_id = ray.get_runtime_context().get_node_id()
         for node in ray.nodes():
-            if node["NodeID"] == node_id:
+            if node["NodeID"] == ray.get_runtime_context().get_node_id():
                 # Ray's client would end this process when the raylet dies.
                 self._raylet = ListeningProcess(node["RayletSocketName"])
                 self.store_bytes = node["Resources"].get("object_store_memory", 0)
@@ -211,7 +214,7 @@ class _Connection:
 _open, _starters = set[_Connection](), set[_Connection]()
 
 
-class Actors:
+class Actors(Keeping):
     """Workers as Ray actors: a `drjax.backends.engine.protocols.Pool`.
 
     Args:
@@ -223,7 +226,8 @@ class Actors:
 
     Attributes:
       workers: The number of actors.
-      generation: How often all actors were started.
+      generation: An int that grows when actors are started and when they are ended.
+      stays: `"kept"`: results that are kept are objects in the store.
 
     Raises:
       DrjaxValueError: `workers` is no integer from 1.
@@ -231,16 +235,24 @@ class Actors:
 
     def __init__(self, workers: int, address: str | None = None, ray_options=None):
         self.workers = checked_integer("workers", workers, 1)
-        self.generation = 0
+        self.generation, self.stays = 0, "kept"
         self._options: dict[str, Any] = ray_options or {}
         self._connection = _Connection(address, self._reset)
         self._ray = self._connection.module
         self._reset()
 
-    def _reset(self) -> None:
-        """Clear the records of actors, tasks and stored slices; no actor is ended."""
+    def _reset(self, limit: float = 0) -> None:
+        """Clear the records of actors, tasks and stored slices; no actor is ended.
+
+        Args:
+          limit: How many bytes of slices may stay stored from now on.
+        """
+        # Objects that were shared with the former actors are gone with them.
+        self.generation += 1
         self._placement = Placement()
-        self._slices = ResidentSlices(self.share, self._get, 0)
+        put = lambda slices: self._connection.live().put(slices)
+        self._slices = ResidentSlices(put, self.read, limit)
+        self._staying: dict[Any, Any] = {}  # by the handle of a task in flight
 
     # -----------------------------------------------------------------------------
     # Workers
@@ -251,12 +263,8 @@ class Actors:
         if self._placement.workers and ray.is_initialized():
             return
         self._connection.reset()
-        self._reset()
-        # Objects that were shared with the former actors are gone with them.
-        self.generation += 1
         self._connection.open(self.workers)
-        limit = _RESIDENT * self._connection.store_bytes
-        self._slices = ResidentSlices(self.share, self._get, limit)
+        self._reset(_RESIDENT * self._connection.store_bytes)
         self._placement = Placement(self._start() for _ in range(self.workers))
         self._wait_until_started(self._placement.workers)
 
@@ -271,8 +279,7 @@ class Actors:
         # The user's options come last: they replace these, `runtime_env` included.
         options = {"num_cpus": 1, "runtime_env": environment, **self._options}
         # A second thread in each actor, to answer `state` while `run` runs.
-        groups = {"asked": 1}
-        kind = self._connection.live().remote(concurrency_groups=groups)(Worker)
+        kind = self._connection.live().remote(concurrency_groups={"asked": 1})(Worker)
         # No restarts by Ray: a new actor must be sent the plan file again.
         return kind.options(max_restarts=0, **options).remote()
 
@@ -341,41 +348,44 @@ class Actors:
             return x
         return self._connection.live().put(x)
 
-    def _get(self, reference: Any) -> Any:
-        """Read an object that `share` made available to the workers.
+    def read(self, reference: Any) -> Any:
+        """Read an object of the store.
 
         Args:
-          reference: The reference that `share` returned: a `ray.ObjectRef`; or a list
-            of small arrays, which is not stored, and is returned unchanged.
+          reference: The reference, a `ray.ObjectRef`.
 
         Returns:
           The object; its arrays are read-only views of the object store.
+
+        Raises:
+          EngineError: The object is lost.
         """
-        stored = not isinstance(reference, list)
-        return self._connection.live().get(reference) if stored else reference
+        try:
+            return self._connection.live().get(reference)
+        except self._ray.exceptions.ObjectLostError as error:
+            raise EngineError(LOST) from error
 
     # -----------------------------------------------------------------------------
     # Tasks
 
     def results(self, call: StageCall) -> Results:
         # What begins behind what a failed call has left at work would seem late.
-        wait, timeout = self._connection.wait, call.options.timeout
-        self._placement.settle(wait, self._replace, timeout)
+        wait = self._connection.wait
+        self._placement.settle(wait, self._replace, call.options.timeout)
         self._slices.begin()
+        self._staying.clear()  # of tasks that a failed call has left
         return pool_scheduler.results(self, call)
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
         # First: if the raylet has ended, this clears the placement and raises.
         self._connection.live()
-        actor, block = self._placement.least_loaded(), task.block
-        name = file.hex()
-        # Which block it is; whether its slices are the same is compared below.
-        key = name, task.stage, int(block.groups[0]), len(block.groups)
+        actor, name = self._placement.least_loaded(), file.hex()
         # Apart from the task, as Ray resolves references only in arguments.
-        slices = self._slices.reference(key, block.slices)
-        task = replace(task, block=replace(block, slices=[]))
+        task, sources, parts = without_slices(name, task, self._slices.reference)
         to_send = file if self._placement.first_use(actor, name) else None
-        handle = actor.run.remote(name, to_send, task, slices, shared)
+        run = actor.run.options(num_returns=1 + bool(task.stay))
+        refs = run.remote(name, to_send, task, sources, shared, *parts)
+        handle, self._staying[handle] = refs if task.stay else (refs, None)
         self._placement.submitted(handle, actor, task.number)
         return handle
 
@@ -385,13 +395,13 @@ class Actors:
     def result(self, handle: Any) -> BlockResult:
         actor, errors = self._placement.finished(handle), self._ray.exceptions
         try:
-            return self._connection.live().get(handle)
+            return replace(self.read(handle), piece=self._staying.pop(handle))
         # The worker is gone, not the group wrong: others may do the block.
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
             # The rest is Ray's own advice, many lines of it.
-            first = str(error).strip().splitlines()[0]
-            raise Lost(f"a worker died: {first}") from error
+            why = f"a worker died: {str(error).strip().splitlines()[0]}"
+            raise Lost(why) from error
 
     def abandon(self, handle: Any) -> None:
         self._replace(self._placement.finished(handle))

@@ -1,7 +1,8 @@
 """A worker as an object, for engines whose workers are actors.
 
 Input: tasks, whose block has no slices, and the slices apart from them. Output:
-`BlockResult`s of `drjax.backends.engine.worker.run`.
+`BlockResult`s of `drjax.backends.engine.worker.run`, and apart from them the slices
+that stay with the workers.
 
 Invariants: a message has only what is new to the worker: a plan file is sent once, and
 then named. The slices of a block are an argument of their own, as an engine may store
@@ -11,14 +12,54 @@ Sharp edges: `skip` and `state` must be answered while `run` runs, so an actor n
 second thread.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from drjax.backends.engine import worker
 from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
+from drjax.backends.engine.worker_slices import PiecesOfBlock
 
 Arrays = list[np.ndarray]
+_SMALL = 8 << 10  # bytes of a block that go into the message itself
+
+
+def without_slices(
+    name: str, task: Task, reference: Callable[..., Any]
+) -> tuple[Task, list[int | PiecesOfBlock], list[Any]]:
+    """Take the slices out of the block of a task, for `Worker.run`.
+
+    Args:
+      name: The name of the plan file.
+      task: The task.
+      reference: `ResidentSlices.reference`, which stores slices for workers.
+
+    Returns:
+      `(task, sources, parts)`: the task, whose block has no slices; and for each
+      partitioned input of the stage which of `parts`, references or lists of arrays,
+      has its slices.
+    """
+    block, parts, sources = task.block, [], []
+    arrays = [x for x in block.slices if not isinstance(x, PiecesOfBlock)]
+    small = sum(x.nbytes for x in arrays) <= _SMALL
+    groups = int(block.groups[0]), len(block.groups)
+    for i, x in enumerate(block.slices):
+        if isinstance(x, PiecesOfBlock):
+            # Only the pieces that the block needs, as others may be large.
+            used = [int(k) for k in np.unique(x.piece) if k >= 0]
+            places = {k: len(parts) + j for j, k in enumerate(used)}
+            pieces = [(places.get(k, -1), leaf) for k, (_, leaf) in enumerate(x.pieces)]
+            parts += [x.pieces[k][0] for k in used]
+            sources.append(replace(x, pieces=pieces))
+            continue
+        sources.append(len(parts))
+        # Which slices they are; whether they are the same is compared. Each input by
+        # itself, as one may change and another not, and for all rounds.
+        key = name, task.stage, i, *groups
+        parts.append([x] if small else reference(key, [x], groups))
+    return replace(task, block=replace(block, slices=[])), sources, parts
 
 
 class Worker:
@@ -31,8 +72,14 @@ class Worker:
         self._files: dict[str, File] = {}
 
     def run(
-        self, name: str, file: File | None, task: Task, slices: Arrays, shared: Arrays
-    ) -> BlockResult:
+        self,
+        name: str,
+        file: File | None,
+        task: Task,
+        sources: Sequence[int | PiecesOfBlock],
+        shared: Arrays,
+        *parts: Arrays,
+    ) -> BlockResult | tuple[BlockResult, Arrays]:
         """Run one stage of a plan file on one block of groups.
 
         Args:
@@ -40,14 +87,17 @@ class Worker:
           file: The plan file; None if an earlier call passed the file of this name.
           task: The index of the stage, the block, and how failures are treated. The
             block's list of slices is empty.
-          slices: For each partitioned input of the stage, in order, the slices of the
-            block's c groups, `[c, ...]`.
+          sources: For each partitioned input of the stage, in order, which of `parts`
+            has the slices of the block's c groups, `[c, ...]`, as its only array; or a
+            `PiecesOfBlock`, whose pieces are indices of `parts`.
           shared: The global inputs of the stage, in order.
+          *parts: Lists of arrays.
 
         Returns:
           The block's partial reductions, the groups' slices of the outputs that are
           read later, and why groups failed. No values if `task.search` is true, or if
-          `skip` was called for the task.
+          `skip` was called for the task. If slices stay with the workers, a pair: the
+          result without these, and the list of them.
 
         Raises:
           Exception: The stage failed, and no single group causes it.
@@ -55,10 +105,20 @@ class Worker:
         # Before the task, which may be skipped: later tasks only name the file.
         if file is not None:
             self._files[name] = file
-        # The task came without its slices: `slices` may be views of the shared store.
+        slices = [
+            parts[x][0] if isinstance(x, int) else x.assemble(parts.__getitem__)
+            for x in sources
+        ]
+        # The task came without its slices, which may be views of the shared store.
         task = replace(task, block=replace(task.block, slices=slices))
         # The worker module keeps the compiled stages of a file, by its key.
-        return worker.run(self._files[name], task, shared)
+        result = worker.run(self._files[name], task, shared)
+        if not task.stay:
+            return result
+        # A block without results has no slices.
+        pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
+        rest = [x for x, stays in pairs if not stays]
+        return replace(result, slices=rest), [x for x, stays in pairs if stays]
 
     def skip(self, number: int) -> None:
         """Skip the task with this `Task.number`, as its result is not needed.

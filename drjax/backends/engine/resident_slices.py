@@ -1,7 +1,8 @@
 """Slices that stay where workers can read them, so that they are sent once.
 
 Input: the slices of a block, and the key of that block. Output: a reference that a
-worker can read; the same as before if the slices are.
+worker can read; the same as before if the slices are, also if they were those of
+another key with the same place.
 
 Invariants: whether data is the same is not believed but compared, bit by bit, with what
 was stored, which takes a tenth of the time of storing it again. A caller may thus
@@ -30,12 +31,18 @@ class _Entry:
         input of the stage.
       size: The size of the slices in bytes, int.
       used: The count of stage runs when they were last used, int.
+      keys: How many keys have these slices, int.
     """
 
     reference: Any
     slices: list[np.ndarray]
     size: int
     used: int
+    keys: int = 1
+
+    def has(self, slices: list[np.ndarray]) -> bool:
+        """Whether these are the slices, bit by bit."""
+        return len(self.slices) == len(slices) and all(map(_same, self.slices, slices))
 
 
 class ResidentSlices:
@@ -56,6 +63,7 @@ class ResidentSlices:
     ):
         self._put, self._get, self._limit = put, get, limit
         self._entries: dict[Hashable, _Entry] = {}
+        self._keys: dict[Hashable, set[Hashable]] = {}  # by place
         self._size = self._runs = 0
 
     def begin(self) -> None:
@@ -65,27 +73,35 @@ class ResidentSlices:
         """
         self._runs += 1
 
-    def reference(self, key: Hashable, slices: list[np.ndarray]) -> Any:
+    def reference(
+        self, key: Hashable, slices: list[np.ndarray], place: Hashable = None
+    ) -> Any:
         """Store the slices of a block, unless the same slices are stored already.
 
         Args:
           key: What identifies the block, whatever the values of its slices are.
           slices: An array `[c, ...]` for each partitioned input of the stage.
+          place: If not None, the same slices are also looked for among those of other
+            keys with this place: rounds and inputs may share them.
 
         Returns:
           What the function `put` returned for these slices: a reference for workers. It
           is that of an earlier call if the arrays are equal bit by bit. Slices that do
           not fit into the limit are stored for this call alone.
         """
-        entry = self._entries.get(key)
-        if entry is not None:
+        keys = self._keys.setdefault(place, set()) if place is not None else set()
+        for other in (key, *(keys - {key})):
+            entry = self._entries.get(other)
             # Compared in full: hashing would be slower than comparing, and an identity
             # check would miss a change in place.
-            stored = entry.slices
-            if len(stored) == len(slices) and all(map(_same, stored, slices)):
+            if entry is not None and entry.has(slices):
+                if other != key:
+                    self._remove(key)
+                    self._entries[key], entry.keys = entry, entry.keys + 1
+                    keys.add(key)
                 entry.used = self._runs
                 return entry.reference
-            self._remove(key)
+        self._remove(key)
         reference, size = self._put(slices), sum(x.nbytes for x in slices)
         # Old entries go only when there is no room: a plan may run stages in turn.
         if self._size + size > self._limit:
@@ -96,15 +112,18 @@ class ResidentSlices:
         if self._size + size <= self._limit:
             stored = self._get(reference)
             self._entries[key] = _Entry(reference, stored, size, self._runs)
+            keys.add(key)
             self._size += size
         return reference
 
     def _remove(self, key: Hashable) -> None:
-        """Remove the slices of the block with this key from the cache.
+        """Remove the slices of this key from the cache, if there are any.
 
-        The store itself drops them once no task needs them.
+        The store itself drops them once no task and no other key needs them.
         """
-        self._size -= self._entries.pop(key).size
+        if (entry := self._entries.pop(key, None)) is not None:
+            entry.keys -= 1
+            self._size -= 0 if entry.keys else entry.size
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -25,6 +25,10 @@ from drjax.plan import Loop, Plan, Value
 
 # The engine's reference to a piece, and the position of the value among its arrays.
 Piece = tuple[Any, int]
+LOST = (
+    "Slices that stayed with the workers are lost, as the machine that had them has "
+    "ended. Start again from arrays, such as those that .fetch() returned before."
+)
 INITIAL = "initial"  # the piece of slices with which workers begin by themselves
 
 
@@ -82,7 +86,6 @@ class Keeping(Protocol):
 
     def created(self, slices: "WorkerSlices") -> None:
         """Take note of new slices: until their `release`, workers have to have them."""
-        ...
 
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
         """Read pieces.
@@ -97,6 +100,10 @@ class Keeping(Protocol):
         Raises:
           DrjaxTypeError: The workers give no slices away.
         """
+        return [self.read(piece) for piece in pieces]
+
+    def read(self, reference: Any) -> Sequence[np.ndarray]:
+        """Read one piece: its list of arrays."""
         ...
 
 

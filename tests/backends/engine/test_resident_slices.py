@@ -64,3 +64,13 @@ def test_no_more_stays_than_the_limit():
         refer("a")
     assert [refer("c"), refer("c"), refer("a")] == [4, 4, 0]  # for b, which was old
     assert refer("b") == 5 and refer("b") == 6
+
+
+def test_keys_of_one_place_share_slices():
+    store, x, y = Store(limit=80), np.zeros(10, np.float32), np.ones(10, np.float32)
+    refer = lambda key, x, place=0: store.resident.reference(key, [x], place)
+    assert [refer(key, x) for key in "aba"] == [0, 0, 0]
+    assert refer("c", x, place=1) == 1  # which fills the store
+    # Another key still has the former slices of "a", which take part of the limit.
+    assert [refer("a", y), refer("a", y), refer("b", x)] == [2, 3, 0]
+    assert [refer("b", y), refer("b", y)] == [4, 4]  # now no key has them
