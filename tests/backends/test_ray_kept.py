@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import os
 import signal
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def test_what_does_not_change_is_sent_once(actors, monkeypatch):
     sent, run = sent_bytes(monkeypatch), ray.compile(
         plan, workers=actors, block_size=8, keep={1: 1}
     )  # fmt: skip
-    model, kept = np.float32(0), zeros
+    model, kept = np.float32(0), cast(Any, zeros)
     for i in range(3):
         del sent[:]
         model, kept = run(model, kept, x)
