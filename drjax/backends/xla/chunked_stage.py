@@ -60,6 +60,7 @@ class ChunkedStage:
       folds: The folds of the round.
       kept: The outputs of the stage to return as slices, because they are read later.
       shared: The arrays of the global inputs of the stage, in order.
+      inner: What `run_inner_programs` returns for the stage.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class ChunkedStage:
         folds: list[FoldWork],
         kept: list[Value],
         shared: list,
+        inner: Callable | None = None,
     ):
         self.layout, self.stage, self.kept = layout, stage, kept
         self.reduces, self.folds, self.shared = reduces, folds, shared
+        self._inner = inner
         names = [v.name for v in stage.outputs]
         self._states = [[names.index(v.name) for v in f.fold.sources] for f in folds]
         self._sources = [names.index(r.source.name) for r in reduces]
@@ -213,7 +216,7 @@ class ChunkedStage:
                 *self._batched_states(outs, mask),
             ], slices
         count = indices.shape[0]
-        one = lambda *xs: call(self.stage, xs)
+        one = self._inner or (lambda *xs: call(self.stage, xs))
         if self.layout.uneven and self._effects:
             run = lambda count: _over_groups(one, count, self._partitioned)
             # Padding must not print, call back or raise.

@@ -60,6 +60,7 @@ from drjax.backends.xla.fold_states import (
     operands_of,
     with_arrays,
 )
+from drjax.backends.xla.inner_programs import run_inner_programs
 from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.reuse_accumulators import (
     AccumulatorReuse,
@@ -440,14 +441,14 @@ def _run_groups(
         lowers_by_vmap(layout, x.jaxpr) for x in (stage, *(f.combine for f in folds))
     )
     prepare = lambda x: replace(x, jaxpr=prepare_group_jaxpr(layout, x.jaxpr, by_vmap))
-    inner = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
+    prepared = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
+    stage = prepare(stage)
+    inner = run_inner_programs(stage, run_flat, step)
 
     def work(*args):
         *args, first = args
-        works = with_arrays(inner, args[count : len(shared)])
-        chunked = ChunkedStage(
-            layout, prepare(stage), reduces, works, kept, args[:count]
-        )
+        works = with_arrays(prepared, args[count : len(shared)])
+        chunked = ChunkedStage(layout, stage, reduces, works, kept, args[:count], inner)
         return chunked.run(first, args[len(shared) :], step)
 
     def body(*args):
