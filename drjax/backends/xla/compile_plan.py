@@ -155,6 +155,16 @@ def run_flat(
     return _MeshInterpreter(plan, layout, step)(inputs)
 
 
+def _run_locally(plan: Plan, inputs: list, step: int | None) -> list:
+    """Run the plan of a group's inner programs, which are bound to no mesh.
+
+    The arguments and the result are as of `run_flat`. A mesh axis that has the name of
+    the inner partition has the outer groups.
+    """
+    assert plan.partition is not None
+    return _MeshInterpreter(plan, make_layout(plan.partition, None), step)(inputs)
+
+
 def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
     """Find the largest number of a device's groups at once that fits in memory.
 
@@ -443,7 +453,7 @@ def _run_groups(
     prepare = lambda x: replace(x, jaxpr=prepare_group_jaxpr(layout, x.jaxpr, by_vmap))
     prepared = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
     stage = prepare(stage)
-    inner = run_inner_programs(stage, run_flat, step)
+    inner = run_inner_programs(stage, _run_locally, step)
 
     def work(*args):
         *args, first = args

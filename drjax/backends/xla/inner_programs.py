@@ -50,7 +50,7 @@ def run_inner_programs(
 
     Args:
       stage: The stage; one from a plan file has no jaxpr to plan.
-      run_flat: `run_flat(plan, inputs, step)` runs a plan on flat inputs.
+      run_flat: `run_flat(plan, inputs, step)` runs a plan on flat inputs, on no mesh.
       step: How many groups run at once; None: all, and nothing is streamed.
 
     Returns:
