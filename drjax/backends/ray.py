@@ -90,7 +90,7 @@ def compile(
     """
     owner = not isinstance(workers, Actors)
     actors = Actors(workers, address, ray_options) if owner else workers
-    return Runner(plan, actors, EngineOptions.checked(**options), owner, keep)
+    return Runner(plan, actors, EngineOptions.checked(**options), owner, keep=keep)
 
 
 class _Connection:

@@ -5,6 +5,7 @@ Covers: drjax._primitives.fused_lowering, drjax._primitives.contract_groups.
 
 import gc
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def test_a_broadcast_over_another_partition_is_not_merged():
 
 
 def test_what_is_known_of_a_module_is_deleted_with_it():
-    run = jax.jit(loss)
+    run: Any = jax.jit(loss)
     lowered = run.lower(W, X)
     known = len(fused_lowering._by_module)
     assert known > 0

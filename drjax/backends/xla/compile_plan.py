@@ -466,7 +466,7 @@ def _run_groups(
         # `[1, *s]`: the shard_map stacks the devices' values along this axis.
         if not combine:
             return [*(total[None] for total in totals), *stacks]
-        works = with_arrays(inner, args[count : len(shared)])
+        works = with_arrays(prepared, args[count : len(shared)])
         sums, states = totals[: len(reduces)], totals[len(reduces) :]
         folded = finish_folds(layout, works, states)
         return [*finish(layout, reduces, sums), *folded, *stacks]
