@@ -37,12 +37,7 @@ from drjax.backends.engine.background import Background
 from drjax.backends.engine.claim_queries import ClaimQueries, ClientFailed
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
-from drjax.backends.engine.messages import (
-    BlockResult,
-    File,
-    Task,
-    WorkerState,
-)
+from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.untrusted_replies import BadReply
@@ -231,13 +226,11 @@ class _Messages:
           BadReply: The answer cannot be read.
         """
         reply = self.pull(number)
-        if reply is not None and reply.has_error():
+        if reply is None:
+            return None
+        if reply.has_error():
             raise ClientFailed
-        return (
-            None
-            if reply is None
-            else untrusted_replies.content_of(reply, "drjax", "group")
-        )
+        return untrusted_replies.content_of(reply, "drjax", "group")
 
     def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
         """Send a message to a node.
