@@ -19,6 +19,7 @@ from drjax.backends import in_process
 from drjax.backends.engine import one_round
 from drjax.backends.engine.options import EngineOptions
 from drjax.plan import Value
+from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
 
@@ -41,7 +42,7 @@ def same(x, y):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), x, y)
 
 
-@pytest.mark.parametrize("devices", [0, 3, 4])
+@checkerboard(3, devices=[4, 3, 0])
 def test_devices_compute_as_ever(devices):
     with in_mesh(make_mesh({"clients": devices}) if devices else None):
         for transform, data in (

@@ -11,6 +11,7 @@ import pytest
 
 import drjax
 from drjax._plan_file.exported_stage import run_batched
+from tests.helpers.cases import checkerboard
 from tests.helpers.folds import FOLDS, MESHES, close, data, direct_of, program_of
 from tests.helpers.meshes import in_mesh
 from tests.helpers.plan_files import forge, read_members
@@ -27,8 +28,8 @@ def path(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", FOLDS)
-def test_a_loaded_plan(name, tmp_path):
+@checkerboard(6, name=FOLDS, mesh=["none", "uneven", "empty devices"], step=[None, 2])
+def test_a_loaded_plan(name, mesh, step, tmp_path):
     f, x = program_of(name, N), data(N, 3)
     want = jax.jit(direct_of(name))(x)
     plan = drjax.make_plan(f)(x)
@@ -36,12 +37,10 @@ def test_a_loaded_plan(name, tmp_path):
     loaded = drjax.load_plan(tmp_path / "a.drjax")
     assert str(loaded) == str(plan)
     jax.tree.map(close, drjax.backends.reference.compile(loaded)(x), want)
-    for mesh in ("none", "uneven", "empty devices"):
-        make = MESHES[mesh][1]
-        for step in (None, 2):
-            with in_mesh(make and make()):
-                run = drjax.backends.xla.compile(loaded, groups_per_step=step)
-                jax.tree.map(close, run(x), want)
+    make = MESHES[mesh][1]
+    with in_mesh(make and make()):
+        run = jax.jit(drjax.backends.xla.compile(loaded, groups_per_step=step))
+        jax.tree.map(close, run(x), want)
     loaded.save(tmp_path / "b.drjax")
     a, b = ((tmp_path / f"{name}.drjax").read_bytes() for name in "ab")
     assert a == b

@@ -256,7 +256,7 @@ def test_errors_of_a_function_on_a_mesh_stay():
     def too_coarse(x):
         raise ValueError("the finite-element mesh is too coarse")
 
-    nested = lambda x: drjax.map_fn(lambda a: mean_square(x), x)
+    nested = lambda x: drjax.map_fn(lambda a: drjax.reduce_sum(x), x)
     with jax.set_mesh(make_mesh({"clients": 2}, AUTO)):
         with pytest.raises(ValueError, match="^the finite-element mesh"):
             drjax.make_plan(four(too_coarse))(X)

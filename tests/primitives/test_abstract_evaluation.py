@@ -45,7 +45,9 @@ def lowerings():
     yield "gather", (p.gather_p, p.execute_gather, True)
     yield "scatter", (p.scatter_p, p.execute_scatter, None)
     for name in ("max", "min"):
-        execute = extrema._executor(getattr(jnp, name), name == "max")
+        identity = extrema.lowest if name == "max" else extrema.highest
+        local = extrema._local_extremum(getattr(jnp, name), identity)
+        execute = extrema._executor(local, name == "max")
         primitive = getattr(extrema, f"reduce_{name}_p")
         yield f"reduce_{name}", (primitive, execute, True)
 

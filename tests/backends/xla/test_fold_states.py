@@ -39,7 +39,7 @@ def test_values(name, mesh, step):
         jax.tree.map(close, f(x), want)
 
 
-@checkerboard(3, mesh=["uneven", "none", "explicit"], name=["affine", "chan"])
+@checkerboard(6, mesh=["uneven", "none", "explicit"], name=["affine", "chan"])
 def test_derivatives(name, mesh):
     n, make = MESHES[mesh]
     x, dx = data(n, 3) / 2, data(n + 1, 3)[1:]
@@ -64,7 +64,7 @@ def _power(x, t):
     )
 
 
-@pytest.mark.parametrize("mesh", ["none", "uneven", "empty devices", "explicit"])
+@checkerboard(4, mesh=["uneven", "none", "empty devices", "explicit"])
 def test_what_is_closed_over_and_other_reductions(mesh):
     n, make = MESHES[mesh]
     x, t = data(n, 3), np.arange(1, 4, dtype=np.float32)
