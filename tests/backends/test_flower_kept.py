@@ -207,7 +207,7 @@ def test_initial_slices_that_do_not_fit():
 
 def test_code_in_docs_runs():
     text = (ROOT / "docs" / "engines.md").read_text()
-    (block,) = re.findall(r"```python flower kept\n(.*?)```", text, re.S)
+    (block,) = re.findall(r"```python flower_kept\n(.*?)```", text, re.S)
     zeros, plan = np.zeros(programs.D, np.float32), PLANS["scaffold"](N)
     names = {"drjax": drjax, "plan": plan, "model": zeros, "control": zeros}
     block = block.replace("    run =", "    global state\n    run =")
