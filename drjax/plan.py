@@ -84,6 +84,9 @@ class Stage:
         stage takes the group index, int32 `[]`, as its first argument.
       exported: Its functions as a plan file has them, if it was exported or loaded from
         a file; else None.
+      inner: Of a local stage that runs building blocks over an inner level, in each
+        group, the plan of that work: from the group index and the inputs to the
+        outputs. None: it has no such blocks, or what it does with them has no plan.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Stage:
     outputs: tuple[Value, ...]
     jaxpr: Any
     exported: Exported | None = None
+    inner: "Plan | None" = None
 
     @property
     def empty(self) -> bool:
@@ -292,6 +296,16 @@ class Plan:
     def size(self) -> int:
         """n, the number of groups; 0 without a partition."""
         return 0 if self.partition is None else self.partition.size
+
+    @property
+    def levels(self) -> tuple[Partition, ...]:
+        """The partitions of the program's levels, outermost first; () without one."""
+        own = () if self.partition is None else (self.partition,)
+        inner = (r.local.inner for r in self.rounds if r.local.inner is not None)
+        bodies = (body for r in self.rounds for loop in r.loops for body in loop.bodies)
+        below = [plan.levels for plan in inner]
+        below += [body.levels[1:] for body in bodies]
+        return own + max(below, key=len, default=())
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
         """All stages in the order in which they run, as `(location, stage)` pairs.

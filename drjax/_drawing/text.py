@@ -18,13 +18,15 @@ _PHRASES = {
 }
 
 
-def _phrase(op: str) -> str:
+def _phrase(op: str, level: str) -> str:
     """The words for a communication in a printed plan, such as `mean over groups`.
 
     Args:
       op: The name of a reduction, such as `mean`, of a move, or `gather`.
+      level: What the groups are called, such as `groups` or `pods`.
     """
-    return _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
+    phrase = _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
+    return phrase.replace("groups", level)
 
 
 def lines(plan: Any) -> Iterator[str]:
@@ -88,14 +90,18 @@ def _sent(x: Any) -> str:
     return text + (f", secure, of {secure} groups at least" if secure else "")
 
 
-def _rounds(plan: Any) -> Iterator[str]:
+def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
     """The lines of text on the rounds of a plan, and on its last server stage.
 
     Args:
       plan: A `drjax.plan.Plan`, also that of a loop's body.
+      inside: Whether it is the plan of an inner level, or of a loop in one.
     """
+    # With several levels, each has its name.
+    named = plan.partition is not None and (inside or len(plan.levels) > 1)
+    level = plan.partition.name if named else "groups"
     for number, a_round in enumerate(plan.rounds, 1):
-        yield from ("", f"round {number}", *_server_lines(a_round.server))
+        yield from ("", f"round {number}", *_server_lines(a_round.server, inside))
         for value in a_round.broadcast:
             yield f"  to every group       {value}   {size(value.nbytes)}"
         for whole, scattered in a_round.scatter:
@@ -103,14 +109,29 @@ def _rounds(plan: Any) -> Iterator[str]:
             yield f"  slice i to group i   {scattered}   {source}"
         if not a_round.local.empty:
             yield f"  each group computes  {a_round.local.name}"
+            yield from _inner_lines(a_round.local)
             yield from (f"    keeps  {value}" for value in _saved(a_round))
         for x in (*a_round.reduces, *a_round.moves):
-            yield f"  {_phrase(x.op):<19}  {x.source}   {_sent(x)} -> {x.result.name}"
+            how = f"  {_phrase(x.op, level):<19}  {x.source}"
+            yield f"{how}   {_sent(x)} -> {x.result.name}"
         yield from map(_fold_line, a_round.folds)
         for loop in a_round.loops:
-            yield from _loop_lines(loop)
+            yield from _loop_lines(loop, inside)
     if not plan.server.empty:
-        yield from ("", "at the end", *_server_lines(plan.server))
+        yield from ("", "at the end", *_server_lines(plan.server, inside))
+
+
+def _inner_lines(stage: Any) -> Iterator[str]:
+    """The lines of text on the rounds of the inner level, in a group of the outer one.
+
+    Args:
+      stage: A `drjax.plan.Stage` of the groups.
+    """
+    if stage.inner is None:
+        return
+    rounds = _count(len(stage.inner.rounds), "round")
+    yield f"    in each, over partition {stage.inner.partition} in {rounds}"
+    yield from (f"    {line}".rstrip() for line in _rounds(stage.inner, True))
 
 
 def _fold_line(fold: Any) -> str:
@@ -126,11 +147,12 @@ def _fold_line(fold: Any) -> str:
     return f"  {f'fold {order}':<19}  {states}   {sent} -> {results}"
 
 
-def _loop_lines(loop: Any) -> Iterator[str]:
+def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
     """The lines of text on a loop: its name and steps, then the rounds of each body.
 
     Args:
       loop: A `drjax.plan.Loop`.
+      inside: Whether it is in the plan of an inner level.
     """
     steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
     backwards = ", backwards" if loop.reverse else ""
@@ -140,16 +162,19 @@ def _loop_lines(loop: Any) -> Iterator[str]:
         titles = tuple(f"branch {i}" for i in range(len(loop.bodies)))
     for title, body in zip(titles, loop.bodies, strict=True):
         yield f"    {title}: {_signature(body.outputs)}"
-        yield from (f"    {line}".rstrip() for line in _rounds(body))
+        yield from (f"    {line}".rstrip() for line in _rounds(body, inside))
 
 
-def _server_lines(stage: Any) -> list[str]:
+def _server_lines(stage: Any, inside: bool) -> list[str]:
     """The line of text on a server stage, in a list; [] if the stage has no outputs.
 
     Args:
       stage: A `drjax.plan.Stage` of the server.
+      inside: Whether it is in the plan of an inner level, whose server is a group of
+        the outer one.
     """
-    line = "  server computes      " + ", ".join(map(str, stage.outputs))
+    who = "outer group computes" if inside else "server computes"
+    line = f"  {who:<21}" + ", ".join(map(str, stage.outputs))
     return [] if stage.empty else [line]
 
 

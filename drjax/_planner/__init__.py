@@ -20,6 +20,7 @@ The passes, in the order in which `make_plan` runs them:
     rematerialize_rounds   the equations of each local stage, rematerialized ones too,
     trace_stages           their jaxprs, and
     group_index            the group index as an argument
+  inner_plans              the plans of programs in the work of a group
 
 `check` prints what partitioning inference concludes; `arguments` validates the
 arguments of a plan.

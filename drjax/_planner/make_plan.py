@@ -31,6 +31,7 @@ from drjax._planner.inline import (
     inline_calls,
     uses_blocks,
 )
+from drjax._planner.inner_plans import with_inner_plans
 from drjax._planner.naming import argument_names, function_name, result_names
 from drjax._planner.partitioning.consistency import check_partitioning
 from drjax._planner.partitioning.environment import Environment
@@ -229,7 +230,14 @@ def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
 
 
 def plan_of_jaxpr(
-    closed, name, names, declared, in_tree=None, out_tree=None, rematerialize=True
+    closed,
+    name,
+    names,
+    declared,
+    in_tree=None,
+    out_tree=None,
+    rematerialize=True,
+    results=(),
 ) -> Plan:
     """Make the plan of a closed jaxpr: run all passes of the planner.
 
@@ -242,6 +250,8 @@ def plan_of_jaxpr(
       out_tree: The `PyTreeDef` of the results; None: they are flat.
       rematerialize: Whether groups rematerialize what a later round or a backward loop
         needs of their work, instead of saving it.
+      results: A name for each result, if there is no `out_tree`; (): they are named by
+        their equations.
 
     Raises:
       PlanError: The jaxpr has no plan.
@@ -252,10 +262,12 @@ def plan_of_jaxpr(
         # Some values may be partitioned only now, and imply further communication.
         kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
     result_kinds = [kinds[v] for v in kinds.program.outvars]
-    results = [] if out_tree is None else result_names(out_tree)
+    results = results if out_tree is None else result_names(out_tree)
     signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)
     with outside_meshes():
-        return build_plan(kinds, signature, rematerialize)
+        plan = build_plan(kinds, signature, rematerialize)
+    make = functools.partial(plan_of_jaxpr, rematerialize=rematerialize)
+    return with_inner_plans(plan, make)
 
 
 def _equations(program: InlinedJaxpr) -> Iterator[Any]:

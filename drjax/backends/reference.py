@@ -13,7 +13,7 @@ Sharp edges: time grows with the number of groups, and nothing is compiled as a 
 Partitioned values are stacks of slices along axis 0 inside, whatever `Value.axis` is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,16 +81,7 @@ def compile(
 
     def run(*args, **kwargs):
         args, kwargs, handles = kept.open(args, kwargs)
-        inputs = [
-            # Slices are along axis 0 inside, whatever axis users chose.
-            jnp.moveaxis(x, v.axis, 0) if v.partitioned else x
-            for v, x in zip(plan.inputs, flat_inputs(plan, args, kwargs), strict=True)
-        ]
-        outs = _GroupByGroup(plan, check_nans)(inputs)
-        whole = [
-            jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x)
-            for v, x in zip(plan.outputs, outs, strict=True)
-        ]
+        whole = _run(plan, flat_inputs(plan, args, kwargs), check_nans)
         for handle in handles:
             handle.use_up()
         # Arrays of JAX cannot change: no copy is needed.
@@ -98,6 +89,29 @@ def compile(
         return kept.results(results, whole, lambda _, arrays: arrays)
 
     return run
+
+
+def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
+    """Run a plan on flat inputs, one group at a time.
+
+    Args:
+      plan: The plan; or that of an inner level, in one group of the outer one.
+      inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
+      check_nans: As of `compile`.
+
+    Returns:
+      The list of the arrays of `plan.outputs`, likewise.
+    """
+    slices_first = [
+        # Slices are along axis 0 inside, whatever axis users chose.
+        jnp.moveaxis(x, v.axis, 0) if v.partitioned else x
+        for v, x in zip(plan.inputs, inputs, strict=True)
+    ]
+    outs = _GroupByGroup(plan, check_nans)(slices_first)
+    return [
+        jnp.moveaxis(x, 0, v.axis) if v.partitioned else jnp.asarray(x)
+        for v, x in zip(plan.outputs, outs, strict=True)
+    ]
 
 
 class _GroupByGroup(PlanInterpreter):
@@ -172,7 +186,11 @@ class _GroupByGroup(PlanInterpreter):
             x = env[value]
             inputs.append(x[group] if value.partitioned else x)
         try:
-            outs = _call(stage, inputs)
+            # The groups of an inner level run one at a time, too.
+            if stage.inner is None:
+                outs = _call(stage, inputs)
+            else:
+                outs = _run(stage.inner, inputs, self.check_nans)
         except Exception as error:
             # The traceback shows drjax's evaluation of the jaxpr, not the user's code.
             line = _locate_failure.of_error(stage, inputs)

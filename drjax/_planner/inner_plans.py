@@ -1,0 +1,79 @@
+"""The plans of the levels inside: programs in the work of one group.
+
+Input: a plan. Output: the plan, in which `Stage.inner` of a local stage that runs
+building blocks is the plan of that work.
+
+The stage of a group is a program over the inner level, so that the planner is applied
+to its jaxpr: its rounds are those of the inner level, inside the round of the outer
+one. A program with three levels has plans at three depths.
+
+Invariants: the plan inside computes the outputs of the stage from its arguments. Sharp
+edges: a stage without such a plan (two inner programs side by side) stays as it is, and
+so does one with blocks over mesh axes that are Manual around the whole program.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from drjax import _compat
+from drjax._errors import PlanError
+from drjax._jaxprs.walk import deep_equations
+from drjax._planner.inline import BLOCKS, uses_blocks
+from drjax._sharding.layout import make_layout
+from drjax.plan import Loop, Plan, Round, Stage
+
+
+def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
+    """Add the plans of the inner levels to the local stages of a plan.
+
+    Args:
+      plan: The plan, whose stages have jaxprs.
+      make: `make(jaxpr, name, names, declared, results=names)` is the planner: it makes
+        a plan, or raises `PlanError`.
+
+    Returns:
+      The plan; its loops have such plans, too.
+    """
+
+    def of_loop(loop: Loop) -> Loop:
+        bodies = tuple(with_inner_plans(body, make) for body in loop.bodies)
+        return replace(loop, bodies=bodies)
+
+    def of_round(a_round: Round) -> Round:
+        loops = tuple(map(of_loop, a_round.loops))
+        return replace(a_round, local=_with_inner(a_round.local, make), loops=loops)
+
+    return replace(plan, rounds=tuple(map(of_round, plan.rounds)))
+
+
+def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
+    """Add the plan of the inner level to a local stage, if it has one.
+
+    Args:
+      stage: The stage.
+      make: The planner, as of `with_inner_plans`.
+    """
+    if not uses_blocks(stage.jaxpr) or _is_manual(stage.jaxpr):
+        return stage
+    names = ["group index", *(value.name for value in stage.inputs)]
+    results = [value.name for value in stage.outputs]
+    undeclared = [None] * len(names)
+    try:
+        inner = make(stage.jaxpr, stage.name, names, undeclared, results=results)
+    except PlanError:
+        return stage
+    return replace(stage, inner=inner)
+
+
+def _is_manual(jaxpr) -> bool:
+    """Whether a block of a jaxpr acts on the groups of one device of a user's mesh.
+
+    Args:
+      jaxpr: The closed jaxpr of a stage.
+    """
+    outside = lambda eqn: eqn.primitive not in BLOCKS
+    for eqn in deep_equations(_compat.open_jaxpr(jaxpr), outside):
+        if eqn.primitive in BLOCKS and eqn.params.get("mesh") is not None:
+            if make_layout(eqn.params["partition"], eqn.params["mesh"]).manual:
+                return True
+    return False

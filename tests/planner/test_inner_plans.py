@@ -1,0 +1,164 @@
+"""Plans of programs with levels: rounds of the inner level in those of the outer one.
+
+Covers: drjax._planner.inner_plans.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends.reference import GroupError
+from tests.helpers.raising import raises
+
+X = jnp.asarray(np.random.RandomState(0).randn(2, 3, 4), jnp.float32)
+MODEL = jnp.arange(4.0)
+
+
+@drjax.program(pods=2, groups=3)
+def loss(model, data):
+    error = lambda m, x: jnp.sum((m - x) ** 2)
+    errors = drjax.map_fn(error, (drjax.broadcast(model), data))
+    of_pods = drjax.reduce_mean(errors, over="groups")
+    return drjax.reduce_mean(drjax.map_fn(jnp.log, of_pods, over="pods"), over="pods")
+
+
+@drjax.program(pods=2, groups=3)
+def total(data):
+    return drjax.reduce_sum(drjax.map_fn(jnp.sin, data))
+
+
+@drjax.program(pods=2, groups=3)
+def slices(data):
+    """Slices of both levels: spread in each pod, and moved between its groups."""
+    mean = drjax.reduce_mean(data, over="groups")
+    spread = drjax.map_fn(jnp.subtract, (data, drjax.broadcast(mean, over="groups")))
+    moved = drjax.shift(spread, 1, over="groups")
+    return drjax.map_fn(lambda a: a * drjax.partition_index(), moved), mean
+
+
+@drjax.program(pods=2, groups=3)
+def steps(model, data):
+    """A loop of rounds in each pod, inside a loop of rounds over the pods."""
+
+    def outer(model, _):
+        def in_pod(model, data):
+            def inner(local, _):
+                nearer = lambda m, x: m - 0.1 * (m - x) * (1 + drjax.partition_index())
+                one = drjax.map_fn(nearer, (drjax.broadcast(local), data))
+                return drjax.reduce_mean(one), None
+
+            return jax.lax.scan(inner, model, length=2)[0]
+
+        copies = drjax.broadcast(model, over="pods")
+        return drjax.reduce_mean(
+            drjax.map_fn(in_pod, (copies, data), over="pods"), over="pods"
+        ), None
+
+    return jax.lax.scan(outer, model, length=2)[0]
+
+
+@drjax.program(a=2, b=3, c=2)
+def three(data):
+    mapped = drjax.map_fn(jnp.cos, data)
+    inner = drjax.reduce_max(mapped, over="c")
+    middle = drjax.map_fn(jnp.square, drjax.reduce_mean(inner, over="b"), over="a")
+    return drjax.reduce_sum(middle, over="a")
+
+
+PROGRAMS = {
+    "loss": (loss, (MODEL, X)),
+    "gradient": (jax.value_and_grad(loss), (MODEL, X)),
+    "total": (jax.grad(lambda x: total(x).sum()), (X,)),
+    "slices": (slices, (X,)),
+    "steps": (steps, (MODEL, X)),
+    "gradient of steps": (jax.grad(lambda m, x: steps(m, x).sum()), (MODEL, X)),
+    "three": (three, (X.reshape(2, 3, 2, 2),)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_on_reference(name):
+    fn, args = PROGRAMS[name]
+    plan = drjax.make_plan(fn)(*args)
+    result = drjax.backends.reference.compile(plan)(*args)
+    for a, b in zip(*map(jax.tree.leaves, (result, jax.jit(fn)(*args))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def inner_of(plan):
+    return [r.local.inner for r in plan.rounds if r.local.inner is not None]
+
+
+def test_rounds_of_the_inner_level_are_inside_those_of_the_outer_one():
+    plan = drjax.make_plan(jax.value_and_grad(loss))(MODEL, X)
+    assert list(map(str, plan.levels)) == ["pods:2", "groups:3"]
+    assert len(plan.rounds) == 1
+    (inner,) = inner_of(plan)
+    assert [r.op for a_round in inner.rounds for r in a_round.reduces] == [
+        "mean",
+        "sum",
+    ]
+    assert inner.inputs[1:] != () and inner.inputs[0].name == "group index"
+    assert not inner_of(inner)
+
+
+def test_levels_of_loops_and_of_three_levels():
+    plan = drjax.make_plan(three)(X.reshape(2, 3, 2, 2))
+    assert list(map(str, plan.levels)) == ["a:2", "b:3", "c:2"]
+    plan = drjax.make_plan(steps)(MODEL, X)
+    assert list(map(str, plan.levels)) == ["pods:2", "groups:3"]
+    (loop,) = plan.rounds[0].loops
+    (inner,) = inner_of(loop.bodies[0])
+    assert [loop.op for r in inner.rounds for loop in r.loops] == ["scan"]
+
+
+def test_a_plan_prints_its_levels():
+    text = str(drjax.make_plan(loss)(MODEL, X))
+    assert text == (
+        "loss: a plan over partition pods:2 in 1 round\n"
+        "  takes    model: float32[4], data: float32[3,4] in each group\n"
+        "  returns  result: float32[]\n"
+        "\n"
+        "round 1\n"
+        "  to every group       model: float32[4]   16 B\n"
+        "  each group computes  broadcast + map_fn + reduce_mean + log\n"
+        "    in each, over partition groups:3 in 1 round\n"
+        "\n"
+        "    round 1\n"
+        "      to every group       model: float32[4]   16 B\n"
+        "      each group computes  function\n"
+        "      mean over groups     function: float32[]   4 B a group"
+        " -> mean(function)\n"
+        "\n"
+        "    at the end\n"
+        "      outer group computes log_2: float32[]\n"
+        "  mean over pods       log: float32[]   4 B a group -> result"
+    )
+
+
+def test_work_without_a_plan_of_its_own_runs_as_it_is():
+    one, two = (drjax.program(inner=n)(drjax.reduce_sum) for n in (2, 3))
+    outer = drjax.program(pods=2)
+    fn = outer(lambda x: drjax.map_fn(lambda a: one(a[:2]) + two(a[2:]), x))
+    plan = drjax.make_plan(fn)(jnp.arange(10.0).reshape(2, 5))
+    assert inner_of(plan) == [] and len(plan.levels) == 1
+    result = drjax.backends.reference.compile(plan)(jnp.arange(10.0).reshape(2, 5))
+    np.testing.assert_array_equal(result, [10.0, 35.0])
+
+
+def test_a_failure_in_a_group_of_a_group_names_both():
+    def check(x):
+        if x[0] == X[1, 2, 0]:
+            raise ValueError("of this group")
+        return x
+
+    def fail(x):
+        return jax.pure_callback(check, jax.ShapeDtypeStruct((4,), x.dtype), x)
+
+    two = drjax.program(pods=2, groups=3)
+    fn = two(lambda x: drjax.reduce_sum(drjax.map_fn(fail, x)))
+    run = drjax.backends.reference.compile(drjax.make_plan(fn)(X))
+    message = raises(GroupError, "Group 1 failed in round 1", run, X)
+    assert "Group 2 failed in round 1" in message
