@@ -311,11 +311,15 @@ class Plan:
         """All stages in the order in which they run, as `(location, stage)` pairs.
 
         A location is text, such as `round 1, groups` or `round 1, scan, round 2,
-        server`. The stages of a loop's bodies are listed once.
+        server`. The stages of a loop's bodies are listed once, and those of an inner
+        level after the local stage that runs them.
         """
         for number, a_round in enumerate(self.rounds, 1):
             yield f"round {number}, server", a_round.server
             yield f"round {number}, groups", a_round.local
+            if a_round.local.inner is not None:
+                for location, stage in a_round.local.inner.stages():
+                    yield f"round {number}, groups, {location}", stage
             for i, fold in enumerate(a_round.folds):
                 yield f"round {number}, fold {i}", fold.combine
             for loop in a_round.loops:

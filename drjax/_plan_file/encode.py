@@ -122,6 +122,7 @@ class _Writer:
                     "groups": {
                         **self._stage(a_round.local, f"{within}groups", names),
                         **batched_results(a_round, kept),
+                        **self._inner(a_round.local, f"{within}inner."),
                     },
                     "reduces": [_reduce(reduce, names) for reduce in a_round.reduces],
                     "moves": [_move(move, names) for move in a_round.moves],
@@ -177,6 +178,18 @@ class _Writer:
             return data
         # The keys of the manifest are a file format: "in_turn" stays.
         return {**data, "in_turn": exported.sequential}
+
+    def _inner(self, stage: Stage, prefix: str) -> dict[str, Any]:
+        """Encode the plan of the inner level of a local stage as JSON data.
+
+        Args:
+          stage: The stage.
+          prefix: The common prefix of the names of its members, such as `2.inner.`.
+
+        Returns:
+          `{"inner": {...}}`; {} without one, so that earlier versions read the file.
+        """
+        return {} if stage.inner is None else {"inner": self.plan(stage.inner, prefix)}
 
     def _folds(self, a_round: Round, prefix: str, names) -> dict[str, Any]:
         """Encode the folds of a round as JSON data; their code goes to `members`.

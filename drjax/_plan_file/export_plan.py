@@ -187,4 +187,5 @@ class _Export:
         values = [v for v in stage.outputs if v.name in kept]
         exporter = Exporter(stage, location, self.origin)
         exported = exporter.local(a_round.partials, values, a_round.folds)
-        return replace(stage, exported=exported)
+        inner = stage.inner and self.plan(stage.inner, f"{location}, ")
+        return replace(stage, exported=exported, inner=inner)

@@ -18,9 +18,10 @@ from dataclasses import replace
 from drjax import _compat
 from drjax._errors import PlanError
 from drjax._jaxprs.walk import deep_equations
+from drjax._plan.map_stages import map_stages
 from drjax._planner.inline import BLOCKS, uses_blocks
 from drjax._sharding.layout import make_layout
-from drjax.plan import Loop, Plan, Round, Stage
+from drjax.plan import Plan, Stage
 
 
 def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
@@ -34,20 +35,11 @@ def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
     Returns:
       The plan; its loops have such plans, too.
     """
-
-    def of_loop(loop: Loop) -> Loop:
-        bodies = tuple(with_inner_plans(body, make) for body in loop.bodies)
-        return replace(loop, bodies=bodies)
-
-    def of_round(a_round: Round) -> Round:
-        loops = tuple(map(of_loop, a_round.loops))
-        return replace(a_round, local=_with_inner(a_round.local, make), loops=loops)
-
-    return replace(plan, rounds=tuple(map(of_round, plan.rounds)))
+    return map_stages(lambda stage: _with_inner(stage, make), plan)
 
 
 def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
-    """Add the plan of the inner level to a local stage, if it has one.
+    """Add the plan of the inner level to a stage, if it has one: a local stage.
 
     Args:
       stage: The stage.

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from drjax._jaxprs.prng_keys import from_raw
+from drjax._plan.map_stages import without_inner
 from drjax._plan_file.custom_calls import ALLOWED
 from drjax._plan_file.export_plan import export_plan
 from drjax._plan_file.exported_stage import exported_of
@@ -46,7 +47,8 @@ class ExecutablePlan:
     """
 
     def __init__(self, plan: Plan):
-        self.plan = export_plan(plan)
+        # Workers run the stage of a group as it is: they need no code of inner levels.
+        self.plan = export_plan(without_inner(plan))
         data = plan_to_bytes(self.plan)
         exported = [s.exported for _, s in self.plan.stages() if s.exported is not None]
         x64 = any(stage.origin["x64"] for stage in exported)

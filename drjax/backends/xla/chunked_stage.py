@@ -204,9 +204,8 @@ class ChunkedStage:
         slices_, shared = iter(slices), iter(self.shared)
         for value in self.stage.inputs:
             args.append(next(slices_) if value.partitioned else next(shared))
-        # JAX has no batching rule for exported functions. The batched one of the file
-        # takes the mask as an operand.
-        if self.stage.exported is not None:
+        # The batched function of a file takes the mask as an operand.
+        if self.stage.exported is not None and self._inner is None:
             mask = jnp.ones(indices.shape, bool)
             if self.layout.uneven:
                 mask = self.layout.mask_padding(mask, indices, False)
@@ -217,18 +216,20 @@ class ChunkedStage:
             ], slices
         count = indices.shape[0]
         one = self._inner or (lambda *xs: call(self.stage, xs))
+        # JAX has no batching rule for exported functions.
+        over_groups = _over_groups if self.stage.exported is None else _one_by_one
         if self.layout.uneven and self._effects:
-            run = lambda count: _over_groups(one, count, self._partitioned)
+            run = lambda count: over_groups(one, count, self._partitioned)
             # Padding must not print, call back or raise.
             outs = for_real_groups(
                 self.layout, indices, partial_count, run, args, self._partitioned
             )
         else:
-            outs = _over_groups(one, count, self._partitioned)(*args)
+            outs = over_groups(one, count, self._partitioned)(*args)
         summed = {}
         # In a loop the summands of one chunk take little memory: there it is slower.
         # Nor with padding: a contraction of the group axis cannot mask copied slices.
-        if alone and not self.layout.uneven:
+        if alone and not self.layout.uneven and self._inner is None:
             summed = _summed_in_map(self.stage, self._partitioned, args)
         totals = [
             summed[i]
@@ -443,6 +444,20 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
         return [y[None] for y in fn(*own)]
 
     return only
+
+
+def _one_by_one(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
+    """Map a function of one group over groups in a loop; as `_over_groups`."""
+
+    def run(*args):
+        def one(slices):
+            slices = iter(slices)
+            pairs = zip(args, partitioned, strict=True)
+            return fn(*(next(slices) if p else x for x, p in pairs))
+
+        return lax.map(one, [x for x, p in zip(args, partitioned, strict=True) if p])
+
+    return run
 
 
 def call(stage: Stage, args: Sequence) -> list:

@@ -60,7 +60,11 @@ from drjax.backends.xla.fold_states import (
     operands_of,
     with_arrays,
 )
-from drjax.backends.xla.inner_programs import run_inner_programs
+from drjax.backends.xla.inner_programs import (
+    layout_inside,
+    map_jaxprs,
+    run_inner_levels,
+)
 from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.reuse_accumulators import (
     AccumulatorReuse,
@@ -151,21 +155,13 @@ def run_flat(
     layout = _layout_of(plan, mesh)
     if isinstance(step, step_size.Fit):
         fit = step.budget
-        step = None if layout is None else _largest_step(plan, layout, fit)
-    return _MeshInterpreter(plan, layout, step)(inputs)
+        step = None if layout is None else _largest_step(plan, layout, fit, mesh)
+    return _MeshInterpreter(plan, layout, step, mesh)(inputs)
 
 
-def _run_locally(plan: Plan, inputs: list, step: int | None) -> list:
-    """Run the plan of a group's inner programs, which are bound to no mesh.
-
-    The arguments and the result are as of `run_flat`. A mesh axis that has the name of
-    the inner partition has the outer groups.
-    """
-    assert plan.partition is not None
-    return _MeshInterpreter(plan, make_layout(plan.partition, None), step)(inputs)
-
-
-def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
+def _largest_step(
+    plan: Plan, layout: Layout, budget: int | None, given: Any = None
+) -> int:
     """Find the largest number of a device's groups at once that fits in memory.
 
     It compiles the program up to eight times.
@@ -174,6 +170,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
       plan: The plan.
       layout: How its partition is laid out on the mesh.
       budget: Bytes of temporary memory for each device; None: what is free.
+      given: The mesh that the user passed; None: the one in context.
 
     Raises:
       DrjaxValueError: One group does not fit, or no device can be asked for its memory.
@@ -206,7 +203,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
         )
 
     def temp_bytes(step: int) -> int:
-        run = _MeshInterpreter(plan, layout, step)
+        run = _MeshInterpreter(plan, layout, step, given)
         # The whole program, as the memory of one round depends on what others keep.
         compiled: Any = (
             jax.jit(lambda *xs: run(xs))
@@ -215,7 +212,7 @@ def _largest_step(plan: Plan, layout: Layout, budget: int | None) -> int:
         )
         return compiled.memory_analysis().temp_size_in_bytes
 
-    return step_size.largest(layout.per_device, temp_bytes, budget)
+    return step_size.largest(_most_groups(plan, layout, given), temp_bytes, budget)
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:
@@ -233,9 +230,11 @@ def on_mesh(plan: Plan, inputs: list) -> list:
       The arrays, in the same order.
     """
     layout = _layout_of(plan)
-    if layout is None or not isinstance(layout.mesh, jax.sharding.Mesh):
-        return inputs
-    return [as_operand(x, layout, False) for x in inputs]
+    inner = [layout_inside(level, None) for level in plan.levels[1:]]
+    for level in [] if layout is None else [layout, *inner]:
+        if isinstance(level.mesh, jax.sharding.Mesh):
+            return [as_operand(x, level, False) for x in inputs]
+    return inputs
 
 
 def _layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
@@ -269,7 +268,19 @@ def groups_of_device(plan: Plan) -> int:
       MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
     """
     layout = _layout_of(plan)
-    return 1 if layout is None else layout.per_device
+    return 1 if layout is None else _most_groups(plan, layout)
+
+
+def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
+    """The largest number of slots of a device for groups, of all levels of a plan.
+
+    Args:
+      plan: The plan.
+      layout: How the groups of its outermost level are laid out.
+      mesh: The mesh that the user passed; None: the one in context.
+    """
+    inner = [layout_inside(level, mesh) for level in plan.levels[1:]]
+    return max(x.per_device for x in (layout, *inner))
 
 
 class _MeshInterpreter(PlanInterpreter):
@@ -283,10 +294,13 @@ class _MeshInterpreter(PlanInterpreter):
       plan: The plan.
       layout: How its partition is laid out on the mesh; None without a partition.
       step: How many of a device's groups run at once; None: all.
+      mesh: The mesh that the user passed, for inner levels; None: the one in context.
     """
 
-    def __init__(self, plan: Plan, layout: Layout | None, step: int | None):
-        self.plan, self.layout, self.step = plan, layout, step
+    def __init__(
+        self, plan: Plan, layout: Layout | None, step: int | None, mesh: Any = None
+    ):
+        self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
         self._kept = plan.kept()
 
     def __call__(self, inputs: Iterable) -> list:
@@ -321,7 +335,9 @@ class _MeshInterpreter(PlanInterpreter):
         reuse = find_reuse(self.plan, index) if streams else None
         kept = [v for v in stage.outputs if v.name in self._kept]
         combine = reuse is None  # else the reuse of accumulators combines the devices
-        totals, stacks = _run_groups(layout, a_round, kept, env, self.step, combine)
+        totals, stacks = _run_groups(
+            layout, a_round, kept, env, self.step, combine, self.mesh
+        )
         if reuse is None:
             results = [v for fold in a_round.folds for v in fold.results]
             env.write([*(reduce.result for reduce in reduces), *results], totals)
@@ -375,7 +391,8 @@ class _MeshInterpreter(PlanInterpreter):
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
         bodies = [
-            _MeshInterpreter(body, self.layout, self.step) for body in loop.bodies
+            _MeshInterpreter(body, self.layout, self.step, self.mesh)
+            for body in loop.bodies
         ]
         inputs = list(map(self._typed, loop.inputs, inputs))
         if loop.op == "cond":
@@ -424,6 +441,7 @@ def _run_groups(
     env: Environment,
     step: int | None,
     combine: bool,
+    mesh: Any,
 ) -> tuple[list, list]:
     """Run the local stage of a round for all groups, on all devices, and reduce.
 
@@ -434,6 +452,7 @@ def _run_groups(
       env: The arrays so far, from which the inputs of the stage are read.
       step: How many of a device's groups run at once; None: all.
       combine: Whether to combine the devices' partial reductions.
+      mesh: The mesh that the user passed, for inner levels; None: the one in context.
 
     Returns:
       `(totals, stacks)`: for each reduction but gathers its result `[*s]`, and then the
@@ -450,10 +469,13 @@ def _run_groups(
     by_vmap = any(
         lowers_by_vmap(layout, x.jaxpr) for x in (stage, *(f.combine for f in folds))
     )
-    prepare = lambda x: replace(x, jaxpr=prepare_group_jaxpr(layout, x.jaxpr, by_vmap))
+    rewrite = lambda jaxpr: prepare_group_jaxpr(layout, jaxpr, by_vmap)
+    prepare = lambda x: map_jaxprs(x, rewrite)
     prepared = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
     stage = prepare(stage)
-    inner = run_inner_programs(stage, _run_locally, step)
+    inner = None
+    if not (folds and stage.exported is not None):  # only its own batch folds states
+        inner = run_inner_levels(stage, _MeshInterpreter, step, mesh, by_vmap)
 
     def work(*args):
         *args, first = args

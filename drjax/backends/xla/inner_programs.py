@@ -1,70 +1,93 @@
-"""The programs inside the groups' stage, planned and streamed as the plan itself.
+"""The levels inside the groups' stage, streamed as the plan itself.
 
-Input: the jaxpr of a local stage, which may hold building blocks of programs inside
-mapped functions, and how many groups run at once. Output: a function of one group that
-runs the plan of that jaxpr.
+Input: a local stage with the plan of its inner level, and how many groups run at once.
+Output: a function of one group that runs that plan.
 
-The stage of a group is a program over the inner partition, so the passes of the planner
-apply to it: its rounds are scans over chunks of inner groups, with running
-accumulators. So the memory of a group's work does not grow with their number.
+The rounds of the inner level are scans over chunks of inner groups, with running
+accumulators. So the memory of a group's work does not grow with their number. On a mesh
+with an axis for them, each round is a `shard_map` over that axis, inside the
+`shard_map` of the outer groups, and has one all-reduce over that axis.
 
-Invariants: values are those of the stage. Sharp edges: a stage that has no plan (an
-inner program that is sharded over a mesh axis of its own, effects, two partitions) runs
-as it is, with all inner groups at once.
+Invariants: values are those of the stage. Sharp edges: a stage with effects runs as it
+is, with all inner groups at once; and so does one that is sharded where a `vmap` runs
+the outer groups, as JAX takes no `shard_map` over some of the axes in it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
 
 from drjax import _compat
-from drjax._errors import PlanError
 from drjax._jaxprs.eval_jaxpr import as_arrays
-from drjax._planner.inline import uses_blocks
-from drjax._planner.make_plan import plan_of_jaxpr
-from drjax.plan import Plan, Stage
+from drjax._partition import Partition
+from drjax._plan.map_stages import map_stages
+from drjax._sharding.layout import Layout, find_mesh, make_layout
+from drjax.plan import Stage
 
 
-@_compat.weakref_lru_cache
-def plan_of_stage(jaxpr) -> Plan | None:
-    """The plan of a local stage over the partition of its inner programs.
+def layout_inside(partition: Partition, mesh: Any) -> Layout:
+    """How the groups of an inner level are laid out, in the work of an outer group.
 
     Args:
-      jaxpr: The closed jaxpr of the stage.
+      partition: The partition of the inner level.
+      mesh: The mesh that the user passed; None: the one in context.
 
     Returns:
-      The plan; None if the stage has no inner programs, effects, or no plan.
+      The layout. It is local if the mesh has no axes for the level, or if they have the
+      groups of an outer level already.
+
+    Raises:
+      MeshError: The partition does not fit the mesh.
     """
-    if _compat.effects_of(jaxpr) or not uses_blocks(jaxpr):
-        return None
-    count = len(jaxpr.in_avals)
-    names = [f"argument {i}" for i in range(count)]
-    try:
-        return plan_of_jaxpr(jaxpr, "stage", names, [None] * count)
-    except PlanError:
-        return None
+    taken = jax.sharding.get_abstract_mesh().manual_axes
+    if set(taken) & set(partition.mesh_axes):
+        return make_layout(partition, None)
+    return make_layout(partition, find_mesh(partition, mesh))
 
 
-def run_inner_programs(
-    stage: Stage, run_flat: Callable, step: int | None
+def run_inner_levels(
+    stage: Stage, interpreter: Callable, step: int | None, mesh: Any, by_vmap: bool
 ) -> Callable | None:
-    """Make the function that streams the inner programs of a local stage.
+    """Make the function that runs the plan of the inner level of a local stage.
 
     Args:
-      stage: The stage; one from a plan file has no jaxpr to plan.
-      run_flat: `run_flat(plan, inputs, step)` runs a plan on flat inputs, on no mesh.
+      stage: The stage.
+      interpreter: `interpreter(plan, layout, step, mesh)` makes a function of flat
+        inputs that runs a plan.
       step: How many groups run at once; None: all, and nothing is streamed.
+      mesh: The mesh that the user passed; None: the one in context.
+      by_vmap: Whether a `vmap` over all groups runs the stage.
 
     Returns:
       `run(*args)`, from the arguments of the stage's jaxpr to the list of its outputs;
       None if the stage runs as it is.
     """
-    if step is None or stage.exported is not None:
+    inner = stage.inner
+    if inner is None or inner.partition is None or _compat.effects_of(stage.jaxpr):
         return None
-    plan = plan_of_stage(stage.jaxpr)
-    if plan is None:
+    sharded = any(layout_inside(level, mesh).sharded for level in inner.levels)
+    if sharded if by_vmap else step is None and not sharded:
         return None
 
     def run(*args):
-        outs = run_flat(plan, list(args), step)
+        # Here, as the axes of outer levels are Manual inside of their `shard_map`.
+        layout = layout_inside(inner.partition, mesh)
+        outs = interpreter(inner, layout, step, mesh)(args)
         return as_arrays(outs, [value.dtype for value in stage.outputs])
 
     return run
+
+
+def map_jaxprs(stage: Stage, rewrite: Callable) -> Stage:
+    """Rewrite the jaxpr of a stage, and those of the plan of its inner level.
+
+    Args:
+      stage: The stage.
+      rewrite: From a closed jaxpr to one with the same arguments and results.
+    """
+    inner = stage.inner
+    if inner is not None:
+        inner = map_stages(lambda x: map_jaxprs(x, rewrite), inner)
+    return replace(stage, jaxpr=rewrite(stage.jaxpr), inner=inner)

@@ -1,7 +1,9 @@
-"""Programs inside a group's stage run in chunks of inner groups.
+"""Inner levels run in chunks of their groups, and on mesh axes of their own.
 
 Covers: drjax.backends.xla.inner_programs.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,23 @@ import numpy as np
 import pytest
 
 import drjax
-from tests.helpers.compiled import temp_bytes
-from tests.helpers.meshes import in_mesh_of
+from experiments.hlo import Module
+from tests.helpers.compiled import hlo_text, temp_bytes
+from tests.helpers.levels import PROGRAMS
+from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, in_mesh_of, make_mesh
 
 MODEL = jnp.linspace(0.0, 1.0, 64)
+LEVELS: Any = drjax.program(pods=4, groups=8)(lambda x: x)
 RNG = np.random.RandomState(0)
+
+
+@drjax.program(pods=4, groups=8)
+def two_means(model, data):
+    """Of the logarithms of the means of losses; its gradient has one round more."""
+    one = lambda m, x: jnp.mean(jnp.sin(m * x) ** 2)
+    losses = drjax.map_fn(one, (drjax.broadcast(model), data))
+    of_pods = drjax.reduce_mean(losses, over="groups")
+    return drjax.reduce_mean(drjax.map_fn(jnp.log, of_pods, over="pods"), over="pods")
 
 
 def make(pods: int, groups: int):
@@ -36,7 +50,10 @@ def make(pods: int, groups: int):
     return loss, jnp.asarray(RNG.randn(pods, groups, 64), jnp.float32)
 
 
-@pytest.mark.parametrize("shape", [None, {"pods": 2}, {"pods": 2, "groups": 4}])
+BOTH = {"pods": 2, "groups": 4}
+
+
+@pytest.mark.parametrize("shape", [None, {"pods": 2}, {"groups": 4}, BOTH])
 @pytest.mark.parametrize("step", [1, 3])
 def test_values_and_gradients(shape, step):
     loss, data = make(4, 8)
@@ -48,7 +65,7 @@ def test_values_and_gradients(shape, step):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [None, {"pods": 2}])
+@pytest.mark.parametrize("shape", [None, {"pods": 2}, {"groups": 4}, BOTH])
 def test_memory_does_not_grow_with_the_groups_of_either_level(shape):
     def used(pods, groups):
         loss, data = make(pods, groups)
@@ -61,6 +78,49 @@ def test_memory_does_not_grow_with_the_groups_of_either_level(shape):
         assert used(4, 128) < 1.5 * few
         assert used(32, 8) < 1.5 * few
     assert few < 20 * MODEL.size**2 * 4
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_a_mesh_of_both_levels(name, kind):
+    fn, args = PROGRAMS[name]
+    expected = jax.jit(fn)(*args)
+    shape = {"pods": 2, "groups": 3} if kind == EXPLICIT else {"pods": 2, "groups": 2}
+    with in_mesh(make_mesh(shape, kind)):
+        result = drjax.jit(fn, groups_per_step=1)(*args)
+        all_at_once = drjax.jit(fn)(*args)
+    for a, b, c in zip(
+        *map(jax.tree.leaves, (result, all_at_once, expected)), strict=True
+    ):
+        np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(b, c, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(3, 6), (1, 3)])
+def test_devices_that_do_not_divide_the_groups_of_a_level(sizes):
+    loss, data = make(*sizes)
+    expected = jax.jit(jax.value_and_grad(loss))(MODEL, data)
+    with in_mesh_of(BOTH):
+        step = drjax.jit(jax.value_and_grad(loss), groups_per_step=1)
+        result = step(MODEL, data)
+    for a, b in zip(result, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_one_all_reduce_for_each_level_and_round_over_its_axis_only(step):
+    data = make(4, 8)[1]
+    with in_mesh_of(BOTH):
+        data = drjax.shard(data, partition=LEVELS)
+        compiled = {
+            f: Module(hlo_text(drjax.jit(f, groups_per_step=step), MODEL, data), BOTH)
+            for f in (two_means, jax.value_and_grad(two_means))
+        }
+    value, gradient = compiled.values()
+    axes = lambda module: sorted(c.axes for c in module.collectives)
+    assert {c.kind for m in compiled.values() for c in m.collectives} == {"all-reduce"}
+    assert axes(value) == [("groups",), ("pods",)]
+    assert axes(gradient) == [("groups",), ("groups",), ("pods",)]
 
 
 def test_inner_programs_with_effects_run_as_they_are():

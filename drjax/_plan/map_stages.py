@@ -1,0 +1,45 @@
+"""Plans with other stages: the same rounds, communication and values.
+
+Input: a plan, and a function of one stage. Output: the plan with the results of the
+function. Invariants: the order of the stages and what they exchange stay. Sharp edges:
+the plan of an inner level, `Stage.inner`, is the function's own concern.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from drjax.plan import Fold, Loop, Plan, Round, Stage
+
+
+def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
+    """Replace each stage of a plan, also in the bodies of its loops.
+
+    Args:
+      fn: From a stage to one with the same inputs and outputs.
+      plan: The plan.
+    """
+
+    def of_round(a_round: Round) -> Round:
+        return replace(
+            a_round,
+            server=fn(a_round.server),
+            local=fn(a_round.local),
+            loops=tuple(map(of_loop, a_round.loops)),
+            folds=tuple(map(of_fold, a_round.folds)),
+        )
+
+    def of_loop(loop: Loop) -> Loop:
+        return replace(loop, bodies=tuple(map_stages(fn, b) for b in loop.bodies))
+
+    def of_fold(fold: Fold) -> Fold:
+        return replace(fold, combine=fn(fold.combine))
+
+    rounds = tuple(map(of_round, plan.rounds))
+    return replace(plan, rounds=rounds, server=fn(plan.server))
+
+
+def without_inner(plan: Plan) -> Plan:
+    """Remove the plans of inner levels: the stages of groups run them as they are."""
+    if len(plan.levels) < 2:
+        return plan
+    return map_stages(lambda stage: replace(stage, inner=None), plan)
