@@ -10,43 +10,20 @@ partitioned value, whose slice i only group i keeps. This module holds data only
 `drjax.make_plan` builds plans, and backends run them.
 """
 
-import collections
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from drjax._errors import DrjaxTypeError, DrjaxValueError
-from drjax._partition import Partition, integer_of
+from drjax._partition import Partition
+from drjax._plan.ledger import MOVES as MOVES
+from drjax._plan.ledger import Ledger as Ledger
+from drjax._plan.ledger import Message as Message
+from drjax._plan.ledger import checked_devices
+from drjax._plan.value import Value as Value
 from drjax._plan.wire import Wire as Wire
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value that stages exchange: its name and type, without an array.
-
-    Attributes:
-      name: Unique in the plan; derived from names of arguments and functions.
-      shape: Its shape; of a partitioned value, the shape of one group's slice.
-      dtype: Its dtype.
-      partitioned: Whether it is a partitioned value, with a slice for each group; if
-        not, it is a global value.
-      nbytes: Its size in bytes; of a partitioned value, that of one slice.
-      axis: Of a partitioned value, the group axis of the whole array; of a global value
-        0.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    partitioned: bool
-    nbytes: int
-    axis: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 class Exported(Protocol):
@@ -166,10 +143,6 @@ class Fold:
     def nbytes(self) -> int:
         """The bytes of one group's state."""
         return sum(v.nbytes for v in self.sources)
-
-
-# The moves of slices between groups, by the names of their primitives.
-MOVES = ("permute", "take", "put_add")
 
 
 @dataclass(frozen=True)
@@ -342,15 +315,17 @@ class Plan:
             kept |= {v.name for x in (*a_round.moves, *a_round.loops) for v in x.inputs}
         return frozenset(kept)
 
-    def communication(self, devices: int = 1) -> "Ledger":
+    def communication(self, devices: int | Mapping[str, int] = 1) -> Ledger:
         """Bytes between the server and the groups, and between devices.
 
         Args:
-          devices: m, the number of devices over which the groups are divided.
+          devices: m, the number of devices over which the groups are divided; of
+            several levels a dict from their names, as `{"pods": 2, "groups": 4}`. A
+            number is that of the outermost level, and the others are not divided.
 
         Raises:
-          DrjaxTypeError: `devices` is not an integer.
-          DrjaxValueError: It is less than 1.
+          DrjaxTypeError: `devices` is not an integer, or a dict with one.
+          DrjaxValueError: It is less than 1, or a name is that of no level.
 
         Example:
           >>> import drjax, jax.numpy as jnp
@@ -359,16 +334,13 @@ class Plan:
           >>> plan.communication().up()
           40
         """
-        count = integer_of(devices)
-        if count is None:
-            raise DrjaxTypeError(
-                f"communication needs devices as a positive int, got {devices!r}."
-            )
-        if count < 1:
-            raise DrjaxValueError(
-                f"communication needs at least one device, got devices={devices}."
-            )
-        return Ledger(self.partition, count, tuple(_communicated(self, "", ())))
+        messages = tuple(_communicated(self, "", (), ()))
+        ledger = Ledger(self.partition, 1, messages)
+        counts = checked_devices(ledger.levels, devices)
+        own = "" if self.partition is None else self.partition.name
+        return replace(
+            ledger, devices=counts.get(own, 1), devices_of=tuple(counts.items())
+        )
 
     def draw(self, path: str | Path) -> None:
         """Write a picture: the server on top, groups below, time from left to right.
@@ -419,184 +391,46 @@ class Plan:
         return "\n".join(lines(self))
 
 
-@dataclass(frozen=True)
-class Message:
-    """One value that is communicated in one round.
-
-    Attributes:
-      round: The round, from 1; in a loop `2.scan.1`, the first round of its body.
-      op: `broadcast` or `scatter` (down); the reduction (up): `sum`, `mean`, `max`,
-        `min`, `gather` or `fold`; or a move between groups: `permute`, `take` or
-        `put_add`.
-      value: The value that is communicated.
-      nbytes: Bytes for each group, each time.
-      times: How often, as one factor for each loop around it: its number of steps, or
-        its name if only a run determines that number. A branch counts as run.
-      sources: Of a permute, for each group the group whose slice it gets; else ().
-      wire: Of a reduction how it is encoded; `nbytes` are those of the encoded slice.
-      secure: Of a reduction its `Reduce.secure`.
-    """
-
-    round: str
-    op: str
-    value: Value
-    nbytes: int
-    times: tuple[int | str, ...] = ()
-    sources: tuple[int, ...] = ()
-    wire: Wire | None = None
-    secure: int = 0
-
-    @property
-    def between(self) -> bool:
-        """Whether the value is communicated from groups to groups."""
-        return self.op in MOVES
-
-    @property
-    def down(self) -> bool:
-        """Whether the value is communicated from the server to the groups."""
-        return self.op in ("broadcast", "scatter")
-
-    def __str__(self) -> str:
-        times = "".join(f" × {t}" for t in self.times)
-        head = f"{self.round:>9}  {self.op:9}"
-        how = (f" as {self.wire}" if self.wire else "") + ", secure" * bool(self.secure)
-        return f"{head}  {_digits(self.nbytes):>13}  {self.value}{how}{times}"
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """The communication of a plan. Print it to read it.
-
-    On m devices a broadcast costs nothing (every device has the server's value) and a
-    reduction is one message a device (of an encoded one, the total that follows is not
-    counted: an m-th part of it); a gather is as large as the device's slices, a
-    permute as those that leave the device, another move as the slices of all groups.
-
-    Attributes:
-      partition: The plan's partition; None if it calls no building block.
-      devices: m, the number of devices.
-      messages: A `Message` for each value that is communicated, in each round.
-    """
-
-    partition: Partition | None
-    devices: int
-    messages: tuple[Message, ...]
-
-    def down(self, round: int | str | None = None) -> int:
-        """Bytes from the server to each group, in one round or in all.
-
-        Args:
-          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
-        """
-        return self._total(round, lambda m: m.nbytes * m.down)
-
-    def up(self, round: int | str | None = None) -> int:
-        """Bytes from each group to the server, in one round or in all.
-
-        Args:
-          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
-        """
-        return self._total(round, lambda m: m.nbytes * (not m.down and not m.between))
-
-    def between(self, round: int | str | None = None) -> int:
-        """Bytes from each group to other groups, in one round or in all.
-
-        Args:
-          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
-        """
-        return self._total(round, lambda m: m.nbytes * m.between)
-
-    def reduced_per_device(self, round: int | str | None = None) -> int:
-        """Bytes that each device puts into collectives, in one round or in all.
-
-        Args:
-          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
-        """
-        if self.devices == 1 or self.partition is None:
-            return 0
-        return self._total(round, lambda m: m.nbytes * self._slices_per_device(m))
-
-    def _slices_per_device(self, message: Message) -> int:
-        """The number of slices that a device puts into the collective of a message."""
-        size = 0 if self.partition is None else self.partition.size
-        per_device = -(-size // self.devices)
-        if message.down:
-            return 0
-        if message.op == "gather":
-            return per_device
-        if message.op == "permute":
-            leaving = collections.Counter(
-                source // per_device
-                for group, source in enumerate(message.sources)
-                if source // per_device != group // per_device
-            )
-            return max(leaving.values(), default=0)
-        # A take is one reduce-scatter of zeros and slices, for all groups.
-        return size if message.between else 1
-
-    @property
-    def open_loops(self) -> tuple[str, ...]:
-        """The names of loops with an unknown number of steps; totals count one step."""
-        times = [t for m in self.messages for t in m.times]
-        return tuple(dict.fromkeys(t for t in times if isinstance(t, str)))
-
-    def _total(self, round, nbytes) -> int:
-        """Sum a number of bytes over messages, each multiplied by its number of times.
-
-        Args:
-          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
-          nbytes: A function from a `Message` to its bytes, each time.
-        """
-        total = 0
-        for message in self.messages:
-            if round is None or message.round == str(round):
-                steps = (t for t in message.times if isinstance(t, int))
-                total += nbytes(message) * math.prod(steps)
-        return total
-
-    def __str__(self) -> str:
-        head = f"{'round':>9}  {'':9}  {'bytes a group':>13}  value"
-        between = self.between()
-        between = f" and {_digits(between)} between groups" if between else ""
-        total = (
-            f"total: {_digits(self.down())} bytes down and {_digits(self.up())} up"
-            f"{between} for each group; on {self.devices} devices "
-            f"{_digits(self.reduced_per_device())} bytes reduced per device"
-        )
-        if self.open_loops:
-            total += f"; for one step of {', '.join(self.open_loops)}"
-        return "\n".join([head, *map(str, self.messages), total])
-
-
-def _digits(number) -> str:
-    """A number as text: `12,300`; a symbolic one as JAX prints it."""
-    return f"{number:,}" if isinstance(number, int) else str(number)
-
-
-def _communicated(plan: Plan, prefix: str, times: tuple[int | str, ...]) -> Iterator:
-    """The `Message`s of a plan, in the order of its rounds, also those in loops.
+def _communicated(
+    plan: Plan,
+    prefix: str,
+    times: tuple[int | str, ...],
+    outer: tuple[Partition, ...],
+) -> Iterator[Message]:
+    """The `Message`s of a plan, in the order of its rounds, also those inside.
 
     Args:
-      plan: The plan, or the plan of a loop's body.
-      prefix: The common prefix of its rounds: empty, or for a body `2.scan.`.
+      plan: The plan, the plan of a loop's body, or that of an inner level.
+      prefix: The common prefix of its rounds: empty, for a body `2.scan.`, and for an
+        inner level `2.groups.`, with the name of its partition.
       times: `Message.times` of its messages: one factor for each loop around the plan.
+      outer: The partitions of the levels around it, outermost first.
     """
+    levels = outer if plan.partition is None else (*outer, plan.partition)
     for number, a_round in enumerate(plan.rounds, 1):
         label = f"{prefix}{number}"
+
+        def message(op, value, nbytes, label=label, **options):
+            return Message(label, op, value, nbytes, times, levels=levels, **options)
+
         for value in a_round.broadcast:
-            yield Message(label, "broadcast", value, value.nbytes, times)
+            yield message("broadcast", value, value.nbytes)
         for _, scattered in a_round.scatter:
-            yield Message(label, "scatter", scattered, scattered.nbytes, times)
+            yield message("scatter", scattered, scattered.nbytes)
+        if (inner := a_round.local.inner) is not None and inner.partition is not None:
+            within = f"{label}.{inner.partition.name}."
+            yield from _communicated(inner, within, times, levels)
         for r in a_round.reduces:
-            yield Message(label, r.op, r.source, r.nbytes, times, (), r.wire, r.secure)
+            yield message(r.op, r.source, r.nbytes, wire=r.wire, secure=r.secure)
         for fold in a_round.folds:
             for value in fold.sources:
-                yield Message(label, "fold", value, value.nbytes, times)
+                yield message("fold", value, value.nbytes)
         for move in a_round.moves:
-            yield Message(label, move.op, move.source, move.nbytes, times, move.sources)
+            yield message(move.op, move.source, move.nbytes, sources=move.sources)
         for loop in a_round.loops:
             steps: tuple[int | str, ...] = ()
             if loop.op != "cond":
                 steps = (loop.name if loop.length is None else loop.length,)
             for body in loop.bodies:
-                yield from _communicated(body, f"{label}.{loop.name}.", times + steps)
+                within = f"{label}.{loop.name}."
+                yield from _communicated(body, within, times + steps, outer)

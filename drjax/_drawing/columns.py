@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from drjax._drawing.text import size
-from drjax.plan import Loop, Plan, Value
+from drjax.plan import Loop, Plan, Round, Stage, Value
 
 SHOWN = 4  # of more values than one more than this, the largest
 LONGEST = 34  # letters in one line
@@ -179,19 +179,47 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     local: Lines = ()
     if not a_round.local.empty:
         local = tuple(textwrap.wrap(a_round.local.name, LONGEST)[:3])
+        local += _inner_lines(a_round.local)
         kept = (v for v in a_round.local.outputs if v.name in live)
         local += listed(("keeps",), kept)
         local += listed(("to other groups",), (v for _, v in between))
     elif down or up or between:
         local = ("no work",)
-    sums = [
-        f"{sign} {size(sum(v.nbytes for _, v in side))}"
-        for sign, side in (("↓", down), ("↑", up), ("↔", between))
-        if side
-    ]
-    head = (f"round {number}", *([f"{'  '.join(sums)} a group"] if sums else []))
+    sums = _bytes_of(a_round)
+    head = (f"round {number}", *([f"{sums} a group"] if sums else []))
     server = listed(("server computes",), a_round.server.outputs)
     return Column(location, head, server, _messages(down), _messages(up), local)
+
+
+def _bytes_of(a_round: Round) -> str:
+    """The bytes of a group's communication in a round, as text: `↓ 16 B  ↑ 4 B`."""
+    down = [*a_round.broadcast, *(part for _, part in a_round.scatter)]
+    up = [r.source for r in a_round.reduces]
+    up += [v for fold in a_round.folds for v in fold.sources]
+    between = [m.source for m in a_round.moves]
+    return "  ".join(
+        f"{sign} {size(sum(v.nbytes for v in side))}"
+        for sign, side in (("↓", down), ("↑", up), ("↔", between))
+        if side
+    )
+
+
+def _inner_lines(stage: Stage) -> Lines:
+    """The lines on the inner level of a stage: its partition, and its rounds.
+
+    Args:
+      stage: A stage of the groups. Without an inner level there is no line.
+    """
+    if stage.inner is None:
+        return ()
+    lines = [f"over {stage.inner.partition}, inside"]
+    for number, a_round in enumerate(stage.inner.rounds, 1):
+        lines.append(f"  round {number}  {_bytes_of(a_round)}".rstrip())
+        lines += [f"    {line}" for line in _inner_lines(a_round.local)]
+        for loop in a_round.loops:
+            steps = "" if loop.length is None else f", {loop.length:,} steps"
+            lines.append(f"  {loop.op} of rounds{steps}")
+    return tuple(lines)
 
 
 def items_of(plan: Plan, prefix: str = "") -> list:

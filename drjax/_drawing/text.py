@@ -18,15 +18,15 @@ _PHRASES = {
 }
 
 
-def _phrase(op: str, level: str) -> str:
+def _phrase(op: str, groups: str) -> str:
     """The words for a communication in a printed plan, such as `mean over groups`.
 
     Args:
       op: The name of a reduction, such as `mean`, of a move, or `gather`.
-      level: What the groups are called, such as `groups` or `pods`.
+      groups: What the groups are called, such as `groups` or `pods`.
     """
     phrase = _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
-    return phrase.replace("groups", level)
+    return phrase.replace("groups", groups)
 
 
 def lines(plan: Any) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
     """
     # With several levels, each has its name.
     named = plan.partition is not None and (inside or len(plan.levels) > 1)
-    level = plan.partition.name if named else "groups"
+    groups = plan.partition.name if named else "groups"
     for number, a_round in enumerate(plan.rounds, 1):
         yield from ("", f"round {number}", *_server_lines(a_round.server, inside))
         for value in a_round.broadcast:
@@ -112,7 +112,7 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
             yield from _inner_lines(a_round.local)
             yield from (f"    keeps  {value}" for value in _saved(a_round))
         for x in (*a_round.reduces, *a_round.moves):
-            how = f"  {_phrase(x.op, level):<19}  {x.source}"
+            how = f"  {_phrase(x.op, groups):<19}  {x.source}"
             yield f"{how}   {_sent(x)} -> {x.result.name}"
         yield from map(_fold_line, a_round.folds)
         for loop in a_round.loops:

@@ -29,7 +29,13 @@ from drjax._partition import Partition
 from drjax._plan_file import json_values, pytrees
 from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
-from drjax._plan_file.decode_communication import Values, fold, move, reduce
+from drjax._plan_file.decode_communication import (
+    Values,
+    checked_inner,
+    fold,
+    move,
+    reduce,
+)
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
 from drjax._planner.stage_values import new_value
@@ -198,7 +204,8 @@ class _PlanReader:
             scatter.append((whole, slices))
         local = self.stages.stage(data["groups"], values, local=True)
         if "inner" in data["groups"]:
-            local = replace(local, inner=self._inner(data["groups"]["inner"], local))
+            inner = self.plan(data["groups"]["inner"])
+            local = replace(local, inner=checked_inner(inner, local))
         return Round(
             self.stages.stage(data["server"], values, local=False),
             values(data["broadcast"]),
@@ -210,29 +217,6 @@ class _PlanReader:
             tuple(self._loop(entry, values) for entry in data["loops"]),
             tuple(self._fold(entry, values) for entry in data.get("folds", ())),
         )
-
-    def _inner(self, data: dict[str, Any], stage: Stage) -> Plan:
-        """Build the plan of the inner level of a local stage from its JSON data.
-
-        Args:
-          data: The entry of the plan in that of the stage.
-          stage: The stage.
-
-        Raises:
-          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed, or the
-            plan does not compute what the stage does.
-        """
-        inner = self.plan(data)
-        # Of the plan, a partitioned value is that of one group of the inner level.
-        size = inner.size
-        types = lambda values: [(_whole_shape(v, size), v.dtype) for v in values]
-        index = ((), np.dtype(np.int32))
-        expected = [(v.shape, v.dtype) for v in stage.inputs]
-        if types(inner.inputs) != [index, *expected]:
-            raise ValueError("the plan of an inner level takes other values")
-        if types(inner.outputs) != [(v.shape, v.dtype) for v in stage.outputs]:
-            raise ValueError("the plan of an inner level gives other values")
-        return inner
 
     def _fold(self, data: dict[str, Any], values: Values) -> Fold:
         """Build a fold, with the stage of its function, from its JSON data.
@@ -286,17 +270,6 @@ def _partition(data: dict[str, Any] | None) -> Partition | None:
     if data is None:
         return None
     return Partition(data["name"], data["size"], tuple(data["mesh_axes"]))
-
-
-def _whole_shape(value: Value, size: int) -> tuple[int, ...]:
-    """The shape of the whole array of a value, with all groups if it is partitioned.
-
-    Args:
-      value: The value.
-      size: n, the number of groups.
-    """
-    shape, axis = value.shape, value.axis
-    return (*shape[:axis], size, *shape[axis:]) if value.partitioned else shape
 
 
 def _check_order(plan: Plan) -> None:

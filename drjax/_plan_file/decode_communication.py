@@ -1,4 +1,4 @@
-"""The reductions, folds and moves of a round, from the JSON data of a manifest.
+"""The reductions, folds, moves and inner levels of a round, from JSON data.
 
 Input: an entry of `reduces`, `folds` or `moves` of a manifest, and the values of the
 plan by name. Output: a `Reduce`, `Fold` or `Move`. Invariant: an entry that no plan
@@ -6,7 +6,7 @@ could have is a `ValueError`, which `decode` converts to `PlanFileError`. Sharp 
 files of earlier versions lack the entries `wire`, `sharded` and `secure`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from drjax._plan_file import json_values
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import MOVES, Fold, Move, Reduce, Stage, Value, Wire
+from drjax.plan import MOVES, Fold, Move, Plan, Reduce, Stage, Value, Wire
 
 Values = Callable[[Iterable[str]], tuple[Value, ...]]
 
@@ -118,3 +118,37 @@ def move(data: dict[str, Any], values: Values, size: int) -> Move:
     if sources or by.partitioned or (by.shape, by.dtype) != ((size,), np.int32):
         raise ValueError(f"a {op} has no index of the groups")
     return Move(op, source, result, (), by)
+
+
+def checked_inner(inner: Plan, stage: Stage) -> Plan:
+    """Check that the plan of an inner level has the types of its stage; returns it.
+
+    Args:
+      inner: The plan.
+      stage: The stage of the outer groups that it computes.
+
+    Raises:
+      ValueError: It takes or gives other values.
+    """
+
+    def types(values: Sequence[Value]) -> list:
+        return [(_whole_shape(v, inner.size), v.dtype) for v in values]
+
+    of_stage = lambda values: [(v.shape, v.dtype) for v in values]
+    index = ((), np.dtype(np.int32))
+    if types(inner.inputs) != [index, *of_stage(stage.inputs)]:
+        raise ValueError("the plan of an inner level takes other values")
+    if types(inner.outputs) != of_stage(stage.outputs):
+        raise ValueError("the plan of an inner level gives other values")
+    return inner
+
+
+def _whole_shape(value: Value, size: int) -> tuple[int, ...]:
+    """The shape of the whole array of a value, with all groups if it is partitioned.
+
+    Args:
+      value: The value.
+      size: n, the number of groups.
+    """
+    shape, axis = value.shape, value.axis
+    return (*shape[:axis], size, *shape[axis:]) if value.partitioned else shape

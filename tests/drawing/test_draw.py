@@ -16,6 +16,7 @@ import drjax
 from drjax._drawing import draw
 from drjax._drawing.columns import SHOWN
 from drjax._drawing.positions import Box, Picture, layout
+from tests.helpers import levels
 from tests.helpers.run_python import run
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -87,6 +88,9 @@ PLANS = {
     "gradient of scan": drjax.make_plan(jax.grad(total(scanned)))(MODEL, DATA),
     "loops": drjax.make_plan(branching)(MODEL, DATA),
     "scatter": drjax.make_plan(scattering)(jnp.cos(jnp.arange(N)), DATA),
+    "levels": drjax.make_plan(jax.grad(levels.loss))(levels.MODEL, levels.X),
+    "loops in levels": drjax.make_plan(levels.steps)(levels.MODEL, levels.X),
+    "three levels": drjax.make_plan(levels.three)(levels.X.reshape(2, 3, 2, 2)),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 CONTAINERS = ("band", "frame")
@@ -211,6 +215,15 @@ def test_loops_are_frames_around_their_rounds():
     frames = texts(layout(PLANS["loops"]), "frame")
     for words in ("while", "condition", "body", "cond", "branch 0", "branch 1"):
         assert any(words in frame for frame in frames)
+
+
+def test_inner_levels_are_in_the_boxes_of_groups():
+    local = texts(layout(PLANS["levels"]), "local")[0]
+    assert "over groups:3, inside\n  round 1  ↓ 16 B  ↑ 4 B\n  round 2  " in local
+    local = texts(layout(PLANS["loops in levels"]), "local")[-1]
+    assert "over groups:3, inside" in local and "  scan of rounds, 2 steps" in local
+    local = texts(layout(PLANS["three levels"]), "local")[0]
+    assert "over b:3, inside\n  round 1  ↑ 8 B\n    over c:2, inside" in local
 
 
 def test_kept_values_are_shown_in_their_groups():

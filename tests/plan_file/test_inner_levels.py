@@ -1,6 +1,6 @@
 """Plan files of programs with levels, and what runs them.
 
-Covers: drjax._plan.map_stages, drjax._plan_file.decode, drjax._plan_file.encode.
+Covers: drjax._plan_file.decode_communication, drjax._plan_file.encode.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Plans of programs with levels: rounds of the inner level in those of the outer one.
 
-Covers: drjax._planner.inner_plans.
+Covers: drjax._planner.inner_plans, drjax._plan.ledger, drjax._plan.map_stages,
+    drjax._plan.value.
 """
 
 import jax
@@ -72,6 +73,43 @@ def test_a_plan_prints_its_levels():
         "      outer group computes log_2: float32[]\n"
         "  mean over pods       log: float32[]   4 B a group -> result"
     )
+
+
+def test_the_ledger_has_totals_for_each_level():
+    plan = drjax.make_plan(jax.value_and_grad(loss))(MODEL, X)
+    ledger = plan.communication({"pods": 2, "groups": 3})
+    assert ledger.levels == ("pods", "groups")
+    assert (ledger.down(), ledger.up()) == (16, 20)
+    assert (ledger.down(over="groups"), ledger.up(over="groups")) == (36, 20)
+    assert ledger.up("1.groups.2", over="groups") == 16
+    assert ledger.reduced_per_device(over="pods") == 20
+    assert ledger.reduced_per_device(over="groups") == 20
+    # Both pods are on one device, which reduces over the groups of each.
+    ledger = plan.communication({"groups": 3})
+    assert ledger.reduced_per_device() == 0
+    assert ledger.reduced_per_device(over="groups") == 2 * 20
+    assert ledger.between(over="groups") == 0
+    lines = str(ledger).splitlines()
+    assert lines[3] == "1.groups.1  mean                   4  function.0: float32[]"
+    assert lines[-2].startswith("total over pods: 16 bytes down and 20 up for each")
+    assert lines[-1].endswith("on 3 devices 40 bytes reduced per device")
+
+
+def test_the_ledger_of_a_loop_in_a_level():
+    ledger = drjax.make_plan(steps)(MODEL, X).communication()
+    times = [m.times for m in ledger.messages if m.round == "1.scan.1.groups.1.scan.1"]
+    assert set(times) == {(2, 2)} and len(times) == 3
+    assert ledger.up(over="groups") == 2 * 2 * 16 and ledger.up() == 2 * 16
+
+
+def test_errors_of_the_ledger():
+    plan = drjax.make_plan(loss)(MODEL, X)
+    text = "communication needs devices of the levels ['pods', 'groups'], got ['x']"
+    raises(drjax.DrjaxValueError, text, plan.communication, {"x": 2})
+    text = "communication needs devices as a positive int, got 'two'"
+    raises(drjax.DrjaxTypeError, text, plan.communication, {"pods": "two"})
+    text = "over= needs one of ['pods', 'groups'], got 'x'"
+    raises(drjax.DrjaxValueError, text, plan.communication().up, None, "x")
 
 
 def test_work_without_a_plan_of_its_own_runs_as_it_is():

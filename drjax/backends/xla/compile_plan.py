@@ -160,7 +160,7 @@ def run_flat(
 
 
 def _largest_step(
-    plan: Plan, layout: Layout, budget: int | None, given: Any = None
+    plan: Plan, layout: Layout, budget: int | None, user_mesh: Any = None
 ) -> int:
     """Find the largest number of a device's groups at once that fits in memory.
 
@@ -170,7 +170,7 @@ def _largest_step(
       plan: The plan.
       layout: How its partition is laid out on the mesh.
       budget: Bytes of temporary memory for each device; None: what is free.
-      given: The mesh that the user passed; None: the one in context.
+      user_mesh: The mesh that the user passed; None: the one in context.
 
     Raises:
       DrjaxValueError: One group does not fit, or no device can be asked for its memory.
@@ -203,7 +203,7 @@ def _largest_step(
         )
 
     def temp_bytes(step: int) -> int:
-        run = _MeshInterpreter(plan, layout, step, given)
+        run = _MeshInterpreter(plan, layout, step, user_mesh)
         # The whole program, as the memory of one round depends on what others keep.
         compiled: Any = (
             jax.jit(lambda *xs: run(xs))
@@ -212,7 +212,7 @@ def _largest_step(
         )
         return compiled.memory_analysis().temp_size_in_bytes
 
-    return step_size.largest(_most_groups(plan, layout, given), temp_bytes, budget)
+    return step_size.largest(_most_groups(plan, layout, user_mesh), temp_bytes, budget)
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:
@@ -230,10 +230,10 @@ def on_mesh(plan: Plan, inputs: list) -> list:
       The arrays, in the same order.
     """
     layout = _layout_of(plan)
-    inner = [layout_inside(level, None) for level in plan.levels[1:]]
-    for level in [] if layout is None else [layout, *inner]:
-        if isinstance(level.mesh, jax.sharding.Mesh):
-            return [as_operand(x, level, False) for x in inputs]
+    inner = [layout_inside(partition, None) for partition in plan.levels[1:]]
+    for each in [] if layout is None else [layout, *inner]:
+        if isinstance(each.mesh, jax.sharding.Mesh):
+            return [as_operand(x, each, False) for x in inputs]
     return inputs
 
 
@@ -279,7 +279,7 @@ def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
       layout: How the groups of its outermost level are laid out.
       mesh: The mesh that the user passed; None: the one in context.
     """
-    inner = [layout_inside(level, mesh) for level in plan.levels[1:]]
+    inner = [layout_inside(partition, mesh) for partition in plan.levels[1:]]
     return max(x.per_device for x in (layout, *inner))
 
 

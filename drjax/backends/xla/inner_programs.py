@@ -67,7 +67,7 @@ def run_inner_levels(
     inner = stage.inner
     if inner is None or inner.partition is None or _compat.effects_of(stage.jaxpr):
         return None
-    sharded = any(layout_inside(level, mesh).sharded for level in inner.levels)
+    sharded = any(layout_inside(each, mesh).sharded for each in inner.levels)
     if sharded if by_vmap else step is None and not sharded:
         return None
 

@@ -1,0 +1,34 @@
+"""The values of a plan: names and types, without arrays.
+
+Input: facts of a variable of a program. Output: `Value`, a record. Sharp edges:
+`drjax.plan` exports it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that stages exchange: its name and type, without an array.
+
+    Attributes:
+      name: Unique in the plan; derived from names of arguments and functions.
+      shape: Its shape; of a partitioned value, the shape of one group's slice.
+      dtype: Its dtype.
+      partitioned: Whether it is a partitioned value, with a slice for each group; if
+        not, it is a global value.
+      nbytes: Its size in bytes; of a partitioned value, that of one slice.
+      axis: Of a partitioned value, the group axis of the whole array; of a global value
+        0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    partitioned: bool
+    nbytes: int
+    axis: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
