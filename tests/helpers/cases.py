@@ -298,6 +298,23 @@ def branches(m, xs):
     return drjax.reduce_sum(drjax.map_fn(branch, (drjax.broadcast(m), xs)))
 
 
+@drjax.program(clients=N, parts=3)
+def levels(m, xs):
+    waves = drjax.map_fn(lambda m, x: jnp.sin(m * x).sum(), (drjax.broadcast(m), xs))
+    means = drjax.reduce_mean(waves, over="parts")
+    centered = (waves, drjax.broadcast(means, over="parts"))
+    squares = drjax.map_fn(lambda a, b: (a - b) ** 2, centered)
+    of_clients = drjax.reduce_sum(squares, over="parts")
+    roots = drjax.map_fn(lambda a: jnp.sqrt(1 + a), of_clients, over="clients")
+    return drjax.reduce_mean(roots, over="clients")
+
+
+def np_levels(m, xs):
+    waves = np.sin(m * xs[..., None]).sum(-1)
+    squares = (waves - waves.mean(1, keepdims=True)) ** 2
+    return np.sqrt(1 + squares.sum(1)).mean()
+
+
 CASES = (
     Case(broadcast_double_and_sum, lambda x: 2 * N * x, (X,)),
     Case(mean_loss, np_mean_loss, (M, XS)),
@@ -337,6 +354,7 @@ CASES = (
         ).sum(0),
         (M, XS),
     ),
+    Case(levels, np_levels, (M, XS)),
 )  # fmt: skip
 
 

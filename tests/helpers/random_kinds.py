@@ -379,7 +379,7 @@ def loops(x, i, j):
     return bounded(_choose(works, j))
 
 
-@step("p1 p0 g1", "p1", variants=5)
+@step("p1 p0 g1", "p1", variants=7)
 def nested(x, y, g, j):
     """A program with a partition of its own in each group."""
     m = 2 + j % 2
@@ -391,6 +391,12 @@ def nested(x, y, g, j):
             return jnp.sin(a * (1 + own)) * bounded(g) + 0.1 * outer + i * b
 
         slices = blocks.map_fn(one, (blocks.broadcast(a), blocks.partition_index()))
+
+        def two_rounds():
+            mean = blocks.reduce_mean(slices)
+            spread = blocks.map_fn(lambda s: jnp.sin(s - mean) * bounded(g), slices)
+            return blocks.reduce_weighted_mean(spread, 1.0 + blocks.partition_index())
+
         works = (
             lambda: blocks.reduce_mean(slices),
             lambda: blocks.reduce_sum(slices, where=blocks.partition_index() > 0),
@@ -400,6 +406,8 @@ def nested(x, y, g, j):
                 lambda c, t: (blocks.reduce_mean(slices * t) + 0.5 * c, None),
                 a, jnp.linspace(0.5, 1.0, 3)
             )[0],
+            two_rounds,
+            lambda: blocks.reduce_sum(blocks.shift(bounded(slices), 1)) * a,
         )  # fmt: skip
         return _choose(works, j // 2)
 
