@@ -417,8 +417,8 @@ def _communicated(
             yield message("broadcast", value, value.nbytes)
         for _, scattered in a_round.scatter:
             yield message("scatter", scattered, scattered.nbytes)
-        if (inner := a_round.local.inner) is not None and inner.partition is not None:
-            within = f"{label}.{inner.partition.name}."
+        if (inner := a_round.local.inner) is not None:
+            within = f"{label}.{inner.levels[0].name}."
             yield from _communicated(inner, within, times, levels)
         for r in a_round.reduces:
             yield message(r.op, r.source, r.nbytes, wire=r.wire, secure=r.secure)

@@ -98,8 +98,8 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
       inside: Whether it is the plan of an inner level, or of a loop in one.
     """
     # With several levels, each has its name.
-    named = plan.partition is not None and (inside or len(plan.levels) > 1)
-    groups = plan.partition.name if named else "groups"
+    named = inside or len(plan.levels) > 1
+    groups = plan.levels[0].name if named else "groups"
     for number, a_round in enumerate(plan.rounds, 1):
         yield from ("", f"round {number}", *_server_lines(a_round.server, inside))
         for value in a_round.broadcast:

@@ -54,7 +54,8 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
         inner = make(stage.jaxpr, stage.name, names, undeclared, results=results)
     except PlanError:
         return stage
-    return replace(stage, inner=inner)
+    # Without a partition, the blocks had no use.
+    return stage if inner.partition is None else replace(stage, inner=inner)
 
 
 def _is_manual(jaxpr) -> bool:

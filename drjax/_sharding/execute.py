@@ -30,7 +30,7 @@ def shard_map_over_devices(
     layout: Layout,
     body: Callable[..., Sequence[Any]],
     args: Sequence[Any],
-    partitioned_in: Sequence[bool],
+    partitioned_in: Sequence[bool | P],
     partitioned_out: Sequence[bool | P | None],
     check_vma: bool = True,
     with_indices: bool = False,
@@ -44,7 +44,8 @@ def shard_map_over_devices(
       body: The function. It takes and returns flat sequences: slices `[k, *s]` of
         partitioned values, padding included, and whole global ones, `[*s]`.
       args: Its operands for the whole partition, `[n, *s]` or `[*s]`.
-      partitioned_in: For each operand whether it is partitioned.
+      partitioned_in: For each operand whether it is partitioned. A `PartitionSpec`: how
+        it is divided over the devices, which divide it evenly.
       partitioned_out: For each result whether it is partitioned. None: it is neither
         partitioned nor global, but a value `[1, *s]` of each device. A `PartitionSpec`:
         a global value of which each device returns its part.
@@ -65,7 +66,7 @@ def shard_map_over_devices(
             args = [*args, indices[:1] if with_first_index else indices]
         return list(body(*args))
     args = [
-        _pad_slices(as_operand(x, layout, p), layout) if p else x
+        _pad_slices(as_operand(x, layout, True), layout) if p is True else x
         for x, p in zip(args, partitioned_in, strict=True)
     ]
     # An operand, as `lax.axis_index` costs a nested shard_map for each use.
@@ -73,8 +74,8 @@ def shard_map_over_devices(
         make = first_group_indices if with_first_index else all_group_indices
         args.append(make(layout))
         partitioned_in = (*partitioned_in, True)
-    in_specs = tuple(P(layout.axes) if p else P() for p in partitioned_in)
     whole = {False: P(), True: P(layout.axes), None: P(layout.axes)}
+    in_specs = tuple(p if isinstance(p, P) else whole[p] for p in partitioned_in)
     out_specs = tuple(p if isinstance(p, P) else whole[p] for p in partitioned_out)
     run = lambda *xs: tuple(body(*xs))
     outs = shard_map(layout, run, in_specs, out_specs, check_vma)(*args)

@@ -12,7 +12,6 @@ Sharp edges: a stage from a plan file has its mask as an input and its own reduc
 one that was planned in this process is batched by `jax.vmap` here.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ from drjax.backends.xla.fold_states import (
     RunningFold,
     split_states,
 )
+from drjax.backends.xla.inner_programs import Stacked, read_in_chunks
 from drjax.plan import Reduce, Stage, Value
 
 
@@ -60,7 +60,7 @@ class ChunkedStage:
       folds: The folds of the round.
       kept: The outputs of the stage to return as slices, because they are read later.
       shared: The arrays of the global inputs of the stage, in order.
-      inner: What `run_inner_programs` returns for the stage.
+      inner: What `run_inner_levels` returns for the stage.
     """
 
     def __init__(
@@ -80,6 +80,12 @@ class ChunkedStage:
         self._states = [[names.index(v.name) for v in f.fold.sources] for f in folds]
         self._sources = [names.index(r.source.name) for r in reduces]
         self._kept = [names.index(v.name) for v in kept]
+        inner_plan = None if inner is None else stage.inner
+        chunks = () if inner_plan is None else read_in_chunks(inner_plan)
+        # The first argument is the group index.
+        self._lazy = [
+            i in chunks for i, v in enumerate(stage.inputs, 1) if v.partitioned
+        ]
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._effects = _compat.effects_of(stage.jaxpr)
@@ -133,6 +139,7 @@ class ChunkedStage:
         # No loop for one chunk: XLA fuses the reduction into the work.
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
+            slices = [x.whole() if isinstance(x, Stacked) else x for x in slices]
             own = [copy_slice_to_padding(layout, indices, x, x[:1]) for x in slices]
             totals, kept = self._chunk(
                 first, indices, own, layout.partial_count, alone=True
@@ -144,11 +151,10 @@ class ChunkedStage:
             # The slices are closed over and cut in the body: as `xs` of the scan
             # some versions of the compiler copy them first. Indices are counted, as an
             # array of all would be of size n.
-            take = functools.partial(lax.dynamic_slice_in_dim, slice_size=size)
             indices = first + start + lax.iota(jnp.int32, size)
             own = [
-                copy_slice_to_padding(layout, indices, take(x, start), x[:1])
-                for x in slices
+                self._slots(x, start, indices, lazy)
+                for x, lazy in zip(slices, self._lazy, strict=True)
             ]
             # Groups fill a device's slots from the first. On the partly filled device,
             # a full chunk has `step`, `real % step` or no groups, and the shorter one
@@ -215,7 +221,18 @@ class ChunkedStage:
                 *self._batched_states(outs, mask),
             ], slices
         count = indices.shape[0]
-        one = self._inner or (lambda *xs: call(self.stage, xs))
+        # Of arrays that the inner level reads in chunks, groups have positions.
+        stacks = {i: x.array for i, x in enumerate(args) if isinstance(x, Stacked)}
+        args = [x.index if isinstance(x, Stacked) else x for x in args]
+
+        def one(*xs):
+            if self._inner is None:
+                return call(self.stage, xs)
+            pairs = enumerate(xs)
+            return self._inner(
+                *(Stacked(stacks[i], x) if i in stacks else x for i, x in pairs)
+            )
+
         # JAX has no batching rule for exported functions.
         over_groups = _over_groups if self.stage.exported is None else _one_by_one
         if self.layout.uneven and self._effects:
@@ -242,6 +259,30 @@ class ChunkedStage:
             states = [outs[i] for i in chosen]
             totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
+
+    def _slots(self, x, start, indices, lazy: bool) -> Any:
+        """The slices of the slots of a chunk; of padding, those of the first group.
+
+        Args:
+          x: The slices of the device's slots, `[k, *s]`, or a `Stacked` array of them.
+          start: The position of the first slot.
+          indices: The group indices of the chunk's slots, int32 `[c]`.
+          lazy: Whether the inner level reads them in chunks.
+
+        Returns:
+          The slices, `[c, *s]`; or a `Stacked` with their positions, int32 `[c]`.
+        """
+        size = indices.shape[0]
+        if lazy and not isinstance(x, Stacked):
+            positions = start + lax.iota(jnp.int32, size)
+            if self.layout.uneven:
+                real = indices < self.layout.partition.size
+                positions = jnp.where(real, positions, 0)
+            return Stacked(x, positions)
+        if isinstance(x, Stacked):
+            return x.take(start, size)
+        own = lax.dynamic_slice_in_dim(x, start, size)
+        return copy_slice_to_padding(self.layout, indices, own, x[:1])
 
     def _batched_states(self, outs: list, mask) -> list[ChunkState]:
         """The states of a chunk that the batched function of a file has folded.

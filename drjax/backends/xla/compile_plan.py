@@ -61,6 +61,7 @@ from drjax.backends.xla.fold_states import (
     with_arrays,
 )
 from drjax.backends.xla.inner_programs import (
+    Stacked,
     layout_inside,
     map_jaxprs,
     run_inner_levels,
@@ -304,7 +305,9 @@ class _MeshInterpreter(PlanInterpreter):
         self._kept = plan.kept()
 
     def __call__(self, inputs: Iterable) -> list:
-        return super().__call__(map(jnp.asarray, inputs))
+        return super().__call__(
+            x if isinstance(x, Stacked) else jnp.asarray(x) for x in inputs
+        )
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         # It may have run together with the round before it: `_reuse_accumulators`.
@@ -394,7 +397,10 @@ class _MeshInterpreter(PlanInterpreter):
             _MeshInterpreter(body, self.layout, self.step, self.mesh)
             for body in loop.bodies
         ]
-        inputs = list(map(self._typed, loop.inputs, inputs))
+        inputs = [
+            x if isinstance(x, Stacked) else self._typed(v, x)
+            for v, x in zip(loop.inputs, inputs, strict=True)
+        ]
         if loop.op == "cond":
             branches = [lambda *x, body=body: body([*x]) for body in bodies]
             return lax.switch(inputs[0], branches, *inputs[1:])
@@ -464,7 +470,11 @@ def _run_groups(
     shared = env.read(v for v in stage.inputs if not v.partitioned)
     count = len(shared)
     shared += env.read(operands_of(folds))
-    slices = [jnp.moveaxis(env[v], v.axis, 0) for v in stage.inputs if v.partitioned]
+    slices = [
+        env[v] if isinstance(env[v], Stacked) else jnp.moveaxis(env[v], v.axis, 0)
+        for v in stage.inputs
+        if v.partitioned
+    ]
     # Some work cannot be in a shard_map; see `map_lowering`.
     by_vmap = any(
         lowers_by_vmap(layout, x.jaxpr) for x in (stage, *(f.combine for f in folds))
@@ -477,17 +487,31 @@ def _run_groups(
     if not (folds and stage.exported is not None):  # only its own batch folds states
         inner = run_inner_levels(stage, _MeshInterpreter, step, mesh, by_vmap)
 
+    # A `Stacked` array is passed as two operands: the array, and the position in it.
+    stacked = [isinstance(x, Stacked) for x in slices]
+    if by_vmap or layout.uneven or layout.spec_entry is not None:
+        slices = [x.whole() if isinstance(x, Stacked) else x for x in slices]
+        stacked = [False] * len(slices)
+    positions = [x.index for x in slices if isinstance(x, Stacked)]
+    slices = [x.array if isinstance(x, Stacked) else x for x in slices]
+
     def work(*args):
         *args, first = args
+        args, indices = args[len(positions) :], iter(args[: len(positions)])
         works = with_arrays(prepared, args[count : len(shared)])
         chunked = ChunkedStage(layout, stage, reduces, works, kept, args[:count], inner)
-        return chunked.run(first, args[len(shared) :], step)
+        pairs = zip(args[len(shared) :], stacked, strict=True)
+        own = [
+            Stacked(x, next(indices)) if is_stacked else x for x, is_stacked in pairs
+        ]
+        return chunked.run(first, own, step)
 
     def body(*args):
         totals, stacks = work(*args[:-1], args[-1][0])
         # `[1, *s]`: the shard_map stacks the devices' values along this axis.
         if not combine:
             return [*(total[None] for total in totals), *stacks]
+        args = args[len(positions) :]
         works = with_arrays(prepared, args[count : len(shared)])
         sums, states = totals[: len(reduces)], totals[len(reduces) :]
         folded = finish_folds(layout, works, states)
@@ -495,7 +519,8 @@ def _run_groups(
 
     # On Explicit axes, a sharded result has another type than an operand.
     shared = [as_operand(x, layout, False) for x in shared]
-    partitioned = [False] * len(shared) + [True] * len(slices)
+    partitioned = [False] * (len(positions) + len(shared))
+    partitioned += [P(None, layout.axes) if x else True for x in stacked]
     if by_vmap:
         args = [*shared, *slices]
         totals, stacks = vmap_over_devices(layout, work, args, partitioned)
@@ -512,8 +537,9 @@ def _run_groups(
         each = [*result_specs(layout, reduces), *[False] * (results - len(reduces))]
     outputs = [*each, *[True] * len(kept)]
     # As in the surrounding code: users' loops inside were traced under it.
+    operands = [*positions, *shared, *slices]
     outs = shard_map_over_devices(
-        layout, body, [*shared, *slices], partitioned, outputs, _compat.check_vma(),
+        layout, body, operands, partitioned, outputs, _compat.check_vma(),
         with_first_index=True,
     )  # fmt: skip
     return outs[:results], outs[results:]

@@ -14,17 +14,18 @@ the outer groups, as JAX takes no `shard_map` over some of the axes in it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax import lax
 
 from drjax import _compat
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._partition import Partition
 from drjax._plan.map_stages import map_stages
 from drjax._sharding.layout import Layout, find_mesh, make_layout
-from drjax.plan import Stage
+from drjax.plan import Loop, Plan, Stage
 
 
 def layout_inside(partition: Partition, mesh: Any) -> Layout:
@@ -47,6 +48,72 @@ def layout_inside(partition: Partition, mesh: Any) -> Layout:
     return make_layout(partition, find_mesh(partition, mesh))
 
 
+# ---------------------------------------------------------------------------------
+# Slices of inner groups, without a copy of those of the outer one
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The slices of one group's inner groups, as part of an array for more groups.
+
+    A loop over the inner groups reads its chunks from the array of all outer groups of
+    the device, as the slice of one outer group is an operand that would be a copy.
+
+    Attributes:
+      array: The slices of the device's outer groups, `[k, n, *s]`.
+      index: The position of the outer group in `array`, int32 `[]`.
+    """
+
+    array: Any
+    index: Any
+
+    def take(self, start, size: int):
+        """The slices from `start` on, `[size, *s]`."""
+        zeros = [0] * (self.array.ndim - 2)
+        sizes = (1, size, *self.array.shape[2:])
+        chunk = lax.dynamic_slice(self.array, (self.index, start, *zeros), sizes)
+        return lax.squeeze(chunk, (0,))
+
+    def whole(self):
+        """The slices of all inner groups, `[n, *s]`: a copy."""
+        return self.take(0, self.array.shape[1])
+
+
+def read_in_chunks(plan: Plan) -> frozenset[int]:
+    """The positions of a plan's inputs that only local stages read, slice by slice.
+
+    Others are read as whole arrays: gathered, moved, returned, or carried by a loop.
+
+    Args:
+      plan: The plan of an inner level, or of the body of a loop in it.
+    """
+    whole = {v.name for v in plan.outputs}
+    for a_round in plan.rounds:
+        whole |= {r.source.name for r in a_round.reduces}
+        whole |= {v.name for fold in a_round.folds for v in fold.inputs}
+        whole |= {v.name for move in a_round.moves for v in move.inputs}
+        for loop in a_round.loops:
+            chunks = constants_in_chunks(loop)
+            whole |= {v.name for i, v in enumerate(loop.inputs) if i not in chunks}
+    return frozenset(
+        i
+        for i, v in enumerate(plan.inputs)
+        if v.partitioned and v.axis == 0 and v.name not in whole
+    )
+
+
+def constants_in_chunks(loop: Loop) -> frozenset[int]:
+    """The positions of the constants of a scan that its rounds read slice by slice."""
+    if loop.op != "scan":
+        return frozenset()
+    constants = range(sum(loop.consts))
+    return read_in_chunks(loop.bodies[0]).intersection(constants)
+
+
+# ---------------------------------------------------------------------------------
+# Inner levels
+
+
 def run_inner_levels(
     stage: Stage, interpreter: Callable, step: int | None, mesh: Any, by_vmap: bool
 ) -> Callable | None:
@@ -62,10 +129,11 @@ def run_inner_levels(
 
     Returns:
       `run(*args)`, from the arguments of the stage's jaxpr to the list of its outputs;
-      None if the stage runs as it is.
+      it takes `Stacked` arrays where it `read_in_chunks`. None if the stage runs as it
+      is.
     """
     inner = stage.inner
-    if inner is None or inner.partition is None or _compat.effects_of(stage.jaxpr):
+    if inner is None or _compat.effects_of(stage.jaxpr):
         return None
     sharded = any(layout_inside(each, mesh).sharded for each in inner.levels)
     if sharded if by_vmap else step is None and not sharded:
@@ -73,7 +141,7 @@ def run_inner_levels(
 
     def run(*args):
         # Here, as the axes of outer levels are Manual inside of their `shard_map`.
-        layout = layout_inside(inner.partition, mesh)
+        layout = layout_inside(inner.levels[0], mesh)
         outs = interpreter(inner, layout, step, mesh)(args)
         return as_arrays(outs, [value.dtype for value in stage.outputs])
 
