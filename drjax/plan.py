@@ -151,12 +151,14 @@ class Move:
 
     Attributes:
       op: `permute`, `take` or `put_add`, as the primitives in `drjax.primitives`.
-      source: The partitioned value whose slices move.
-      result: The partitioned value that it gives, of the type of `source`.
+      source: The partitioned value whose slices move; of a take or put_add, instead a
+        global value, `[N, *s]`: a population, of which the groups are a cohort.
+      result: The partitioned value that it gives, with slices of the type of those of
+        `source`; or, if `source` is partitioned, such a population.
       sources: Of a permute, for each group the group whose slice it gets; else ().
-      index: Of a take, a global value, int32 `[n]`: for each group the group whose
-        slice it gets. Of a put_add, for each group the group to whose slice its own is
-        added; n: to none. Of a permute None.
+      index: Of a take, a global value, int32: for each slice of `result` the slice of
+        `source` that it is. Of a put_add, for each slice of `source` the one of
+        `result` to which it is added; out of bounds: to none. Of a permute None.
     """
 
     op: str
@@ -166,9 +168,14 @@ class Move:
     index: Value | None = None
 
     @property
+    def population(self) -> int:
+        """N, the number of slices of a population; 0 if there is none."""
+        return sum(v.shape[0] for v in (self.source, self.result) if not v.partitioned)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of one group's slice."""
-        return self.source.nbytes
+        return (self.source if self.source.partitioned else self.result).nbytes
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -426,7 +433,8 @@ def _communicated(
             for value in fold.sources:
                 yield message("fold", value, value.nbytes)
         for move in a_round.moves:
-            yield message(move.op, move.source, move.nbytes, sources=move.sources)
+            options = {"sources": move.sources, "population": move.population}
+            yield message(move.op, move.source, move.nbytes, **options)
         for loop in a_round.loops:
             steps: tuple[int | str, ...] = ()
             if loop.op != "cond":

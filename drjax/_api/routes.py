@@ -1,13 +1,16 @@
 """The building blocks that move slices between groups: `take`, `put` and `shift`.
 
 Input: a tree of partitioned leaves `[n, *s]`, and for each group another group. Output:
-a tree of partitioned leaves. Invariants: an index that is known without running the
-program, and a permutation, is a static permutation. Sharp edges: a known index out of
-bounds is an error; a traced one is clamped by `take` and dropped by `put`, as by JAX
-indexing.
+a tree of partitioned leaves. `take` and `put` also move slices between the n groups and
+a population `[N, *s]`, or a cohort `[k, *s]`, whose partition has the same name and
+mesh axes. Invariants: an index that is known without running the program, and a
+permutation, is a static permutation. Sharp edges: a known index out of bounds is an
+error; a traced one is clamped by `take` and dropped by `put`, as by JAX indexing. Of a
+population all other building blocks need `partition=`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -53,26 +56,34 @@ def take(
 ) -> PyTree:
     """Give group j the slice of group `index[j]`: `x[index]`, partitioned.
 
+    With an index of n groups, x may be of a population, `[N, *s]`: the groups are a
+    cohort of it. With x of n groups, the index may have any length. The population, or
+    the cohort, is a partition of the same name, over the same mesh axes.
+
     On a mesh, a permutation that is known without running the program is one or more
     `ppermute`s, of the slices that change their device. Another index is one
-    reduce-scatter, with temporary memory of n slices on each device.
+    reduce-scatter, with temporary memory of a slice for each element of the index on
+    each device; or, if it has more elements than x has slices, an all-gather of x.
 
     Args:
-      x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
-      index: Integers `[n]`: for each group, the group whose slice it gets. Negative
-        ones count from the end. A sequence, a NumPy array, or a global value; a traced
-        index out of bounds is clamped, as by JAX indexing.
+      x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included; or of
+        `[N, *s]`, with the same N for all leaves.
+      index: Integers `[n]`: for each group, the group whose slice it gets; or `[k]`
+        for any k, if x has n slices. Negative ones count from the end. A sequence, a
+        NumPy array, or a global value; a traced index out of bounds is clamped, as by
+        JAX indexing.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
     Returns:
-      The same tree, partitioned leaves `[n, *s]`. The transpose is
-      `drjax.put(..., index, add=True)`.
+      The same tree, partitioned leaves with one slice for each element of `index`. The
+      transpose is `drjax.put(..., index, add=True)`.
 
     Raises:
       ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
-        `index` is no array of n integers, or one that is known is out of bounds.
+        `index` is no array `[k]` of integers, neither it nor `x` has n elements, or an
+        index that is known is out of bounds.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -81,11 +92,13 @@ def take(
       [7. 5. 5.]
     """
     params = resolve("take", mesh, partition)
+    index = _check_index("take", index)
+    params = _resized(params, _size_of("take", x, params, index.shape[0]))
     n = params["partition"].size
-    index = _check_index("take", index, n)
-    sources = _permutation(index)
+    index = _in_bounds("take", index, n)
+    sources = _permutation(index, n)
     if sources is not None:
-        return _permute("take", x, sources, mesh, partition)
+        return _permute("take", x, sources, params)
     return _take("take", x, count_from_end(index, n), params)
 
 
@@ -102,15 +115,19 @@ def put(
 ) -> PyTree:
     """Write the slice of group j to group `index[j]`: `into.at[index].set(x)`.
 
-    On a mesh as `drjax.take`.
+    The groups may be a cohort of a population, `into` of `[N, *s]`; or x, of `[k, *s]`,
+    may be a cohort of the groups. See `drjax.take`.
+
+    On a mesh as `drjax.take`, the other way around: it sends the slices of the cohort.
 
     Args:
-      x: Tree of partitioned arrays `[n, *s]`. With `add`, of dtypes with arithmetic.
-      index: Integers `[n]`: for each group, the group that gets its slice. Negative
-        ones count from the end. A sequence, a NumPy array, or a global value; a traced
-        index out of bounds is dropped, as by JAX's `.at[]`.
-      into: The tree of partitioned arrays to write to, with the structure, shapes and
-        dtypes of `x`. Default: zeros.
+      x: Tree of partitioned arrays `[n, *s]`; or of `[k, *s]`, with the same k for all
+        leaves, if `into` has n slices. With `add`, of dtypes with arithmetic.
+      index: Integers, one for each slice of x: the group that gets it. Negative ones
+        count from the end. A sequence, a NumPy array, or a global value; a traced index
+        out of bounds is dropped, as by JAX's `.at[]`.
+      into: The tree of partitioned arrays to write to, `[n, *s]`, or of a population
+        `[N, *s]`, with the structure and dtypes of `x`. Default: n slices of zeros.
       add: Whether slices are added to `into`, and those with equal indices to each
         other. Otherwise they replace it, and of those with equal indices the last one
         does.
@@ -119,11 +136,12 @@ def put(
       partition: As for `drjax.broadcast`.
 
     Returns:
-      The same tree, partitioned leaves `[n, *s]`.
+      A tree with the structure, shapes and dtypes of `into`.
 
     Raises:
       ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.take`; and `into` has
-        another structure, shape or dtype than `x`, or a key is added.
+        another structure, or slices of another shape or dtype, than `x`, or a key is
+        added.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -135,26 +153,31 @@ def put(
       [0. 6. 7.] [ 0. 11.  7.]
     """
     params = resolve("put", mesh, partition)
-    n = params["partition"].size
-    index = _check_index("put", index, n)
-    base = None if into is None else _check_into(x, into, params)
-    sources = _permutation(index)
+    index = _check_index("put", index)
+    groups = params
+    if into is not None:
+        groups = _resized(params, _size_of("put", into, params, index.shape[0], "into"))
+    n, k = groups["partition"].size, index.shape[0]
+    cohort = _resized(params, k)
+    index = _in_bounds("put", index, n)
+    base = None if into is None else _check_into(x, into, cohort, groups)
+    sources = _permutation(index, n)
     if sources is not None and not add:
-        return _permute("put", x, inverse(sources), mesh, partition)
+        return _permute("put", x, inverse(sources), params)
     index = count_from_end(index, n)
     index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
-    index = as_operand(index, make_layout(**params), False)
+    index = as_operand(index, make_layout(**groups), False)
     if not add:
-        return _put_last(x, index, base, params)
+        return _put_last(x, index, base, cohort, groups)
 
-    def bind(leaf, **params):
+    def bind(leaf, **_):
         check_numeric("put", leaf)
         if sources is not None:
-            return permute_p.bind(leaf, sources=inverse(sources), **params)
-        return put_add_p.bind(leaf, index, **params)
+            return permute_p.bind(leaf, sources=inverse(sources), **groups)
+        return put_add_p.bind(leaf, index, **groups)
 
-    moved = bind_partitioned("put", x, mesh, partition, bind)
-    return moved if base is None else _combine(lax.add, moved, base, params)
+    moved = bind_partitioned("put", x, cohort["mesh"], cohort["partition"], bind)
+    return moved if base is None else _combine(lax.add, moved, base, cohort, groups)
 
 
 @over_levels("x")
@@ -198,7 +221,7 @@ def shift(
         )
     n = params["partition"].size
     sources = tuple((j - int(k)) % n for j in range(n))
-    return _permute("shift", x, sources, mesh, partition)
+    return _permute("shift", x, sources, params)
 
 
 def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
@@ -207,8 +230,8 @@ def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
     Args:
       block: The name of the building block, for errors.
       x: The tree of partitioned arrays.
-      index: For each group the group whose slice it gets, int32 `[n]`; clamped.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      index: For each group the group whose slice it gets, int32 `[k]`; clamped.
+      params: The parameters `partition`, of the groups of `x`, and `mesh`.
     """
     index = index.clip(0, params["partition"].size - 1)
     index = as_operand(index, make_layout(**params), False)
@@ -216,93 +239,111 @@ def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
 
 
-def _put_last(x: PyTree, index, base: PyTree | None, params: dict[str, Any]) -> PyTree:
+def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
     """Write slices to other groups; of several for one group, the last one stays.
 
     Args:
-      x: The tree of partitioned arrays.
-      index: For each group the group that gets its slice, int32 `[n]`; n: it is
-        dropped.
-      base: The tree to write to, like `x`; None: zeros.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      x: The tree of partitioned arrays, `[k, *s]`.
+      index: For each slice the group that gets it, int32 `[k]`; n: it is dropped.
+      base: The tree to write to, of n groups; None: zeros.
+      cohort: The parameters `partition`, of the k groups of `x`, and `mesh`.
+      groups: The same of the n groups of the result.
     """
-    writer = last_writer(index, params["partition"].size)
-    moved = _take("put", x, writer, params)
-    (written,) = bind_global([writer >= 0], params, scatter_p.bind)
+    writer = last_writer(index, groups["partition"].size)
+    moved = _take("put", x, writer, cohort)
     if base is None:
         base = jax.tree.map(jnp.zeros_like, moved)
+    if cohort == groups:
+        (written,) = bind_global([writer >= 0], groups, scatter_p.bind)
+    else:
+        written = as_operand(writer >= 0, make_layout(**groups), True)
     keep = lambda moved, base, written: lax.select(
         lax.broadcast_in_dim(written, moved.shape, ()), moved, base
     )
-    return _combine(keep, moved, base, params, written)
+    return _combine(keep, moved, base, cohort, groups, written)
 
 
-def _permute(block: str, x: PyTree, sources: tuple[int, ...], mesh, partition):
+def _permute(block: str, x: PyTree, sources: tuple[int, ...], params: dict[str, Any]):
     """Bind `permute_p` for each leaf of a tree.
 
     Args:
       block: The name of the building block, for errors.
       x: The tree of partitioned arrays.
       sources: For each group the group whose slice it gets, a permutation.
-      mesh: The block's argument, a mesh or None.
-      partition: The block's argument, or None for the program's partition.
+      params: The parameters `partition` and `mesh`, as `resolve` returns them.
     """
 
     def bind(leaf, **params):
         return permute_p.bind(leaf, sources=sources, **params)
 
-    return bind_partitioned(block, x, mesh, partition, bind)
+    return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
 
 
-def _combine(fn, x: PyTree, y: PyTree, params, *others):
-    """Map a function of slices over the leaves of two partitioned trees.
+def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
+    """Map a function of slices over the leaves of two partitioned trees of n groups.
 
     Args:
       fn: `fn(leaf of x, leaf of y, *others)` of one group, which returns an array.
       x, y: Trees of the same structure.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      cohort: The parameters `partition`, of what was moved to `x`, and `mesh`.
+      groups: The same of the n groups.
       *others: Partitioned values, the same for all leaves.
     """
-    layout = make_layout(**params)
+    layout = make_layout(**groups)
 
     def combine(a, b):
         a, b = as_operand(a, layout, True), as_operand(b, layout, True)
-        return map_leaves(fn, a, b, *others, **params)
+        if cohort != groups:
+            # No map_fn: a plan has those of one of the two partitions only.
+            return jax.vmap(fn)(a, b, *others)
+        return map_leaves(fn, a, b, *others, **groups)
 
     return jax.tree.map(combine, x, y)
 
 
-def _check_index(block: str, index, n: int):
-    """Check the index of `take` or `put`: integers `[n]`, in bounds if they are known.
+def _check_index(block: str, index):
+    """Check the index of `take` or `put`: one axis, of integers.
 
     Args:
       block: The name of the building block, for errors.
       index: The argument.
-      n: The number of groups.
 
     Returns:
-      An int32 array `[n]`: of NumPy if its numbers are known without running the
-      program, and counted from 0; else of JAX.
+      The index as an array `[k]`: of NumPy if its numbers are known without running the
+      program; else of JAX.
 
     Raises:
       DrjaxTypeError: It is no array of integers.
-      DrjaxValueError: Its shape is not `[n]`, or a known number is not in -n to n - 1.
+      DrjaxValueError: It has not one axis, or no elements.
     """
     if not isinstance(index, jax.Array):
         try:
             index = np.asarray(index)
         except (TypeError, ValueError):
             index = np.asarray(None)
+    shape = f"[{','.join(map(str, index.shape))}]"
+    needs = f"drjax.{block} needs as index [k] integers, one for each slice"
     if index.ndim == 0 or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise DrjaxTypeError(
-            f"drjax.{block} needs as index [{n}] integers, one for each group, got "
-            f"{index.dtype}[{','.join(map(str, index.shape))}]."
-        )
-    if index.shape != (n,):
-        raise DrjaxValueError(
-            f"drjax.{block} needs as index [{n}] integers, one for each group, got "
-            f"shape {list(index.shape)}."
-        )
+        raise DrjaxTypeError(f"{needs}, got {index.dtype}{shape}.")
+    if index.ndim != 1 or not index.size:
+        raise DrjaxValueError(f"{needs}, got shape {shape}.")
+    return index
+
+
+def _in_bounds(block: str, index, n: int):
+    """Check that the known numbers of an index are groups, from -n to n - 1.
+
+    Args:
+      block: The name of the building block, for errors.
+      index: The index, `[k]`, of NumPy or JAX.
+      n: The number of groups to which it points.
+
+    Returns:
+      An int32 array `[k]`; of NumPy, counted from 0, if its numbers are known.
+
+    Raises:
+      DrjaxValueError: A number is out of bounds.
+    """
     if isinstance(index, jax.Array):
         return as_int32(index, -n - 1, n)  # what is out of bounds stays so
     if wrong := [int(i) for i in index if not -n <= i < n]:
@@ -312,35 +353,81 @@ def _check_index(block: str, index, n: int):
     return (index % n).astype(np.int32)
 
 
-def _permutation(index) -> tuple[int, ...] | None:
-    """The index as a tuple, if it is known and a permutation; else None."""
-    if isinstance(index, jax.Array) or len({*index.tolist()}) < len(index):
+def _permutation(index, n: int) -> tuple[int, ...] | None:
+    """The index as a tuple, if it is known and a permutation of n groups; else None."""
+    if isinstance(index, jax.Array) or sorted(index.tolist()) != [*range(n)]:
         return None
     return tuple(index.tolist())
 
 
-def _check_into(x: PyTree, into: PyTree, params) -> PyTree:
+def _resized(params: dict[str, Any], size: int) -> dict[str, Any]:
+    """The parameters of a building block for a partition of another size.
+
+    Args:
+      params: The parameters `partition` and `mesh`.
+      size: The number of groups.
+    """
+    return {**params, "partition": replace(params["partition"], size=size)}
+
+
+def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
+    """The number of groups that a tree has a slice of: n, or N of a population.
+
+    Args:
+      block: The name of the building block, for errors.
+      x: The tree.
+      params: The parameters `partition`, of n groups, and `mesh`.
+      k: The number of elements of the index.
+      name: The name of the argument, for errors.
+
+    Returns:
+      n, which the leaves must then have, unless all leaves have a leading axis of one
+      other size, and the index has n elements.
+
+    Raises:
+      DrjaxValueError: The index has not n elements, and neither have the leaves.
+    """
+    layout = make_layout(**params)
+    n, size = layout.partition.size, layout.group_axis_size
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(x) if jnp.ndim(leaf)}
+    if len(sizes) != 1 or size in sizes:
+        return n
+    (other,) = sizes
+    # Inside a user's shard_map, values have the slices of one device.
+    other = other * layout.devices if layout.manual else other
+    if k == n and other:
+        return other
+    raise DrjaxValueError(
+        f"drjax.{block} moves slices between the {n} groups of {layout.partition} and "
+        f"a population, but {name} has {other} slices, and the index shape [{k}]. One "
+        f"of the two needs {n}."
+    )
+
+
+def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
     """Check that `into` has the structure, shapes and dtypes of `x`; return its arrays.
 
     Args:
       x: The argument `x` of `put`.
       into: The argument `into`.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      cohort: The parameters `partition`, of the groups of `x`, and `mesh`.
+      groups: The same of the groups of `into`.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: It does not, or a leaf is not partitioned.
     """
-    layout = make_layout(**params)
-    size = layout.group_axis_size
-    leaves, tree = flatten_partitioned("put", x, layout.partition, size)
-    bases, base_tree = flatten_partitioned("put", into, layout.partition, size, "into")
+    flat = []
+    for value, params, name in ((x, cohort, "x"), (into, groups, "into")):
+        size = make_layout(**params).group_axis_size
+        flat.append(flatten_partitioned("put", value, params["partition"], size, name))
+    (leaves, tree), (bases, base_tree) = flat
     if tree != base_tree:
         raise DrjaxValueError(
             "drjax.put needs x and into of one structure, got:\n"
             f"  x:    {tree}\n  into: {base_tree}"
         )
     for leaf, base in zip(leaves, bases, strict=True):
-        if leaf.shape != base.shape or leaf.dtype != base.dtype:
+        if leaf.shape[1:] != base.shape[1:] or leaf.dtype != base.dtype:
             raise DrjaxValueError(
                 "drjax.put needs x and into of the same shapes and dtypes, got "
                 f"{leaf.dtype}{list(leaf.shape)} and {base.dtype}{list(base.shape)}."

@@ -40,6 +40,7 @@ class Message:
       secure: Of a reduction its `Reduce.secure`.
       levels: The partitions over whose groups it is, outermost first: the last one has
         the groups that send or receive it, and the others those around them.
+      population: Of a move between groups its `Move.population`.
     """
 
     round: str
@@ -51,6 +52,7 @@ class Message:
     wire: Wire | None = None
     secure: int = 0
     levels: tuple[Partition, ...] = ()
+    population: int = 0
 
     @property
     def between(self) -> bool:
@@ -179,8 +181,13 @@ class Ledger:
                 if source // per_device != group // per_device
             )
             return max(leaving.values(), default=0)
-        # A take is one reduce-scatter of zeros and slices, for all groups.
-        return size if message.between else 1
+        if not message.between:
+            return 1
+        # A take is one reduce-scatter of zeros and slices, for all groups; if it gives
+        # more slices than it takes, it is an all-gather of these.
+        other = message.population or size
+        taken, given = (size, other) if message.value.partitioned else (other, size)
+        return -(-taken // devices) if given > taken else given
 
     @property
     def open_loops(self) -> tuple[str, ...]:

@@ -106,16 +106,22 @@ def move(data: dict[str, Any], values: Values, size: int) -> Move:
     op = json_values.one_of(MOVES, data["op"])
     source, *index, result = values(data["values"])
     sources = tuple(map(json_values.count, data["sources"]))
-    if not (source.partitioned and result.partitioned):
+    ends = (source, result)
+    of_groups = [v.partitioned for v in ends]
+    if not (all(of_groups) or (any(of_groups) and op != "permute")):
         raise ValueError(f"a {op} moves values that are not partitioned")
-    if (source.shape, source.dtype) != (result.shape, result.dtype):
+    # A population has its slices along axis 0.
+    first, second = ((v.shape[not v.partitioned :], v.dtype) for v in ends)
+    if first != second or any(not (v.partitioned or v.shape) for v in ends):
         raise ValueError(f"a {op} changes the type of slices")
     if op == "permute":
         if index or sorted(sources) != [*range(size)]:
             raise ValueError("a permute has no permutation of the groups")
         return Move(op, source, result, sources)
     (by,) = index
-    if sources or by.partitioned or (by.shape, by.dtype) != ((size,), np.int32):
+    indexed = result if op == "take" else source
+    slices = size if indexed.partitioned else indexed.shape[0]
+    if sources or by.partitioned or (by.shape, by.dtype) != ((slices,), np.int32):
         raise ValueError(f"a {op} has no index of the groups")
     return Move(op, source, result, (), by)
 

@@ -35,6 +35,7 @@ from drjax._planner.trace_stages import (
     trace_local_stage,
     trace_server_stage,
 )
+from drjax._primitives.routes import partitions_of
 from drjax.plan import Fold, Loop, Move, Plan, Reduce, Round, Stage, Value
 
 
@@ -106,7 +107,7 @@ def build_plan(
                 ),
                 local_stages[i],
                 _reduces(rounds, values, parts[i], i),
-                tuple(_move(eqn, values) for eqn in rounds.moves.get(i, ())),
+                tuple(_move(eqn, kinds, values) for eqn in rounds.moves.get(i, ())),
                 loops[i],
                 tuple(
                     _fold(eqn, values, parts[i], i) for eqn in rounds.folds.get(i, ())
@@ -154,8 +155,11 @@ def _globals_of_groups(
             init = eqn.invars[len(closed_over_by(eqn)) : -eqn.params["n_states"]]
             taken |= {*variables(init)}
     for eqns in rounds.moves.values():
-        # The first operand is an output of a local stage, the second the index.
-        taken |= {v for eqn in eqns for v in variables(eqn.invars[1:])}
+        # The first operand is an output of a local stage, unless it is a population;
+        # the second is the index.
+        for eqn in eqns:
+            first = partitions_of(eqn)[0] == kinds.partition
+            taken |= {*variables(eqn.invars[first:])}
     for eqns in rounds.loops.values():
         for eqn in eqns:
             operands = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)
@@ -264,17 +268,19 @@ def _fold(eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
     )
 
 
-def _move(eqn, values: StageValues) -> Move:
+def _move(eqn, kinds: Environment, values: StageValues) -> Move:
     """The `Move` of an equation that moves slices between groups.
 
     Args:
       eqn: The equation.
+      kinds: The kinds of the program, of which only the partition is read.
       values: The `Value` (name, shape and dtype) of each variable.
     """
     x, *index = eqn.invars
+    of_groups = partitions_of(eqn)[0] == kinds.partition
     return Move(
         str(move_name(eqn.primitive)),
-        values.outgoing(x, 0),
+        values.outgoing(x, 0) if of_groups else values.value(x),
         values.value(eqn.outvars[0]),
         eqn.params.get("sources", ()),
         values.value(index[0]) if index else None,

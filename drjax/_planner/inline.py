@@ -45,6 +45,7 @@ from drjax._planner.unbatching.own_index import share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.columns_lowering import columns_by_gather
 from drjax._primitives.fold_lowering import folds_by_gather
+from drjax._primitives.routes import partitions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -224,7 +225,7 @@ def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
     return any(
         eqn.primitive in BLOCKS
         and not eqn.params.get("per_group")
-        and partition in (None, eqn.params["partition"])
+        and (partition is None or partition in partitions_of(eqn))
         for eqn in deep_equations(jaxpr, lambda eqn: eqn.primitive not in BLOCKS)
     )
 

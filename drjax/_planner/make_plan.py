@@ -38,6 +38,7 @@ from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.infer import infer_partitioning
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
 from drjax._planner.rematerialize_loops import rematerialize_residuals
+from drjax._primitives.routes import partitions_of
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 
@@ -295,10 +296,15 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
         has no plan.
     """
     partitions: dict[Partition, Any] = {}
+    resizing: dict[tuple[Partition, Partition], Any] = {}
     for eqn in _equations(program):
         # Building blocks, the only equations that name a partition.
         if eqn.primitive in BLOCKS:
-            partitions.setdefault(eqn.params["partition"], eqn)
+            operand, result = partitions_of(eqn)
+            if operand == result:
+                partitions.setdefault(operand, eqn)
+            else:
+                resizing.setdefault((operand, result), eqn)
         # A mutable array is shared by reference; stages run in different processes.
         if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
             raise PlanError(
@@ -324,6 +330,11 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
                 "building blocks, and what it does with them has no plan. Call them "
                 "outside of it, or run the program with jax.jit."
             )
+    # A population is a global value, of which the cohort has slices; if nothing else
+    # tells which of the two the groups are, they are the cohort.
+    for pair, eqn in resizing.items():
+        if not partitions.keys() & {*pair}:
+            partitions.setdefault(min(pair, key=lambda p: p.size), eqn)
     if not partitions:
         return None
     if len(partitions) > 1:

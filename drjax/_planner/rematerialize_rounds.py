@@ -37,6 +37,7 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
+from drjax._primitives.routes import partitions_of
 
 # These equations are communication down or an index: inputs of a stage, not its work.
 _INPUTS_OF_STAGES = (
@@ -298,8 +299,13 @@ def _leaving(
     """
     # A reduction takes groups along axis 0. Its operand may be global: then each group
     # sends its slice of it, or its copy of a broadcast.
-    eqns = *rounds.reduces.get(index, ()), *rounds.moves.get(index, ())
-    leaving = [(e.invars[0], 0) for e in eqns]
+    leaving = [(e.invars[0], 0) for e in rounds.reduces.get(index, ())]
+    # A population is not of the groups.
+    leaving += [
+        (e.invars[0], 0)
+        for e in rounds.moves.get(index, ())
+        if partitions_of(e)[0] == kinds.partition
+    ]
     leaving += [(v, 0) for e in rounds.folds.get(index, ()) for v in states_of(e)]
     # A loop starts after the round, so what it takes is an output of the stage.
     for eqn in rounds.loops.get(index, ()):

@@ -29,7 +29,7 @@ from jax.extend.core import Literal
 from drjax import primitives
 from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
-from drjax._primitives.routes import MOVES
+from drjax._primitives.routes import MOVES, partitions_of
 
 _MOVE_NAMES = {primitive: name for name, primitive in MOVES.items()}
 
@@ -150,8 +150,11 @@ def closed_over_by(eqn) -> list:
 def is_move(eqn, kinds: Environment) -> bool:
     """Whether an equation moves slices between groups of the plan's partition.
 
+    Or between them and a population, of which they are a cohort.
+
     Args:
       eqn: The equation, of any primitive.
       kinds: The kinds of the program, of which only the partition is read.
     """
-    return eqn.primitive in _MOVE_NAMES and eqn.params["partition"] == kinds.partition
+    is_one = eqn.primitive in _MOVE_NAMES
+    return is_one and kinds.partition in partitions_of(eqn)

@@ -1,11 +1,14 @@
 """The primitives that move slices between groups, and all of their rules.
 
 Input: a partitioned value `[n, *s]`, and an index, which says for each group whose
-slice it gets. Output: a partitioned value `[n, *s]`.
+slice it gets. Output: a partitioned value; of n groups, or with an index `[k]` of k, as
+a cohort of a population is. Its partition has the same name and mesh axes.
 
     permute(x)[j]        = x[sources[j]]        sources: a permutation, a parameter
-    take(x, index)[j]    = x[index[j]]          index: int32 [n], a global operand
-    put_add(x, index)[i] = sum_{j: index[j] = i} x[j]
+    take(x, index)[j]    = x[index[j]]          index: int32 [k], a global operand
+    put_add(y, index)[i] = sum_{j: index[j] = i} y[j]       [k, *s] -> [n, *s]
+
+The parameter `partition` is that of x, and of the result of put_add: n groups.
 
 Each is linear in x, and its transpose is another one of them, with the inner product
 <x, y> = sum_i <x_i, y_i> of partitioned values:
@@ -15,8 +18,10 @@ Each is linear in x, and its transpose is another one of them, with the inner pr
 
 On a mesh, a permutation is as many `ppermute`s as a device has groups, at most; a shift
 sends the slices at the edge of a device only (`edge_coloring`). A traced index is not
-known to the compiler: each device puts those of its slices that are asked for in zeros
-`[n, *s]`, and one reduce-scatter adds these up.
+known to the compiler. If the result has as many groups or fewer, each device puts those
+of its slices that are asked for in zeros of the size of the result, and one
+reduce-scatter adds these up. If it has more, an all-gather gives each device the
+slices, of which it takes those for its groups. Both send the smaller of the two.
 
 Invariants: a rule binds these primitives only. A move copies bits: it keeps NaN and the
 sign of zeros, and has every dtype, random keys included. Padding is never read.
@@ -25,14 +30,17 @@ mode inside a user's `shard_map(check_vma=False)` is an error, as for a reductio
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._jaxprs.prng_keys import is_key, on_raw
+from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
     checked_transpose,
@@ -40,7 +48,7 @@ from drjax._primitives.collectives import (
 )
 from drjax._primitives.device_sums import accumulator, reduce_scatter
 from drjax._primitives.edge_coloring import schedule
-from drjax._sharding.execute import shard_map_over_devices, vary
+from drjax._sharding.execute import as_operand, shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
 permute_p = registration.new_primitive("permute")
@@ -131,7 +139,7 @@ def _permute_transpose(ct, x, *, sources, **params):
 
 
 # ---------------------------------------------------------------------------------
-# take: [n, *s], index [n] -> [n, *s]
+# take: [n, *s], index [k] -> [k, *s]
 
 
 def execute_take(x, index, *, partition, mesh):
@@ -139,19 +147,29 @@ def execute_take(x, index, *, partition, mesh):
 
     Args:
       x: The partitioned value, `[n, *s]`.
-      index: The index of a group for each group, int32 `[n]`, a global value.
+      index: The index of a group for each group, int32 `[k]`, a global value.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
 
     Returns:
-      The partitioned value, `[n, *s]`.
+      The partitioned value, `[k, *s]`.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
         return x[index]
+    result = _layout_of_index(index, partition, mesh)
+
+    if result.num_slots > layout.num_slots:
+
+        def body_of_many(x, index, first):
+            own = _own_index(index, layout, result, first)
+            return [_through_bits(lambda x: _all_slices(layout, x)[own], x)]
+
+        return _on_devices(layout, body_of_many, x, *_divided(index, result, 0),
+                           result=result)  # fmt: skip
 
     def body(x, index, first):
-        position = _padded(index, layout, 0) - first
+        position = _padded(index, result, 0) - first
         own = (position >= 0) & (position < layout.per_device)
 
         def move(x):
@@ -159,11 +177,11 @@ def execute_take(x, index, *, partition, mesh):
             mask = lax.broadcast_in_dim(own, slices.shape, (0,))
             slices = jnp.where(mask, slices, jnp.zeros((), x.dtype))
             # One device has the slice, the others zeros: a sum of bits is a copy.
-            return reduce_scatter(layout, slices)
+            return reduce_scatter(result, slices)
 
         return [_through_bits(move, x)]
 
-    return _on_devices(layout, body, x, index)
+    return _on_devices(layout, body, x, index, result=result)
 
 
 # <take(x, i), y> = sum_j <x[i_j], y_j> = sum_k <x_k, sum_{j: i_j = k} y_j>
@@ -172,7 +190,7 @@ def _take_transpose(ct, x, index, **params):
 
 
 # ---------------------------------------------------------------------------------
-# put_add: [n, *s], index [n] -> [n, *s]
+# put_add: [k, *s], index [k] -> [n, *s]
 
 
 def execute_put_add(x, index, *, partition, mesh):
@@ -181,46 +199,75 @@ def execute_put_add(x, index, *, partition, mesh):
     16-bit floats are added in float32 on each device, and communicated in 16 bits.
 
     Args:
-      x: The partitioned value, `[n, *s]`, of a dtype with arithmetic.
-      index: The index of a group for each group, int32 `[n]`, a global value.
-      partition: The `Partition`, of n groups.
+      x: The partitioned value, `[k, *s]`, of a dtype with arithmetic.
+      index: The index of a group for each group, int32 `[k]`, a global value.
+      partition: The `Partition` of the result, n groups.
       mesh: The mesh, or None: the program runs locally.
 
     Returns:
       The partitioned value, `[n, *s]`; zeros for groups to which nothing is added.
     """
-    layout = make_layout(partition, mesh)
+    result = make_layout(partition, mesh)
     wide = accumulator(x.dtype)
 
     def add(x, index, size: int):
         zeros = jnp.zeros((size, *x.shape[1:]), wide)
-        return zeros.at[index].add(x.astype(wide), mode="drop")
+        return zeros.at[index].add(x.astype(wide), mode="drop").astype(x.dtype)
 
-    if not layout.axes:
-        return add(x, index, partition.size).astype(x.dtype)
+    if not result.axes:
+        return add(x, index, partition.size)
+    layout = _layout_of_index(index, partition, mesh)
+
+    dropped = result.num_slots  # the index of padding: beyond all slots
+    if result.num_slots > layout.num_slots:
+
+        def body_of_few(x, index, first):
+            size = result.per_device
+            position = _padded(index, layout, dropped)
+            position = position - first // layout.per_device * size
+            # A negative index would count from the end.
+            position = jnp.where(position >= 0, position, size)
+            return [add(_all_slices(layout, x), position, size)]
+
+        return _on_devices(layout, body_of_few, x, index, result=result)
 
     def body(x, index, first):
-        # Padding is dropped: its index is beyond all slots.
-        index = _padded(index, layout, layout.num_slots)
-        own = lax.dynamic_slice_in_dim(index, first[0], layout.per_device)
-        sums = add(x, vary(own, layout.axes), layout.num_slots).astype(x.dtype)
-        return [reduce_scatter(layout, sums)]
+        own = _own_index(index, layout, layout, first)
+        return [reduce_scatter(result, add(x, own, dropped))]
 
-    return _on_devices(layout, body, x, index)
+    return _on_devices(layout, body, x, *_divided(index, layout, dropped),
+                       result=result)  # fmt: skip
+
+
+def partitions_of(eqn) -> tuple[Partition, Partition]:
+    """The partitions of the operand and of the result of a building block.
+
+    They differ if it moves slices between a population and a cohort of it.
+
+    Args:
+      eqn: An equation of a primitive of drjax.
+    """
+    partition = eqn.params["partition"]
+    if eqn.primitive not in (take_p, put_add_p):
+        return partition, partition
+    indexed = replace(partition, size=eqn.invars[1].aval.shape[0])
+    pair = partition, indexed
+    return pair if eqn.primitive is take_p else pair[::-1]
 
 
 def last_writer(index, n: int):
     """The inverse of an index: the last group that writes to each group.
 
     Args:
-      index: For each group the group to which it writes, int32 `[n]`; n: to none.
-      n: The number of groups.
+      index: For each group the group to which it writes, int32 `[k]`; n: to none.
+      n: The number of groups to which they write.
 
     Returns:
       A group index for each group, int32 `[n]`; -1 if no group writes to it.
     """
     none = jnp.full(n, -1, jnp.int32)
-    return none.at[index].max(jnp.arange(n, dtype=jnp.int32), mode="drop")
+    writers = jnp.arange(index.shape[0], dtype=jnp.int32)
+    return none.at[index].max(writers, mode="drop")
 
 
 # <put_add(x, i), y> = sum_k <sum_{j: i_j = k} x_j, y_k> = sum_j <x_j, y[i_j]>
@@ -228,25 +275,83 @@ def _put_add_transpose(ct, x, index, **params):
     return [take_p.bind(ct, index, **params), None]
 
 
-def _on_devices(layout: Layout, body: Callable, x, *index):
+def _layout_of_index(index, partition: Partition, mesh) -> Layout:
+    """The layout of a value with a slice for each element of an index.
+
+    Args:
+      index: The index, int32 `[k]`.
+      partition: The partition to whose groups it points.
+      mesh: The mesh, or None: the program runs locally.
+
+    Returns:
+      The layout of the partition of k groups with the name of `partition`.
+    """
+    return make_layout(replace(partition, size=index.shape[0]), mesh)
+
+
+def _divided(index, layout: Layout, fill: int):
+    """An index of which a device needs the part for its slots, as an operand.
+
+    Args:
+      index: The index of a layout's groups, a global value.
+      layout: The layout.
+      fill: The index of padding.
+
+    Returns:
+      `(index of all slots, how it is divided over the devices)`.
+    """
+    index = _padded(index, layout, fill)
+    if not layout.sharded:
+        return index, False
+    return as_operand(index, layout, True), P(layout.axes)
+
+
+def _own_index(index, layout: Layout, of: Layout, first):
+    """The part of a padded index that belongs to the slots of a device.
+
+    Args:
+      index: What a device gets of it: this part, or inside a user's `shard_map` the
+        index of all slots of the layout `of`.
+      layout: The layout of which `first` is a group index.
+      of: The layout of the slots.
+      first: The group index of the device's first slot in `layout`, int32 `[1]`.
+
+    Returns:
+      int32 `[k]`, of the k slots of the device.
+    """
+    if of.sharded:
+        return index
+    start = first[0] // layout.per_device * of.per_device
+    own = lax.dynamic_slice_in_dim(index, start, of.per_device)
+    return vary(own, layout.axes)
+
+
+def _all_slices(layout: Layout, x):
+    """The slices of all slots, `[k * m, *s]`, from those of a device, `[k, *s]`."""
+    return lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True)
+
+
+def _on_devices(layout: Layout, body: Callable, x, index=None, spec=False, result=None):
     """Run a function of one device's slices on all devices.
 
     Args:
-      layout: The layout: k slots on each device.
-      body: `body(x, *index, first)`, from the device's slices `[k, *s]`, the global
-        index and the group index of the device's first slot, int32 `[1]`, to a list of
-        its new slices.
+      layout: The layout of `x`: k slots on each device.
+      body: `body(x, index, first)`, from the device's slices `[k, *s]`, the index, if
+        there is one, and the group index of the device's first slot, int32 `[1]`, to a
+        list of its new slices.
       x: The partitioned value, `[n, *s]`.
-      *index: The global index, int32 `[n]`, if there is one.
+      index: The index, int32, or None.
+      spec: The `PartitionSpec` of the index; False: each device gets all of it.
+      result: The layout of the result; None: `layout`.
     """
+    args, specs = ([x], [True]) if index is None else ([x, index], [True, spec])
     return shard_map_over_devices(
-        layout, body, [x, *index], [True, *[False] * len(index)], [True],
-        with_first_index=True,
-    )[0]  # fmt: skip
+        layout, body, args, specs, [True], with_first_index=True, result_layout=result
+    )[0]
 
 
 def _padded(index, layout: Layout, fill: int):
-    """Pad an index `[n]` to all slots of the devices, `[k * m]`, with `fill`."""
+    """Pad the index of a layout's groups to all slots of its devices, with `fill`."""
     extra = layout.num_slots - layout.partition.size
     return lax.pad(index, jnp.asarray(fill, index.dtype), [(0, extra, 0)])
 
@@ -258,6 +363,20 @@ def _padded(index, layout: Layout, fill: int):
 def _abstract_eval(x, *index, partition, mesh, **_):
     # The execution works on bits, and the result of a cast is not weakly typed.
     return x.update(weak_type=False)
+
+
+def _abstract_take(x, index, *, partition, mesh):
+    return _with_groups(x, _layout_of_index(index, partition, mesh))
+
+
+def _abstract_put_add(x, index, *, partition, mesh):
+    return _with_groups(x, make_layout(partition, mesh))
+
+
+def _with_groups(x, layout: Layout):
+    """The type of a value with the slices of `x`, one for each group of a layout."""
+    shape = (layout.group_axis_size, *x.shape[1:])
+    return x.update(shape=shape, weak_type=False)
 
 
 def _batch_indexed(primitive) -> Callable:
@@ -284,12 +403,12 @@ def _batch_indexed(primitive) -> Callable:
 
 register_linear(permute_p, execute_permute, _abstract_eval, _permute_transpose, 0)
 
-for _primitive, _execute, _transpose in (
-    (take_p, execute_take, _take_transpose),
-    (put_add_p, execute_put_add, _put_add_transpose),
+for _primitive, _execute, _abstract, _transpose in (
+    (take_p, execute_take, _abstract_take, _take_transpose),
+    (put_add_p, execute_put_add, _abstract_put_add, _put_add_transpose),
 ):
     registration.register_execution(_primitive, _execute)
-    _primitive.def_abstract_eval(_abstract_eval)
+    _primitive.def_abstract_eval(_abstract)
     ad.defjvp(
         _primitive,
         lambda t, x, index, _p=_primitive, **params: _p.bind(t, index, **params),

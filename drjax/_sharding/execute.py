@@ -35,6 +35,7 @@ def shard_map_over_devices(
     check_vma: bool = True,
     with_indices: bool = False,
     with_first_index: bool = False,
+    result_layout: Layout | None = None,
 ) -> list[Any]:
     """Run a function of one device's slices on all devices of the partition.
 
@@ -54,6 +55,8 @@ def shard_map_over_devices(
         device's slots, int32 `[k]`.
       with_first_index: Whether `body` takes as its last argument the group index of the
         device's first slot, int32 `[1]`.
+      result_layout: The layout of partitioned results, of another number of groups on
+        the same devices; None: `layout`.
 
     Returns:
       The results: `[n, *s]`, `[*s]`, or `[m, *s]` if `partitioned_out` is None for
@@ -75,13 +78,15 @@ def shard_map_over_devices(
         args.append(make(layout))
         partitioned_in = (*partitioned_in, True)
     whole = {False: P(), True: P(layout.axes), None: P(layout.axes)}
-    in_specs = tuple(p if isinstance(p, P) else whole[p] for p in partitioned_in)
-    out_specs = tuple(p if isinstance(p, P) else whole[p] for p in partitioned_out)
+    spec_of = lambda p: p if isinstance(p, P) else whole[p]
+    in_specs = tuple(map(spec_of, partitioned_in))
+    out_specs = tuple(map(spec_of, partitioned_out))
     run = lambda *xs: tuple(body(*xs))
     outs = shard_map(layout, run, in_specs, out_specs, check_vma)(*args)
-    n = layout.partition.size
+    result = result_layout or layout
+    n = result.partition.size
     return [
-        lax.slice_in_dim(y, 0, n) if p is True and layout.uneven else y
+        lax.slice_in_dim(y, 0, n) if p is True and result.uneven else y
         for y, p in zip(outs, partitioned_out, strict=True)
     ]
 

@@ -1,7 +1,7 @@
 """The moves of slices between groups, on the host: for the reference and the driver.
 
-Input: a `drjax.plan.Move`, all groups' slices `[n, *s]`, and an index. Output: the
-slices after the move, `[n, *s]`.
+Input: a `drjax.plan.Move`, all slices `[n, *s]` of its source, and an index. Output:
+those of its result.
 
 Invariants: as the primitives in `drjax._primitives.routes`, but floats are added in
 float64. Sharp edges: an index of a loaded plan may be out of bounds; a take clamps it,
@@ -16,24 +16,27 @@ from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Move
 
 
-def move_slices(move: Move, slices: Any, index: Any = None) -> Any:
+def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> Any:
     """Move all groups' slices.
 
     Args:
       move: The move.
       slices: An array `[n, *s]`, of numpy or JAX, random keys included.
-      index: Of a take or put_add, int32 `[n]`.
+      index: Of a take or put_add, int32 `[k]`.
+      groups: Of a put_add the number of groups of the plan.
 
     Returns:
-      An array of the shape and dtype of `slices`; of numpy if they are added.
+      An array `[k, *s]` of the dtype of `slices`; if they are added, one of numpy, with
+      as many slices as the result has.
     """
     if move.op == "permute":
         return slices[np.asarray(move.sources, np.int32)]
-    index, n = np.asarray(index), len(slices)
+    index = np.asarray(index)
     if move.op == "take":
-        return slices[index.clip(0, n - 1)]
+        return slices[index.clip(0, len(slices) - 1)]
     host = np.asarray(slices)
-    totals = np.zeros(host.shape, REDUCE_OPS["sum"].wide(host.dtype))
+    n = groups if move.result.partitioned else move.result.shape[0]
+    totals = np.zeros((n, *host.shape[1:]), REDUCE_OPS["sum"].wide(host.dtype))
     known = (index >= 0) & (index < n)
     np.add.at(totals, index[known], host[known].astype(totals.dtype))
     return totals.astype(host.dtype)

@@ -161,7 +161,7 @@ class _GroupByGroup(PlanInterpreter):
             env.write(fold.results, state)
 
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
-        return jnp.asarray(move_slices(move, slices, index))
+        return jnp.asarray(move_slices(move, slices, index, self.plan.size))
 
     def _run_group(
         self, group: int, stage: Stage, env: Environment, location: str

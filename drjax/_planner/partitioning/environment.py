@@ -43,6 +43,7 @@ from drjax._planner.unbatching.rules import (
     unbatch_single_group,
     unbatching_candidates,
 )
+from drjax._primitives.routes import partitions_of
 from drjax.primitives import reduce_fold_p, scatter_p
 
 
@@ -157,7 +158,13 @@ class Environment:
           The kind of each operand and of each result; None if the equation is no
           building block, or one over another partition.
         """
-        if self.partition is None or eqn.params.get("partition") != self.partition:
+        if self.partition is None or "partition" not in eqn.params:
+            return None
+        # A population, of which the groups are a cohort, is a global value.
+        sides = [_kind_of_side(p == self.partition) for p in partitions_of(eqn)]
+        if len({*sides}) == 2:
+            return EquationKinds([sides[0], GLOBAL], sides[1:])
+        if sides[0] == GLOBAL:
             return None
         if eqn.primitive is reduce_fold_p:
             n_states = eqn.params["n_states"]
@@ -293,6 +300,11 @@ class Environment:
             return False
         # Along another axis, the scatter would move elements between groups.
         return self.cell(eqn.invars[0]) == PARTITIONED
+
+
+def _kind_of_side(own: bool) -> Kind:
+    """The kind of what a move takes or gives; `own`: it is of the plan's partition."""
+    return PARTITIONED if own else GLOBAL
 
 
 def _holds_blocks(eqn, partition: Partition) -> bool:

@@ -246,12 +246,14 @@ class _DriverInterpreter(PlanInterpreter):
 
     def move(self, move: Move, slices: Any, index: Any = None) -> np.ndarray:
         slices, alive = read_if_lazy(slices), self.call.alive
-        if move.op == "put_add":
-            # An index of n: what a dropped group has is added to no group.
-            index = np.where(alive, index, len(alive))
-        # Slices of dropped groups are NaN or zero in other groups, too.
-        slices = mask_dropped_slices(move.source, slices, alive)
-        return move_slices(move, slices, index)
+        # A population has slices of groups that take no part.
+        if move.source.partitioned:
+            if move.op == "put_add":
+                # What a dropped group has is added to no group.
+                index = np.where(alive, index, -1)
+            # Slices of dropped groups are NaN or zero in other groups, too.
+            slices = mask_dropped_slices(move.source, slices, alive)
+        return move_slices(move, slices, index, len(alive))
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
         # The index of the body follows, as in names of members of the plan file.

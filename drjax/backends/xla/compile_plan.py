@@ -384,10 +384,22 @@ class _MeshInterpreter(PlanInterpreter):
         layout = self.layout
         assert layout is not None
         params = {"partition": layout.partition, "mesh": layout.mesh}
-        slices = as_operand(slices, layout, True)
         if move.op == "permute":
+            slices = as_operand(slices, layout, True)
             return permute_p.bind(slices, sources=move.sources, **params)
-        return MOVES[move.op].bind(slices, as_operand(index, layout, False), **params)
+        # The partition is that of the operand of a take, of the result of a put_add.
+        end = move.source if move.op == "take" else move.result
+        if not end.partitioned:
+            params["partition"] = replace(layout.partition, size=move.population)
+        taken = layout
+        if not move.source.partitioned:
+            of_source = replace(layout.partition, size=move.population)
+            taken = make_layout(of_source, layout.mesh)
+        slices, index = (
+            as_operand(slices, taken, True),
+            as_operand(index, layout, False),
+        )
+        return MOVES[move.op].bind(slices, index, **params)
 
     # -----------------------------------------------------------------------------
     # Loops
