@@ -186,8 +186,8 @@ class Ledger:
         # A take is one reduce-scatter of zeros and slices, for all groups; if it gives
         # more slices than it takes, it is an all-gather of these.
         other = message.population or size
-        taken, given = (size, other) if message.value.partitioned else (other, size)
-        return -(-taken // devices) if given > taken else given
+        source, result = (size, other) if message.value.partitioned else (other, size)
+        return -(-source // devices) if result > source else result
 
     @property
     def open_loops(self) -> tuple[str, ...]:

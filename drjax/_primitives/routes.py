@@ -331,7 +331,14 @@ def _all_slices(layout: Layout, x):
     return lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True)
 
 
-def _on_devices(layout: Layout, body: Callable, x, index=None, spec=False, result=None):
+def _on_devices(
+    layout: Layout,
+    body: Callable,
+    x,
+    index=None,
+    spec: P | bool = False,
+    result: Layout | None = None,
+):
     """Run a function of one device's slices on all devices.
 
     Args:

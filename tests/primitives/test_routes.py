@@ -296,6 +296,7 @@ def test_schedules(devices, slots):
 
 NOTHING: Any = None
 RAGGED: Any = [[1], [2, 3]]
+NESTED: Any = [[1, 2]]
 FRACTION: Any = 1.0
 
 
@@ -306,7 +307,7 @@ FRACTION: Any = 1.0
         (lambda x: drjax.take(x, x), drjax.DrjaxTypeError, "take needs as index [k] i"),
         (lambda x: drjax.take(x, NOTHING), drjax.DrjaxTypeError, "take needs as index"),
         (lambda x: drjax.take(x, RAGGED), drjax.DrjaxTypeError, "take needs as"),
-        (lambda x: drjax.take(x, [[1, 2]]), drjax.DrjaxValueError, "shape [1,2]."),
+        (lambda x: drjax.take(x, NESTED), drjax.DrjaxValueError, "shape [1,2]."),
         (lambda x: drjax.put(x, [0, 3, 0]), drjax.DrjaxValueError,
          "drjax.put needs groups between -3 and 2, got 3."),
         (lambda x: drjax.put(x, [0, 1, 2], into=[x]), drjax.DrjaxValueError,
