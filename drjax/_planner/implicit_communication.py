@@ -66,7 +66,7 @@ class ImplicitCommunication:
 
 
 def implicit_communication(
-    eqn, axes: Sequence[int | None]
+    eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
 ) -> ImplicitCommunication | None:
     """Recognize an equation of JAX that combines or moves slices of groups.
 
@@ -75,6 +75,7 @@ def implicit_communication(
     Args:
       eqn: The equation, of any primitive.
       axes: For each operand its group axis; None: it is not partitioned.
+      index: The numbers of its second operand, `[n, 1]`, if they are known.
 
     Returns:
       An `ImplicitCommunication`: a function that computes the results of `eqn` with
@@ -84,7 +85,7 @@ def implicit_communication(
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)
         return None if mapped is None else ImplicitCommunication(*mapped)
-    moved = move_groups(eqn, axes)
+    moved = move_groups(eqn, axes, index)
     if moved is not None:
         return ImplicitCommunication(*moved)
     if _updates_population(eqn, axes):

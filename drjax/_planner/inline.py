@@ -41,7 +41,7 @@ from drjax._jaxprs.walk import (
 )
 from drjax._partition import Partition
 from drjax._planner.rotations import recognize_rotations
-from drjax._planner.unbatching.own_index import share_batch_dimensions
+from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.columns_lowering import columns_by_gather
 from drjax._primitives.fold_lowering import folds_by_gather
@@ -110,6 +110,11 @@ class InlinedJaxpr:
             for var in variables(eqn.invars):
                 indices[var].append(i)
         return indices
+
+    @functools.cached_property
+    def known_integers(self) -> KnownIntegers:
+        """The integer variables that depend on constants only."""
+        return KnownIntegers(self.eqns, self.consts)
 
     def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `analysis(*args, **kwargs)`, computed once in the life of this jaxpr.

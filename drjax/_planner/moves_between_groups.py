@@ -4,10 +4,11 @@ Input: an equation of JAX with a partitioned operand. Output: the same equation 
 with building blocks, and the group axes of its operands and results, or None if it does
 something else:
 
-* `y[index]` and `jnp.take(y, index, axis=0)`, with as many indices as groups: a take;
+* `y[index]` and `jnp.take(y, index, axis=0)`, with as many indices as groups: a take,
+  or of a permutation that is known a permute;
 * `y[::-1]` and `jnp.roll(y, 1, axis=0)`: a permute;
 * `z.at[index].add(y)` and `.set(y)`, with the slices of `y` as updates: a put_add, or
-  of `.set` a take of the group that writes last.
+  of `.set` a take of the group that writes last; of a known permutation a permute.
 
 Invariants: an index is a global value, and one out of bounds means what it means in JAX
 (clipped, dropped, or filled in). Sharp edges: a roll is a single equation only after
@@ -26,18 +27,21 @@ from drjax._planner.bind_blocks import permute, put_add, take
 from drjax._planner.read_and_update_groups import fill_value
 from drjax._planner.rotations import rearrange_p, sources_of
 from drjax._planner.unbatching.core import drop
-from drjax._primitives.routes import last_writer
+from drjax._primitives.routes import inverse, last_writer
 from drjax._primitives.select_slice import as_int32
 
 Axes = tuple[int | None, ...]
 
 
-def move_groups(eqn, axes: Sequence[int | None]) -> tuple[Callable, Axes, Axes] | None:
+def move_groups(
+    eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
+) -> tuple[Callable, Axes, Axes] | None:
     """Rewrite an equation that moves the slices of all groups.
 
     Args:
       eqn: The equation, of any primitive.
       axes: For each operand its group axis; None: it is not partitioned.
+      index: The numbers of its second operand, `[n, 1]`, if they are known.
 
     Returns:
       `(fn, in_axes, out_axes)`: a function `(partition, *operands) -> result`, and the
@@ -49,9 +53,9 @@ def move_groups(eqn, axes: Sequence[int | None]) -> tuple[Callable, Axes, Axes] 
     if eqn.primitive is rearrange_p:
         return _rearrange(eqn, axes[0])
     if eqn.primitive is lax.gather_p and axes[1] is None:
-        return _gather(eqn, axes[0])
+        return _gather(eqn, axes[0], index)
     if eqn.primitive in (lax.scatter_p, lax.scatter_add_p) and axes[1] is None:
-        return _scatter(eqn, axes[2])
+        return _scatter(eqn, axes[2], index)
     return None
 
 
@@ -82,12 +86,13 @@ def _rearrange(eqn, axis: int | None):
     return with_blocks, (axis,), (axis,)
 
 
-def _gather(eqn, axis: int | None):
-    """Rewrite a `gather` of one whole slice for each group as a take.
+def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
+    """Rewrite a `gather` of one whole slice for each group as a take, or a permute.
 
     Args:
       eqn: The `gather`.
       axis: The group axis of its first operand.
+      known: Its index, if it is known.
     """
     params, shape = eqn.params, eqn.invars[0].aval.shape
     dims, mode, out = params["dimension_numbers"], params["mode"], eqn.outvars[0].aval
@@ -105,6 +110,9 @@ def _gather(eqn, axis: int | None):
     (position,) = set(range(out.ndim)) - {*dims.offset_dims}
 
     def with_blocks(partition: Partition, x, indices):
+        if known is not None and _is_permutation(known):
+            slices = permute(jnp.moveaxis(x, axis, 0), known, partition)
+            return jnp.moveaxis(slices, 0, position)
         index = as_int32(indices[:, 0], -1, partition.size)
         slices = take(jnp.moveaxis(x, axis, 0), index, partition)
         if fills:
@@ -117,12 +125,13 @@ def _gather(eqn, axis: int | None):
     return with_blocks, (axis, None), (position,)
 
 
-def _scatter(eqn, axis: int | None):
+def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
     """Rewrite a `scatter` or `scatter-add` whose updates are the groups' slices.
 
     Args:
       eqn: The equation.
       axis: The group axis of its updates.
+      known: Its index, if it is known.
     """
     params, (x, indices, updates) = eqn.params, (v.aval for v in eqn.invars)
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -143,7 +152,11 @@ def _scatter(eqn, axis: int | None):
             index = index.clip(0, n - 1)
         index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
         slices, old = jnp.moveaxis(updates, axis, 0), jnp.moveaxis(x, group_axis, 0)
-        if eqn.primitive is lax.scatter_add_p:
+        adds = eqn.primitive is lax.scatter_add_p
+        if known is not None and _is_permutation(known):
+            moved = permute(slices, inverse(known), partition)
+            new = old + moved if adds else moved
+        elif adds:
             new = old + put_add(slices, index, partition)
         else:
             writer = last_writer(index, n)
@@ -153,6 +166,11 @@ def _scatter(eqn, axis: int | None):
         return jnp.moveaxis(new, 0, group_axis)
 
     return with_blocks, (group_axis, None, axis), (group_axis,)
+
+
+def _is_permutation(index: Sequence[int]) -> bool:
+    """Whether an index is a permutation of all groups."""
+    return sorted(index) == [*range(len(index))]
 
 
 def _is_plain(dtype) -> bool:

@@ -28,7 +28,10 @@ WRITTEN = {
     "by narrow integers": (lambda y, i: y[i.astype(jnp.int8)], "take"),
     "by unsigned integers": (lambda y, i: y[i.astype(jnp.uint32)], "take"),
     "counted from the end": (lambda y, i: y[i - N], "take"),
-    "by constants": (lambda y, i: y[np.array([2, 0, 1, 3])], "take"),
+    "by constants": (lambda y, i: y[np.array([2, 0, 1, 1])], "take"),
+    "permuted": (lambda y, i: y[np.array([2, 0, 1, 3])], "permute"),
+    "permuted from the end": (lambda y, i: y[jnp.array([-1, 0, 2, 1])], "permute"),
+    "permuted behind": (lambda y, i: y.T[:, np.array([2, 0, 1, 3])].T, "permute"),
     "reversed": (lambda y, i: y[::-1], "permute"),
     "reversed twice": (lambda y, i: y[::-1, ::-1], "permute"),
     "rolled": (lambda y, i: jnp.roll(y, 1, axis=0), "permute"),
@@ -39,7 +42,13 @@ WRITTEN = {
     "added, dropped": (lambda y, i: y.at[i + 1].add(y, mode="drop"), "put_add"),
     "added to zeros": (lambda y, i: jnp.zeros((N, 3)).at[i].add(y), "put_add"),
     "added transposed": (lambda y, i: y.T.at[:, i].add(y.T).T, "put_add"),
-    "set": (lambda y, i: y.at[jnp.roll(jnp.arange(N), 1)].set(jnp.cos(y)), "take"),
+    "set": (lambda y, i: y.at[3 - i * jnp.array([1, 1, 0, 1])].set(jnp.cos(y)), "take"),
+    "set by a permutation": (
+        lambda y, i: y.at[jnp.roll(jnp.arange(N), 1)].set(jnp.cos(y)), "permute",
+    ),
+    "added by a permutation": (
+        lambda y, i: y.at[np.array([1, 3, 0, 2])].add(jnp.cos(y)), "permute",
+    ),
     "set some": (lambda y, i: y.at[i * 4].set(2 * y, mode="drop"), "take"),
     "segments": (
         lambda y, i: jax.ops.segment_sum(y, i, num_segments=N), "put_add",

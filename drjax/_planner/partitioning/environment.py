@@ -226,7 +226,8 @@ class Environment:
         axes = self.group_axes(eqn.invars)
         if all(axis is None for axis in axes):
             return None
-        implicit = self.program.memoize(implicit_communication, eqn, axes)
+        known = self.program.memoize(_known_index, self.program, eqn)
+        implicit = self.program.memoize(implicit_communication, eqn, axes, known)
         # A loop is never gathered: `is_loop` would be false for it, and the blocks in
         # its bodies would have no plan.
         single = self.partition.size == 1 and eqn.primitive.name not in CONTROL
@@ -300,6 +301,22 @@ class Environment:
             return False
         # Along another axis, the scatter would move elements between groups.
         return self.cell(eqn.invars[0]) == PARTITIONED
+
+
+def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
+    """The index of a `gather` or `scatter` along one axis, if it is known; else None.
+
+    Args:
+      program: The inlined jaxpr that contains the equation.
+      eqn: The equation, of any primitive.
+    """
+    if eqn.primitive.name not in ("gather", "scatter", "scatter-add"):
+        return None
+    shape = eqn.invars[1].aval.shape
+    if len(shape) != 2 or shape[1] != 1:
+        return None
+    value = program.known_integers.value(eqn.invars[1])
+    return None if value is None else tuple(value[:, 0].tolist())
 
 
 def _kind_of_side(own: bool) -> Kind:

@@ -32,7 +32,8 @@ from drjax._planner.unbatching.rules import ELEMENTWISE
 # Between an iota and a column of indices lie these and pointwise equations: jax.numpy
 # normalizes negative indices by `lt`, `add` and `select_n`.
 _LAYOUT = frozenset(
-    "broadcast_in_dim concatenate iota reshape slice squeeze transpose".split()
+    "broadcast_in_dim concatenate iota rearrange reshape slice squeeze "
+    "transpose".split()
 )
 
 
@@ -53,11 +54,11 @@ def share_batch_dimensions(eqns: list, consts: dict) -> list:
     """
     if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
         return eqns
-    known = _KnownIntegers(eqns, consts)
+    known = KnownIntegers(eqns, consts)
     return [new for eqn in eqns for new in _rewrite(eqn, known)]
 
 
-class _KnownIntegers:
+class KnownIntegers:
     """The integer variables that depend on constants only: constant propagation.
 
     Args:
@@ -120,7 +121,7 @@ def _is_evaluable(var, eqn) -> bool:
     return all(kind in ("i", "u", "b") for kind in kinds)
 
 
-def _rewrite(eqn, known: _KnownIntegers) -> list:
+def _rewrite(eqn, known: KnownIntegers) -> list:
     """Replace the columns of indices that count 0, 1, ..., n - 1 in one equation.
 
     A column has the indices into one dimension of the operand. A batch dimension, which
