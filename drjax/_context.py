@@ -7,7 +7,7 @@ each of them. A plain `ContextVar` would silently reuse the first trace.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,6 +63,8 @@ scope_context = jax.make_user_context(None)
 # Whether programs are being planned under the mesh in context: their building blocks
 # bind primitives without a mesh. See `_sharding/planning_context.py`.
 planned = jax.make_user_context(False)
+# `(partition, n)` while programs over this partition are traced for n groups.
+resized = jax.make_user_context(None)
 _OUTSIDE = Scope()
 
 
@@ -93,10 +95,20 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
     def enter():
         outer = scope_context.value
         if outer is None or not outer.mapped:
-            return scope_context(alone)
+            if resized.value is None:
+                return scope_context(alone)
+            first, *others = sized = tuple(map(_resized, levels))
+            return scope_context(Scope(first, mesh, (), sized if others else ()))
         return scope_context(Scope(outermost, mesh, outer.mapped, several))
 
     return enter
+
+
+def _resized(partition: Partition) -> Partition:
+    """The partition with the number of groups for which it is traced: see `resized`."""
+    if resized.value is None or partition != resized.value[0]:
+        return partition
+    return replace(partition, size=resized.value[1])
 
 
 def enter_mapped(partition: Partition):
@@ -144,6 +156,8 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
     scope = current_scope()
     if partition is not None:
         named = as_partition(partition)
+        # In a mapped function it is an inner partition, which may be equal by chance.
+        named = named if scope.mapped else _resized(named)
         if named == scope.partition:
             return named, scope.mesh if mesh is None else mesh
         _check_not_mapped(block, named, scope)

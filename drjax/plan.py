@@ -15,36 +15,18 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from drjax._errors import PlanError
 from drjax._partition import Partition
+from drjax._plan.exported import Exported as Exported
 from drjax._plan.ledger import MOVES as MOVES
 from drjax._plan.ledger import Ledger as Ledger
 from drjax._plan.ledger import Message as Message
 from drjax._plan.ledger import checked_devices
+from drjax._plan.reduce import Reduce as Reduce
 from drjax._plan.value import Value as Value
 from drjax._plan.wire import Wire as Wire
-
-
-class Exported(Protocol):
-    """The facts that a plan needs of the exported functions of a stage.
-
-    The functions themselves are `drjax._plan_file.exported_stage.ExportedStage`.
-    """
-
-    @property
-    def custom_calls(self) -> tuple[str, ...]:
-        """The names of the custom calls in the code of the functions."""
-        ...
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        """How the functions were exported, as JSON data for a plan file's manifest.
-
-        The dict has the versions of the software, the platforms, the precision, and the
-        implementations of random keys.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,36 +59,6 @@ class Stage:
     def empty(self) -> bool:
         """Whether the stage has no outputs, so that backends skip it."""
         return not self.outputs
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """One combination of all groups' slices into a global value.
-
-    Attributes:
-      op: `sum`, `mean`, `max`, `min` or `gather` (all slices, in order).
-      source: The partitioned value that is reduced.
-      result: The global value that it gives.
-      wire: How a sum or mean is encoded between devices; None: it is not encoded.
-      sharded: Whether the devices of a mesh have parts of the result, not all of it;
-        "auto": only if the axes of the mesh are Auto.
-      secure: Of a secure sum, the least number of groups to sum: no process but a
-        group's own may see its slice. 0: the sum is not secure.
-    """
-
-    op: str
-    source: Value
-    result: Value
-    wire: Wire | None = None
-    sharded: bool | str = False
-    secure: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one group's slice as it is communicated."""
-        if self.wire is None:
-            return self.source.nbytes
-        return self.wire.nbytes(math.prod(self.source.shape))
 
 
 @dataclass(frozen=True)
@@ -261,6 +213,8 @@ class Plan:
       outputs: The values of its results, flat.
       in_tree: The pytree structure of `(args, kwargs)`; None in the body of a loop.
       out_tree: The pytree structure of the result; None in the body of a loop.
+      open_groups: Whether nothing in it depends on the number of groups, so that it
+        runs with any: see `with_groups`. False in the body of a loop.
     """
 
     name: str
@@ -271,6 +225,7 @@ class Plan:
     outputs: tuple[Value, ...]
     in_tree: Any
     out_tree: Any
+    open_groups: bool = False
 
     @property
     def size(self) -> int:
@@ -321,6 +276,34 @@ class Plan:
             kept |= {r.source.name for r in a_round.reduces if r.op == "gather"}
             kept |= {v.name for x in (*a_round.moves, *a_round.loops) for v in x.inputs}
         return frozenset(kept)
+
+    def with_groups(self, n: int) -> "Plan":
+        """The same plan for another number of groups.
+
+        Args:
+          n: The number of groups, a positive integer.
+
+        Raises:
+          PlanError: The plan may depend on its number of groups: it was made without
+            `open_groups=True`.
+          DrjaxTypeError, DrjaxValueError: `n` is not a positive integer.
+
+        Example:
+          >>> import drjax, jax.numpy as jnp
+          >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+          >>> plan = drjax.make_plan(mean, open_groups=True)(jnp.arange(4.0))
+          >>> run = drjax.backends.reference.compile(plan.with_groups(3))
+          >>> print(run(jnp.arange(3.0)))
+          1.0
+        """
+        if n == self.size:
+            return self
+        if not self.open_groups:
+            raise PlanError(
+                f"{self.name} is a plan for {self.size} groups, and may depend on that "
+                "number. drjax.make_plan(..., open_groups=True) makes one for any."
+            )
+        return replace(_resized(self, n), open_groups=True)
 
     def communication(self, devices: int | Mapping[str, int] = 1) -> Ledger:
         """Bytes between the server and the groups, and between devices.
@@ -396,6 +379,20 @@ class Plan:
         from drjax._drawing.text import lines
 
         return "\n".join(lines(self))
+
+
+def _resized(plan: Plan, n: int) -> Plan:
+    """The plan with another number of groups, in the bodies of its loops, too."""
+    assert plan.partition is not None
+    rounds = []
+    for a_round in plan.rounds:
+        loops = []
+        for loop in a_round.loops:
+            bodies = (b if b.partition is None else _resized(b, n) for b in loop.bodies)
+            loops.append(replace(loop, bodies=tuple(bodies)))
+        rounds.append(replace(a_round, loops=tuple(loops)))
+    partition = replace(plan.partition, size=n)
+    return replace(plan, partition=partition, rounds=tuple(rounds))
 
 
 def _communicated(

@@ -38,7 +38,8 @@ def lines(plan: Any) -> Iterator[str]:
     over = "calls no building block"
     if plan.partition is not None:
         rounds = _count(len(plan.rounds), "round")
-        over = f"a plan over partition {plan.partition} in {rounds}"
+        any_number = " (or any number of groups)" * plan.open_groups
+        over = f"a plan over partition {plan.partition}{any_number} in {rounds}"
     yield f"{plan.name}: {over}"
     yield f"  takes    {_signature(plan.inputs)}"
     yield f"  returns  {_signature(plan.outputs)}"

@@ -1,5 +1,8 @@
 """Parts of plans and what is done with them, in files of their own.
 
+* `value`: the name and the type of an array that stages exchange.
+* `exported`: the facts that a plan needs of the exported functions of a stage.
+* `reduce`: one reduction, and how it is communicated.
 * `wire`: how numbers are encoded while they are communicated.
 * `map_stages`: plans with other stages.
 """

@@ -38,6 +38,7 @@ from drjax._plan_file.decode_communication import (
 )
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
+from drjax._planner.open_groups import fixed_by
 from drjax._planner.stage_values import new_value
 from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
 
@@ -176,7 +177,10 @@ class _PlanReader:
             outputs,
             _tree(data["in_tree"], inputs),
             _tree(data["out_tree"], outputs),
+            data.get("open_groups") is True,
         )
+        if plan.open_groups and (plan.partition is None or fixed_by(plan)):
+            raise ValueError("it cannot run with any number of groups")
         _check_order(plan)
         kept = plan.kept()
         for entry, a_round in zip(data["rounds"], rounds, strict=True):

@@ -144,6 +144,8 @@ class _Writer:
             "values": values,
             "rounds": rounds,
             "server": server,
+            # Only if it is true, so that earlier versions read other files.
+            **({"open_groups": True} if plan.open_groups else {}),
         }
 
     def _stage(self, stage: Stage, member: str, names) -> dict[str, Any]:

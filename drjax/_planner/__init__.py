@@ -21,6 +21,7 @@ The passes, in the order in which `make_plan` runs them:
     trace_stages           their jaxprs, and
     group_index            the group index as an argument
   inner_plans              the plans of programs in the work of a group
+  open_groups            a plan for any number of groups: planned for two, and compared
 
 `check` prints what partitioning inference concludes; `arguments` validates the
 arguments of a plan.

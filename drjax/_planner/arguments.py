@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError, PlanError
-from drjax.plan import Plan
+from drjax.plan import Plan, Value
 
 
 def flat_inputs(
@@ -55,7 +55,7 @@ def flat_inputs(
         if array.shape != shape:
             raise DrjaxValueError(
                 f"{plan.name} was planned for {value.name} of shape {shape}, got "
-                f"{array.shape}. Plan it again."
+                f"{array.shape}. {_fix_of_shape(value, shape, array.shape)}"
             )
         if array.dtype != value.dtype:
             raise DrjaxTypeError(
@@ -64,6 +64,17 @@ def flat_inputs(
             )
         arrays.append(array)
     return arrays
+
+
+def _fix_of_shape(value: Value, shape: tuple, got: tuple) -> str:
+    """How to fix an argument of another shape than planned, for the error."""
+    others = [x[: value.axis] + x[value.axis + 1 :] for x in (shape, got)]
+    if value.partitioned and len(shape) == len(got) and others[0] == others[1]:
+        return (
+            "Plan it again; or, for other numbers of groups, plan it with "
+            "open_groups=True, and compile plan.with_groups(n)."
+        )
+    return "Plan it again."
 
 
 def check_known_shapes(plan: Plan, what: str) -> None:

@@ -33,6 +33,7 @@ from drjax._planner.inline import (
 )
 from drjax._planner.inner_plans import with_inner_plans
 from drjax._planner.naming import argument_names, function_name, result_names
+from drjax._planner.open_groups import opened
 from drjax._planner.partitioning.consistency import check_partitioning
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.infer import infer_partitioning
@@ -43,7 +44,9 @@ from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 
 
-def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
+def make_plan(
+    fn: Callable, partitioned: Any = None, open_groups: bool = False
+) -> Callable[..., Plan]:
     """Turn a program into its normal form: server, broadcast, groups, reduce.
 
     Args:
@@ -52,6 +55,10 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
       partitioned: Which arguments have one slice for each group: a tree of bools that
         is a prefix of the arguments. Default: inferred from their uses; an array that
         is used slice by slice is partitioned unless another use needs it whole.
+      open_groups: Whether the plan has to run with any number of groups, as that of the
+        arguments of an engine. `fn` is then planned for n + 1 groups, too: what differs
+        depends on n. A number in the code of `fn`, such as `/ 100`, is not known to be
+        n: write `drjax.partition_size()`.
 
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
@@ -59,8 +66,9 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
 
     Raises:
       PlanError: The function has no plan: it mixes the groups' slices other than by a
-        drjax reduction, uses two partitions side by side, or is bound to a mesh. The
-        message names the equation and its source line.
+        drjax reduction, uses two partitions side by side, or is bound to a mesh. With
+        `open_groups`, something in it depends on n, as a gather does, or the derivative
+        of a mean. The message names the equation and its source line.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -76,6 +84,10 @@ def make_plan(fn: Callable, partitioned: Any = None) -> Callable[..., Plan]:
 
     @functools.wraps(fn)
     def planner(*args, **kwargs) -> Plan:
+        plan = plan_once(*args, **kwargs)
+        return opened(plan, plan_once, args, kwargs) if open_groups else plan
+
+    def plan_once(*args, **kwargs) -> Plan:
         traced = trace(fn, partitioned, args, kwargs)
         # Backends compare the structure of later arguments with this one.
         in_tree = jax.tree_util.tree_structure((args, kwargs))

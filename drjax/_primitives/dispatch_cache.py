@@ -77,7 +77,7 @@ def _jaxpr_key(jaxpr):
 
     def atom(x):
         if isinstance(x, Literal):
-            return (_value_key(x.val), x.aval)
+            return (value_key(x.val, _jaxpr_key), x.aval)
         return numbers[x]
 
     eqns = []
@@ -86,28 +86,42 @@ def _jaxpr_key(jaxpr):
         for var in eqn.outvars:
             numbers[var] = len(numbers)
         outs = tuple(var.aval for var in eqn.outvars)
-        has_rules = eqn.primitive.name in _RULES_DO_NOT_COUNT
-        params = tuple(
-            (name, _value_key(value))
-            for name, value in sorted(eqn.params.items())
-            if name not in _NAMES and not (has_rules and _is_rule(value))
-        )
+        params = parameter_keys(eqn, _jaxpr_key)
         # The context holds the mesh and the precision under which it was traced.
         eqns.append((eqn.primitive, ins, outs, params, eqn.ctx))
     avals = tuple(var.aval for var in (*jaxpr.constvars, *jaxpr.invars))
     return avals, tuple(eqns), tuple(atom(x) for x in jaxpr.outvars)
 
 
+def parameter_keys(eqn, jaxpr_key: Callable) -> tuple:
+    """Keys of the parameters of an equation, but for names and derivative rules.
+
+    Args:
+      eqn: The equation.
+      jaxpr_key: A function from a jaxpr among the parameters to its key.
+
+    Returns:
+      A tuple of pairs of a name and a key: see `value_key`.
+    """
+    has_rules = eqn.primitive.name in _RULES_DO_NOT_COUNT
+    return tuple(
+        (name, value_key(value, jaxpr_key))
+        for name, value in sorted(eqn.params.items())
+        if name not in _NAMES and not (has_rules and _is_rule(value))
+    )
+
+
 def _is_rule(value) -> bool:
-    """Whether `value` is a Python callable, not a jaxpr.
+    """Whether `value` is a Python callable or JAX's wrapper of one, not a jaxpr.
 
     It distinguishes the derivative rules among the parameters of a `custom_jvp_call` or
     `custom_vjp_call` equation.
     """
-    return callable(value) and not isinstance(value, _compat.JAXPR_TYPES)
+    is_function = callable(value) or hasattr(value, "call_wrapped")
+    return is_function and not isinstance(value, _compat.JAXPR_TYPES)
 
 
-def _value_key(value):
+def value_key(value, jaxpr_key: Callable):
     """Compute a key for the value of an equation's parameter, or of a literal.
 
     1, 1.0 and True have different keys, and so have 0.0 and -0.0.
@@ -115,19 +129,21 @@ def _value_key(value):
     Args:
       value: Any Python object: a number, an array, a jaxpr, a container of such, or
         else an object that is compared by `==`.
+      jaxpr_key: A function from a jaxpr to its key.
 
     Returns:
       A tuple. It is unhashable if `value` is an unhashable object of another type.
 
     Raises:
-      _Unknown: `value` is or holds a `jax.Array`, or a jaxpr with constants.
+      _Unknown: `value` is or holds a `jax.Array`, or `jaxpr_key` raises it.
     """
     if isinstance(value, _compat.JAXPR_TYPES):
-        return _jaxpr_key(value)
+        return jaxpr_key(value)
     if isinstance(value, tuple | list):
-        return (type(value), *(_value_key(v) for v in value))
+        return (type(value), *(value_key(v, jaxpr_key) for v in value))
     if isinstance(value, dict):
-        return (dict, *((k, _value_key(v)) for k, v in value.items()))
+        pairs = ((k, value_key(v, jaxpr_key)) for k, v in value.items())
+        return (dict, *pairs)
     if isinstance(value, np.ndarray | np.generic):
         return (type(value), value.dtype, value.shape, value.tobytes())
     # repr distinguishes 0.0 from -0.0, and equals itself for NaN.

@@ -102,6 +102,14 @@ class Groups:
           if only the driver can read the groups.
         """
 
+    def count(self) -> int | None:
+        """The number of groups; None if only reading all of them would tell it."""
+        bounds = self.bounds()
+        if bounds is not None:
+            return bounds[-1]
+        items: Any = self.items
+        return len(items) if hasattr(items, "__len__") else None
+
     def identity(self) -> str:
         """Text that identifies the data, for fingerprints; empty if it is unknown."""
         return ""
@@ -139,6 +147,9 @@ class Remote(Groups):
     def __init__(self):
         # Never read: readers check for `Remote` first.
         super().__init__([])
+
+    def count(self) -> int | None:
+        return None
 
 
 class Unread(abc.ABC):

@@ -41,7 +41,7 @@ from tests.helpers.run_python import HANGS
 ROOT = Path(__file__).parents[2]
 
 
-def weighted_plan(n: int, work=lambda model, x: model * jnp.sqrt(x)):
+def weighted_plan(n: int, work=lambda model, x: model * jnp.sqrt(x), **options: Any):
     """Two rounds: a weighted mean, then slices that depend on it; NaN for x < 0."""
 
     @drjax.program(clients=n)
@@ -56,7 +56,7 @@ def weighted_plan(n: int, work=lambda model, x: model * jnp.sqrt(x)):
         return mean, drjax.reduce_mean(y), drjax.reduce_max(far), y, w.astype(jnp.int32)
 
     slices = jax.ShapeDtypeStruct((n,), jnp.float32)
-    return drjax.make_plan(step)(
+    return drjax.make_plan(step, **options)(
         jax.ShapeDtypeStruct((), jnp.float32), (slices, slices)
     )
 
@@ -252,6 +252,18 @@ class Conformance:
         options = {"on_error": "drop", "check_nans": True, "block_size": 2}
         with self.compile(plan, **options) as run:
             jax.tree.map(near, run(bad, np.float32(2)), few)
+
+    def test_other_numbers_of_groups_than_planned(self):
+        plan, model = weighted_plan(5, open_groups=True), np.float32(2)
+        with self.compile(plan, workers=1, block_size=4) as run:
+            for n in (3, 9):
+                survivors(run(model, slices_for(n)), np.ones(n, bool))
+            items = Groups([*zip(*slices_for(7), strict=True)])
+            survivors(run(model, items), np.ones(7, bool))
+        fixed = self.compile(weighted_plan(5), workers=1)
+        text = r"of shape \(5,\), got \(4,\).*plan it with open_groups=True"
+        with fixed as run, pytest.raises(drjax.DrjaxValueError, match=text):
+            run(model, slices_for(4))
 
     def test_random_keys_depend_on_seed_and_group_alone(self):
         @program

@@ -87,6 +87,16 @@ def test_members_that_nothing_uses(members, tmp_path):
     refused(tmp_path / "plan.drjax", text)
 
 
+def test_any_number_of_groups_though_it_scatters(tmp_path):
+    path = tmp_path / "plan.drjax"
+    work = lambda x: drjax.map_fn(jnp.add, (drjax.scatter(jnp.sin(x)), x))
+    drjax.make_plan(program(lambda x: drjax.reduce_sum(work(x))))(jnp.ones(N)).save(
+        path
+    )
+    forge(path, read_members(path), change=lambda m: m["plan"].update(open_groups=True))
+    refused(path, "it cannot run with any number of groups")
+
+
 def test_the_name_of_a_member_too_many(members, tmp_path):
     rewrite(tmp_path / "plan.drjax", {**members, "stages/more.jexp": b"more"})
     refused(tmp_path / "plan.drjax", "has members too many: stages/more.jexp")

@@ -33,6 +33,7 @@ from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.kept_results import KeptResults
 from drjax.backends.engine.messages import File, kept_outputs, refuse_secure_sums
+from drjax.backends.engine.number_of_groups import for_arguments
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.progress import Report, StageReport
 from drjax.backends.engine.protocols import Engine, StageCall
@@ -41,7 +42,12 @@ from drjax.backends.engine.stage_results import (
     check_survivors,
     stage_error,
 )
-from drjax.backends.groups import Lazy, flat_slices, mask_dropped_slices, read_if_lazy
+from drjax.backends.groups import (
+    Lazy,
+    flat_slices,
+    mask_dropped_slices,
+    read_if_lazy,
+)
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
 
@@ -94,7 +100,7 @@ class Runner:
         self.plan, self.engine, self.options = plan, engine, options
         self.executable = ExecutablePlan(plan)
         self._owner = owner
-        self._sizes: dict[int, BlockSize] = {}  # by index of the stage
+        self._sizes: dict[tuple, BlockSize] = {}  # by index of the stage, and n
         self.report = Report()
         self.engine_cache: dict[str, Any] = {}
 
@@ -107,15 +113,16 @@ class Runner:
         # Around the arguments too: without x64, 64-bit ones would be cast to 32 bits.
         with self.executable.precision():
             args, kwargs, handles = self.kept.open(args, kwargs)
-            inputs = flat_slices(self.plan, args, kwargs)
-            with self._checkpoint(inputs) as saved:
+            plan = for_arguments(self.plan, args, kwargs)
+            inputs = flat_slices(plan, args, kwargs)
+            with self._checkpoint(inputs, plan.size) as saved:
                 self.report = Report()
                 self.report.resumed = saved.resumed
                 # Not in the constructor: workers start with the first call, also after
                 # `close`.
                 self.engine.open()
                 try:
-                    results = self._run(self.kept.inputs(inputs), saved)
+                    results = self._run(plan, self.kept.inputs(inputs), saved)
                     # Only with all results at hand; until then a crash resumes from
                     # the folder.
                     saved.clear()
@@ -126,10 +133,11 @@ class Runner:
                     handle.use_up()
                 return results
 
-    def _run(self, inputs: list, saved: checkpoint.Checkpoint) -> Any:
+    def _run(self, plan: Plan, inputs: list, saved: checkpoint.Checkpoint) -> Any:
         """Run the plan once, and return the results of the planned function.
 
         Args:
+          plan: The plan for the number of groups of the call.
           inputs: The inputs of the plan, in order. Each is a numpy array, with the
             groups along axis 0 if it is partitioned, or a `Lazy`, which is read by
             blocks.
@@ -139,7 +147,7 @@ class Runner:
           The pytree of arrays that the planned function returns; the slices of dropped
           groups are NaN, or zero if they are not floats.
         """
-        call = _Call(self, saved)
+        call = _Call(self, plan, saved)
         run = _DriverInterpreter(call, self.executable.plan, "")
         all_outputs, outputs = run(inputs), []
         staying = self.kept.split(all_outputs, inputs, call.alive)
@@ -153,12 +161,13 @@ class Runner:
             outputs.append(x)
         return self.kept.results(self.executable.results(outputs), staying)
 
-    def _checkpoint(self, inputs: list) -> checkpoint.Checkpoint:
+    def _checkpoint(self, inputs: list, n: int) -> checkpoint.Checkpoint:
         """Open the checkpoint of a call in the folder of the option `checkpoint`.
 
         Args:
           inputs: The inputs of the plan, in order, each a numpy array or a `Lazy`; a
             hash of them identifies the call.
+          n: The number of groups of the call.
 
         Returns:
           The checkpoint, a context manager; without the option, one that saves nothing.
@@ -169,21 +178,23 @@ class Runner:
         """
         if self.options.checkpoint is None:
             return checkpoint.Checkpoint()
-        key = checkpoint.call_fingerprint(self.file.key, inputs, self.options)
+        file = self.file.key if n == self.plan.size else f"{self.file.key} for {n}"
+        key = checkpoint.call_fingerprint(file, inputs, self.options)
         return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
 
-    def block_size(self, a_round: Round) -> BlockSize:
+    def block_size(self, a_round: Round, n: int) -> BlockSize:
         """The `BlockSize` of a round's local stage; calls of this runner share it.
 
         Args:
           a_round: A round of the plan, or of the body of a loop.
+          n: The number of groups of the call.
         """
-        index = self.executable.stage_index(a_round)
-        if index not in self._sizes:
-            self._sizes[index] = BlockSize(
-                a_round, self.plan.size, self.engine.workers, self.options.timeout
+        key = self.executable.stage_index(a_round), n
+        if key not in self._sizes:
+            self._sizes[key] = BlockSize(
+                a_round, n, self.engine.workers, self.options.timeout
             )
-        return self._sizes[index]
+        return self._sizes[key]
 
     def close(self) -> None:
         """End the workers, unless `owner` is false, and clear `engine_cache`."""
@@ -265,7 +276,7 @@ class _DriverInterpreter(PlanInterpreter):
         if loop.op == "scan":
             bodies = [_read_stacked(bodies[0], loop.carry)]
         steps = _CheckpointedSteps(self.call.checkpoint, prefix, inputs)
-        return _python_loops.run(loop, bodies, inputs, self.plan.size, np, steps)
+        return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
 
 
 def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], list]:
@@ -290,22 +301,26 @@ class _Call:
 
     Args:
       runner: The runner.
+      plan: The plan for the number of groups of the call. Its stages may be others than
+        those of `runner.executable.plan`.
       saved: The open checkpoint of the call. The groups that it lists as dropped are
         dropped from the start.
 
     Attributes:
       runner: The runner.
+      plan: The plan for the number of groups of the call.
       checkpoint: The checkpoint of the call.
       options: The engine's options.
       report: The `Report` on the call.
       alive: Which groups take part, bool `[n]`: false for groups that were dropped.
     """
 
-    def __init__(self, runner: Runner, saved: checkpoint.Checkpoint):
+    def __init__(self, runner: Runner, plan: Plan, saved: checkpoint.Checkpoint):
         self.runner, self.checkpoint, self.options = runner, saved, runner.options
+        self.plan = plan
         self.report = runner.report
         # Groups that were dropped before a crash stay dropped, or totals would mix.
-        self.alive = np.ones(runner.plan.size, bool)
+        self.alive = np.ones(plan.size, bool)
         dropped = saved.get("dropped")
         if dropped is not None:
             for group in dropped[0]:
@@ -339,8 +354,10 @@ class _Call:
         stage_report = StageReport(location, stage.name)
         self.report.stages.append(stage_report)
         dropped_before, start = len(self.report.dropped), time.perf_counter()
-        block_size = runner.block_size(a_round)
-        size = options.block_size or block_size.value
+        n = self.plan.size
+        block_size = runner.block_size(a_round, n)
+        # A block of more than n groups would only have more padding.
+        size = min(options.block_size or block_size.value, n)
         call = StageCall(
             job=replace(
                 runner.executable.job(a_round, env, location, size, options),
@@ -355,9 +372,7 @@ class _Call:
         )
         fold = functools.partial(runner.executable.run_fold, env)
         stay = call.job.stay, runner.engine
-        results = StageResults(
-            a_round, kept, runner.plan.size, call.job.size, fold, *stay
-        )
+        results = StageResults(a_round, kept, n, call.job.size, fold, *stay)
         try:
             self._collect(call, results, stage_report, stage)
         except EngineError as error:
@@ -372,9 +387,7 @@ class _Call:
         # Measured only where the size is ours to change.
         if options.block_size is None:
             block_size.measure(results.full_blocks)
-        check_survivors(
-            runner.plan, location, stage, results.groups, options.min_groups
-        )
+        check_survivors(self.plan, location, stage, results.groups, options.min_groups)
         # Before the round's own entry: a resumed call must not count dropped groups.
         if len(self.report.dropped) > dropped_before:
             self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
@@ -466,7 +479,7 @@ class _Call:
         if not self.options.progress:
             return nullcontext()
         tqdm = needed("tqdm", "examples", "progress=True").tqdm
-        return tqdm(total=self.runner.plan.size, desc=text, unit="group", leave=False)
+        return tqdm(total=self.plan.size, desc=text, unit="group", leave=False)
 
 
 class _CheckpointedSteps(_python_loops.Steps):

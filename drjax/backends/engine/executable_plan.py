@@ -158,8 +158,7 @@ class ExecutablePlan:
             stage=self.stage_index(a_round),
             location=f"round {location}, {stage.name}",
             ops=ops_of(a_round),
-            # A block of more than n groups would only have more padding.
-            size=min(size, self.plan.size),
+            size=size,
             check_nans=options.check_nans,
             drop=options.on_error == "drop",
             shared=env.read(v for v in stage.inputs if not v.partitioned),

@@ -85,6 +85,8 @@ def split(
         # One worker: how many a pipeline has is not known.
         size = BlockSize(a_round, plan.size, 1, options.timeout).value
         size = options.block_size or size
+        # Of more groups a block would only have padding.
+        size = size if plan.open_groups else min(size, plan.size)
         job = executable.job(a_round, env, "1", size, options)
     # Only global values: the groups' data is with the pipeline.
     later = [*executable.plan.server.inputs, *executable.plan.outputs]
@@ -137,8 +139,8 @@ def _inputs_of_groups(
       has no data.
     """
     plan, env = executable.plan, Environment()
-    # An empty `Groups` has the place of the data, and is never read.
-    with_groups = tuple([Groups([]) if x is ... else x for x in args])
+    # A `Groups` has the place of the data, and is never read.
+    with_groups = tuple([Groups(list) if x is ... else x for x in args])
     env.write(plan.inputs, flat_slices(plan, with_groups, {}))
     executable.run_server(a_round.server, env)
     for whole, slices in a_round.scatter:
@@ -184,7 +186,8 @@ class ResultsFromTotals:
         n, executable = int(count or 0), ExecutablePlan.from_file(self.file)
         plan = executable.plan
         # A pipeline has as many groups as it has; the plan was made for n.
-        if n > plan.size or (self.options.on_error == "raise" and n != plan.size):
+        fits = n <= plan.size if self.options.on_error == "drop" else n == plan.size
+        if not (fits or plan.open_groups):
             raise EngineError(f"The plan is for {plan.size} groups, got {n}.")
         (a_round,) = plan.rounds
         check_survivors(plan, "1", a_round.local, n, self.options.min_groups)

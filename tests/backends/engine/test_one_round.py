@@ -69,6 +69,15 @@ def test_dropped_groups(plan):
     raises(drjax.EngineError, text, finish, totals(stage, [0, 1, 2, 3, 4, 4]))
 
 
+def test_any_number_of_groups():
+    plan = drjax.make_plan(moments, open_groups=True)(np.float32(1), X)
+    options = EngineOptions.checked(block_size=2)
+    for groups, want in (([0, 1, 2], 2 * 1 + 2), ([0, 1, 2, 3, 4, 4, 4], 36 / 7 + 2)):
+        stage, finish = one_round.split(plan, (np.float32(1), ...), options)
+        mean, largest, _ = finish(totals(stage, groups))
+        np.testing.assert_allclose((mean, largest), (want, groups[-1]), rtol=1e-6)
+
+
 def test_what_cannot_be_split(plan):
     split = lambda plan, *args: one_round.split(plan, args, EngineOptions())
     fails = lambda text, *args: raises(drjax.DrjaxError, text, split, *args)

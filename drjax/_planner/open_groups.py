@@ -1,0 +1,197 @@
+"""Plans for any number of groups: nothing in them depends on n.
+
+Input: a plan for n groups, and how to make it for another number. Output: the plan,
+marked as open, or a refusal that names what depends on n.
+
+The program is planned once more, for n + 1 groups, and the two plans are compared:
+their values, communication, and stages, equation by equation. So whatever n enters, as
+a shape, a literal, a constant, the number of steps of a loop or a choice of the
+planner, is found where it ends up. A mean has no n: backends divide by the number of
+groups that took part. Its derivative has one, as a literal of a stage.
+
+Invariants: what communicates all groups' slices (a gather, a scatter, a move) depends
+on n, also if the two plans are alike.
+
+Sharp edges: a number that user code has of its own is the same in both plans.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from drjax import _compat
+from drjax._context import resized
+from drjax._errors import PlanError
+from drjax._jaxprs.prng_keys import to_raw
+from drjax._jaxprs.provenance import source_line
+from drjax._primitives.dispatch_cache import parameter_keys, value_key
+from drjax.plan import Loop, Plan, Round, Stage, Value
+
+
+def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> Plan:
+    """Mark a plan as one for any number of groups, if nothing in it depends on n.
+
+    Args:
+      plan: The plan, for n groups.
+      make: The function that has made it, `make(*args, **kwargs)`.
+      args: The positional arguments of the program, for n groups.
+      kwargs: The keyword arguments.
+
+    Raises:
+      PlanError: The plan depends on n, or there is none for n + 1 groups.
+    """
+    begin = f"{plan.name} has no plan for any number of groups (open_groups=True): "
+    if plan.partition is None:
+        raise PlanError(f"{begin}it calls no building block.")
+    if (why := fixed_by(plan)) is not None:
+        raise PlanError(f"{begin}{why}, which has as many slices as there are groups.")
+    n = plan.size + 1
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    pairs = zip(plan.inputs, leaves, strict=True)
+    args, kwargs = tree.unflatten(_type_for(n, *pair) for pair in pairs)
+    try:
+        with resized((plan.partition, n)):
+            other = make(*args, **kwargs)
+    # Of any class: also what code of the user raises for another number of groups.
+    except Exception as error:
+        raise PlanError(
+            f"{begin}it was planned for {plan.size} groups, but planning it for {n} "
+            f"raises {type(error).__name__}: {error}"
+        ) from error
+    if (why := _difference(plan, other)) is not None:
+        raise PlanError(
+            f"{begin}{why} differs between {plan.size} and {n} groups. Only "
+            "drjax.reduce_mean may divide by that number, and not its derivative: take "
+            "gradients in the mapped function, or that of reduce_weighted_mean."
+        )
+    return replace(plan, open_groups=True)
+
+
+def fixed_by(plan: Plan) -> str | None:
+    """What communication of a plan has slices of all n groups, as text; None: none."""
+    for a_round in plan.rounds:
+        for whole, _ in a_round.scatter:
+            return f"it scatters {whole}"
+        for reduce in a_round.reduces:
+            if reduce.op == "gather":
+                return f"it gathers {reduce.source}"
+        for move in a_round.moves:
+            return f"it moves {move.source} between groups ({move.op})"
+        for loop in a_round.loops:
+            for body in loop.bodies:
+                if (why := fixed_by(body)) is not None:
+                    return why
+    return None
+
+
+def _type_for(n: int, value: Value, leaf: Any) -> Any:
+    """The type of an argument for n groups; a global argument is returned as it is."""
+    if not value.partitioned:
+        return leaf
+    shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, value.dtype, weak_type=weak)
+
+
+def _difference(plan: Plan, other: Plan) -> str | None:
+    """The first difference between two plans, as text; None if there is none."""
+    if len(plan.rounds) != len(other.rounds):
+        return "the number of rounds"
+    for pair in zip(plan.rounds, other.rounds, strict=True):
+        if (why := _difference_of_rounds(*pair)) is not None:
+            return why
+    if (why := _difference_of_stages(plan.server, other.server)) is not None:
+        return why
+    for name in ("inputs", "outputs"):
+        mine, others = getattr(plan, name), getattr(other, name)
+        for value, another in itertools.zip_longest(mine, others):
+            if value != another:
+                return f"the type of {value or another}"
+    return None
+
+
+def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
+    """The first difference between two rounds, as text; None if there is none."""
+    stages = [(a_round.server, other.server), (a_round.local, other.local)]
+    folds = zip(a_round.folds, other.folds, strict=False)
+    stages += [(fold.combine, another.combine) for fold, another in folds]
+    for pair in stages:
+        if (why := _difference_of_stages(*pair)) is not None:
+            return why
+    for loop, another in zip(a_round.loops, other.loops, strict=False):
+        for pair in zip(loop.bodies, another.bodies, strict=False):
+            if (why := _difference(*pair)) is not None:
+                return why
+        if (name := _different_field(loop, another, ("bodies",))) is not None:
+            return f"{name} of the loop {loop.name}"
+    if len(a_round.loops) != len(other.loops):
+        return "the number of loops"
+    # The stages of folds were compared.
+    name = _different_field(a_round, other, ("server", "local", "loops", "folds"))
+    folds = [[fold.inputs + fold.results for fold in x.folds] for x in (a_round, other)]
+    if name is None and folds[0] != folds[1]:
+        name = "folds"
+    return None if name is None else f"what is communicated ({name})"
+
+
+def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | None:
+    """The name of the first field in which two dataclasses differ, but for some."""
+    for field in fields(x):
+        if field.name not in but and getattr(x, field.name) != getattr(y, field.name):
+            return field.name
+    return None
+
+
+def _difference_of_stages(stage: Stage, other: Stage) -> str | None:
+    """The first difference between two stages, as text; None if there is none."""
+    pairs = itertools.zip_longest(_keys(stage.jaxpr), _keys(other.jaxpr))
+    for mine, another in pairs:
+        if mine is None or another is None or mine[1] != another[1]:
+            eqn, _ = mine or another or (None, None)
+            if eqn is None:
+                return f"a value that {stage.name} takes, or a constant of it,"
+            return f"{eqn.primitive.name} at {source_line(eqn)}, in {stage.name},"
+    for value, another in itertools.zip_longest(
+        (*stage.inputs, *stage.outputs), (*other.inputs, *other.outputs)
+    ):
+        if value != another:
+            return f"the type of {value or another}, in {stage.name},"
+    return None
+
+
+def _keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """Keys by which jaxprs are compared, part by part: see `dispatch_cache`.
+
+    Yields:
+      `(equation, key)` for each equation at any depth, after those of the jaxprs in its
+      parameters. For the inputs and the results of a jaxpr, the equation is that which
+      has it, or None.
+    """
+    numbers: dict[Any, int] = {}
+    inside = _compat.open_jaxpr(jaxpr)
+
+    def atom(x: Any) -> Any:
+        if isinstance(x, Literal):
+            return _array_key(x.val), x.aval
+        return numbers.setdefault(x, len(numbers)), x.aval
+
+    ins = [atom(v) for v in (*inside.constvars, *inside.invars)]
+    yield None, (ins, [_array_key(x) for x in _compat.jaxpr_consts(jaxpr)])
+    for eqn in inside.eqns:
+        for inner in _compat.jaxprs_in(eqn.params):
+            for deeper, key in _keys(inner):
+                yield deeper or eqn, key
+        params = parameter_keys(eqn, lambda _: ())
+        ins, outs = ([atom(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
+        yield eqn, (eqn.primitive, ins, outs, params)
+    yield None, [atom(v) for v in inside.outvars]
+
+
+def _array_key(x: Any) -> Any:
+    """A key of a number or an array, by type and bits."""
+    return value_key(np.asarray(to_raw(x)) if hasattr(x, "dtype") else x, lambda _: ())
