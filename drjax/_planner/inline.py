@@ -44,7 +44,7 @@ from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.columns_lowering import columns_by_gather
-from drjax._primitives.fold_lowering import folds_by_gather
+from drjax._primitives.fold_groups import folds_by_gather
 from drjax._primitives.routes import partitions_of
 
 P = ParamSpec("P")

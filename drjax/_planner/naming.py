@@ -129,7 +129,7 @@ class Names:
             elif eqn.primitive.name in CONTROL:
                 name = f"{eqn.primitive.name}.{i}"
             else:
-                name = eqn.primitive.name
+                name = eqn.primitive.name.removeprefix("drjax_")
             self._unique_for(var, name)
 
     def constant(self, var, index: int) -> None:

@@ -33,13 +33,19 @@ suffixes are residuals, two states for each group.
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax._primitives import registration
-from drjax._primitives.collectives import broadcast_p, reduce_sum_p
-from drjax._primitives.columns_lowering import GROUPS
+from drjax._primitives.collectives import (
+    broadcast_p,
+    gather_p,
+    reduce_sum_p,
+    scatter_p,
+)
+from drjax._primitives.columns_lowering import GROUPS, on_each_device
 from drjax._primitives.fold_lowering import (
     execute_fold,
     fold_of_all,
@@ -250,6 +256,72 @@ def _around_column(jaxpr, avals, kinds, n_states: int, layout: Layout, name: str
     run = fold_of_all(layout.partition, jaxpr, n_states, True)
     fn = lambda *xs: run(*xs)[n_states:]
     return trace_column(fn, avals, kinds, (), layout, name)[0]
+
+
+# ---------------------------------------------------------------------------------
+# In plans, the folds around groups are work of the server, from all groups' states. It
+# is one equation, so that the XLA backend finds it and leaves states on their devices.
+
+fold_of_all_p = registration.new_primitive("fold_of_all", multiple_results=True)
+
+
+def execute_fold_of_all(*args, jaxpr, n_states, partition, name, commutative=False):
+    """Execution function of `fold_of_all`: `fold_around` of global values, locally.
+
+    Args:
+      *args: The operands of `fold_around`, all global.
+      jaxpr: As of `execute_fold`, like all other parameters.
+      n_states: The number of leaves of a state.
+      partition: The `Partition`, of n groups.
+      name: The name of the function, ignored.
+      commutative: Whether any order will do, ignored.
+
+    Returns:
+      The results of `fold_around`, all of them global.
+    """
+    return fold_of_all(partition, jaxpr, n_states, True)(*args)
+
+
+def folds_by_gather(eqn):
+    """The closed jaxpr that computes an equation of `fold_around` on the server.
+
+    It gathers the states of all groups, and scatters the results for each group.
+
+    Args:
+      eqn: The equation.
+    """
+    params = {k: v for k, v in eqn.params.items() if k != "mesh"}
+    where = {"partition": eqn.params["partition"], "mesh": eqn.params["mesh"]}
+    kinds = kinds_of_fold(len(eqn.invars), params["n_states"], True)
+    run = lambda *xs: fold_of_all_p.bind(*xs, **params)
+    whole = lambda *xs: on_each_device(
+        run, xs, kinds, gather_p.bind, scatter_p.bind, where
+    )
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(whole)(*avals)
+
+
+def _of_all_abstract_eval(*avals, n_states, **_):
+    states = [x.update(weak_type=False) for x in avals[len(avals) - n_states :]]
+    return [*(x.update(shape=x.shape[1:]) for x in states), *states, *states]
+
+
+# Derivatives and batches of a compiled plan are those of the function.
+def _of_all_jvp(primals, tangents, **params):
+    tangents = map(ad.instantiate_zeros, tangents)
+    run = lambda *xs: execute_fold_of_all(*xs, **params)
+    return jax.jvp(run, primals, tuple(tangents))
+
+
+def _of_all_batching(args, dims, **params):
+    outs = jax.vmap(lambda *xs: execute_fold_of_all(*xs, **params), dims)(*args)
+    return outs, [0] * len(outs)
+
+
+registration.register_execution(fold_of_all_p, execute_fold_of_all)
+fold_of_all_p.def_abstract_eval(_of_all_abstract_eval)
+ad.primitive_jvps[fold_of_all_p] = _of_all_jvp
+batching.primitive_batchers[fold_of_all_p] = _of_all_batching
 
 
 # ---------------------------------------------------------------------------------

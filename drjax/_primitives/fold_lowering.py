@@ -30,12 +30,7 @@ from jax import lax
 
 from drjax import _compat
 from drjax._jaxprs.prng_keys import on_raw
-from drjax._primitives.collectives import (
-    execute_gather,
-    execute_scatter,
-    gather_p,
-    scatter_p,
-)
+from drjax._primitives.collectives import execute_gather, execute_scatter
 from drjax._primitives.columns_lowering import GROUPS, WHOLE, on_each_device
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
 from drjax._sharding.execute import shard_map_over_devices, vary
@@ -117,25 +112,6 @@ def fold_of_all(partition, jaxpr, n_states: int, around: bool) -> Callable:
     """
     local, fn = make_layout(partition, None), _compat.jaxpr_as_fun(jaxpr)
     return lambda *args: _run_device(local, fn, n_states, around, args)
-
-
-def folds_by_gather(eqn):
-    """The closed jaxpr that computes an equation of `fold_around` on the server.
-
-    It gathers the states of all groups, and scatters the results for each group.
-
-    Args:
-      eqn: The equation.
-    """
-    p = eqn.params
-    run = fold_of_all(p["partition"], p["jaxpr"], p["n_states"], True)
-    kinds = kinds_of_fold(len(eqn.invars), p["n_states"], True)
-    params = {"partition": p["partition"], "mesh": p["mesh"]}
-    whole = lambda *xs: on_each_device(
-        run, xs, kinds, gather_p.bind, scatter_p.bind, params
-    )
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    return jax.make_jaxpr(whole)(*avals)
 
 
 # ---------------------------------------------------------------------------------

@@ -60,6 +60,12 @@ from drjax.backends.xla.fold_states import (
     operands_of,
     with_arrays,
 )
+from drjax.backends.xla.folds_around import (
+    folded_slices,
+    has_folds,
+    only_for_folds,
+    run_with_folds,
+)
 from drjax.backends.xla.inner_programs import (
     Stacked,
     layout_inside,
@@ -302,7 +308,7 @@ class _MeshInterpreter(PlanInterpreter):
         self, plan: Plan, layout: Layout | None, step: int | None, mesh: Any = None
     ):
         self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
-        self._kept = plan.kept()
+        self._kept, self._folded = plan.kept(), folded_slices(plan)
 
     def __call__(self, inputs: Iterable) -> list:
         return super().__call__(
@@ -312,12 +318,17 @@ class _MeshInterpreter(PlanInterpreter):
     def run_server(self, stage: Stage, env: Environment) -> None:
         # It may have run together with the round before it: `_reuse_accumulators`.
         if not any(value in env for value in stage.outputs):
-            env.write(stage.outputs, call(stage, env.read(stage.inputs)))
+            args = env.read(stage.inputs)
+            if self.layout is not None and has_folds(stage):
+                outs = run_with_folds(stage, args, self.layout)
+            else:
+                outs = call(stage, args)
+            env.write(stage.outputs, outs)
 
     def scatter(self, slices: Value, whole: Any) -> Any:
         # A scatter is a matter of layout: the shard_map of the groups takes each
         # device's part.
-        if self.layout is None:
+        if self.layout is None or slices.name in self._folded:
             return whole
         return undivided_if_uneven(whole, self.layout, slices.axis)
 
@@ -348,7 +359,9 @@ class _MeshInterpreter(PlanInterpreter):
             env[value] = jnp.moveaxis(x, 0, value.axis)
         for reduce in a_round.reduces:
             # Last, as it may gather slices of this round, which are in `env` only now.
-            if reduce.op == "gather":
+            if reduce.op == "gather" and only_for_folds(self.plan, reduce.result):
+                env[reduce.result] = env[reduce.source]
+            elif reduce.op == "gather":
                 params = {"partition": layout.partition, "mesh": layout.mesh}
                 if reduce.sharded:
                     params["sharded"] = reduce.sharded

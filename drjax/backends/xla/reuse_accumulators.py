@@ -31,6 +31,7 @@ from drjax._sharding.execute import full_of_type, shard_map, vary
 from drjax._sharding.layout import Layout
 from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish, result_specs, sum_dtype
+from drjax.backends.xla.folds_around import has_folds
 from drjax.plan import Plan, Reduce, Value
 
 # Bytes of results from which on a loop more is worth the memory.
@@ -166,7 +167,7 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     if any(reduce.sharded for reduce in plan.rounds[index].reduces):
         return None
     # A fold of the devices' states is no reduction of sums.
-    if plan.rounds[index].folds:
+    if plan.rounds[index].folds or has_folds(_server_after(plan, index)):
         return None
     reuse = AccumulatorReuse(plan, index)
     size = reuse.reused_bytes  # unknown with symbolic dimensions

@@ -1,6 +1,7 @@
 """Folds in plans: values on meshes and by chunks, memory, bytes, text, and loops.
 
-Covers: drjax.backends.xla.fold_states, drjax._planner.build_stages.
+Covers: drjax.backends.xla.fold_states, drjax.backends.xla.folds_around,
+drjax._planner.build_stages.
 """
 
 import functools
@@ -24,7 +25,7 @@ from tests.helpers.folds import (
     loss_of,
     program_of,
 )
-from tests.helpers.meshes import in_mesh, make_mesh
+from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 STEPS = {"all": None, "one": 1, "two": 2}
 
@@ -107,6 +108,46 @@ def test_memory_is_that_of_one_step():
             sent = [(c.kind, c.bytes) for c in hlo.collectives(hlo_text(run, x))]
             assert sent == [("all-gather", m * d * 4)]
     assert used[0] == used[1] < 16 * d * 4
+
+
+@pytest.mark.parametrize("mesh", ["auto", "explicit", "loop"])
+def test_a_gradient_sends_one_state_of_each_device(mesh):
+    """The folds around groups stay on their devices, by rounds as under jax.jit."""
+    n, d, m = 12 if mesh == "explicit" else 11, 50, 4
+
+    @drjax.program(clients=n)
+    def f(x):
+        def step(w, _):
+            y = drjax.map_fn(lambda a, w: jnp.sin(a) * w, (x, drjax.broadcast(w)))
+            return drjax.reduce(jnp.logaddexp, y, -jnp.inf), None
+
+        w = jnp.ones(d)
+        w = jax.lax.scan(step, w, None, 2)[0] if mesh == "loop" else step(w, None)[0]
+        return w.sum()
+
+    x = np.sin(np.arange(n * d, dtype=np.float32)).reshape(n, d)
+    gradient = jax.value_and_grad(f)
+    want, plan = jax.jit(gradient)(x), drjax.make_plan(gradient)(x)
+    sent = lambda run: {
+        (c.kind, c.bytes) for c in hlo.collectives(hlo_text(jax.jit(run), x))
+    }
+    with in_mesh(make_mesh({"clients": m}, EXPLICIT if mesh == "explicit" else AUTO)):
+        expected = sent(gradient)
+        assert ("all-gather", m * d * 4) in expected
+        by_plan = drjax.backends.xla.compile(plan)
+        for run in (drjax.jit(gradient, groups_per_step=1), by_plan):
+            assert sent(run) == expected
+            jax.tree.map(close, jax.jit(run)(x), want)
+
+
+def test_derivatives_of_a_compiled_gradient():
+    n = 4
+    grad = jax.grad(loss_of(program_of("logsumexp", n)))
+    x, dx = data(n, 3), data(n + 1, 3)[1:]
+    run = drjax.backends.xla.compile(drjax.make_plan(grad)(x))
+    tangent = lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (dx,))[1])
+    close(tangent(run)(x), tangent(grad)(x))
+    close(jax.jit(jax.vmap(run))(jnp.stack([x, dx]))[1], jax.jit(grad)(dx))
 
 
 def test_a_fold_in_a_loop_of_rounds():

@@ -1,0 +1,111 @@
+"""The folds before and after each group, on the devices of a mesh: gradients need them.
+
+Input: a server stage with equations of `fold_of_all_p`, which compute these folds from
+the states of all groups. Output: its results, by `fold_around` on the mesh: one
+all-gather of m states, where the stage, as it is, needs those of all n groups.
+
+Invariants: arrays of all groups' states and folds stay sharded over the groups, as
+partitioned values are; a gather whose result has no other use is none.
+
+Sharp edges: a loaded plan has no equations, so it gathers the n states.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from drjax import _compat
+from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
+from drjax._primitives.fold_groups import fold_around_p, fold_of_all_p
+from drjax._sharding.execute import as_operand
+from drjax._sharding.layout import Layout
+from drjax.plan import Plan, Stage, Value
+
+
+def has_folds(stage: Stage) -> bool:
+    """Whether a server stage computes folds around all groups."""
+    return stage.jaxpr is not None and any(map(_is_fold, _equations(stage)))
+
+
+def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
+    """Run a server stage, with its folds around all groups on the mesh.
+
+    Args:
+      stage: The stage.
+      args: Its inputs.
+      layout: How the partition is laid out on the mesh.
+
+    Returns:
+      The list of its outputs. Folds around groups are sharded over these.
+    """
+
+    def step(eqn, operands):
+        if not _is_fold(eqn):
+            return None
+        count = eqn.params["n_states"]
+        first = len(operands) - count
+        typed = [as_operand(x, layout, i >= first) for i, x in enumerate(operands)]
+        return fold_around_p.bind(*typed, mesh=layout.mesh, **eqn.params)
+
+    outs = evaluate(stage.jaxpr, args, step)
+    return as_arrays(outs, [value.dtype for value in stage.outputs])
+
+
+def only_for_folds(plan: Plan, value: Value) -> bool:
+    """Whether only folds around all groups read a gathered value.
+
+    Args:
+      plan: The plan.
+      value: The result of a gather.
+    """
+    reads = [*plan.outputs]
+    for a_round in plan.rounds:
+        reads += [*a_round.broadcast, *(whole for whole, _ in a_round.scatter)]
+        reads += [v for x in (*a_round.moves, *a_round.loops) for v in x.inputs]
+        reads += [v for x in a_round.folds for v in (*x.consts, *x.init)]
+    if value in reads:
+        return False
+    stages = [a_round.server for a_round in plan.rounds] + [plan.server]
+    readers = [stage for stage in stages if value in stage.inputs]
+    return bool(readers) and all(_only_folded(stage, value) for stage in readers)
+
+
+def folded_slices(plan: Plan) -> frozenset[str]:
+    """The names of scattered values whose slices the devices have: folds around groups.
+
+    Args:
+      plan: The plan.
+    """
+    folded = set()
+    for stage in (*(a_round.server for a_round in plan.rounds), plan.server):
+        if has_folds(stage):
+            results = [
+                id(v) for e in _equations(stage) if _is_fold(e) for v in e.outvars
+            ]
+            outs = _compat.open_jaxpr(stage.jaxpr).outvars
+            pairs = zip(outs, stage.outputs, strict=True)
+            folded |= {value.name for var, value in pairs if id(var) in results}
+    scattered = (pair for a_round in plan.rounds for pair in a_round.scatter)
+    return frozenset(part.name for whole, part in scattered if whole.name in folded)
+
+
+def _only_folded(stage: Stage, value: Value) -> bool:
+    """Whether a stage reads an input only as states of folds around all groups."""
+    if stage.jaxpr is None:
+        return False
+    jaxpr = _compat.open_jaxpr(stage.jaxpr)
+    var = jaxpr.invars[stage.inputs.index(value)]
+    uses = [
+        _is_fold(eqn) and i >= len(eqn.invars) - eqn.params["n_states"]
+        for eqn in jaxpr.eqns
+        for i, operand in enumerate(eqn.invars)
+        if operand is var
+    ]
+    return all(uses) and not any(x is var for x in jaxpr.outvars)
+
+
+def _equations(stage: Stage) -> Sequence[Any]:
+    return _compat.open_jaxpr(stage.jaxpr).eqns
+
+
+def _is_fold(eqn: Any) -> bool:
+    return eqn.primitive is fold_of_all_p
