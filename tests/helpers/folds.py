@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import drjax
-from tests.helpers.meshes import EXPLICIT, make_mesh
+from tests.helpers.meshes import groups_and_meshes
 
 # The number of groups, and the mesh.
-MESHES = {
-    "none": (5, None),
-    "two each": (8, lambda: make_mesh({"clients": 4})),
-    "uneven": (7, lambda: make_mesh({"clients": 4})),
-    "three each, uneven": (11, lambda: make_mesh({"clients": 4})),
-    "empty devices": (3, lambda: make_mesh({"clients": 8})),
-    "model": (6, lambda: make_mesh({"clients": 2, "model": 2})),
-    "explicit": (8, lambda: make_mesh({"clients": 4}, EXPLICIT)),
-    "explicit model": (4, lambda: make_mesh({"clients": 2, "model": 2}, EXPLICIT)),
-    "other axis": (3, lambda: make_mesh({"model": 2}, EXPLICIT)),
-}
+MESHES = groups_and_meshes(
+    "none",
+    "two each",
+    "uneven",
+    "three each, uneven",
+    "empty devices",
+    "model",
+    "explicit",
+    "explicit model",
+    "other axis",
+)
 
 
 def chan(a, b):

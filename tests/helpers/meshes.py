@@ -1,6 +1,7 @@
 """The meshes that tests run on, by name."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -29,3 +30,37 @@ def in_mesh(mesh: jax.sharding.Mesh | None):
 def in_mesh_of(shape: dict[str, int] | None):
     """The context of an Auto mesh of this shape, or without one."""
     return in_mesh(None if shape is None else make_mesh(shape))
+
+
+# By name: the number of groups, and how to make the mesh.
+_GROUPS_AND_MESHES: dict[str, tuple[int, Any]] = {
+    "none": (5, None),
+    "one device": (3, {"clients": 1}),
+    "one each": (4, {"clients": 4}),
+    "two each": (8, {"clients": 4}),
+    "uneven": (7, {"clients": 4}),
+    "three each, uneven": (11, {"clients": 4}),
+    "empty devices": (3, {"clients": 8}),
+    "model": (6, {"clients": 2, "model": 2}),
+    "explicit": (8, {"clients": 4}),
+    "explicit model": (4, {"clients": 2, "model": 2}),
+    # JAX 0.12 lowers no reduce-scatter on it.
+    "explicit other axis": (6, {"model": 2, "clients": 3}),
+    "other axis": (3, {"model": 2}),
+}
+_KINDS: dict[str, Any] = {
+    "explicit": EXPLICIT,
+    "explicit model": EXPLICIT,
+    "explicit other axis": (EXPLICIT, AUTO),
+    "other axis": EXPLICIT,
+}
+
+
+def groups_and_meshes(*names: str) -> dict[str, tuple[int, Any]]:
+    """By name, a number of groups and a function that makes a mesh; None: no mesh."""
+    table = {}
+    for name in names:
+        n, shape = _GROUPS_AND_MESHES[name]
+        make = functools.partial(make_mesh, shape, _KINDS.get(name, AUTO))
+        table[name] = n, None if shape is None else make
+    return table

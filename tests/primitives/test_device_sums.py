@@ -18,22 +18,19 @@ from drjax._primitives.device_sums import _decode, _encode
 from drjax.plan import Wire
 from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import count, hlo_text
-from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
+from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
 
 # The number of groups, and the mesh.
-MESHES = {
-    "none": (5, None),
-    "even": (16, lambda: make_mesh({"clients": 8})),
-    "uneven": (7, lambda: make_mesh({"clients": 4})),
-    "one device": (3, lambda: make_mesh({"clients": 1})),
-    "model": (4, lambda: make_mesh({"clients": 2, "model": 2})),
-    "explicit": (8, lambda: make_mesh({"clients": 4}, EXPLICIT)),
-    "explicit model": (
-        6,
-        lambda: make_mesh({"model": 2, "clients": 3}, (EXPLICIT, AUTO)),
-    ),
-}
+MESHES = groups_and_meshes(
+    "none",
+    "two each",
+    "uneven",
+    "one device",
+    "model",
+    "explicit",
+    "explicit other axis",
+)
 # The options, and the largest error of a number, as a part of the largest magnitude.
 OPTIONS = {
     "sharded": ({"result": "sharded"}, 1e-6),

@@ -18,20 +18,20 @@ from benchmarks import hlo
 from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import hlo_text
 from tests.helpers.groups import TREES, assert_trees_equal, four
-from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
+from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import KEYS3, X3, raises, three
 
 # The number of groups, and the mesh.
-MESHES = {
-    "none": (5, None),
-    "two each": (8, lambda: make_mesh({"clients": 4})),
-    "uneven": (7, lambda: make_mesh({"clients": 4})),
-    "empty devices": (3, lambda: make_mesh({"clients": 8})),
-    "model": (6, lambda: make_mesh({"clients": 2, "model": 2})),
-    "explicit": (8, lambda: make_mesh({"clients": 4}, EXPLICIT)),
-    "explicit model": (4, lambda: make_mesh({"clients": 2, "model": 2}, EXPLICIT)),
-    "other axis": (3, lambda: make_mesh({"model": 2}, EXPLICIT)),
-}
+MESHES = groups_and_meshes(
+    "none",
+    "two each",
+    "uneven",
+    "empty devices",
+    "model",
+    "explicit",
+    "explicit model",
+    "other axis",
+)
 
 
 def trimmed_mean(c):

@@ -16,23 +16,13 @@ from drjax._primitives.edge_coloring import schedule
 from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.groups import TREES, assert_trees_equal, four
-from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
+from tests.helpers.meshes import groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
 
 # The number of groups, and the mesh.
-MESHES = {
-    "none": (5, None),
-    "one each": (4, lambda: make_mesh({"clients": 4})),
-    "two each": (8, lambda: make_mesh({"clients": 4})),
-    "uneven": (7, lambda: make_mesh({"clients": 4})),
-    "model": (6, lambda: make_mesh({"clients": 2, "model": 2})),
-    "explicit": (8, lambda: make_mesh({"clients": 4}, EXPLICIT)),
-    # JAX 0.12 lowers no reduce-scatter on it.
-    "explicit model": (
-        6,
-        lambda: make_mesh({"model": 2, "clients": 3}, (EXPLICIT, AUTO)),
-    ),
-}
+MESHES = groups_and_meshes(
+    "none", "one each", "two each", "uneven", "model", "explicit", "explicit other axis"
+)
 INDEX = np.array([3, 1, 1, 0, 2, 5, 5, 4], np.int32)  # cut to n
 PERMUTATION = np.array([2, 5, 0, 7, 4, 1, 6, 3], np.int32)
 
