@@ -103,14 +103,12 @@ class Move:
 
     Attributes:
       op: `permute`, `take` or `put_add`, as the primitives in `drjax.primitives`.
-      source: The partitioned value whose slices move; of a take or put_add, instead a
-        global value, `[N, *s]`: a population, of which the groups are a cohort.
-      result: The partitioned value that it gives, with slices of the type of those of
-        `source`; or, if `source` is partitioned, such a population.
+      source: The partitioned value whose slices move; or a population, of which the
+        groups are a cohort: a global value, `[N, *s]`.
+      result: The partitioned value that it gives, or a population.
       sources: Of a permute, for each group the group whose slice it gets; else ().
-      index: Of a take, a global value, int32: for each slice of `result` the slice of
-        `source` that it is. Of a put_add, for each slice of `source` the one of
-        `result` to which it is added; out of bounds: to none. Of a permute None.
+      index: Of a take, int32: for each slice of `result` that of `source`. Of a
+        put_add, for each slice of `source` that of `result`, if there is one.
     """
 
     op: str
@@ -140,7 +138,8 @@ class Loop:
     """A loop or branch whose steps communicate: it runs plans of its own.
 
     Attributes:
-      op: `scan`, `while` or `cond`.
+      op: `scan`, `while`, `cond`; or `program`: a plan over another partition, whose
+        inputs and outputs are global values here.
       name: Unique in the plan.
       inputs: Of a scan constants, carried values and stacks (`xs`); of a while the
         constants of its condition and of its body, and carried values; of a cond the
@@ -262,6 +261,14 @@ class Plan:
                     for location, stage in body.stages():
                         yield f"round {number}, {loop.name}, {location}", stage
         yield "server", self.server
+
+    def loops(self) -> Iterator[Loop]:
+        """All loops of a plan, and those in their bodies, each before those in it."""
+        for a_round in self.rounds:
+            for loop in a_round.loops:
+                yield loop
+                for body in loop.bodies:
+                    yield from body.loops()
 
     def kept(self) -> frozenset[str]:
         """The names of the values that are needed after their stage, not only reduced.
@@ -388,7 +395,11 @@ def _resized(plan: Plan, n: int) -> Plan:
     for a_round in plan.rounds:
         loops = []
         for loop in a_round.loops:
-            bodies = (b if b.partition is None else _resized(b, n) for b in loop.bodies)
+            own = [body.partition == plan.partition for body in loop.bodies]
+            bodies = (
+                _resized(body, n) if resized else body
+                for body, resized in zip(loop.bodies, own, strict=True)
+            )
             loops.append(replace(loop, bodies=tuple(bodies)))
         rounds.append(replace(a_round, loops=tuple(loops)))
     partition = replace(plan.partition, size=n)
@@ -434,7 +445,7 @@ def _communicated(
             yield message(move.op, move.source, move.nbytes, **options)
         for loop in a_round.loops:
             steps: tuple[int | str, ...] = ()
-            if loop.op != "cond":
+            if loop.op in ("scan", "while"):
                 steps = (loop.name if loop.length is None else loop.length,)
             for body in loop.bodies:
                 within = f"{label}.{loop.name}."

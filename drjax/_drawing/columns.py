@@ -269,6 +269,8 @@ def _frame(loop: Loop, number: int, location: str) -> Frame:
     parts = [f"branch {i}" for i in range(len(loop.bodies))]
     if loop.op == "while":
         parts = ["condition", "body"]
+    if loop.op == "program":
+        parts = [f"over {loop.bodies[0].partition}"]
     bodies = [
         items_of(body, f"{location}, {loop.name}, {part}, ")
         for body, part in zip(loop.bodies, parts, strict=True)

@@ -159,6 +159,8 @@ def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
     backwards = ", backwards" if loop.reverse else ""
     yield f"  {loop.name}{steps}{backwards}"
     titles = {"while": ("while", "do")}.get(loop.op, ("each step",))
+    if loop.op == "program":
+        titles = (f"over partition {loop.bodies[0].partition}",)
     if loop.op == "cond":
         titles = tuple(f"branch {i}" for i in range(len(loop.bodies)))
     for title, body in zip(titles, loop.bodies, strict=True):

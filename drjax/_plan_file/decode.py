@@ -43,7 +43,7 @@ from drjax._planner.stage_values import new_value
 from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
-_LOOPS = ("scan", "while", "cond")
+_LOOPS = ("scan", "while", "cond", "program")
 
 
 def decode(

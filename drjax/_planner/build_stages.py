@@ -309,6 +309,9 @@ def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> 
     name = values.names.fresh(op)
     names = [values.names.of(v) for v in eqn.invars]
     arguments, results, fields = _BODIES[op](eqn, names, loop.result_kinds)
+    if op == "program":
+        (body,) = loop.bodies
+        results = [[body[v] for v in body.program.outvars]]
     bodies = tuple(
         build_plan(
             body,
@@ -355,4 +358,9 @@ def _cond(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     return [names[1:]] * count, [result_kinds] * count, {}
 
 
-_BODIES = {"scan": _scan, "while": _while, "cond": _cond}
+def _program(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
+    # The kinds of its results are those of another partition, in the body.
+    return [names], [result_kinds], {}
+
+
+_BODIES = {"scan": _scan, "while": _while, "cond": _cond, "program": _program}

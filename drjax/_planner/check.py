@@ -115,7 +115,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
 
     Raises:
       PlanError: The function mixes the groups' slices other than by a drjax reduction,
-        uses two partitions side by side, or is bound to a mesh: see `drjax.make_plan`.
+        or is bound to a mesh: see `drjax.make_plan`.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp

@@ -71,6 +71,7 @@ CONTROL = {
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
+    "program": (),  # of `side_by_side`
 }
 
 

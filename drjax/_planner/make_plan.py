@@ -39,6 +39,7 @@ from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.infer import infer_partitioning
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
 from drjax._planner.rematerialize_loops import rematerialize_residuals
+from drjax._planner.side_by_side import separate
 from drjax._primitives.routes import partitions_of
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
@@ -66,9 +67,9 @@ def make_plan(
 
     Raises:
       PlanError: The function has no plan: it mixes the groups' slices other than by a
-        drjax reduction, uses two partitions side by side, or is bound to a mesh. With
-        `open_groups`, something in it depends on n, as a gather does, or the derivative
-        of a mean. The message names the equation and its source line.
+        drjax reduction, or is bound to a mesh. With `open_groups`, something in it
+        depends on n, as a gather does, or the derivative of a mean. The message names
+        the equation and its source line.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -180,8 +181,11 @@ def inline_and_infer(closed, names, declared) -> Environment:
     with outside_meshes():
         # Inlining traces equations, and a mesh in context would be part of their types.
         program = inline_calls(closed)
+    partitions = find_partitions(program)
+    partition = partitions[0] if partitions else None
+    if partition is not None and partitions[1:]:
+        program = separate(program, partition, partitions[1:])
     program.names = dict(zip(program.invars, names, strict=True))
-    partition = find_partition(program)
     for var, kind, argument in zip(program.invars, declared, names, strict=True):
         # What is declared global or left open fits any shape.
         if kind != PARTITIONED:
@@ -296,16 +300,15 @@ def _equations(program: InlinedJaxpr) -> Iterator[Any]:
                 yield from _equations(body)
 
 
-def find_partition(program: InlinedJaxpr) -> Partition | None:
-    """The partition of a program's building blocks, None if it calls none.
+def find_partitions(program: InlinedJaxpr) -> list[Partition]:
+    """The partitions of a program's building blocks, in the order of their first use.
 
     Args:
       program: The inlined jaxpr of the program.
 
     Raises:
-      PlanError: The program has two partitions, a mutable array, an equation bound to a
-        mesh (unless `drjax.jit` plans it), or a building block inside an equation that
-        has no plan.
+      PlanError: The program has a mutable array, an equation bound to a mesh (unless
+        `drjax.jit` plans it), or a building block inside an equation that has no plan.
     """
     partitions: dict[Partition, Any] = {}
     resizing: dict[tuple[Partition, Partition], Any] = {}
@@ -347,21 +350,7 @@ def find_partition(program: InlinedJaxpr) -> Partition | None:
     for pair, eqn in resizing.items():
         if not partitions.keys() & {*pair}:
             partitions.setdefault(min(pair, key=lambda p: p.size), eqn)
-    if not partitions:
-        return None
-    if len(partitions) > 1:
-        (first, _), (second, eqn) = list(partitions.items())[:2]
-        names = [str(first), str(second)]
-        # Partitions that print alike differ in their mesh axes.
-        if names[0] == names[1]:
-            names = [f"{p} with mesh_axes={p.mesh_axes}" for p in (first, second)]
-        raise PlanError(
-            f"The function uses two partitions side by side, {' and '.join(names)} "
-            f"({eqn.primitive.name} at {source_line(eqn)}). A plan has one: "
-            "call the second program inside a function given to drjax.map_fn, or plan "
-            "them one at a time."
-        )
-    return next(iter(partitions))
+    return [*partitions]
 
 
 # Primitives that name devices, or a layout on them.

@@ -121,6 +121,37 @@ def test_folds_are_in_the_order_of_the_groups():
     np.testing.assert_allclose(result, f(2.0, (x[:n], w[:n])), rtol=1e-5)
 
 
+def test_the_best_of_a_sweep():
+    """The best client's model with its loss: nothing is gathered, nothing else sent."""
+    n = 5
+
+    @drjax.program(clients=n)
+    def sweep(model, data):
+        work = lambda m, x, w: ((jnp.sqrt(x) - m) ** 2, jnp.array([m * w, x]))
+        losses, models = drjax.map_fn(work, (drjax.broadcast(model), *data))
+        better = lambda a, b: jax.tree.map(
+            lambda x, y: jnp.where(a["loss"] <= b["loss"], x, y), a, b
+        )
+        states = {"loss": losses, "model": models}
+        init = {"loss": jnp.inf, "model": 0.0}
+        return drjax.reduce(better, states, init, commutative=True)
+
+    x, w = slices_for(9)
+    args = np.float32(2), (x[:n], w[:n])
+    plan = drjax.make_plan(sweep)(*args)
+    result = flower.compile(plan, Grid(load, n), start=0.5)(args[0], flower.Clients())
+    jax.tree.map(np.testing.assert_allclose, result, jax.jit(sweep)(*args))
+
+
+def test_slices_of_a_population_are_refused():
+    f = drjax.program(clients=3)(
+        lambda p, x, i: drjax.reduce_sum(drjax.map_fn(jnp.add, (drjax.take(p, i), x)))
+    )
+    plan = drjax.make_plan(f)(np.ones(9), np.ones(3), np.arange(3))
+    text = "moves p between groups (take). A client's slices stay with it"
+    raises(drjax.DrjaxValueError, text, flower.compile, plan, Grid(load, 3))
+
+
 @pytest.mark.parametrize(
     "kind, text",
     [

@@ -198,19 +198,6 @@ def test_derivative_of_what_is_planned():
         jax.grad(drjax.jit(program))(X, 2.0)
 
 
-def test_two_partitions_side_by_side():
-    eight = drjax.program(silos=8)(drjax.reduce_mean)
-    text = refused(lambda x, y: mean_square(x).sum() + eight(y), X, np.arange(8.0))
-    assert "two partitions side by side, clients:4 and silos:8" in text
-    assert "inside a function given to drjax.map_fn" in text
-
-
-def test_one_partition_on_two_axes():
-    on_data = drjax.program(clients=N, mesh_axes="data")(drjax.reduce_mean)
-    text = refused(lambda x: mean_square(x).sum() + on_data(x).sum(), X)
-    assert "mesh_axes=('clients',) and clients:4 with mesh_axes=('data',)" in text
-
-
 def test_prints_of_all_slices():
     @four
     def prints(x):

@@ -243,13 +243,3 @@ def test_a_loop_of_rounds():
 )
 def test_errors(call, text):
     raises(drjax.DrjaxValueError, text, three(call), jnp.asarray(X3))
-
-
-def test_a_third_number_of_groups_has_no_plan():
-    f = drjax.program(clients=3)(
-        lambda p, i: drjax.reduce_sum(drjax.map_fn(jnp.sin, drjax.take(p, i)))
-    )
-    g = drjax.program(clients=4)(lambda p, i: drjax.take(p, i))
-    both = lambda p, i: (f(p, i), g(p, jnp.append(i, 0)))
-    p, _, i, _ = arguments(3, 7)
-    raises(drjax.PlanError, "two partitions side by side", drjax.make_plan(both), p, i)

@@ -24,7 +24,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 from drjax._jaxprs.walk import split_scan, split_while
-from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.environment import Environment, LoopKinds
 from drjax._planner.partitioning.kind import (
@@ -36,9 +35,9 @@ from drjax._planner.partitioning.kind import (
 )
 
 # Infers a body from the kinds of its arguments and of its results, as far as known.
-Body = Callable[[Sequence[Kind], Sequence[Kind]], Environment]
+Body = Callable[..., Environment]
 # The same, for any body.
-InferBody = Callable[[InlinedJaxpr, Sequence[Kind], Sequence[Kind]], Environment]
+InferBody = Callable[..., Environment]
 
 
 def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
@@ -126,7 +125,15 @@ def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
     return LoopKinds([GLOBAL, *operand_kinds], outs, branches)
 
 
-_RULES = {"scan": _scan, "while": _while, "cond": _cond}
+def _program(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    (infer_program,) = bodies
+    # What is partitioned over another partition is global to the program around it.
+    free = [FREE] * len(operands), [FREE] * len(results)
+    body = infer_program(*free, eqn.params["over"])
+    return LoopKinds([GLOBAL] * len(operands), [GLOBAL] * len(results), (body,))
+
+
+_RULES = {"scan": _scan, "while": _while, "cond": _cond, "program": _program}
 
 
 def check_loop(env: Environment, eqn) -> None:
@@ -183,6 +190,8 @@ def _required_of_bodies(eqn, loop: LoopKinds) -> list[tuple[Environment, list[Ki
     """
     results = list(loop.result_kinds)
     match eqn.primitive.name:
+        case "program":
+            return []  # any kinds over its partition
         case "scan":
             _, carry, _ = split_scan(eqn, eqn.invars)
             n_carry = len(carry)

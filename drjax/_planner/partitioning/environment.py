@@ -182,16 +182,19 @@ class Environment:
     def is_loop(self, eqn) -> bool:
         """Whether an equation is a loop of rounds, whose bodies have their own plans.
 
-        These are a `scan`, `while` or `cond` of which an operand is partitioned, as far
-        as inferred, or a body binds a building block over the partition; and the scans
-        that rematerialization has rewritten. Not among them is a scan that implies
-        communication, as its steps are the groups. Other loops are work of the server.
+        These are a `program` over another partition; a `scan`, `while` or `cond` of
+        which an operand is partitioned, as far as inferred, or a body binds a building
+        block over the partition; and the scans that rematerialization has rewritten.
+        Not among them is a scan that implies communication, as its steps are the
+        groups. Other loops are work of the server.
 
         Args:
           eqn: The equation, of any primitive.
         """
         if eqn.primitive.name not in CONTROL:
             return False
+        if eqn.primitive.name == "program":
+            return True
         # First, as the operands of such a scan over the groups are partitioned, too.
         if self.implicit_communication(eqn) is not None:
             return False

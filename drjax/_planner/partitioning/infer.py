@@ -235,6 +235,7 @@ def _infer_body(
     body: InlinedJaxpr,
     argument_kinds: Sequence[Kind],
     result_kinds: Sequence[Kind],
+    over: Partition | None = None,
 ) -> Environment:
     """Infer the kinds of a loop's body, up to the phase of the program around it.
 
@@ -247,6 +248,7 @@ def _infer_body(
       body: The inlined jaxpr of the body.
       argument_kinds: The kind of each argument of the body, as far as known; else free.
       result_kinds: The kind of each result of the body, as far as known; else free.
+      over: The partition of the body, if it has another one.
 
     Returns:
       The environment of the body; the same object for the same arguments.
@@ -258,4 +260,4 @@ def _infer_body(
     # inferred exponentially often.
     # An environment may be shared, as it is not written to after its inference.
     kinds = tuple(argument_kinds), tuple(result_kinds)
-    return body.memoize(infer_partitioning, body, partition, *kinds, phase)
+    return body.memoize(infer_partitioning, body, over or partition, *kinds, phase)

@@ -32,7 +32,12 @@ from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.kept_results import KeptResults
-from drjax.backends.engine.messages import File, kept_outputs, refuse_secure_sums
+from drjax.backends.engine.messages import (
+    File,
+    kept_outputs,
+    refuse_other_partitions,
+    refuse_secure_sums,
+)
 from drjax.backends.engine.number_of_groups import for_arguments
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.progress import Report, StageReport
@@ -69,7 +74,8 @@ class Runner:
         results to arguments, as `{1: 0}`, or None. See `drjax.backends.Kept`.
 
     Raises:
-      DrjaxValueError: The plan has a secure sum, and the engine does not meet it.
+      DrjaxValueError: The plan has a secure sum, and the engine does not meet it, or a
+        program over another partition.
 
     Attributes:
       plan: The plan.
@@ -95,6 +101,7 @@ class Runner:
         # Unless an engine says so itself: it must not be forgotten for a new one.
         if not secure:
             refuse_secure_sums(plan)
+        refuse_other_partitions(plan)
         # First, as it may refuse its arguments, and exporting a plan takes long.
         self.kept = KeptResults(plan, keep, engine, options)
         self.plan, self.engine, self.options = plan, engine, options

@@ -223,6 +223,22 @@ def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
     return [v for v in a_round.local.outputs if v.name in kept]
 
 
+def refuse_other_partitions(plan: Plan) -> None:
+    """Refuse a plan with programs over another partition, whose groups no worker has.
+
+    Raises:
+      DrjaxValueError: The plan, or a loop in it, has such a program.
+    """
+    for loop in plan.loops():
+        if loop.op == "program":
+            raise DrjaxValueError(
+                f"{plan.name} uses two partitions side by side, {plan.partition} and "
+                f"{loop.bodies[0].partition}. An engine's workers have the groups of "
+                "one: plan the two programs one at a time, or run the plan with "
+                "drjax.jit or on the reference backend."
+            )
+
+
 def refuse_secure_sums(plan: Plan) -> None:
     """Refuse a plan with a secure sum, for an engine whose processes see slices.
 

@@ -418,10 +418,14 @@ class _MeshInterpreter(PlanInterpreter):
     # Loops
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+        layout = self.layout
+        if loop.op == "program":  # over another partition, on the same mesh
+            layout = _layout_of(loop.bodies[0], layout and layout.mesh)
         bodies = [
-            _MeshInterpreter(body, self.layout, self.step, self.mesh)
-            for body in loop.bodies
+            _MeshInterpreter(body, layout, self.step, self.mesh) for body in loop.bodies
         ]
+        if loop.op == "program":
+            return bodies[0](inputs)
         inputs = [
             x if isinstance(x, Stacked) else self._typed(v, x)
             for v, x in zip(loop.inputs, inputs, strict=True)

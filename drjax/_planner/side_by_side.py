@@ -1,0 +1,152 @@
+"""Programs over several partitions, side by side: one equation for each but the first.
+
+Input: an inlined jaxpr with the building blocks of several partitions. Output: the same
+results, with building blocks of one partition, the plan's own. Those of another one are
+in the bodies of `program` equations, whose plans have rounds of their own:
+
+    x -> [blocks over A] -> y -> [blocks over B] -> z -> [blocks over A] -> ...
+                                 program over B
+
+What a `program` equation takes and gives are global values of the plan; those that are
+partitioned over B are slices in its body alone. Its body has the blocks over B, and the
+equations between them: what depends on one of them, and is taken by one of them.
+
+The equations are divided by stages of dependencies: a path from one body back to itself
+would pass through an equation outside of it. Let
+
+    stage(equation over B, or between two) = the least odd number
+    stage(other equation)                  = the least even number
+
+that is no less than that of any operand's definition; an equation is between two only
+if an operand is of an odd stage. Then each odd stage is one body.
+
+Invariants: a body is no bigger than its stage, and no equation is computed twice. Sharp
+edges: work on slices of B after its last block is the server's.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from drjax import _compat
+from drjax._jaxprs.walk import variables
+from drjax._partition import Partition
+from drjax._planner.inline import BLOCKS, CONTROL, InlinedJaxpr, uses_blocks
+from drjax._primitives.routes import partitions_of
+
+program_p = Primitive("program")
+program_p.multiple_results = True
+
+
+def separate(
+    program: InlinedJaxpr, own: Partition, others: Iterable[Partition]
+) -> InlinedJaxpr:
+    """Move the building blocks of other partitions to bodies of `program` equations.
+
+    Args:
+      program: The inlined jaxpr.
+      own: The partition of the plan.
+      others: The other partitions.
+
+    Returns:
+      The inlined jaxpr, with the same arguments and results.
+    """
+    others = [*others]
+    for other in others:
+        program = _Separation(program, own, other, others).result()
+    return program
+
+
+class _Separation:
+    """The separation of the building blocks of one partition.
+
+    Args:
+      program: The inlined jaxpr.
+      own: The partition of the plan.
+      other: The partition whose blocks are moved to bodies.
+      others: All partitions but the plan's own.
+    """
+
+    def __init__(self, program: InlinedJaxpr, own, other, others):
+        self.program, self.own, self.other = program, own, other
+        self.partitions = [own, *others]
+        self.used = [self._used_by(eqn) for eqn in program.eqns]
+        self.stages = self._stages()
+
+    def result(self) -> InlinedJaxpr:
+        """The inlined jaxpr with the bodies."""
+        program, bodies = self.program, dict(self.program.known_bodies)
+        for eqn, used in zip(program.eqns, self.used, strict=True):
+            if {self.own, self.other} <= used and eqn.primitive.name in CONTROL:
+                inner = [self.own, self.other]
+                bodies[eqn] = tuple(
+                    separate(body, inner[0], inner[1:]) for body in program.bodies(eqn)
+                )
+        groups: dict[int, list] = {}
+        for eqn, stage in zip(program.eqns, self.stages, strict=True):
+            groups.setdefault(stage, []).append(eqn)
+        eqns: list[Any] = []
+        for stage, members in sorted(groups.items()):
+            if stage % 2:
+                eqns.append(self._body(stage, members, bodies))
+            else:
+                eqns += members
+        return InlinedJaxpr(
+            program.invars, eqns, program.outvars, program.consts, bodies
+        )
+
+    def _used_by(self, eqn) -> set[Partition]:
+        """The partitions over which an equation binds building blocks, at any depth."""
+        if eqn.primitive in BLOCKS:
+            return {*partitions_of(eqn)}
+        if eqn.primitive is program_p:
+            return {eqn.params["over"]}
+        if eqn.primitive.name not in CONTROL:
+            return set()
+        jaxprs = [*_compat.jaxprs_in(eqn.params)]
+        return {p for p in self.partitions if any(uses_blocks(j, p) for j in jaxprs)}
+
+    def _stages(self) -> list[int]:
+        """For each equation its stage; an odd number for those of a body."""
+        eqns = self.program.eqns
+        blocks = [self.other in used and self.own not in used for used in self.used]
+        # What blocks of the other partition take, not through blocks of others.
+        needed: set[Any] = set()
+        between = [False] * len(eqns)
+        for i, eqn in reversed([*enumerate(eqns)]):
+            between[i] = not self.used[i] and any(v in needed for v in eqn.outvars)
+            if blocks[i] or between[i]:
+                needed.update(variables(eqn.invars))
+        stage_of: dict[Any, int] = {}
+        stages = []
+        for i, eqn in enumerate(eqns):
+            least = max((stage_of.get(v, 0) for v in variables(eqn.invars)), default=0)
+            # Between two blocks is what depends on one: what precedes all is outside.
+            inside = blocks[i] or (between[i] and least % 2 == 1)
+            stages.append(least + (least % 2 != inside))
+            stage_of.update(dict.fromkeys(eqn.outvars, stages[-1]))
+        return stages
+
+    def _body(self, stage: int, members: list, bodies: dict):
+        """The `program` equation of a stage.
+
+        Args:
+          stage: The stage, an odd number.
+          members: Its equations.
+          bodies: The bodies of equations, to which the new one is added.
+        """
+        defined = {v for eqn in members for v in eqn.outvars}
+        taken = dict.fromkeys(v for eqn in members for v in variables(eqn.invars))
+        outside = {*variables(self.program.outvars)}
+        for eqn, number in zip(self.program.eqns, self.stages, strict=True):
+            outside.update(variables(eqn.invars) if number != stage else ())
+        invars = [v for v in taken if v not in defined]
+        outvars = [v for eqn in members for v in eqn.outvars if v in outside]
+        effects = frozenset(effect for eqn in members for effect in eqn.effects)
+        # Errors name the line of a building block.
+        first = next(eqn for eqn in members if self.other in self._used_by(eqn))
+        new = _compat.new_eqn(first, invars, outvars, {"over": self.other}, effects)
+        new = new.replace(primitive=program_p)
+        bodies[new] = (InlinedJaxpr(invars, members, outvars, {}, dict(bodies)),)
+        return new
