@@ -51,22 +51,24 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
 
 
 def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Reshard the operands of an `add_any`, which JAX adds only in one sharding.
+    """Reshard the operands of an `add_any` or `select_n`, which need one sharding.
 
     Args:
-      eqn: Any equation; the operands of others than `add_any` stay as they are.
+      eqn: Any equation; the operands of others stay as they are.
       operands: Its operands, arrays or tracers.
 
     Returns:
       The operands, in the sharding of the first that is sharded over Explicit axes.
     """
-    if eqn.primitive.name != "add_any":
+    if eqn.primitive.name not in ("add_any", "select_n"):
         return operands
-    left, right = (jax.typeof(x).sharding for x in operands)
-    if left.spec == right.spec:
+    # A scalar selects whole arrays.
+    shardings = [jax.typeof(x).sharding for x in operands if jax.typeof(x).ndim]
+    if len({sharding.spec for sharding in shardings}) < 2:
         return operands
-    sharding = left if _is_sharded(operands[0]) else right
-    return [jax.sharding.reshard(x, sharding) for x in operands]
+    sharding = next(s for s in shardings if any(part is not None for part in s.spec))
+    reshard = lambda x: jax.sharding.reshard(x, sharding) if jax.typeof(x).ndim else x
+    return [*map(reshard, operands)]
 
 
 def _is_sharded(x: Any) -> bool:

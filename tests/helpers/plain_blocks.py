@@ -106,9 +106,10 @@ def _fold(combine, x, init):
     return init
 
 
-def _put(x, index, add=False):
-    zeros = jnp.zeros_like(x)
-    return zeros.at[index].add(x) if add else zeros.at[index].set(x)
+def _put(x, index, into=None, add=False):
+    if into is None:
+        into = jnp.zeros((partition_size(), *x.shape[1:]), x.dtype)
+    return into.at[index].add(x) if add else into.at[index].set(x)
 
 
 PLAIN = types.SimpleNamespace(

@@ -461,4 +461,29 @@ def moved(x, j):
     return works[j % len(works)]()
 
 
+@step("p1 gn", "p1", variants=3)
+def cohort(x, population, j):
+    """Slices that move between the groups and a population of twice as many."""
+    n, population = len(x), jnp.concatenate([population, 0.5 * population])
+    index, twice = (jnp.arange(n) + j) % (2 * n), jnp.arange(2 * n)
+    works = (
+        lambda: blocks.take(population, index),
+        lambda: blocks.take(blocks.put(x, index, into=population), index // 2),
+        lambda: bounded(blocks.put(blocks.take(x, twice // 2), twice % n, add=True)),
+    )
+    return works[j % len(works)]()
+
+
+@step("gn g1", "g1")
+def beside(x, g, j):
+    """A program over another partition, side by side with the random one."""
+
+    @blocks.program(others=len(x) + 1)
+    def other(x, g):
+        y = blocks.map_fn(lambda a, g: jnp.sin(a * g), (x, blocks.broadcast(g)))
+        return blocks.reduce_mean(y)
+
+    return other(jnp.concatenate([x, x[:1]]), g)
+
+
 NEW = [name for name in STEPS if STEPS[name].fn.__module__ == __name__]

@@ -13,6 +13,7 @@ import pytest
 import drjax
 from benchmarks import hlo
 from drjax.backends import in_process, reference
+from drjax.backends.xla import reuse_accumulators
 from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import hlo_text, temp_bytes
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
@@ -195,6 +196,24 @@ def test_the_ledger_has_the_moves():
     assert (ledger.down(), ledger.up(), ledger.between()) == (0, 0, 2 * 12)
     # Zeros and slices for 4 groups, and the slices of a device's groups.
     assert ledger.reduced_per_device() == (4 + 2) * 12
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_rounds_that_reuse_accumulators(kind, monkeypatch):
+    """A sum and a put in one round; the population is on all devices, or divided."""
+    monkeypatch.setattr(reuse_accumulators, "LARGE", 0)
+
+    @drjax.program(clients=4)
+    def f(total, p, i):
+        y = drjax.map_fn(jnp.sin, drjax.take(p, i))
+        return total + drjax.reduce_sum(y), drjax.put(y, i, into=p)
+
+    p, _, i, _ = arguments(4, 8)
+    want = f(p[0], p, i)
+    with jax.set_mesh(make_mesh({"clients": 2}, kind)):
+        run = drjax.jit(f, groups_per_step=1)
+        for population in (p, drjax.shard(p, partition={"clients": 8})):
+            jax.tree.map(near, run(p[0], population, i), want)
 
 
 def test_inside_a_shard_map():

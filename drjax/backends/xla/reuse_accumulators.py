@@ -157,11 +157,14 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
 
     Returns:
       The reuse. None if the results that could reuse buffers are small (less than
-      `LARGE` bytes) or have symbolic dimensions, if the round has loops, or if the end
-      of the round cannot be the step of a loop.
+      `LARGE` bytes) or have symbolic dimensions, if the round has loops, folds or moves
+      to a population, or if the end of the round cannot be the step of a loop.
     """
     # A loop that starts with the round's results needs them before the next stage.
     if plan.rounds[index].loops:
+        return None
+    # The server stage may take what a move gives to a population, after the sums.
+    if any(not move.result.partitioned for move in plan.rounds[index].moves):
         return None
     # A part of a sum cannot take the buffer of the whole sum.
     if any(reduce.sharded for reduce in plan.rounds[index].reduces):
