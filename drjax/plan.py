@@ -10,7 +10,6 @@ partitioned value, whose slice i only group i keeps. This module holds data only
 `drjax.make_plan` builds plans, and backends run them.
 """
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
