@@ -98,7 +98,7 @@ def test_plans(tmp_path):
     assert "over partition clients:4: mean(" in str(plan)
     ledger = plan.communication(devices=2)
     inner = [m for m in ledger.messages if m.round == "2.program.1"]
-    assert [(m.op, m.groups) for m in inner] == [("broadcast", 4), ("mean", 4)]
+    assert [(m.op, m.levels[-1].size) for m in inner] == [("broadcast", 4), ("mean", 4)]
     plan.draw(tmp_path / "plan.svg")
     plan.save(tmp_path / "plan.drjax")
     loaded = drjax.load_plan(tmp_path / "plan.drjax")
