@@ -3,7 +3,8 @@
     compile_plan -> chunked_stage (the groups of a device) -> reuse_accumulators
                     fold_states (states of chunks and devices, in order)
 
-`inner_programs` streams the programs inside a group's stage in the same way.
+`inner_programs` streams the levels inside a group's stage in the same way, and
+`merge_levels` reduces over both levels by one collective.
 `step_size` decides how many groups of a device run at once; `kept_run` donates the
 arguments that results stay in.
 """

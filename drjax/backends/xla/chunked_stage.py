@@ -12,7 +12,7 @@ Sharp edges: a stage from a plan file has its mask as an input and its own reduc
 one that was planned in this process is batched by `jax.vmap` here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,8 @@ class ChunkedStage:
       kept: The outputs of the stage to return as slices, because they are read later.
       shared: The arrays of the global inputs of the stage, in order.
       inner: What `run_inner_levels` returns for the stage.
+      merged: The outputs of the stage that are partial reductions over its inner level,
+        `[m, *s]`.
     """
 
     def __init__(
@@ -72,10 +74,11 @@ class ChunkedStage:
         kept: list[Value],
         shared: list,
         inner: Callable | None = None,
+        merged: Collection[str] = (),
     ):
         self.layout, self.stage, self.kept = layout, stage, kept
         self.reduces, self.folds, self.shared = reduces, folds, shared
-        self._inner = inner
+        self._inner, self._merged = inner, merged
         names = [v.name for v in stage.outputs]
         self._states = [[names.index(v.name) for v in f.fold.sources] for f in folds]
         self._sources = [names.index(r.source.name) for r in reduces]
@@ -174,7 +177,11 @@ class ChunkedStage:
             return (i + 1, totals), kept
 
         empty = _empty_accumulators(
-            self.reduces, self.folds, steps, lambda: chunk(jnp.int32(0), step)
+            self.reduces,
+            self.folds,
+            steps,
+            lambda: chunk(jnp.int32(0), step),
+            bool(self._merged),
         )
         # The counter is a carry and not an input: see `take` above.
         (_, totals), kept = lax.scan(body, (jnp.int32(0), empty), length=steps)
@@ -349,6 +356,7 @@ def _empty_accumulators(
     folds: list[FoldWork],
     steps: int,
     chunk: Callable[[], tuple],
+    other_shapes: bool = False,
 ) -> list[Running | RunningFold]:
     """The accumulators with which a scan over chunks starts: one for each reduction.
 
@@ -361,6 +369,7 @@ def _empty_accumulators(
       steps: The number of chunks, on which it depends which sums are compensated.
       chunk: A function without arguments that runs one chunk, and returns
         `(partial reductions, slices)`. It is only traced, for the types of results.
+      other_shapes: Whether a reduction has another shape than its result.
     """
     shapes = [(reduce.source.shape, sum_dtype(reduce)) for reduce in reduces]
     types = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -368,7 +377,7 @@ def _empty_accumulators(
     # varying axes inside a user's shard_map(check_vma=True).
     kinds = jax.sharding.get_abstract_mesh().axis_types
     states: list = []
-    if AxisType.Explicit in kinds or _compat.check_vma() or folds:
+    if AxisType.Explicit in kinds or _compat.check_vma() or folds or other_shapes:
         types = jax.eval_shape(chunk)[0]
         types, states = types[: len(reduces)], types[len(reduces) :]
     accumulators: list[Running | RunningFold] = []

@@ -51,7 +51,6 @@ from drjax.backends.xla import step_size
 from drjax.backends.xla.chunked_stage import (
     ChunkedStage,
     call,
-    finish,
     result_specs,
 )
 from drjax.backends.xla.fold_states import (
@@ -73,6 +72,7 @@ from drjax.backends.xla.inner_programs import (
     run_inner_levels,
 )
 from drjax.backends.xla.kept_run import KeptRun
+from drjax.backends.xla.merge_levels import InnerLevels
 from drjax.backends.xla.reuse_accumulators import (
     AccumulatorReuse,
     find_reuse,
@@ -302,12 +302,20 @@ class _MeshInterpreter(PlanInterpreter):
       layout: How its partition is laid out on the mesh; None without a partition.
       step: How many of a device's groups run at once; None: all.
       mesh: The mesh that the user passed, for inner levels; None: the one in context.
+      partial: The names of reductions of which the devices' partial reductions are
+        results, `[m, *s]`.
     """
 
     def __init__(
-        self, plan: Plan, layout: Layout | None, step: int | None, mesh: Any = None
+        self,
+        plan: Plan,
+        layout: Layout | None,
+        step: int | None,
+        mesh: Any = None,
+        partial: frozenset[str] = frozenset(),
     ):
         self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
+        self._partial = partial
         self._kept, self._folded = plan.kept(), folded_slices(plan)
 
     def __call__(self, inputs: Iterable) -> list:
@@ -345,12 +353,14 @@ class _MeshInterpreter(PlanInterpreter):
         streams = self.step is not None and self.step < layout.per_device
         if streams and layout.sharded:
             _check_known_shapes(stage)
-        # Without a scan over chunks there are no running sums to alias.
-        reuse = find_reuse(self.plan, index) if streams else None
         kept = [v for v in stage.outputs if v.name in self._kept]
+        levels = InnerLevels.of_round(layout, a_round, kept, self.mesh, self._partial)
+        # Without a scan over chunks there are no running sums to alias.
+        aliases = streams and not levels.merged and not levels.partial
+        reuse = find_reuse(self.plan, index) if aliases else None
         combine = reuse is None  # else the reuse of accumulators combines the devices
         totals, stacks = _run_groups(
-            layout, a_round, kept, env, self.step, combine, self.mesh
+            layout, a_round, kept, env, self.step, combine, levels
         )
         if reuse is None:
             results = [v for fold in a_round.folds for v in fold.results]
@@ -476,7 +486,7 @@ def _run_groups(
     env: Environment,
     step: int | None,
     combine: bool,
-    mesh: Any,
+    levels: InnerLevels,
 ) -> tuple[list, list]:
     """Run the local stage of a round for all groups, on all devices, and reduce.
 
@@ -487,7 +497,7 @@ def _run_groups(
       env: The arrays so far, from which the inputs of the stage are read.
       step: How many of a device's groups run at once; None: all.
       combine: Whether to combine the devices' partial reductions.
-      mesh: The mesh that the user passed, for inner levels; None: the one in context.
+      levels: How reductions are combined with those of inner and outer levels.
 
     Returns:
       `(totals, stacks)`: for each reduction but gathers its result `[*s]`, and then the
@@ -514,7 +524,9 @@ def _run_groups(
     stage = prepare(stage)
     inner = None
     if not (folds and stage.exported is not None):  # only its own batch folds states
-        inner = run_inner_levels(stage, _MeshInterpreter, step, mesh, by_vmap)
+        inner = run_inner_levels(
+            stage, _MeshInterpreter, step, levels.mesh, by_vmap, levels.merged
+        )
 
     # A `Stacked` array is passed as two operands: the array, and the position in it.
     stacked = [isinstance(x, Stacked) for x in slices]
@@ -528,7 +540,9 @@ def _run_groups(
         *args, first = args
         args, indices = args[len(positions) :], iter(args[: len(positions)])
         works = with_arrays(prepared, args[count : len(shared)])
-        chunked = ChunkedStage(layout, stage, reduces, works, kept, args[:count], inner)
+        chunked = ChunkedStage(
+            layout, stage, reduces, works, kept, args[:count], inner, levels.merged
+        )
         pairs = zip(args[len(shared) :], stacked, strict=True)
         own = [
             Stacked(x, next(indices)) if is_stacked else x for x, is_stacked in pairs
@@ -544,7 +558,7 @@ def _run_groups(
         works = with_arrays(prepared, args[count : len(shared)])
         sums, states = totals[: len(reduces)], totals[len(reduces) :]
         folded = finish_folds(layout, works, states)
-        return [*finish(layout, reduces, sums), *folded, *stacks]
+        return [*levels.finish(layout, stage, reduces, sums), *folded, *stacks]
 
     # On Explicit axes, a sharded result has another type than an operand.
     shared = [as_operand(x, layout, False) for x in shared]
@@ -564,6 +578,8 @@ def _run_groups(
     each = [None] * results
     if combine:
         each = [*result_specs(layout, reduces), *[False] * (results - len(reduces))]
+        for i, reduce in enumerate(reduces):
+            each[i] = None if reduce.result.name in levels.partial else each[i]
     outputs = [*each, *[True] * len(kept)]
     # As in the surrounding code: users' loops inside were traced under it.
     operands = [*positions, *shared, *slices]

@@ -115,17 +115,24 @@ def constants_in_chunks(loop: Loop) -> frozenset[int]:
 
 
 def run_inner_levels(
-    stage: Stage, interpreter: Callable, step: int | None, mesh: Any, by_vmap: bool
+    stage: Stage,
+    interpreter: Callable,
+    step: int | None,
+    mesh: Any,
+    by_vmap: bool,
+    merged: dict[str, str],
 ) -> Callable | None:
     """Make the function that runs the plan of the inner level of a local stage.
 
     Args:
       stage: The stage.
-      interpreter: `interpreter(plan, layout, step, mesh)` makes a function of flat
-        inputs that runs a plan.
+      interpreter: `interpreter(plan, layout, step, mesh, partial)` makes a function of
+        flat inputs that runs a plan; `partial` are the names of reductions of which
+        it returns those of the devices, `[m, *s]`.
       step: How many groups run at once; None: all, and nothing is streamed.
       mesh: The mesh that the user passed; None: the one in context.
       by_vmap: Whether a `vmap` over all groups runs the stage.
+      merged: The result of `merge_levels.reductions_to_merge`.
 
     Returns:
       `run(*args)`, from the arguments of the stage's jaxpr to the list of its outputs;
@@ -142,8 +149,13 @@ def run_inner_levels(
     def run(*args):
         # Here, as the axes of outer levels are Manual inside of their `shard_map`.
         layout = layout_inside(inner.levels[0], mesh)
-        outs = interpreter(inner, layout, step, mesh)(args)
-        return as_arrays(outs, [value.dtype for value in stage.outputs])
+        partial = frozenset(merged.values())
+        outs = interpreter(inner, layout, step, mesh, partial)(args)
+        pairs = zip(outs, stage.outputs, strict=True)
+        # Partial reductions have the dtype of accumulators.
+        return [
+            x if v.name in merged else as_arrays([x], [v.dtype])[0] for x, v in pairs
+        ]
 
     return run
 

@@ -1,6 +1,6 @@
 """Inner levels run in chunks of their groups, and on mesh axes of their own.
 
-Covers: drjax.backends.xla.inner_programs.
+Covers: drjax.backends.xla.inner_programs, drjax.backends.xla.merge_levels.
 """
 
 from typing import Any
@@ -149,10 +149,52 @@ def test_one_all_reduce_for_each_level_and_round_over_its_axis_only(step):
             for f in (two_means, jax.value_and_grad(two_means))
         }
     value, gradient = compiled.values()
-    axes = lambda module: sorted(c.axes for c in module.collectives)
+    axes = lambda module: sorted(tuple(sorted(c.axes)) for c in module.collectives)
     assert {c.kind for m in compiled.values() for c in m.collectives} == {"all-reduce"}
     assert axes(value) == [("groups",), ("pods",)]
-    assert axes(gradient) == [("groups",), ("groups",), ("pods",)]
+    # The gradient of what is broadcast to both levels is a sum over both.
+    assert axes(gradient) == [("groups",), ("groups", "pods"), ("pods",)]
+
+
+@drjax.program(pods=5, groups=6)
+def over_both(model, data):
+    one = lambda m, x: (jnp.sin(m * x), jnp.bfloat16(x[:3]))
+    values, half = drjax.map_fn(one, (drjax.broadcast(model), data))
+    means = drjax.reduce_mean(values, over="groups")
+    used_twice = drjax.map_fn(jnp.square, means, over="pods")
+    return (
+        drjax.reduce_sum(values), drjax.reduce_mean(values), drjax.reduce_mean(half),
+        drjax.reduce_max(values), drjax.reduce_min(values).sum(),
+        drjax.reduce_sum(drjax.reduce_mean(half, over="groups"), over="pods"),
+        drjax.reduce_sum(drjax.reduce_max(values, over="groups"), over="pods"),
+        drjax.reduce_sum(means, over="pods"),
+        drjax.reduce_mean(used_twice, over="pods"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [BOTH, {"pods": 4, "groups": 2}])
+def test_reductions_over_both_levels(shape):
+    data = jnp.asarray(RNG.randn(5, 6, 64), jnp.float32)
+    expected = jax.jit(over_both)(MODEL, data)
+    with in_mesh_of(shape):
+        for step in (None, 1, 2):
+            result = drjax.jit(over_both, groups_per_step=step)(MODEL, data)
+            for a, b in zip(result, expected, strict=True):
+                assert a.dtype == b.dtype
+                rtol = 1e-5 if a.dtype == jnp.float32 else 2e-2
+                np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("step", [None, 1])
+@pytest.mark.parametrize("block", ["reduce_sum", "reduce_mean", "reduce_max"])
+def test_a_reduction_over_both_levels_is_one_all_reduce(block, step):
+    reduce = getattr(drjax, block)
+    fn = drjax.program(pods=4, groups=8)(lambda x: reduce(drjax.map_fn(jnp.sin, x)))
+    with in_mesh_of(BOTH):
+        data = drjax.shard(make(4, 8)[1], partition=LEVELS)
+        text = hlo_text(drjax.jit(fn, groups_per_step=step), data)
+    (collective,) = Module(text, BOTH).collectives
+    assert sorted(collective.axes) == ["groups", "pods"] and collective.times == 1
 
 
 def test_inner_programs_with_effects_run_as_they_are():

@@ -1,0 +1,183 @@
+"""Reductions over two levels: one collective over the mesh axes of both.
+
+Input: a round whose local stage has the plan of an inner level. Output: which of its
+reductions are reductions over both levels, and their results. With D_d and E_e the
+outer and inner groups of a device,
+
+    sum_i sum_j x_ij = sum_{d,e} (sum_{i in D_d} sum_{j in E_e} x_ij)
+
+The inner level returns the sums over E_e, one for each device e; the loop over the
+outer groups adds them up over D_d; and one collective combines all devices. The same
+holds for means, and for maxima and minima.
+
+Invariants: values are those of the two reductions, up to the order of the operations.
+Sharp edges: such a round has no reuse of accumulators; reductions that are encoded,
+sharded or secure, and results that are read besides, are combined level by level.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from drjax import _compat
+from drjax._primitives.map_lowering import lowers_by_vmap
+from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax._sharding.execute import shard_map
+from drjax._sharding.layout import Layout
+from drjax.backends._interpret_plan import reads_after_server
+from drjax.backends.xla.chunked_stage import finish
+from drjax.backends.xla.inner_programs import layout_inside
+from drjax.plan import Reduce, Round, Stage, Value
+
+
+@dataclass(frozen=True)
+class InnerLevels:
+    """How the reductions of a round are combined with those of other levels.
+
+    Attributes:
+      mesh: The mesh that the user passed; None: the one in context.
+      merged: What `reductions_to_merge` returns for the round.
+      partial: The results that stay partial reductions of the devices, `[m, *s]`, as an
+        outer level combines them.
+    """
+
+    mesh: Any
+    merged: dict[str, str]
+    partial: frozenset[str]
+
+    @classmethod
+    def of_round(
+        cls,
+        layout: Layout,
+        a_round: Round,
+        kept: list[Value],
+        mesh: Any,
+        partial: frozenset[str],
+    ) -> "InnerLevels":
+        """How the reductions of a round are combined with those of its inner level.
+
+        Args:
+          layout: How the groups of the round are laid out.
+          a_round: The round.
+          kept: The outputs of its local stage that are returned as slices.
+          mesh, partial: As of the result.
+        """
+        stage, merged = a_round.local, {}
+        by_vmap = lowers_by_vmap(layout, stage.jaxpr)
+        effects = bool(_compat.effects_of(stage.jaxpr))
+        known = layout.spec_entry is None and not a_round.folds
+        if stage.inner is not None and known and not (by_vmap or effects):
+            inner = layout_inside(stage.inner.levels[0], mesh)
+            if not set(inner.axes) & set(layout.axes):
+                merged = reductions_to_merge(stage, a_round.partials, kept, inner)
+        return cls(mesh, merged, partial)
+
+    def finish(
+        self, layout: Layout, stage: Stage, reduces: list[Reduce], totals: list
+    ) -> list:
+        """Combine and finish the partial reductions of a device, each in its way.
+
+        Args:
+          layout: How the groups are laid out.
+          stage: The local stage.
+          reduces: The reductions, without gathers.
+          totals: For each its partial reduction.
+        """
+        results: list[Any] = [None] * len(totals)
+        plain: list[int] = []
+        merged: list[int] = []
+        for i, reduce in enumerate(reduces):
+            if reduce.source.name in self.merged:
+                merged.append(i)
+            elif reduce.result.name in self.partial:
+                results[i] = _finish_locally(layout, reduce, totals[i])
+            else:
+                plain.append(i)
+        parts = lambda xs, chosen: [xs[i] for i in chosen]
+        done = finish(layout, parts(reduces, plain), parts(totals, plain))
+        if merged:
+            assert stage.inner is not None
+            inner = layout_inside(stage.inner.levels[0], self.mesh)
+            done += _finish_merged(
+                layout, inner, parts(reduces, merged), parts(totals, merged)
+            )
+        for i, x in zip([*plain, *merged], done, strict=True):
+            results[i] = x
+        return results
+
+
+def reductions_to_merge(
+    stage: Stage, reduces: Sequence[Reduce], kept: Sequence[Value], layout: Layout
+) -> dict[str, str]:
+    """The outputs that are reductions over the inner level, and only reduced.
+
+    Args:
+      stage: The stage of the outer groups, with the plan of its inner level.
+      reduces: The reductions over the outer groups.
+      kept: The outputs of the stage that are returned as slices.
+      layout: How the inner groups are laid out.
+
+    Returns:
+      A dict from names of outputs of the stage to those of the results in the plan of
+      the inner level.
+    """
+    inner = stage.inner
+    if inner is None or not layout.sharded or layout.spec_entry is not None:
+        return {}
+    plain = lambda r: not (r.wire or r.sharded or r.secure or r.op == "gather")
+    inside = {r.result.name: r for x in inner.rounds for r in x.reduces if plain(r)}
+    read = {v.name for v in inner.server.inputs} | {v.name for v in kept}
+    for a_round in inner.rounds:
+        read |= {v.name for v in (*a_round.server.inputs, *reads_after_server(a_round))}
+    merged = {}
+    names = [v.name for v in inner.outputs]
+    for output, name in zip(stage.outputs, names, strict=True):
+        outer = [r for r in reduces if r.source.name == output.name]
+        if name not in inside or name in read or output.name in read or not outer:
+            continue
+        ops = {REDUCE_OPS[r.op] for r in (inside[name], *outer)}
+        same = len(ops) == 1 or all(op.additive for op in ops)
+        if same and all(map(plain, outer)) and names.count(name) == 1:
+            merged[output.name] = name
+    return merged
+
+
+def _finish_locally(layout: Layout, reduce: Reduce, total):
+    """Finish a partial reduction, to be merged with one over an outer level.
+
+    Args:
+      layout: How the inner groups are laid out.
+      reduce: The reduction over them.
+      total: Its partial reduction on this device, `[*s]`, in the accumulator dtype.
+
+    Returns:
+      The same, `[1, *s]`; of a mean its part, as its `finish` is linear.
+    """
+    return REDUCE_OPS[reduce.op].finish(total, layout.partition.size)[None]
+
+
+def _finish_merged(
+    layout: Layout, inner: Layout, reduces: list[Reduce], totals: list
+) -> list:
+    """Combine the partial reductions of the devices of two levels, by one collective.
+
+    Args:
+      layout: How the outer groups are laid out.
+      inner: How the inner groups are laid out, on m devices.
+      reduces: The reductions.
+      totals: For each the partial reductions of these m devices, `[m, *s]`.
+
+    Returns:
+      The global value of each reduction, `[*s]`.
+    """
+    axes, devices = (*layout.axes, *inner.axes), layout.devices * inner.devices
+    both = replace(layout, axes=axes, devices=devices)
+
+    def body(*totals):
+        return tuple(finish(both, reduces, [x[0] for x in totals]))
+
+    specs = tuple(P(inner.axes) for _ in totals)
+    whole = tuple(P() for _ in totals)
+    return list(shard_map(inner, body, specs, whole, _compat.check_vma())(*totals))
