@@ -562,10 +562,9 @@ def _run_groups(
 
     # On Explicit axes, a sharded result has another type than an operand.
     shared = [as_operand(x, layout, False) for x in shared]
-    partitioned = [False] * (len(positions) + len(shared))
-    partitioned += [P(None, layout.axes) if x else True for x in stacked]
     if by_vmap:
         args = [*shared, *slices]
+        partitioned = [False] * len(shared) + [True] * len(slices)
         totals, stacks = vmap_over_devices(layout, work, args, partitioned)
         if not combine:
             return totals, stacks
@@ -582,9 +581,10 @@ def _run_groups(
             each[i] = None if reduce.result.name in levels.partial else each[i]
     outputs = [*each, *[True] * len(kept)]
     # As in the surrounding code: users' loops inside were traced under it.
-    operands = [*positions, *shared, *slices]
+    operands, whole = [*positions, *shared, *slices], len(positions) + len(shared)
+    divided = [P(None, layout.axes) if x else True for x in stacked]
     outs = shard_map_over_devices(
-        layout, body, operands, partitioned, outputs, _compat.check_vma(),
+        layout, body, operands, [False] * whole + divided, outputs, _compat.check_vma(),
         with_first_index=True,
     )  # fmt: skip
     return outs[:results], outs[results:]
