@@ -85,6 +85,51 @@ def _add_exponentials(a, b):
     return jnp.logaddexp(a, b)
 
 
+def _matrices(x):
+    """Matrices near the identity, `[..., d / 16, 4, 4]`."""
+    x = x.reshape(*x.shape[:-1], -1, 4, 4) / 16
+    return x + jnp.broadcast_to(jnp.eye(4), x.shape)
+
+
+def _product(matrices):
+    """The product of `[k, ...]` matrices by a balanced tree."""
+    while len(matrices) > 1:
+        matrices = matrices[::2] @ matrices[1::2]
+    return matrices[0]
+
+
+def _product_of_devices(x):
+    return _product(lax.all_gather(_product(_matrices(x)), _AXIS))
+
+
+def _product_of_groups(x):
+    neutral = jnp.broadcast_to(jnp.eye(4), (x.shape[1] // 16, 4, 4))
+    return drjax.reduce(jnp.matmul, drjax.map_fn(_matrices, x), neutral)
+
+
+def _put(x):
+    slices = jnp.zeros((N, x.shape[1])).at[_own(_traced_index())].add(x)
+    return lax.psum_scatter(slices, _AXIS, tiled=True)
+
+
+def _own(index):
+    """The part of an index `[n]` that is for the groups of the device."""
+    return lax.dynamic_slice_in_dim(index, lax.axis_index(_AXIS) * _K, _K)
+
+
+def _argmax(x):
+    largest = lax.pmax(x.max(0), _AXIS)
+    group = lax.axis_index(_AXIS) * _K + jnp.arange(_K)
+    attained = jnp.where(x == largest[None], group[:, None], N)
+    return lax.pmin(attained.min(0), _AXIS)
+
+
+def _select(x):
+    group = lax.axis_index(_AXIS) * _K + jnp.arange(_K)
+    chosen = (group == _traced_index()[0])[:, None]
+    return lax.psum(jnp.where(chosen, x, 0).sum(0), _AXIS)
+
+
 def _segments(x):
     ids = (lax.axis_index(_AXIS) * _K + jnp.arange(_K)) % 3
     return lax.psum(jax.ops.segment_sum(x, ids, 3), _AXIS)
@@ -175,6 +220,31 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
         _sharded(_logsumexp, P()),
         lambda x: jax.nn.logsumexp(x, axis=0),
     ),
+    "product of matrices": (
+        _product_of_groups,
+        _sharded(_product_of_devices, P(), False),
+        lambda x: _product(_matrices(x)),
+    ),
+    "gradient of a product": (
+        jax.grad(_program(lambda x: _product_of_groups(x).sum())),
+        jax.grad(lambda x: _sharded(_product_of_devices, P(), False)(x).sum()),
+        jax.grad(lambda x: _product(_matrices(x)).sum()),
+    ),
+    "put, traced index": (
+        lambda x: drjax.put(x, _traced_index(), add=True),
+        _sharded(_put, P(_AXIS)),
+        lambda x: _constrained(jnp.zeros_like(x).at[_traced_index()].add(x), P(_AXIS)),
+    ),
+    "group of the maximum": (
+        drjax.reduce_argmax,
+        _sharded(_argmax, P()),
+        lambda x: jnp.argmax(x, axis=0),
+    ),
+    "slice of one group": (
+        lambda x: drjax.select(x, _traced_index()[0]),
+        _sharded(_select, P()),
+        lambda x: x[_traced_index()[0]],
+    ),
     "sum of 3 segments": (
         lambda x: drjax.reduce_sum(x, by=_by_three(), num=3),
         _sharded(_segments, P()),
@@ -206,6 +276,70 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
+# Two levels, on 2 x 4 devices: `[pods, groups, d]`.
+_LEVELS = {"pods": 2, "groups": N // 2}
+
+
+def _sharded_levels(fn: Callable, out: P) -> Callable:
+    """`fn` of one device's groups, `[1, k, d]`, on all devices."""
+    return jax.shard_map(fn, in_specs=P("pods", "groups"), out_specs=out)
+
+
+def _largest_mean(x):
+    mean = lax.psum(x.sum((0, 1)), "groups") / _LEVELS["groups"]
+    return lax.pmax(mean, "pods")
+
+
+def _mean_of_all(x):
+    return lax.psum(x.sum((0, 1)), ("pods", "groups")) / N
+
+
+def _away_from_mean_of_pod(x):
+    """A mean of each pod, which goes back to its groups, and a mean of all."""
+    mean = lax.psum(x.sum(1, keepdims=True), "groups") / _LEVELS["groups"]
+    return _mean_of_all(jnp.tanh(x - mean))
+
+
+def _away(x):
+    mean = drjax.reduce_mean(x, over="groups")
+    far = drjax.map_fn(
+        lambda x, mean: jnp.tanh(x - mean), (x, drjax.broadcast(mean, over="groups"))
+    )
+    return drjax.reduce_mean(far)
+
+
+def _levels_program(fn: Callable) -> Callable:
+    return drjax.program(**_LEVELS)(fn)
+
+
+LEVELS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "levels: mean over both": (
+        lambda x: drjax.reduce_mean(x),
+        _sharded_levels(_mean_of_all, P()),
+        lambda x: x.mean((0, 1)),
+    ),
+    "levels: largest mean of a pod": (
+        lambda x: drjax.reduce_max(drjax.reduce_mean(x, over="groups"), over="pods"),
+        _sharded_levels(_largest_mean, P()),
+        lambda x: x.mean(1).max(0),
+    ),
+    "levels: away from the mean of a pod": (
+        _away,
+        _sharded_levels(_away_from_mean_of_pod, P()),
+        lambda x: jnp.tanh(x - x.mean(1, keepdims=True)).mean((0, 1)),
+    ),
+    "levels: gradient of these": (
+        jax.grad(_levels_program(lambda x: jnp.sum(_away(x) ** 2))),
+        jax.grad(
+            lambda x: jnp.sum(_sharded_levels(_away_from_mean_of_pod, P())(x) ** 2)
+        ),
+        jax.grad(
+            lambda x: jnp.sum(jnp.tanh(x - x.mean(1, keepdims=True)).mean((0, 1)) ** 2)
+        ),
+    ),
+}
+
+
 def measure(numbers: int, rounds: int, show_progress: bool = True) -> list[dict]:
     """All measurements.
 
@@ -220,19 +354,29 @@ def measure(numbers: int, rounds: int, show_progress: bool = True) -> list[dict]
       bytes, and `time`, the median ratio to the hand-written code.
     """
     rows: list[dict] = []
-    mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        values = np.random.RandomState(0).randn(N, numbers).astype(np.float32)
-        x = jax.device_put(values, NamedSharding(mesh, P(_AXIS)))
-        for task, versions in tqdm(TASKS.items(), disable=not show_progress):
-            rows += _measure_task(task, versions, x, rounds)
+    values = np.random.RandomState(0).randn(N, numbers).astype(np.float32)
+    kinds = (
+        ({_AXIS: DEVICES}, (N,), _program, TASKS),
+        ({"pods": 2, "groups": DEVICES // 2}, (*_LEVELS.values(),), _levels_program,
+         LEVELS),
+    )  # fmt: skip
+    for axes, sizes, program, tasks in kinds:
+        auto = (jax.sharding.AxisType.Auto,) * len(axes)
+        mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=auto)
+        with jax.set_mesh(mesh):
+            x = values.reshape(*sizes, numbers)
+            x = jax.device_put(x, NamedSharding(mesh, P(*axes)))
+            for task, versions in tqdm(tasks.items(), disable=not show_progress):
+                rows += _measure_task(task, versions, program, x, rounds)
     return rows
 
 
-def _measure_task(task: str, versions: tuple, x, rounds: int) -> list[dict]:
+def _measure_task(
+    task: str, versions: tuple, decorate: Callable, x, rounds: int
+) -> list[dict]:
     """The measurements of one task; see `measure`."""
     ours, baseline, plain = versions
-    program = ours if "gradient" in task else _program(ours)
+    program = ours if "gradient" in task else decorate(ours)
     functions = {
         OURS: jax.jit(program),
         PLANNED: drjax.jit(program),
