@@ -28,6 +28,8 @@ from drjax.backends.engine.stage_results import check_survivors
 from drjax.backends.groups import Groups, Lazy, flat_slices
 from drjax.plan import Plan, Round
 
+_MOST_GROUPS = 2**31 - 1  # stages take the group index as int32
+
 
 @dataclass(frozen=True)
 class GroupsStage:
@@ -141,7 +143,9 @@ def _inputs_of_groups(
     plan, env = executable.plan, Environment()
     # A `Groups` has the place of the data, and is never read.
     with_groups = tuple([Groups(list) if x is ... else x for x in args])
-    env.write(plan.inputs, flat_slices(plan, with_groups, {}))
+    # Any group index is one of an open number of groups.
+    sized = plan.with_groups(_MOST_GROUPS) if plan.open_groups else plan
+    env.write(plan.inputs, flat_slices(sized, with_groups, {}))
     executable.run_server(a_round.server, env)
     for whole, slices in a_round.scatter:
         env[slices] = scatter(slices, env[whole])
