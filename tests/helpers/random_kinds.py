@@ -475,7 +475,7 @@ def cohort(x, population, j):
 
 
 @step("gn g1", "g1")
-def beside(x, g, j):
+def side_by_side(x, g, j):
     """A program over another partition, side by side with the random one."""
 
     @blocks.program(others=len(x) + 1)
