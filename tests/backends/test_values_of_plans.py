@@ -4,7 +4,8 @@ Every program of the table, its derivatives and a loop over rounds of it, agains
 `jax.jit` of the same function. Each pair meets one mesh and chunk size by default.
 
 Covers: drjax.backends.reference, drjax.backends, drjax.backends.xla.compile_plan,
-drjax.backends._python_loops, drjax._jaxprs.eval_jaxpr, drjax._jit.jit.
+drjax.backends.xla.mesh_interpreter, drjax.backends._python_loops,
+drjax._jaxprs.eval_jaxpr, drjax._jit.jit.
 """
 
 import functools

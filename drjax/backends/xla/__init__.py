@@ -1,7 +1,8 @@
 """The XLA backend: a plan as one JAX function, in streaming form.
 
-    compile_plan -> chunked_stage (the groups of a device) -> reuse_accumulators
-                    fold_states (states of chunks and devices, in order)
+    compile_plan -> mesh_interpreter (rounds)
+                    -> chunked_stage (the groups of a device) -> reuse_accumulators
+                       fold_states (states of chunks and devices, in order)
 
 `inner_programs` streams the levels inside a group's stage in the same way, and
 `merge_levels` reduces over both levels by one collective.
