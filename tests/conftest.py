@@ -1,10 +1,13 @@
 """Stricter than users: warnings are errors, ranks do not promote, tracers may not leak.
 
-Every test process has eight virtual CPU devices.
+Every test process has eight virtual CPU devices. What XLA compiles is kept in pytest's
+cache: the processes of a run share it, and a later run takes a third of the time.
 """
 
 import gc
 import os
+import shutil
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,6 +16,7 @@ import pytest
 gc.set_threshold(100_000, 20, 50)
 
 DEFAULT = "not slow and not engines"  # as in pyproject.toml
+KEPT = 2**30  # bytes; a run adds some hundred million where all has changed
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -22,6 +26,26 @@ jax.config.update("jax_check_tracer_leaks", jax.__version_info__ >= (0, 12))
 
 
 def pytest_configure(config):
+    keep_compiled(config)
+    compile_quickly(config)
+
+
+def keep_compiled(config):
+    """Compile each computation once, in whichever process and run it comes first."""
+    if not hasattr(config, "cache"):  # -p no:cacheprovider
+        return
+    folder = config.cache.mkdir("compiled")
+    if not hasattr(config, "workerinput") and size_of(folder) > KEPT:
+        shutil.rmtree(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def compile_quickly(config):
     """Compile the default tests in two thirds of the time, with the newest JAX.
 
     LLVM does not optimize their code. It does so in the slow tests, and in all tests

@@ -198,7 +198,7 @@ INNER_MESHES = {
 }
 
 
-@checkerboard(1, inner=INNER, name=INNER_MESHES)
+@checkerboard(3, inner=INNER, name=INNER_MESHES)
 def test_a_program_of_the_same_name_or_axis_is_an_inner_scope(inner, name):
     fn, expected = same_names(INNER[inner])
     y = jnp.arange(12.0).reshape(4, 3) / 10
@@ -234,7 +234,7 @@ def test_a_program_that_calls_itself_in_its_groups():
 
 
 @checkerboard(
-    2,
+    5,
     name=MESHES,
     of=["argument", "map", "reduction", "index", "key", "tree"],
 )
