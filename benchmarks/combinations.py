@@ -309,7 +309,7 @@ def _away(x):
 
 
 def _levels_program(fn: Callable) -> Callable:
-    return drjax.program(**_LEVELS)(fn)
+    return drjax.program(placements=_LEVELS)(fn)
 
 
 LEVELS: dict[str, tuple[Callable, Callable, Callable]] = {

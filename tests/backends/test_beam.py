@@ -1,6 +1,7 @@
 """The Beam backend: the conformance test, and what is its own.
 
-Covers: drjax.backends.beam, drjax.backends.beam.transforms,
+Covers: drjax.backends.beam, drjax.backends.engine.kept_files,
+drjax.backends.beam.transforms,
 drjax.backends.beam.file_sinks, drjax.backends.engine.file_exchange,
 drjax.backends.engine.one_round, drjax.backends.engine.extras,
 drjax.backends.engine.temporary_folders.
@@ -9,6 +10,7 @@ drjax.backends.engine.temporary_folders.
 # pyright: reportMissingImports=false
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import signal
@@ -230,6 +232,47 @@ def test_map_reduce_in_a_pipeline_of_ones_own():
         )
         assert_that(out["results"], check, "results")
         assert_that(out["failed"], check_failed, "failed")
+
+
+def test_state_stays_in_files(tmp_path, monkeypatch):
+    """Workers write it and read it; what the driver sends has names of files."""
+    n, d, sent = 6, 5000, []
+
+    @drjax.program(clients=n)
+    def count(total, x):
+        total = drjax.map_fn(lambda t, x: t + x, (total, x))
+        return total, drjax.reduce_sum(drjax.map_fn(jnp.mean, total))
+
+    write = file_sinks.write
+
+    def counted(path, data):
+        sent.append((path.split("/")[-1].split("-")[0], len(data), path))
+        write(path, data)
+
+    monkeypatch.setattr(file_sinks, "write", counted)
+    x, zeros = np.arange(n, dtype=np.float32), np.zeros((n, d), np.float32)
+    plan = drjax.make_plan(count)(zeros, x)
+    options = {"workers": 1, "block_size": 4, "keep": {0: 0}, "folder": str(tmp_path)}
+    drop = {"on_error": "drop", "check_nans": True}
+    with beam.compile(plan, **options, **drop) as run:
+        total, _ = run(zeros, x)
+        sent.clear()
+        run.options = dataclasses.replace(run.options, block_size=3)
+        bad = np.where(x == 4, np.nan, x)
+        total, sum_ = run(total, bad.astype(np.float32))
+        assert max(size for kind, size, _ in sent if kind == "slices") < 4 * d
+        written = {
+            path for kind, size, path in sent if kind == "block" and size > 4 * d
+        }
+        assert all("/kept-" in path for path in written) and len(written) == 2
+        np.testing.assert_allclose(sum_, 2 * (x.sum() - 4))
+        # The dropped group has what it had before.
+        np.testing.assert_allclose(total.fetch()[:, 0], np.where(x == 4, 4, 2 * x))
+        total, sum_ = run(total, x)
+        np.testing.assert_allclose(sum_, 3 * x.sum() - 4)
+        assert len([*tmp_path.glob("kept-*")]) <= 3
+    assert not [*tmp_path.iterdir()]
+    raises(drjax.EngineError, "The workers that had the slices", run, total, x)
 
 
 def test_map_reduce_folds_in_any_order():

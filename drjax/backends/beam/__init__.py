@@ -54,7 +54,8 @@ def compile(
         that Beam's `FileSystems` knows and all of them see. Default: a temporary one.
       keep: Which partitioned results are arguments of the next call: a dict from
         results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
-        slices the driver has: workers end with their pipeline.
+        slices stay in files in `folder` until it is closed; with `checkpoint`, the
+        driver has them.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `retries` of a pipeline that fails, `checkpoint`,
         `progress`. Runners have time limits of their own, so there is no `timeout`.
@@ -94,6 +95,8 @@ def compile(
             "--direct_running_mode=multi_processing",
         ]
     pipelines = Pipelines(workers, settings, folder, in_thread)
+    # A checkpoint has arrays, and no files of another folder.
+    pipelines.stays = "" if checked.checkpoint is not None else "kept"
     return Runner(plan, pipelines, checked, keep=keep)
 
 

@@ -10,6 +10,8 @@ again, `retries` times:
 
     job | slices-START | block-GROUP (results of a block) | totals
 
+Slices that stay between calls are in files, too: see `kept_files`.
+
 Invariants: every file is written whole or not at all. A block that ran twice has
 written the same file twice, and is counted once. The totals must be of as many groups
 as were reported, else the call fails.
@@ -20,21 +22,24 @@ of a sum may differ between runs.
 
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from drjax.backends.engine import temporary_folders, wire_format
+from drjax.backends.engine import kept_files, temporary_folders, wire_format
 from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.backends.engine.combine import Totals
 from drjax.backends.engine.job import Job
+from drjax.backends.engine.kept_files import KeptFiles
 from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.engine.options import checked_integer
 from drjax.backends.engine.protocols import Results, StageCall
+from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import Lazy
+from drjax.plan import Value
 
 
 class Files(Protocol):
@@ -92,6 +97,9 @@ class StageRun:
       lazy: For each partitioned input of the stage, in order, a `Lazy` that workers can
         read themselves; None if the run's folder has a file with its slices.
       size: The number of groups in a block.
+      stay: For each output of the stage that is read later whether its slices stay in
+        files; () if none do.
+      kept: The path of the folder for these files.
     """
 
     files: Any
@@ -100,6 +108,8 @@ class StageRun:
     starts: list[int]
     lazy: list[Lazy | None]
     size: int
+    stay: tuple[bool, ...] = ()
+    kept: str = ""
 
     def job(self) -> Job:
         """Read the `Job` from the run's folder: the stage with its global inputs."""
@@ -118,8 +128,8 @@ class StageRun:
         """
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
-        _, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
-        arrays = iter(stacks)
+        header, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
+        arrays = iter(kept_files.from_names(header["kept"], stacks, self.files))
         slices = [next(arrays) if x is None else x for x in self.lazy]
         yield from blocks_of_groups(slices, alive, self.size, start)
 
@@ -134,6 +144,10 @@ class StageRun:
           block: The block.
           result: Its result.
         """
+        if self.stay:
+            result = kept_files.without_staying(
+                self.files, self.kept, self.stay, block, result
+            )
         # Without partial reductions: those the workers combine among themselves.
         data = wire_format.result_to_bytes(block, replace(result, partials=[]))
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
@@ -186,9 +200,10 @@ class FileExchange:
 
     def __init__(self, workers: int, files: Files, folder: str | None = None):
         self.workers = checked_integer("workers", workers, 1)
-        self.stays = ""  # workers end with their stage
+        self.stays, self.generation = "", 0
         self._files, self._folder = files, folder
         self._own_folder: Path | None = None
+        self._kept = KeptFiles(files)
 
     def start(self, stage_run: StageRun, folder: Path) -> Run:
         """Start the workers on a stage, without waiting for them; subclasses define it.
@@ -207,15 +222,28 @@ class FileExchange:
             self._own_folder = temporary_folders.make()
 
     def close(self) -> None:
+        self._kept.remove(unused_only=False)
+        self.generation += 1
         if self._own_folder is not None:
             temporary_folders.remove(self._own_folder)
             self._own_folder = None
 
+    def created(self, slices: WorkerSlices) -> None:
+        self._kept.add(slices)
+
+    def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
+        return [*map(self._kept.read, pieces)]
+
     def results(self, call: StageCall) -> Results:
         assert self._own_folder is not None
         # A folder for each stage run, as several drivers may share the parent.
-        folder = f"{self._folder or self._own_folder}/{uuid.uuid4().hex}"
+        parent = f"{self._folder or self._own_folder}"
+        folder, kept = f"{parent}/{uuid.uuid4().hex}", ""
         self._files.make(folder)
+        # What earlier calls have left, and no value has any more.
+        self._kept.remove()
+        if call.job.stay:
+            kept = self._kept.new_folder(parent)
         run = None
         try:
             self._files.write(f"{folder}/job", call.job.to_bytes())
@@ -224,8 +252,9 @@ class FileExchange:
             yield _EMPTY_BLOCK, BlockResult([], [], failed, 0, 0.0)
             lazy = [x if _readable_by_workers(x) else None for x in call.slices]
             stage_run = StageRun(
-                self._files, folder, call.job.ops, starts, lazy, call.job.size
-            )
+                self._files, folder, call.job.ops, starts, lazy, call.job.size,
+                call.job.stay, kept,
+            )  # fmt: skip
             seen: set[str] = set()
             reported = 0
             # The whole run again: there is no way to ask workers for one block.
@@ -236,6 +265,9 @@ class FileExchange:
                     # seen.
                     ended = run.wait(0.1)
                     for block, result in self._new_results(folder, seen):
+                        if kept:
+                            path = kept_files.path_of(kept, block)
+                            result = replace(result, piece=path)
                         reported += int(block.without_failed(result.failed).valid.sum())
                         yield block, result
                     if ended:
@@ -298,7 +330,10 @@ class FileExchange:
             start = int(block.groups[0])
             # Also without slices: the mask excludes groups that were dropped, or that
             # could not be read.
-            data = wire_format.to_bytes({}, [block.valid, *block.slices])
+            named = [kept_files.by_name(x, self._kept.read) for x in block.slices]
+            arrays = [x for _, parts in named for x in parts]
+            header = {"kept": [entry for entry, _ in named]}
+            data = wire_format.to_bytes(header, [block.valid, *arrays])
             self._files.write(f"{folder}/slices-{start:012}", data)
             starts.append(start)
             failed.update(why)

@@ -1,0 +1,135 @@
+"""Slices that stay in files between calls, of engines that exchange files.
+
+Input: results of blocks, whose slices a worker writes to a file of their own; and
+blocks of later stages, whose slices are parts of such files. Output: names of files, in
+place of arrays, in all that the driver and the workers exchange.
+
+    kept-STAGE / block-GROUP       the slices of a block that stay
+
+Invariants: a folder is removed with the last value that has slices in it, or when the
+engine is closed.
+
+Sharp edges: a piece may also be arrays that the driver has; then the driver sends the
+slices of a block that needs it.
+"""
+
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from drjax.backends.engine import wire_format
+from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
+
+
+class KeptFiles:
+    """The folders of slices that stay, on the driver.
+
+    Args:
+      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+    """
+
+    def __init__(self, files: Any):
+        self._files = files
+        self._folders: set[str] = set()
+        self._slices: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
+
+    def new_folder(self, parent: str) -> str:
+        """Make a folder for the slices of one run of a stage."""
+        folder = f"{parent}/kept-{uuid.uuid4().hex}"
+        self._files.make(folder)
+        self._folders.add(folder)
+        return folder
+
+    def add(self, slices: WorkerSlices) -> None:
+        """Take note of slices: until their release, their files stay."""
+        self._slices.add(slices)
+
+    def read(self, path: str) -> Sequence[np.ndarray]:
+        """Read one piece: its list of arrays."""
+        return read(self._files, path)
+
+    def remove(self, unused_only: bool = True) -> None:
+        """Remove the folders that no value has slices in; or all of them."""
+        used = {
+            piece.rpartition("/")[0]
+            for x in [*self._slices]
+            for piece, _ in x.pieces
+            if unused_only and isinstance(piece, str)
+        }
+        for folder in self._folders - used:
+            self._files.remove(folder)
+        self._folders &= used
+
+
+def read(files: Any, path: str) -> list[np.ndarray]:
+    """Read the slices of a block from their file."""
+    return wire_format.from_bytes(files.read(path))[1]
+
+
+def path_of(folder: str, block: Block) -> str:
+    """The path of the file with the slices of a block that stay."""
+    return f"{folder}/block-{block.groups[0]:012}"
+
+
+def without_staying(
+    files: Any, folder: str, stay: Sequence[bool], block: Block, result: BlockResult
+) -> BlockResult:
+    """Write the slices of a block that stay to their file, on a worker.
+
+    Returns:
+      The result without these slices.
+    """
+    if not result.slices:  # all groups have failed
+        return result
+    pairs = [*zip(result.slices, stay, strict=True)]
+    own = wire_format.to_bytes({}, [x for x, stays in pairs if stays])
+    files.write(path_of(folder, block), own)
+    return replace(result, slices=[x for x, stays in pairs if not stays])
+
+
+def by_name(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
+    """What a message has of the slices of a block: names of files, or arrays.
+
+    Args:
+      x: An array, or the `PiecesOfBlock` of a value whose slices are in files.
+      read: A function from the path of a piece to its arrays.
+
+    Returns:
+      `(entry, arrays)`: the paths and the positions in them, as JSON data, or None; and
+      the arrays that go with it.
+    """
+    if not isinstance(x, PiecesOfBlock):
+        return None, [x]
+    used = [int(i) for i in np.unique(x.piece) if i >= 0]
+    if any(isinstance(x.pieces[i][0], list) for i in used):
+        arrays = lambda piece: piece if isinstance(piece, list) else read(piece)
+        return None, [x.assemble(arrays)]
+    # Only of the pieces that the block needs.
+    new = np.full(len(x.pieces) + 1, -1)
+    new[used] = np.arange(len(used))
+    return [x.pieces[i] for i in used], [new[x.piece], x.position]
+
+
+def from_names(
+    entries: Sequence[Any], arrays: Sequence[np.ndarray], files: Any
+) -> list:
+    """The slices of a block from what `by_name` returned for each input."""
+    rest, slices = iter(arrays), []
+    cache: dict[str, list[np.ndarray]] = {}
+
+    def cached(path: str) -> list[np.ndarray]:
+        if path not in cache:
+            cache[path] = read(files, path)
+        return cache[path]
+
+    for entry in entries:
+        x = next(rest)
+        if entry is not None:
+            x = PiecesOfBlock([*map(tuple, entry)], x, next(rest)).assemble(cached)
+        slices.append(x)
+    return slices
