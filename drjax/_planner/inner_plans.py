@@ -54,8 +54,11 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
         inner = make(stage.jaxpr, stage.name, names, undeclared, results=results)
     except PlanError:
         return stage
+    side_by_side = any(loop.op == "program" for loop in inner.loops())
     # Without a partition, the blocks had no use.
-    return stage if inner.partition is None else replace(stage, inner=inner)
+    if inner.partition is None or side_by_side:
+        return stage
+    return replace(stage, inner=inner)
 
 
 def _is_manual(jaxpr) -> bool:
