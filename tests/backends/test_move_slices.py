@@ -28,9 +28,7 @@ def test_plans_move_slices_between_rounds(tmp_path):
     moves = [move for r in plan.rounds for move in r.moves]
     assert [move.op for move in moves] == ["permute", "take", "put_add"]
     assert moves[0].sources == (3, 0, 1, 2) and plan.outputs == (moves[2].result,)
-    assert "permuted slices      sin: float32[]   4 B a group -> drjax_permute" in str(
-        plan
-    )
+    assert "permuted slices      sin: float32[]   4 B a group -> permute" in str(plan)
     ledger = plan.communication(devices=2)
     assert (ledger.down(), ledger.up(), ledger.between(2)) == (0, 0, 4)
     # One slice leaves each device; then two reduce-scatters of four slices.
