@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import compilations
 from tests.helpers.meshes import in_mesh, in_mesh_of, make_mesh
 
@@ -238,8 +239,7 @@ def make_programs():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", [None, {"clients": 2}])
-@pytest.mark.parametrize("name", make_programs())
+@checkerboard(5, name=make_programs(), mesh=[None, {"clients": 2}])
 def test_a_second_eager_call_compiles_nothing(name, mesh):
     x = jnp.asarray(X8)
     with in_mesh_of(mesh), jax.check_tracer_leaks(False):

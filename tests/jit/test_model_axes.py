@@ -72,7 +72,7 @@ PROGRAMS = {
 }
 
 
-@checkerboard(name=PROGRAMS, step=[1, None])
+@checkerboard(5, name=PROGRAMS, step=[1, None])
 def test_models_sharded_inside_a_group(name, step):
     fn, mesh = PROGRAMS[name], make_mesh(MESH)
     gradient = jax.value_and_grad(fn)

@@ -11,6 +11,7 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
+from tests.helpers.cases import checkerboard
 from tests.helpers.levels import MODEL, PROGRAMS, X, loss
 from tests.helpers.meshes import in_mesh_of
 from tests.helpers.plan_files import forge, read_members, saved
@@ -22,7 +23,7 @@ def check(result, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@checkerboard(3, name=PROGRAMS)
 def test_values(name, tmp_path):
     fn, args = PROGRAMS[name]
     expected = jax.jit(fn)(*args)

@@ -35,8 +35,8 @@ def pairs():
         for j, name in enumerate(TRANSFORMS):
             ways = [w for w in MESHES if case.on_explicit or "explicit" not in w]
             mesh, step = ways[(3 * i + j) % len(ways)], (1, 3, None)[(i + j) % 3]
-            often = (name, i % 6) == ("value_and_grad", 0) or (
-                (name, i % 8) == ("grad of rounds", 0)
+            often = (name, i % 12) == ("value_and_grad", 0) or (
+                (name, i % 16) == ("grad of rounds", 0)
             )
             yield pytest.param(
                 case, name, mesh, step, marks=() if often else GRID,
@@ -251,7 +251,11 @@ def viewed(x, _):
 
 @pytest.mark.parametrize(
     "work, impl",
-    [(filtered, "threefry2x32"), (drawn, "rbg"), (viewed, "threefry2x32")],
+    [
+        (filtered, "threefry2x32"),
+        pytest.param(drawn, "rbg", marks=pytest.mark.slow),
+        pytest.param(viewed, "threefry2x32", marks=pytest.mark.slow),
+    ],
 )
 def test_groups_of_a_batch_that_jax_cannot_batch_go_in_turn(work, impl, tmp_path):
     @program

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import drjax
 from benchmarks import hlo
 from drjax.backends import in_process, reference
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import hlo_text
 from tests.helpers.meshes import make_mesh
 
@@ -362,7 +362,7 @@ def placed(name: str) -> tuple:
     return jax.tree.map(place, ALGORITHMS[name].arguments, arguments(name))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@checkerboard(2, name=ALGORITHMS)
 def test_values_and_bytes(name):
     one = ALGORITHMS[name]
     want = jax.jit(one.plain)(*arguments(name))
@@ -395,7 +395,7 @@ def gradient_of(fn: Callable) -> Callable:
     return both
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@checkerboard(3, name=ALGORITHMS)
 def test_plans_and_gradients(name):
     one, args = ALGORITHMS[name], arguments(name, 256)
     both = gradient_of(one.program)

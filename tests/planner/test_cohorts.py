@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from benchmarks import hlo
 from drjax.backends import in_process, reference
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import hlo_text, temp_bytes
 from tests.helpers.meshes import EXPLICIT, make_mesh
 
@@ -55,7 +56,7 @@ def arguments():
     return np.linspace(0.5, 1, D, dtype=np.float32), data, IDS
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@checkerboard(3, name=SAMPLES)
 def test_values_and_derivatives(name):
     f = derivatives(SAMPLES[name])
     want = jax.jit(f)(*arguments())

@@ -170,7 +170,7 @@ WRITTEN = {
 }
 
 
-@checkerboard(name=WRITTEN)
+@checkerboard(4, name=WRITTEN)
 def test_reductions_that_users_write(name):
     fn = program(lambda x: jnp.sum(WRITTEN[name](drjax.map_fn(jnp.sin, x)) ** 2))
     want = jax.jit(jax.value_and_grad(fn))(X)

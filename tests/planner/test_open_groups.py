@@ -11,6 +11,7 @@ import pytest
 import drjax
 from drjax.backends import Groups, reference
 from drjax.backends.engine.number_of_groups import for_arguments
+from tests.helpers.cases import checkerboard
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -66,7 +67,7 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize("name", OPEN)
+@checkerboard(3, name=OPEN)
 def test_the_plan_for_any_number_is_that_for_each(name):
     make = lambda n: drjax.program(clients=n)(OPEN[name])
     plan = drjax.make_plan(make(N), open_groups=True)(*arguments(N))

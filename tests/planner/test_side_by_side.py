@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import drjax
 from drjax.backends import in_process, reference
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import make_mesh
 from tests.helpers.raising import raises
@@ -78,7 +78,7 @@ def arguments():
     return model, data, jnp.array([3, 1, 15, 0])
 
 
-@pytest.mark.parametrize("f", FUNCTIONS)
+@checkerboard(2, f=FUNCTIONS)
 def test_values(f, tmp_path):
     args = arguments()
     want = jax.jit(f)(*args)

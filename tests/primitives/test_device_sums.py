@@ -327,7 +327,7 @@ def test_only_real_floats_are_encoded():
         raises(TypeError, f"leaves of real floats, got {x.dtype}", encoded, x)
 
 
-@pytest.mark.parametrize("options", ["int8", "float4", "sharded", "sharded int8"])
+@checkerboard(3, options=["int8", "float4", "sharded", "sharded int8"])
 def test_odd_trees(options):
     kwargs, _ = OPTIONS[options]
     ones = lambda *shape: np.ones((8, *shape), np.float32)

@@ -32,7 +32,7 @@ DERIVATIVES = {
     "Hessian product": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (x,)),
 }
 every_run = pytest.mark.parametrize("run", RUNS)
-every_second = checkerboard(run=RUNS, derivative=DERIVATIVES)
+every_third = checkerboard(3, run=RUNS, derivative=DERIVATIVES)
 every_derivative = pytest.mark.parametrize("derivative", DERIVATIVES)
 
 
@@ -51,7 +51,7 @@ def _check(fn, run, derivative, times):
     assert sorted(calls) == [(i, t) for i in range(N) for t in range(times)]
 
 
-@every_second
+@every_third
 def test_in_rounds_of_a_scan(run, derivative):
     """Also of values known before a derivative, which are not rematerialized."""
 
@@ -72,7 +72,7 @@ def test_in_rounds_of_a_scan(run, derivative):
     _check(rounds, run, derivative, times=2)
 
 
-@every_second
+@every_third
 def test_of_work_without_results(run, derivative):
     def program(call):
         def work(x):

@@ -33,7 +33,7 @@ from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 from tests.helpers.raising import KEYS3, X3, raises, three
 
 
-@checkerboard(7, mesh=MESHES, name=FOLDS)
+@checkerboard(13, mesh=MESHES, name=FOLDS)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
     f, direct, x = program_of(name, n), direct_of(name), data(n, 3)
@@ -77,7 +77,8 @@ def test_what_is_left_out_may_be_nan():
     assert jax.grad(total)(x).tolist() == [1, 0, 1]
 
 
-@checkerboard(4, mesh=["none", "uneven", "explicit"], name=["affine", "chan"])
+@pytest.mark.slow
+@checkerboard(1, mesh=["none", "uneven", "explicit"], name=["affine", "chan"])
 def test_second_derivatives_and_batches(name, mesh):
     n, make = MESHES[mesh]
     x = data(n, 3) / 2
@@ -244,7 +245,7 @@ LAYOUTS = {
 }
 
 
-@checkerboard(layout=LAYOUTS)
+@checkerboard(3, layout=LAYOUTS)
 def test_states_sharded_over_other_axes(layout):
     make, spec, kwargs = LAYOUTS[layout]
     x, mesh = data(4, 2, 4), make()
@@ -297,7 +298,7 @@ DTYPES = ("float32", "bfloat16", "float16", "complex64", "int8", "uint32", "bool
           "float8_e4m3fn", "key")  # fmt: skip
 
 
-@checkerboard(4, dtype=DTYPES, mesh=["uneven", "none"])
+@checkerboard(9, dtype=DTYPES, mesh=["uneven", "none"])
 def test_dtypes(dtype, mesh):
     """The state of the last group, of any dtype, and that of group 2 by its index."""
     n, make = MESHES[mesh]

@@ -104,7 +104,7 @@ def arguments(n, size):
     return p, x, jnp.asarray(i), jnp.arange(size) % n
 
 
-@checkerboard(8, mesh=MESHES, name=MOVES)
+@checkerboard(12, mesh=MESHES, name=MOVES)
 def test_values_and_derivatives(name, mesh):
     n, size, make = MESHES[mesh]
     args = arguments(n, size)
@@ -114,7 +114,7 @@ def test_values_and_derivatives(name, mesh):
             jax.tree.map(near, run(program_of(name, n))(*args), want)
 
 
-@pytest.mark.parametrize("name", MOVES)
+@checkerboard(3, name=MOVES)
 def test_plans(name, tmp_path):
     args = arguments(3, 7)
     want = meaning_of(name)(*args)

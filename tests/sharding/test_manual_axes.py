@@ -284,7 +284,7 @@ CLOSURES = {
 
 
 @checkerboard(
-    4, name=CLOSURES, axes=[("clients",), ("clients", "model")], inside=[0, 1]
+    9, name=CLOSURES, axes=[("clients",), ("clients", "model")], inside=[0, 1]
 )
 def test_closures_in_a_shard_map_over_the_partition(name, axes, inside):
     """Values that do not vary over the devices: their cotangents are added up once."""

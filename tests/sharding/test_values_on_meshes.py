@@ -67,10 +67,8 @@ def check(n, context=None, jit=True, block=None, **keywords):
 
 @pytest.mark.parametrize(
     "name",
-    some(
-        MESHES, "auto model", "explicit", "no axis, explicit",
-    ),
-)  # fmt: skip
+    some(MESHES, "auto model", marks=pytest.mark.slow),
+)
 def test_mesh_in_context(name):
     check(8, in_mesh(make_mesh(*MESHES[name])))
 

@@ -27,6 +27,7 @@ from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import Groups
 from drjax.backends.in_process import InProcess
+from tests.helpers.cases import checkerboard
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.raising import raises
 
@@ -127,7 +128,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@checkerboard(2, damage=DAMAGES)
 def test_the_last_whole_step_is_used(damage, plan, folder):
     crash(plan, folder)
     steps = sorted(name for name in opened(folder).names() if name.startswith("step"))

@@ -110,7 +110,7 @@ def test_memory_is_that_of_one_step():
     assert used[0] == used[1] < 16 * d * 4
 
 
-@pytest.mark.parametrize("mesh", ["auto", "explicit", "loop"])
+@checkerboard(3, mesh=["auto", "explicit", "loop"])
 def test_a_gradient_sends_one_state_of_each_device(mesh):
     """The folds around groups stay on their devices, by rounds as under jax.jit."""
     n, d, m = 12 if mesh == "explicit" else 11, 50, 4

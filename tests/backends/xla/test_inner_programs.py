@@ -12,6 +12,7 @@ import pytest
 
 import drjax
 from experiments.hlo import Module
+from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import hlo_text, temp_bytes
 from tests.helpers.levels import PROGRAMS
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, in_mesh_of, make_mesh
@@ -54,8 +55,7 @@ def make(pods: int, groups: int):
 BOTH = {"pods": 2, "groups": 4}
 
 
-@pytest.mark.parametrize("shape", [None, {"pods": 2}, {"groups": 4}, BOTH])
-@pytest.mark.parametrize("step", [1, 3])
+@checkerboard(4, shape=[None, {"pods": 2}, {"groups": 4}, BOTH], step=[1, 3])
 def test_values_and_gradients(shape, step):
     loss, data = make(4, 8)
     gradient = jax.value_and_grad(loss)
@@ -66,7 +66,7 @@ def test_values_and_gradients(shape, step):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [None, {"pods": 2}, {"groups": 4}, BOTH])
+@checkerboard(4, shape=[BOTH, None, {"pods": 2}, {"groups": 4}])
 def test_memory_does_not_grow_with_the_groups_of_either_level(shape):
     def used(pods, groups):
         loss, data = make(pods, groups)
@@ -112,8 +112,7 @@ def test_memory_of_loops_of_rounds_in_each_pod(shape):
         assert used(32, 8) <= few + 64
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-@pytest.mark.parametrize("name", PROGRAMS)
+@checkerboard(3, name=PROGRAMS, kind=[AUTO, EXPLICIT])
 def test_programs_on_a_mesh_of_both_levels(name, kind):
     fn, args = PROGRAMS[name]
     expected = jax.jit(fn)(*args)
@@ -172,7 +171,7 @@ def over_both(model, data):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [BOTH, {"pods": 4, "groups": 2}])
+@checkerboard(2, shape=[BOTH, {"pods": 4, "groups": 2}])
 def test_reductions_over_both_levels(shape):
     data = jnp.asarray(RNG.randn(5, 6, 64), jnp.float32)
     expected = jax.jit(over_both)(MODEL, data)
