@@ -1,0 +1,87 @@
+"""What a run of the gallery leaves: a table, a figure and `results.json`."""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from examples.common import plots
+
+# Behind a number that is quoted from memory of the paper, until someone looks it up.
+UNCHECKED = "†"
+STARTED = time.perf_counter()
+
+
+@dataclasses.dataclass
+class Results:
+    """The numbers of a run next to the paper's; docs/gallery.md shows them."""
+
+    title: str
+    """Of the table."""
+    columns: Sequence[str]
+    table: list[Sequence[Any]]
+    measured: str
+    """The result in a sentence."""
+    paper: str
+    """Its published counterpart."""
+    numbers: Mapping[str, Sequence[float]]
+    """What is the same on any devices, to rounding; the figure has it."""
+    remarks: Sequence[str] = ()
+    """What differs from the paper, and where its numbers are not reached."""
+
+    def write(self, folder: Path, config: Any, figure: Figure) -> None:
+        """Prints the table, and writes `results.json` and `figure.png`."""
+        settings = dataclasses.asdict(config)
+        del settings["output"]
+        cores = len(os.sched_getaffinity(0))
+        about = {
+            "settings": {name: str(x) for name, x in settings.items()},
+            "seconds": round(time.perf_counter() - STARTED),
+            "cpu_seconds": round(time.process_time()),
+            "machine": f"JAX {jax.__version__}, {cores} cores",
+        }
+        plots.save(figure, folder / "figure.png")
+        text = json.dumps(dataclasses.asdict(self) | about, indent=1, default=str)
+        (folder / "results.json").write_text(text + "\n")
+
+        shown = Table(title=self.title)
+        for i, column in enumerate(self.columns):
+            shown.add_column(column, justify="right" if i else "left")
+        for cells in self.table:
+            shown.add_row(*map(str, cells))
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(shown)
+        for line in (self.measured, f"Published: {self.paper}", *self.remarks):
+            console.print(line)
+        seconds = f"{about['seconds']} s, {about['cpu_seconds']} s of the CPU"
+        console.print(f"{seconds}. Results and figure: {folder}")
+
+
+def lines(
+    curves: Mapping[str, Sequence[float]],
+    panels: Sequence[str] = ("",),
+    target: float | None = None,
+    **labels: str,
+) -> Figure:
+    """Plots curves by round, in one panel for each prefix of their names."""
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, panel in zip(axes, panels, strict=True):
+        for name, values in curves.items():
+            if name.startswith(panel):
+                label = name.removeprefix(panel).lstrip(": ")
+                ax.plot(range(1, len(values) + 1), values, label=label)
+        if target is not None:
+            ax.axhline(target, color="0.35", linestyle="--", linewidth=1)
+        ax.set(title=panel, **labels)
+        ax.grid(alpha=0.3)
+        ax.legend()
+    return figure

@@ -1,0 +1,132 @@
+"""The gallery: each algorithm in a short form, the same on all devices and chunks.
+
+Covers: examples.
+"""
+
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from examples.common import clients
+
+ROOT = Path(__file__).parents[2]
+MARKS = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
+EXAMPLES = {
+    path.stem: path.read_text()
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if MARKS[0] in path.read_text()
+}
+# Settings with which an example ends in seconds; it is compared on these devices.
+SHORT = {
+    "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_users_run_them():
+    with jax.numpy_rank_promotion("allow"), jax.check_tracer_leaks(False):
+        yield
+
+
+def run(name: str, folder: Path, **settings):
+    module = importlib.import_module(f"examples.{name}")
+    return module.main(module.Config(output=folder, **SHORT[name] | settings))
+
+
+def test_each_has_a_short_form_and_committed_results():
+    assert set(SHORT) == set(EXAMPLES)
+    for name in EXAMPLES:
+        results = json.loads((ROOT / f"docs/gallery/{name}/results.json").read_text())
+        assert results["cpu_seconds"] <= 2 * 180  # three minutes of two cores
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_algorithm_has_at_most_forty_lines(name):
+    code = re.split("|".join(map(re.escape, MARKS)), EXAMPLES[name])[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    assert f"python -m examples.{name}" in ast.get_docstring(ast.parse(EXAMPLES[name]))
+
+
+def the_same(one, other):
+    """Rounding differs by how many groups a device adds at once."""
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_short_run_writes_its_results(name, tmp_path, capsys):
+    result = run(name, tmp_path, devices=1)
+    written = json.loads((tmp_path / "results.json").read_text())
+    the_same(written["numbers"], result.numbers)
+    assert len({len(row) for row in [written["columns"], *written["table"]]}) == 1
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert result.measured in capsys.readouterr().out
+    other = run(name, tmp_path, devices=8, groups_per_step=1)
+    the_same(result.numbers, other.numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_results_are_the_same_on_all_devices_and_chunks(name, tmp_path):
+    numbers = run(name, tmp_path, devices=1).numbers
+    for devices in (1, 2, 4, 8):
+        for groups in (1, 2, 3, None):
+            settings = {"devices": devices, "groups_per_step": groups}
+            the_same(numbers, run(name, tmp_path, **settings).numbers)
+
+
+# ---------------------------------------------------------------------------------
+# Clients
+
+
+def test_padding_is_masked():
+    batches = [{"x": np.ones((n, 2)), "y": np.full(n, n)} for n in (3, 1, 2)]
+    padded, mask = clients.pad(batches)
+    assert padded["x"].shape == (3, 3, 2) and padded["y"].shape == mask.shape == (3, 3)
+    np.testing.assert_array_equal(mask.sum(1), [3, 1, 2])
+    np.testing.assert_array_equal(padded["x"][..., 0], mask)
+    np.testing.assert_array_equal(padded["y"], mask * mask.sum(1, keepdims=True))
+    assert clients.pad(batches, multiple=4)[1].shape == (3, 4)
+
+
+def test_a_cohort_has_different_clients():
+    ids = clients.cohort(jax.random.key(0), 10, 6)
+    assert len(set(ids.tolist())) == 6 and set(ids.tolist()) <= set(range(10))
+
+
+def test_a_poisson_cohort_has_each_client_at_the_rate():
+    draw = jax.vmap(lambda key: clients.poisson_cohort(key, 50, 0.1, 20))
+    ids, taken, all_of_them = draw(jax.random.split(jax.random.key(0), 2000))
+    assert all_of_them.all()
+    counts = np.bincount(np.asarray(ids)[np.asarray(taken)], minlength=50)
+    np.testing.assert_allclose(counts / 2000, 0.1, atol=5 * (0.09 / 2000) ** 0.5)
+    variance = np.var(taken.sum(1))
+    np.testing.assert_allclose(variance, 50 * 0.1 * 0.9, rtol=0.2)
+    assert not clients.poisson_cohort(jax.random.key(0), 50, 0.5, 2)[2]
+
+
+def test_a_clients_key_does_not_depend_on_its_place():
+    one, other = (
+        clients.client_keys(jax.random.key(0), np.array(i)) for i in ([4, 7], [7, 1])
+    )
+    assert one[1] == other[0] and one[0] != other[0]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize("split", [clients.split_iid, clients.split_shards])
+def test_a_partition_has_each_example_once(split, spread):
+    labels = np.random.default_rng(0).integers(0, 10, 1000)
+    parts = split(labels, 20, 0, spread)
+    assert len(parts) == 20 and min(map(len, parts)) > 0
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(1000))
+    kinds = [len(set(labels[part])) for part in parts]
+    assert (np.median(kinds) <= 4) == (split is clients.split_shards)
+    sizes = [len(part) for part in parts]
+    assert (max(sizes) - min(sizes) <= 2) == (spread == 0)
