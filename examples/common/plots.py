@@ -119,12 +119,11 @@ def sharding_of(
 
 
 def fitted_curves(
-    path: Path,
     x: Values,
     tasks: Sequence[tuple[tuple[Values, Values], tuple[Values, Values]]],
     curves: Mapping[tuple[str, int], Sequence[Values]],
     steps: Sequence[int],
-) -> None:
+) -> Figure:
     """Plots fits of sinusoids, one row per initialization and one column per task.
 
     Args:
@@ -149,4 +148,4 @@ def fitted_curves(
             axes.grid(alpha=0.3)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(handles))
-    save(figure, path)
+    return figure

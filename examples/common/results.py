@@ -49,7 +49,7 @@ class Results:
             "machine": f"JAX {jax.__version__}, {cores} cores",
         }
         plots.save(figure, folder / "figure.png")
-        text = json.dumps(dataclasses.asdict(self) | about, indent=1, default=str)
+        text = json.dumps(dataclasses.asdict(self) | about, indent=1)
         (folder / "results.json").write_text(text + "\n")
 
         shown = Table(title=self.title)
@@ -69,19 +69,28 @@ def lines(
     curves: Mapping[str, Sequence[float]],
     panels: Sequence[str] = ("",),
     target: float | None = None,
-    **labels: str,
+    first: int = 1,
+    **axes: str,
 ) -> Figure:
-    """Plots curves by round, in one panel for each prefix of their names."""
-    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for ax, panel in zip(axes, panels, strict=True):
+    """Plots curves by round, in one panel for each prefix of their names.
+
+    Args:
+        target: where to draw a dashed line.
+        first: the number of the first round.
+        axes: xlabel, ylabel, yscale.
+    """
+    figure = Figure(figsize=(4 * len(panels) + 1.6, 3.6), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, panel in zip(grid, panels, strict=True):
         for name, values in curves.items():
             if name.startswith(panel):
                 label = name.removeprefix(panel).lstrip(": ")
-                ax.plot(range(1, len(values) + 1), values, label=label)
+                ax.plot(range(first, len(values) + first), values, label=label)
         if target is not None:
             ax.axhline(target, color="0.35", linestyle="--", linewidth=1)
-        ax.set(title=panel, **labels)
+        ax.set(title=panel, **axes)
+        ax.label_outer()
         ax.grid(alpha=0.3)
-        ax.legend()
+    # All panels have the same curves.
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
     return figure

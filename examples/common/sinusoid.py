@@ -1,4 +1,4 @@
-"""Sinusoids from ten points: Finn et al. 2017 (arXiv 1703.03400, section 5.1).
+"""Sinusoids from five points: Finn et al. 2017 (arXiv 1703.03400, section 5.1).
 
 The tasks, the paper's network and its loss.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-SHOTS = 10  # points in a task
+SHOTS = 5  # points in a task
 
 Model = list[dict[str, Array]]
 Points = tuple[Array, Array]
@@ -24,7 +24,7 @@ class Task(NamedTuple):
 
 def init(key: Array, widths: tuple[int, ...] = (1, 40, 40, 1)) -> Model:
     """Makes the paper's network: two hidden layers of 40 rectified linear units."""
-    scale = jax.nn.initializers.he_normal()
+    scale = jax.nn.initializers.normal(0.1)
     keys = jax.random.split(key, len(widths) - 1)
     return [
         {"w": scale(key, (m, n)), "b": jnp.zeros(n)}

@@ -25,6 +25,7 @@ EXAMPLES = {
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
+    "maml": dict(steps=20, test_tasks=10, only="first-order"),
 }
 
 
