@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -70,6 +71,7 @@ def lines(
     panels: Sequence[str] = ("",),
     target: float | None = None,
     first: int = 1,
+    scale: Mapping[str, float] | None = None,
     **axes: str,
 ) -> Figure:
     """Plots curves by round, in one panel for each prefix of their names.
@@ -77,7 +79,8 @@ def lines(
     Args:
         target: where to draw a dashed line.
         first: the number of the first round.
-        axes: xlabel, ylabel, yscale.
+        scale: what a round of each curve counts, if not one.
+        axes: xlabel, ylabel, xscale, yscale.
     """
     figure = Figure(figsize=(4 * len(panels) + 1.6, 3.6), layout="constrained")
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -85,7 +88,8 @@ def lines(
         for name, values in curves.items():
             if name.startswith(panel):
                 label = name.removeprefix(panel).lstrip(": ")
-                ax.plot(range(first, len(values) + first), values, label=label)
+                x = np.arange(first, len(values) + first) * (scale or {}).get(name, 1)
+                ax.plot(x, values, label=label)
         if target is not None:
             ax.axhline(target, color="0.35", linestyle="--", linewidth=1)
         ax.set(title=panel, **axes)
