@@ -24,6 +24,7 @@ EXAMPLES = {
 }
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
+    "compression": dict(steps=3, width=8, only="PowerSGD"),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
