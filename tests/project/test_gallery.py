@@ -26,6 +26,7 @@ EXAMPLES = {
 SHORT = {
     "compression": dict(steps=3, width=8, only="PowerSGD"),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
+    "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
