@@ -207,9 +207,13 @@ def main(config: Config) -> results.Results:
         numbers={name: x for name, x in curves.items() if name != "int8"},
         remarks=REMARKS,
     )
-    axes = {"xlabel": "bytes that a worker sent", "ylabel": "held-out loss"}
-    axes |= {"xscale": "log", "yscale": "log"}
-    figure = results.lines(curves, scale=costs, **axes)
+    figure = results.lines(
+        curves,
+        scale=costs,
+        xlabel="bytes that a worker sent",
+        ylabel="held-out loss",
+        log="xy",
+    )
     result.write(config.output, config, figure)
     return result
 

@@ -172,13 +172,15 @@ def make_model(config: Config):
     hidden += [linen.Dense(config.width), linen.relu]
     model = linen.Sequential([*hidden, linen.Dense(10)])
 
+    apply = lambda params, x: jnp.asarray(model.apply(params, x))
+
     def loss(params, batch, mask):
-        logits = model.apply(params, batch.x)
+        logits = apply(params, batch.x)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
         return jnp.sum(losses, where=mask) / jnp.maximum(mask.sum(), 1)
 
     def test(params, held_out):
-        right = model.apply(params, held_out.x).argmax(-1) == held_out.y
+        right = apply(params, held_out.x).argmax(-1) == held_out.y
         return right.mean(), loss(params, held_out, right | True)
 
     init = lambda key: model.init(key, jnp.zeros((1, 784)))
@@ -264,8 +266,13 @@ def main(config: Config) -> results.Results:
         remarks=[compare_order(x, i, table) for i, x in enumerate(SPLITS, 2)]
         + [*REMARKS],
     )
-    labels = {"xlabel": "round", "ylabel": "accuracy"}
-    figure = results.lines(curves, tuple(SPLITS), target=config.target, **labels)
+    figure = results.lines(
+        curves,
+        tuple(SPLITS),
+        target=config.target,
+        xlabel="round",
+        ylabel="accuracy",
+    )
     result.write(config.output, config, figure)
     return result
 

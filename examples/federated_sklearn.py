@@ -24,6 +24,7 @@ and u_i are partitioned values that stay with them.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,16 +143,17 @@ def fit_lasso(config: Config, alpha: float = 0.05):
     model = sklearn.linear_model.Lasso(alpha=alpha, fit_intercept=False, tol=1e-12)
     expected = model.fit(x.astype(float), y).coef_
     penalty, rho = alpha * len(x), len(x) / config.clients
-    step = lambda state, data: admm_step(*state, *data, penalty, rho)
+    step = lambda state, data: admm_step(*state, *data, penalty=penalty, rho=rho)
     zeros = jnp.zeros(x.shape[1]), jnp.zeros((config.clients, x.shape[1]))
     data = to_clients(config, x, y)
     return iterate(config, step, zeros, config.admm_steps, data), expected
 
 
 def fit_kmeans(config: Config):
-    x = sklearn.datasets.load_digits().data.astype(np.float32) / 16
+    x = sklearn.datasets.load_digits(return_X_y=True)[0].astype(np.float32) / 16
     start = x[:10]
-    model = sklearn.cluster.KMeans(10, init=start, n_init=1, tol=0, max_iter=1000)
+    options: dict[str, Any] = {"init": start, "tol": 0, "max_iter": 1000}
+    model = sklearn.cluster.KMeans(10, **options)
     expected = model.fit(x.astype(float)).cluster_centers_
     step = lambda centers, data: lloyd_step(centers, *data)
     return iterate(
@@ -180,8 +182,9 @@ def main(config: Config) -> results.Results:
         size = np.abs(expected).max()
         table.append([name, first, f"{curve[-1]:.1e}", f"{size:.2f}"])
     worst = max(curve[-1] for curve in curves.values())
-    axes = {"xlabel": "round", "ylabel": "largest difference", "yscale": "log"}
-    figure = results.lines(curves, first=0, **axes)
+    figure = results.lines(
+        curves, first=0, xlabel="round", ylabel="largest difference", log="y"
+    )
     result = results.Results(
         title=f"{config.clients} clients and scikit-learn, which has all data",
         columns=["", "rounds to 1e-4", "difference", "largest coefficient"],

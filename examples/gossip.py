@@ -181,8 +181,9 @@ def main(config: Config) -> results.Results:
             f"After training, a model is {distances[-1]:.3f} from the mean of all.",
         ],
     )
-    axes = {"xlabel": "step", "ylabel": "distance to the mean", "yscale": "log"}
-    figure = results.lines(curves, first=0, **axes)
+    figure = results.lines(
+        curves, first=0, xlabel="step", ylabel="distance to the mean", log="y"
+    )
     result.write(config.output, config, figure)
     return result
 

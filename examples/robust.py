@@ -84,7 +84,7 @@ def trimmed_mean(grads, f: int):
 def inner_products(grads):
     """<g_i, g_j> for all workers i and j: [n, n]."""
     parts = drjax.reduce_columns(lambda x: jnp.outer(x, x), grads, sum=True)
-    return sum(jax.tree.leaves(parts))
+    return sum(jax.tree.leaves(parts), jnp.zeros(()))
 
 
 def krum(grads, f: int):
@@ -211,8 +211,8 @@ def main(config: Config) -> results.Results:
         numbers=numbers,
         remarks=REMARKS,
     )
-    labels = {"xlabel": "step", "ylabel": "accuracy"}
-    result.write(config.output, config, results.lines(curves, tuple(cases), **labels))
+    figure = results.lines(curves, tuple(cases), xlabel="step", ylabel="accuracy")
+    result.write(config.output, config, figure)
     return result
 
 

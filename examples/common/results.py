@@ -69,10 +69,13 @@ class Results:
 def lines(
     curves: Mapping[str, Sequence[float]],
     panels: Sequence[str] = ("",),
+    *,
     target: float | None = None,
     first: int = 1,
     scale: Mapping[str, float] | None = None,
-    **axes: str,
+    xlabel: str,
+    ylabel: str,
+    log: str = "",
 ) -> Figure:
     """Plots curves by round, in one panel for each prefix of their names.
 
@@ -80,7 +83,7 @@ def lines(
         target: where to draw a dashed line.
         first: the number of the first round.
         scale: what a round of each curve counts, if not one.
-        axes: xlabel, ylabel, xscale, yscale.
+        log: the axes that are logarithmic: "x", "y" or "xy".
     """
     figure = Figure(figsize=(4 * len(panels) + 1.6, 3.6), layout="constrained")
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -92,7 +95,9 @@ def lines(
                 ax.plot(x, values, label=label)
         if target is not None:
             ax.axhline(target, color="0.35", linestyle="--", linewidth=1)
-        ax.set(title=panel, **axes)
+        ax.set(title=panel, xlabel=xlabel, ylabel=ylabel)
+        for axis in log:
+            ax.set(**{f"{axis}scale": "log"})
         ax.label_outer()
         ax.grid(alpha=0.3)
     # All panels have the same curves.
