@@ -29,6 +29,7 @@ SHORT = {
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
+    "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
     "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
 }
 
