@@ -28,7 +28,7 @@ class Results:
     title: str
     """Of the table."""
     columns: Sequence[str]
-    table: list[Sequence[Any]]
+    table: Sequence[Sequence[Any]]
     measured: str
     """The result in a sentence."""
     paper: str
