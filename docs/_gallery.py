@@ -32,7 +32,7 @@ Published: {paper}
 
 `python -m examples.{name} --output docs/gallery/{name}` made the table and the
 figure in {seconds} s, {cpu_seconds} s of the CPU ({machine}, shared with other
-work). † stands for "from memory, not compared with the paper".
+work). † marks a published number that was not compared with the paper.
 
 ## The algorithm
 

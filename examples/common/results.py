@@ -16,7 +16,7 @@ from rich.table import Table
 
 from examples.common import plots
 
-# Behind a number that is quoted from memory of the paper, until someone looks it up.
+# Behind a published number that was not compared with the paper.
 UNCHECKED = "†"
 STARTED = time.perf_counter()
 
