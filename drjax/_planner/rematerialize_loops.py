@@ -115,17 +115,17 @@ class _Scan:
         n_carry = len(self.carry)
         self.ys, self.body_ys = eqn.outvars[n_carry:], self.body.outvars[n_carry:]
 
-    def replace(self, consts, xs, body_consts, body_xs, body_eqns, more_consts, ys):
-        """Build a scan with other operands and equations, and the same carry.
+    def replace(self, consts, xs, body_consts, body_xs, first, names, more_consts, ys):
+        """Build a scan with other operands, more equations, and the same carry.
 
         Args:
           consts: The variables that are constants of the new scan.
           xs: The variables that are its stacks.
           body_consts: The arguments of the body for `consts`.
           body_xs: The arguments of the body for one step of `xs`.
-          body_eqns: The equations of the body.
-          more_consts: For each constant of these equations that the old body lacks its
-            value.
+          first: Equations that the body has before its own.
+          names: For each variable that these replace in the body its new variable.
+          more_consts: For each constant of `first` that the old body lacks its value.
           ys: Pairs of a stacked result and its variable in the body.
 
         Returns:
@@ -142,11 +142,24 @@ class _Scan:
                 "reverse": self.eqn.params["reverse"],
             },
         )
+        renamed = [
+            e.replace(invars=substitute(e.invars, names)) for e in self.body.eqns
+        ]
+        # A result of a step may be one of the replaced arguments itself.
+        outs = [*self.body.outvars[:n_carry], *(y for _, y in ys)]
+        # Equations that were rewritten, and programs, have no bodies elsewhere.
+        known = self.body.known_bodies
+        bodies = {
+            new: known[e]
+            for new, e in zip(renamed, self.body.eqns, strict=True)
+            if e in known
+        }
         body = InlinedJaxpr(
             [*body_consts, *self.body_carry, *body_xs],
-            body_eqns,
-            [*self.body.outvars[:n_carry], *(y for _, y in ys)],
+            [*first, *renamed],
+            [names.get(v, v) for v in outs],
             {**self.body.consts, **more_consts},
+            bodies,
         )
         return eqn, body
 
@@ -274,7 +287,8 @@ class _ScanPair:
                 forward.xs,
                 forward.body_consts,
                 forward.body_xs,
-                forward.body.eqns,
+                [],
+                {},
                 {},
                 ys,
             )
@@ -302,30 +316,25 @@ class _ScanPair:
         assert residual_slice is not None
         eqns, starts = residual_slice
         # Fresh variables: a forward scan may have several backward scans.
-        fresh, body_eqns = copy_equations(eqns, starts)
+        fresh, first = copy_equations(eqns, starts)
         forward = self.forward
         outer = dict(zip(forward.body_consts, forward.consts, strict=True))
         steps = dict(zip(forward.body_xs, forward.xs, strict=True)) | self.stacks
         consts = [v for v in starts if v in outer]
         xs = [v for v in starts if v in steps]
         names = {b: fresh[inner] for b, inner in roots.items()}
-        for eqn in scan.body.eqns:
-            body_eqns.append(eqn.replace(invars=substitute(eqn.invars, names)))
         # The backward scan takes the starts of the slice in place of the residuals.
         kept = [pair for pair in scanned if pair[0] not in self.residuals]
-        eqn, body = scan.replace(
+        return scan.replace(
             [*scan.consts, *(outer[v] for v in consts)],
             [*(x for x, _ in kept), *(steps[v] for v in xs)],
             [*scan.body_consts, *(fresh[v] for v in consts)],
             [*(b for _, b in kept), *(fresh[v] for v in xs)],
-            body_eqns,
+            first,
+            names,
             forward.body.consts,
             list(zip(scan.ys, scan.body_ys, strict=True)),
         )
-        # A result of a step may be one of the replaced arguments itself.
-        body.outvars = [names.get(v, v) for v in body.outvars]
-        body.known_bodies = {**forward.body.known_bodies, **scan.body.known_bodies}
-        return eqn, body
 
 
 def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
@@ -359,25 +368,20 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     )
     # No start is sunk by a later call, so the calls come to an end: each start is an
     # argument, a constant, observable, global, or not cheap.
-    fresh, body_eqns = copy_equations(
-        [e for e in program.eqns if id(e) in eqns], starts
-    )
+    fresh, first = copy_equations([e for e in program.eqns if id(e) in eqns], starts)
     pairs = list(zip(scan.consts, scan.body_consts, strict=True))
     names = {inner: fresh[v] for v, inner in pairs if v in sunk}
-    for eqn in scan.body.eqns:
-        body_eqns.append(eqn.replace(invars=substitute(eqn.invars, names)))
     kept = [pair for pair in pairs if pair[0] not in sunk]
     eqn, body = scan.replace(
         [*(v for v, _ in kept), *starts],
         scan.xs,
         [*(inner for _, inner in kept), *(fresh[v] for v in starts)],
         scan.body_xs,
-        body_eqns,
+        first,
+        names,
         {},
         list(zip(scan.ys, scan.body_ys, strict=True)),
     )
-    body.outvars = [names.get(v, v) for v in body.outvars]
-    body.known_bodies = scan.body.known_bodies
     return _replace_scans(program, {id(scan.eqn): (eqn, body)})
 
 

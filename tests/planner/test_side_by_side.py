@@ -56,6 +56,13 @@ def rounds(model, data, ids):
     return jax.lax.scan(step, model, length=3)
 
 
+def gradient_of_rounds(model, data, ids):
+    total = lambda model, data: sum(
+        jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(rounds(model, data, ids))
+    )
+    return jax.grad(total, (0, 1))(model, data)
+
+
 def other_mesh_axes(model, data, ids):
     mean = drjax.program(clients=N, mesh_axes="data")(drjax.reduce_mean)
     return evaluate(model, data), mean(data)
@@ -69,7 +76,14 @@ def only_after(model, data, ids):
     return evaluate(moved, data * weights[:, None])[0] * losses
 
 
-FUNCTIONS = [a_round, gradient, rounds, other_mesh_axes, only_after]
+FUNCTIONS = [
+    a_round,
+    gradient,
+    rounds,
+    gradient_of_rounds,
+    other_mesh_axes,
+    only_after,
+]
 
 
 def arguments():
