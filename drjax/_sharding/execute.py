@@ -243,10 +243,12 @@ def shard_map(
       The function of the values of all devices.
     """
     mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
-    return jax.shard_map(
+    mapped = jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
         axis_names=set(layout.axes), check_vma=check_vma,
     )  # fmt: skip
+    # Eagerly, JAX fails to nest shard_maps over different axes.
+    return mapped if _compat.under_trace() else jax.jit(mapped)
 
 
 def vary(x, axes):

@@ -209,3 +209,14 @@ def test_inner_programs_with_effects_run_as_they_are():
     jax.effects_barrier()
     assert float(result) == 18.0
     assert sorted(seen) == [0.0, 1.0, 2.0]
+
+
+def test_a_compiled_plan_called_without_jit():
+    """Its reductions over both levels are a shard_map in another one."""
+    program, args = PROGRAMS["gradient"]
+    plan = drjax.make_plan(program)(*args)
+    expected = jax.jit(program)(*args)
+    with jax.set_mesh(make_mesh({"pods": 2, "groups": 2})):
+        results = drjax.backends.xla.compile(plan)(*args)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(near, results, expected)
