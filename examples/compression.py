@@ -182,7 +182,7 @@ def main(config: Config) -> results.Results:
         with jax.set_mesh(mesh):
             state, losses = start(jax.random.key(config.seed)), []
             for _ in range(config.steps):
-                state, score = step(state, examples)
+                state, score = jax.block_until_ready(step(state, examples))
                 losses.append(score)
         curves[name] = np.array(losses).tolist()
         params = state[0]

@@ -151,7 +151,7 @@ def train(config: Config, noise: float, population, held_out):
     step = drjax.jit(step, groups_per_step=config.groups_per_step)
     params, scores = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}, []
     for number in tqdm(range(config.rounds), f"z = {noise}", leave=False):
-        params, score = step(params, number, population)
+        params, score = jax.block_until_ready(step(params, number, population))
         scores.append(score)
     accuracies, losses, fits = np.array(scores).T.tolist()
     if not all(fits):

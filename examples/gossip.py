@@ -133,8 +133,8 @@ def train(config: Config, train_set, held_out):
     compiled = [drjax.jit(f, config.groups_per_step) for f in (ring, central)]
     distances = []
     for _ in range(config.steps):
-        own, distance, mean = compiled[0](own, examples)
-        params = compiled[1](params, examples)
+        own, distance, mean = jax.block_until_ready(compiled[0](own, examples))
+        params = jax.block_until_ready(compiled[1](params, examples))
         distances.append(distance)
     right = lambda p: ((held_out.x @ p["w"] + p["b"]).argmax(-1) == held_out.y).mean()
     losses = [float(loss(p, held_out)) for p in (mean, params)]

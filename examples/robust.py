@@ -190,7 +190,8 @@ def main(config: Config) -> results.Results:
             scores = []
             with jax.set_mesh(mesh):
                 for _ in range(config.steps):
-                    params, score = step(params, examples, factor, held_out)
+                    args = params, examples, factor, held_out
+                    params, score = jax.block_until_ready(step(*args))
                     scores.append(score)
             curve, losses = np.array(scores).T.tolist()
             curves[f"{case}: {name}"] = curve
