@@ -14,8 +14,6 @@ pytestmark = pytest.mark.slow
 # Of `drjax.reduce` each device has m states, and for a gradient two for each group; a
 # sum by segment holds an array of all segments for each group.
 MORE_BYTES = {("logsumexp", OURS), ("logsumexp", PLANNED)}
-# In a plan each level is reduced by itself: one all-reduce for each.
-MORE_BYTES |= {(task, PLANNED) for task in combinations.LEVELS}
 MORE_MEMORY = {"logsumexp", "gradient of a product", "sum of 3 segments"}
 # The slice of a device, and a few scalars.
 SLACK = 4 * 512 * combinations.N // combinations.DEVICES + 64
