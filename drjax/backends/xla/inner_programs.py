@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
@@ -69,9 +70,11 @@ class Stacked:
 
     def take(self, start, size: int):
         """The slices from `start` on, `[size, *s]`."""
-        zeros = [0] * (self.array.ndim - 2)
+        starts = (self.index, start, *[0] * (self.array.ndim - 2))
         sizes = (1, size, *self.array.shape[2:])
-        chunk = lax.dynamic_slice(self.array, (self.index, start, *zeros), sizes)
+        # In 64-bit mode a literal would have another type than the index.
+        starts = [jnp.asarray(x, jnp.int32) for x in starts]
+        chunk = lax.dynamic_slice(self.array, starts, sizes)
         return lax.squeeze(chunk, (0,))
 
     def whole(self):

@@ -220,3 +220,13 @@ def test_a_compiled_plan_called_without_jit():
         results = drjax.backends.xla.compile(plan)(*args)
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, results, expected)
+
+
+def test_chunks_of_an_inner_level_in_64_bits():
+    f = drjax.program(pods=2, groups=4)(
+        lambda x: drjax.reduce_sum(drjax.map_fn(jnp.sin, x), over="groups")
+    )
+    with jax.enable_x64(True):
+        x = jnp.arange(24.0).reshape(2, 4, 3)
+        result = drjax.jit(f, groups_per_step=1)(x)
+        np.testing.assert_allclose(result, jnp.sin(x).sum(1), rtol=1e-12)
