@@ -18,7 +18,8 @@ would pass through an equation outside of it. Let
     stage(other equation)                  = the least even number
 
 that is no less than that of any operand's definition; an equation is between two only
-if an operand is of an odd stage. Then each odd stage is one body.
+if an operand is of an odd stage, and none may have slices of A. Then each odd stage is
+one body.
 
 Invariants: a body is no bigger than its stage, and no equation is computed twice. Sharp
 edges: work on slices of B after its last block is the server's.
@@ -33,6 +34,7 @@ from drjax import _compat
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
 from drjax._planner.inline import BLOCKS, CONTROL, InlinedJaxpr, uses_blocks
+from drjax._planner.partitioning.kind import PARTITIONED, signature
 from drjax._primitives.routes import partitions_of
 
 program_p = Primitive("program")
@@ -52,9 +54,20 @@ def separate(
     Returns:
       The inlined jaxpr, with the same arguments and results.
     """
-    others = [*others]
+    return _separate(program, own, [*others], set())
+
+
+def _separate(program: InlinedJaxpr, own, others: list, slices: set) -> InlinedJaxpr:
+    """`separate`, of an inlined jaxpr whose arguments may have slices.
+
+    Args:
+      program: The inlined jaxpr.
+      own: The partition of the plan.
+      others: The other partitions.
+      slices: The arguments that may have slices of the plan's partition.
+    """
     for other in others:
-        program = _Separation(program, own, other, others).result()
+        program = _Separation(program, own, other, others, slices).result()
     return program
 
 
@@ -66,12 +79,17 @@ class _Separation:
       own: The partition of the plan.
       other: The partition whose blocks are moved to bodies.
       others: All partitions but the plan's own.
+      slices: The arguments that may have slices of the plan's partition.
     """
 
-    def __init__(self, program: InlinedJaxpr, own, other, others):
+    def __init__(self, program: InlinedJaxpr, own, other, others, slices: set):
         self.program, self.own, self.other = program, own, other
         self.partitions = [own, *others]
-        self.used = [self._used_by(eqn) for eqn in program.eqns]
+        # The variables that may have slices of the plan's partition. A body takes
+        # global values, so work on them stays outside; among them are values that
+        # follow from slices by a reduction of `jax.lax`.
+        self.slices = {*slices}
+        self.used = [self._visit(eqn) for eqn in program.eqns]
         self.stages = self._stages()
 
     def result(self) -> InlinedJaxpr:
@@ -79,9 +97,9 @@ class _Separation:
         program, bodies = self.program, dict(self.program.known_bodies)
         for eqn, used in zip(program.eqns, self.used, strict=True):
             if {self.own, self.other} <= used and eqn.primitive.name in CONTROL:
-                inner = [self.own, self.other]
                 bodies[eqn] = tuple(
-                    separate(body, inner[0], inner[1:]) for body in program.bodies(eqn)
+                    _separate(body, self.own, [self.other], self._slices_in(eqn, body))
+                    for body in program.bodies(eqn)
                 )
         groups: dict[int, list] = {}
         for eqn, stage in zip(program.eqns, self.stages, strict=True):
@@ -95,6 +113,29 @@ class _Separation:
         return InlinedJaxpr(
             program.invars, eqns, program.outvars, program.consts, bodies
         )
+
+    def _visit(self, eqn) -> set[Partition]:
+        """`_used_by`, with what a loop takes; and find what may have slices."""
+        used, kinds = self._used_by(eqn), signature(eqn.primitive)
+        takes = any(v in self.slices for v in variables(eqn.invars))
+        if takes and used and eqn.primitive.name in CONTROL:
+            # No body takes it whole.
+            used = used | {self.own}
+        if kinds is None:
+            gives = takes or self.own in used
+        else:
+            gives = self.own in used and kinds[1] == PARTITIONED
+        if gives and eqn.primitive is not program_p:
+            self.slices.update(eqn.outvars)
+        return used
+
+    def _slices_in(self, eqn, body: InlinedJaxpr) -> set[Any]:
+        """The arguments of a body that may have slices: any of a loop, if one has."""
+        if eqn.primitive.name == "cond":
+            pairs = zip(eqn.invars[1:], body.invars, strict=True)
+            return {arg for v, arg in pairs if v in self.slices}
+        takes = any(v in self.slices for v in variables(eqn.invars))
+        return {*body.invars} if takes else set()
 
     def _used_by(self, eqn) -> set[Partition]:
         """The partitions over which an equation binds building blocks, at any depth."""
@@ -115,7 +156,11 @@ class _Separation:
         needed: set[Any] = set()
         between = [False] * len(eqns)
         for i, eqn in reversed([*enumerate(eqns)]):
-            between[i] = not self.used[i] and any(v in needed for v in eqn.outvars)
+            between[i] = (
+                not self.used[i]
+                and any(v in needed for v in eqn.outvars)
+                and not any(v in self.slices for v in variables(eqn.invars))
+            )
             if blocks[i] or between[i]:
                 needed.update(variables(eqn.invars))
         stage_of: dict[Any, int] = {}

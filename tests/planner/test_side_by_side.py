@@ -76,6 +76,29 @@ def only_after(model, data, ids):
     return evaluate(moved, data * weights[:, None])[0] * losses
 
 
+def in_a_branch(model, data, ids):
+    """One branch works on all clients, another one on the cohort."""
+
+    def total(model, data):
+        slices = drjax.map_fn(jnp.sin, data, partition={"clients": N})
+        cohort = drjax.take(data, ids, partition=COHORT_OF)
+        branches = (
+            lambda model, slices, cohort: slices * jnp.sin(slices),
+            lambda model, slices, cohort: slices * average(model, cohort)[None],
+        )
+        slices = jax.lax.switch(ids[0] % 2, branches, model, slices, cohort)
+        return jnp.sum(jnp.cos(evaluate(model, slices)[1]))
+
+    return jax.grad(total, (0, 1))(model, data)
+
+
+def between_cohorts(model, data, ids):
+    """Work on slices of all clients, between blocks of the cohort."""
+    losses, mean = evaluate(model, data)
+    model = average(model, data[:COHORT])
+    return average(model * jnp.sum(losses * model[0]), data[:COHORT] * mean)
+
+
 FUNCTIONS = [
     a_round,
     gradient,
@@ -83,6 +106,8 @@ FUNCTIONS = [
     gradient_of_rounds,
     other_mesh_axes,
     only_after,
+    in_a_branch,
+    between_cohorts,
 ]
 
 
