@@ -29,7 +29,7 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
 from drjax.backends.kept import Keep
 from drjax.backends.xla import step_size
-from drjax.backends.xla.inner_programs import layout_inside
+from drjax.backends.xla.inner_programs import layouts_inside
 from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.mesh_interpreter import MeshInterpreter, layout_of
 from drjax.plan import Plan, Value
@@ -190,8 +190,7 @@ def on_mesh(plan: Plan, inputs: list) -> list:
       The arrays, in the same order.
     """
     layout = layout_of(plan)
-    inner = [layout_inside(partition, None) for partition in plan.levels[1:]]
-    for each in [] if layout is None else [layout, *inner]:
+    for each in [] if layout is None else _layouts(plan, layout):
         if isinstance(each.mesh, jax.sharding.Mesh):
             return [as_operand(x, each, False) for x in inputs]
     return inputs
@@ -215,5 +214,15 @@ def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
       layout: How the groups of its outermost level are laid out.
       mesh: The mesh that the user passed; None: the one in context.
     """
-    inner = [layout_inside(partition, mesh) for partition in plan.levels[1:]]
-    return max(x.per_device for x in (layout, *inner))
+    return max(x.per_device for x in _layouts(plan, layout, mesh))
+
+
+def _layouts(plan: Plan, layout: Layout, mesh: Any = None) -> list[Layout]:
+    """How the groups of all levels of a plan are laid out.
+
+    Args:
+      plan: The plan.
+      layout: That of its outermost level.
+      mesh: The mesh that the user passed; None: the one in context.
+    """
+    return [layout, *layouts_inside(layout.partition, plan.levels[1:], mesh)]

@@ -13,7 +13,7 @@ is, with all inner groups at once; and so does one that is sharded where a `vmap
 the outer groups, as JAX takes no `shard_map` over some of the axes in it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,24 +29,32 @@ from drjax._sharding.layout import Layout, find_mesh, make_layout
 from drjax.plan import Loop, Plan, Stage
 
 
-def layout_inside(partition: Partition, mesh: Any) -> Layout:
-    """How the groups of an inner level are laid out, in the work of an outer group.
+def layouts_inside(
+    outer: Partition, levels: Sequence[Partition], mesh: Any
+) -> list[Layout]:
+    """How the groups of inner levels are laid out, in the work of an outer group.
 
     Args:
-      partition: The partition of the inner level.
+      outer: The partition of the level around them.
+      levels: The partitions of the inner levels, outermost first.
       mesh: The mesh that the user passed; None: the one in context.
 
     Returns:
-      The layout. It is local if the mesh has no axes for the level, or if they have the
-      groups of an outer level already.
+      The layout of each. It is local if the mesh has no axes for the level, or if they
+      have the groups of a level around it.
 
     Raises:
-      MeshError: The partition does not fit the mesh.
+      MeshError: A partition does not fit the mesh.
     """
-    taken = jax.sharding.get_abstract_mesh().manual_axes
-    if set(taken) & set(partition.mesh_axes):
-        return make_layout(partition, None)
-    return make_layout(partition, find_mesh(partition, mesh))
+    taken = {*jax.sharding.get_abstract_mesh().manual_axes, *outer.mesh_axes}
+    layouts = []
+    for partition in levels:
+        local = taken & {*partition.mesh_axes}
+        layouts.append(
+            make_layout(partition, None if local else find_mesh(partition, mesh))
+        )
+        taken.update(partition.mesh_axes)
+    return layouts
 
 
 # ---------------------------------------------------------------------------------
@@ -119,6 +127,7 @@ def constants_in_chunks(loop: Loop) -> frozenset[int]:
 
 def run_inner_levels(
     stage: Stage,
+    outer: Partition,
     interpreter: Callable,
     step: int | None,
     mesh: Any,
@@ -129,6 +138,7 @@ def run_inner_levels(
 
     Args:
       stage: The stage.
+      outer: The partition of its groups.
       interpreter: `interpreter(plan, layout, step, mesh, partial)` makes a function of
         flat inputs that runs a plan; `partial` are the names of reductions of which
         it returns those of the devices, `[m, *s]`.
@@ -145,13 +155,13 @@ def run_inner_levels(
     inner = stage.inner
     if inner is None or _compat.effects_of(stage.jaxpr):
         return None
-    sharded = any(layout_inside(each, mesh).sharded for each in inner.levels)
+    sharded = any(x.sharded for x in layouts_inside(outer, inner.levels, mesh))
     if sharded if by_vmap else step is None and not sharded:
         return None
 
     def run(*args):
         # Here, as the axes of outer levels are Manual inside of their `shard_map`.
-        layout = layout_inside(inner.levels[0], mesh)
+        layout, *_ = layouts_inside(outer, inner.levels, mesh)
         partial = frozenset(merged.values())
         outs = interpreter(inner, layout, step, mesh, partial)(args)
         pairs = zip(outs, stage.outputs, strict=True)

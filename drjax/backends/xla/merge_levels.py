@@ -28,7 +28,7 @@ from drjax._sharding.execute import shard_map
 from drjax._sharding.layout import Layout
 from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish
-from drjax.backends.xla.inner_programs import layout_inside
+from drjax.backends.xla.inner_programs import layouts_inside
 from drjax.plan import Reduce, Round, Stage, Value
 
 
@@ -69,9 +69,8 @@ class InnerLevels:
         effects = bool(_compat.effects_of(stage.jaxpr))
         known = layout.spec_entry is None and not a_round.folds
         if stage.inner is not None and known and not (by_vmap or effects):
-            inner = layout_inside(stage.inner.levels[0], mesh)
-            if not set(inner.axes) & set(layout.axes):
-                merged = reductions_to_merge(stage, a_round.partials, kept, inner)
+            inner, *_ = layouts_inside(layout.partition, stage.inner.levels, mesh)
+            merged = reductions_to_merge(stage, a_round.partials, kept, inner)
         return cls(mesh, merged, partial)
 
     def finish(
@@ -99,7 +98,8 @@ class InnerLevels:
         done = finish(layout, parts(reduces, plain), parts(totals, plain))
         if merged:
             assert stage.inner is not None
-            inner = layout_inside(stage.inner.levels[0], self.mesh)
+            levels = stage.inner.levels
+            inner, *_ = layouts_inside(layout.partition, levels, self.mesh)
             done += _finish_merged(
                 layout, inner, parts(reduces, merged), parts(totals, merged)
             )

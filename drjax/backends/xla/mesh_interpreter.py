@@ -329,7 +329,13 @@ def _run_groups(
     inner = None
     if not (folds and stage.exported is not None):  # only its own batch folds states
         inner = run_inner_levels(
-            stage, MeshInterpreter, step, levels.mesh, by_vmap, levels.merged
+            stage,
+            layout.partition,
+            MeshInterpreter,
+            step,
+            levels.mesh,
+            by_vmap,
+            levels.merged,
         )
 
     # A `Stacked` array is passed as two operands: the array, and the position in it.
