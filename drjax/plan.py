@@ -309,7 +309,7 @@ class Plan:
                 f"{self.name} is a plan for {self.size} groups, and may depend on that "
                 "number. drjax.make_plan(..., open_groups=True) makes one for any."
             )
-        return replace(_resized(self, n), open_groups=True)
+        return replace(_resized(self, self.partition, n), open_groups=True)
 
     def communication(self, devices: int | Mapping[str, int] = 1) -> Ledger:
         """Bytes between the server and the groups, and between devices.
@@ -387,22 +387,21 @@ class Plan:
         return "\n".join(lines(self))
 
 
-def _resized(plan: Plan, n: int) -> Plan:
-    """The plan with another number of groups, in the bodies of its loops, too."""
-    assert plan.partition is not None
-    rounds = []
-    for a_round in plan.rounds:
-        loops = []
-        for loop in a_round.loops:
-            own = [body.partition == plan.partition for body in loop.bodies]
-            bodies = (
-                _resized(body, n) if resized else body
-                for body, resized in zip(loop.bodies, own, strict=True)
-            )
-            loops.append(replace(loop, bodies=tuple(bodies)))
-        rounds.append(replace(a_round, loops=tuple(loops)))
-    partition = replace(plan.partition, size=n)
-    return replace(plan, partition=partition, rounds=tuple(rounds))
+def _resized(plan: Plan, own: Partition | None, n: int) -> Plan:
+    """The plan for n groups of its partition, also in the bodies of its loops.
+
+    Args:
+      plan: The plan, or that of a loop's body; one over another partition stays.
+      own: The partition that gets n groups.
+      n: The number of groups.
+    """
+    if own is None or plan.partition != own:
+        return plan
+    resized = lambda loop: replace(
+        loop, bodies=tuple(_resized(body, own, n) for body in loop.bodies)
+    )
+    rounds = (replace(r, loops=tuple(map(resized, r.loops))) for r in plan.rounds)
+    return replace(plan, partition=replace(own, size=n), rounds=tuple(rounds))
 
 
 def _communicated(

@@ -35,6 +35,7 @@ from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.collectives import scatter_p
 from drjax._primitives.routes import (
     inverse,
+    is_permutation,
     last_writer,
     permute_p,
     put_add_p,
@@ -355,9 +356,10 @@ def _in_bounds(block: str, index, n: int):
 
 def _permutation(index, n: int) -> tuple[int, ...] | None:
     """The index as a tuple, if it is known and a permutation of n groups; else None."""
-    if isinstance(index, jax.Array) or sorted(index.tolist()) != [*range(n)]:
+    if isinstance(index, jax.Array):
         return None
-    return tuple(index.tolist())
+    known = tuple(index.tolist())
+    return known if is_permutation(known, n) else None
 
 
 def _resized(params: dict[str, Any], size: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 * `value`: the name and the type of an array that stages exchange.
 * `exported`: the facts that a plan needs of the exported functions of a stage.
 * `reduce`: one reduction, and how it is communicated.
+* `ledger`: what a plan communicates, and its bytes.
 * `wire`: how numbers are encoded while they are communicated.
 * `map_stages`: plans with other stages.
 """

@@ -147,19 +147,19 @@ class Ledger:
         An inner level has one collective for each of the device's outer groups.
         """
         *outer, partition = message.levels
-        devices = self._devices(partition, not outer)
+        devices = self._devices(partition.name, not outer)
         if devices == 1:
             return 0
         times = 1
         for i, around in enumerate(outer):
-            times *= -(-around.size // self._devices(around, i == 0))
+            times *= -(-around.size // self._devices(around.name, i == 0))
         return times * self._slices(message, partition.size, devices)
 
-    def _devices(self, partition: Partition, outermost: bool) -> int:
-        """The number of devices that share the groups of a partition."""
-        return (
-            self.devices if outermost else dict(self.devices_of).get(partition.name, 1)
-        )
+    def _devices(self, name: str | None, outermost: bool) -> int:
+        """The number of devices that share the groups of a level; None: the first."""
+        if outermost or name is None:
+            return self.devices
+        return dict(self.devices_of).get(name, 1)
 
     def _slices(self, message: Message, size: int, devices: int) -> int:
         """The number of slices that a device puts into one collective of a message.
@@ -202,6 +202,10 @@ class Ledger:
         inner = (m.levels[-1].name for m in self.messages if len(m.levels) > 1)
         return tuple(dict.fromkeys((*first, *inner)))
 
+    def _is_outermost(self, over: str | None) -> bool:
+        """Whether a level is the outermost one; None: it is."""
+        return over is None or over == self.levels[0]
+
     def _is_over(self, message: Message, over: str | None) -> bool:
         """Whether a message is between the groups of a level and what is around them.
 
@@ -209,7 +213,7 @@ class Ledger:
           message: The message.
           over: The name of the level, the outermost one of several; None: the first.
         """
-        if over is None or over == self.levels[0]:
+        if self._is_outermost(over):
             return len(message.levels) == 1
         return len(message.levels) > 1 and message.levels[-1].name == over
 
@@ -245,11 +249,9 @@ class Ledger:
         """The line of text on the bytes of a level.
 
         Args:
-          level: Its name; None: there is one level.
+          over: Its name; None: there is one level.
         """
-        devices = self.devices
-        if over is not None and over != self.levels[0]:
-            devices = dict(self.devices_of).get(over, 1)
+        devices = self._devices(over, self._is_outermost(over))
         between = self.between(over=over)
         between = f" and {_digits(between)} between groups" if between else ""
         where = "total" if over is None else f"total over {over}"

@@ -27,7 +27,7 @@ from drjax._planner.bind_blocks import permute, put_add, take
 from drjax._planner.read_and_update_groups import fill_value
 from drjax._planner.rotations import rearrange_p, sources_of
 from drjax._planner.unbatching.core import drop
-from drjax._primitives.routes import inverse, last_writer
+from drjax._primitives.routes import inverse, is_permutation, last_writer
 from drjax._primitives.select_slice import as_int32
 
 Axes = tuple[int | None, ...]
@@ -110,7 +110,7 @@ def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
     (position,) = set(range(out.ndim)) - {*dims.offset_dims}
 
     def with_blocks(partition: Partition, x, indices):
-        if known is not None and _is_permutation(known):
+        if known is not None and is_permutation(known, partition.size):
             slices = permute(jnp.moveaxis(x, axis, 0), known, partition)
             return jnp.moveaxis(slices, 0, position)
         index = as_int32(indices[:, 0], -1, partition.size)
@@ -153,7 +153,7 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
         index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
         slices, old = jnp.moveaxis(updates, axis, 0), jnp.moveaxis(x, group_axis, 0)
         adds = eqn.primitive is lax.scatter_add_p
-        if known is not None and _is_permutation(known):
+        if known is not None and is_permutation(known, partition.size):
             moved = permute(slices, inverse(known), partition)
             new = old + moved if adds else moved
         elif adds:
@@ -166,11 +166,6 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
         return jnp.moveaxis(new, 0, group_axis)
 
     return with_blocks, (group_axis, None, axis), (group_axis,)
-
-
-def _is_permutation(index: Sequence[int]) -> bool:
-    """Whether an index is a permutation of all groups."""
-    return sorted(index) == [*range(len(index))]
 
 
 def _is_plain(dtype) -> bool:

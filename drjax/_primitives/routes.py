@@ -29,7 +29,7 @@ Sharp edges: an index out of bounds must be clamped, or dropped, by the caller. 
 mode inside a user's `shard_map(check_vma=False)` is an error, as for a reduction.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -126,6 +126,11 @@ def execute_permute(x, *, sources, partition, mesh):
         return [_through_bits(move, x)]
 
     return _on_devices(layout, body, x)
+
+
+def is_permutation(index: Sequence[int], n: int) -> bool:
+    """Whether a known index is a permutation of 0 to n - 1."""
+    return sorted(index) == [*range(n)]
 
 
 def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:

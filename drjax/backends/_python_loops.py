@@ -70,11 +70,6 @@ def run(
         starts from the beginning, and nothing is saved.
     """
     steps = Steps() if steps is None else steps
-    if loop.op == "program":
-        (body,), (plan,) = bodies, loop.bodies
-        first = lambda v, x: numpy.moveaxis(x, v.axis, 0) if v.partitioned else x
-        back = lambda v, x: numpy.moveaxis(x, 0, v.axis) if v.partitioned else x
-        return [*map(back, plan.outputs, body([*map(first, plan.inputs, inputs)]))]
     if loop.op == "cond":
         # As lax.switch: an index that is out of range takes the nearest branch.
         index = int(np.clip(int(inputs[0]), 0, len(bodies) - 1))

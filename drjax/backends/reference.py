@@ -95,7 +95,8 @@ def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
     """Run a plan on flat inputs, one group at a time.
 
     Args:
-      plan: The plan; or that of an inner level, in one group of the outer one.
+      plan: The plan; that of an inner level, in one group of the outer one; or that of
+        a program over another partition.
       inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
       check_nans: As of `compile`.
 
@@ -207,6 +208,8 @@ class _GroupByGroup(PlanInterpreter):
         return outs
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+        if loop.op == "program":
+            return _run(loop.bodies[0], inputs, self.check_nans)
         bodies = [_GroupByGroup(body, self.check_nans) for body in loop.bodies]
         return _python_loops.run(loop, bodies, inputs, self.plan.size, jnp)
 

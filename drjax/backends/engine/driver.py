@@ -47,12 +47,7 @@ from drjax.backends.engine.stage_results import (
     check_survivors,
     stage_error,
 )
-from drjax.backends.groups import (
-    Lazy,
-    flat_slices,
-    mask_dropped_slices,
-    read_if_lazy,
-)
+from drjax.backends.groups import Lazy, flat_slices, mask_dropped_slices, read_if_lazy
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
 

@@ -183,7 +183,7 @@ class ChunkedStage:
             lambda: chunk(jnp.int32(0), step),
             bool(self._merged),
         )
-        # The counter is a carry and not an input: see `take` above.
+        # The counter is a carry and not an input: see `chunk` above.
         (_, totals), kept = lax.scan(body, (jnp.int32(0), empty), length=steps)
         kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
         # The last, shorter chunk is compiled on its own, so that no slot is wasted.

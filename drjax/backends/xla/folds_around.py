@@ -18,6 +18,7 @@ from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
 from drjax._primitives.fold_groups import fold_around_p, fold_of_all_p
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
+from drjax.backends._interpret_plan import reads_after_server
 from drjax.plan import Plan, Stage, Value
 
 
@@ -59,9 +60,7 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
     """
     reads = [*plan.outputs]
     for a_round in plan.rounds:
-        reads += [*a_round.broadcast, *(whole for whole, _ in a_round.scatter)]
-        reads += [v for x in (*a_round.moves, *a_round.loops) for v in x.inputs]
-        reads += [v for x in a_round.folds for v in (*x.consts, *x.init)]
+        reads += [*a_round.broadcast, *reads_after_server(a_round)]
     if value in reads:
         return False
     stages = [a_round.server for a_round in plan.rounds] + [plan.server]
