@@ -139,13 +139,9 @@ def _name(path: Path) -> str:
 
 
 @functools.cache
-def _lines() -> list[tuple[str, str]]:
-    """Where each line of the texts stands, and the line."""
-    return [
-        (f"{_name(path)}:{number}", line.strip())
-        for path in TEXTS
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-    ]
+def _texts() -> list[tuple[str, str]]:
+    """The name and the text of each file."""
+    return [(_name(path), path.read_text()) for path in TEXTS]
 
 
 @functools.cache
@@ -176,7 +172,11 @@ def test_a_phrase_of_the_field_is_used(phrase):
     pattern = re.compile(rf"(?<![\w`])({phrase})(?!\w)", re.IGNORECASE)
     if phrase.endswith("("):
         pattern = re.compile(rf"(?<![\w`])({phrase})", re.IGNORECASE)
-    lines = [f"{place}: {line}" for place, line in _lines() if pattern.search(line)]
+    lines = [
+        f"{name}:{1 + text[: found.start()].count(chr(10))}: {found[0]}"
+        for name, text in _texts()
+        for found in pattern.finditer(text)
+    ]
     assert not lines, f"say {PHRASES[phrase]}:\n" + "\n".join(lines)
 
 
