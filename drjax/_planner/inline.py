@@ -35,6 +35,7 @@ from drjax._jaxprs.provenance import called_by
 from drjax._jaxprs.walk import (
     deep_equations,
     live_equations,
+    split_scan,
     split_while,
     substitute,
     variables,
@@ -73,6 +74,9 @@ CONTROL = {
     "cond": ("branches",),
     "program": (),  # of `side_by_side`
 }
+
+# The most elements of an index that becomes a constant of a loop's body.
+_SMALL = 2**16
 
 
 class InlinedJaxpr:
@@ -144,11 +148,42 @@ class InlinedJaxpr:
         if eqn not in self.known_bodies:
             params = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
             closed = params[0] if eqn.primitive.name == "cond" else params
-            self.known_bodies[eqn] = tuple(inline_calls(body, eqn) for body in closed)
+            self.known_bodies[eqn] = tuple(
+                inline_calls(body, eqn, self._known(constants))
+                for body, constants in zip(closed, _constants(eqn), strict=True)
+            )
         return self.known_bodies[eqn]
 
+    def _known(self, operands: Sequence[Any]) -> dict[int, np.ndarray]:
+        """The values of a body's first operands, where they are known small indices.
 
-def inline_calls(closed, call=None) -> InlinedJaxpr:
+        A derivative computes the indices of a loop's body once, outside of the loop.
+        """
+        values = {}
+        for i, atom in enumerate(operands):
+            aval = atom.aval
+            if (
+                getattr(aval.dtype, "kind", "") in ("i", "u")
+                and 1 < aval.size <= _SMALL
+            ):
+                value = self.known_integers.value(atom)
+                if value is not None:
+                    values[i] = value
+        return values
+
+
+def _constants(eqn) -> Sequence[Sequence[Any]]:
+    """For each body of a `scan`, `while` or `cond` its first operands, not carried."""
+    match eqn.primitive.name:
+        case "scan":
+            return [split_scan(eqn, eqn.invars)[0]]
+        case "while":
+            return split_while(eqn, eqn.invars)[:2]
+        case _:
+            return [eqn.invars[1:]] * len(eqn.params["branches"])
+
+
+def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
     """Inline all calls of a closed jaxpr, and remove dead equations.
 
     Args:
@@ -157,6 +192,7 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
       call: If `closed` is such a body, the equation that has it as a parameter:
         equations without a source line of their own get its line. None for a whole
         program.
+      known: By position, the values of arguments that are known.
 
     Returns:
       A jaxpr of the same arguments and results, prepared for unbatching: pointwise
@@ -165,7 +201,11 @@ def inline_calls(closed, call=None) -> InlinedJaxpr:
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
-    outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
+    args = [*jaxpr.invars]
+    for i, value in (known or {}).items():
+        args[i] = _compat.new_var(args[i].aval)
+        consts[args[i]] = value
+    outvars = _inline(jaxpr, args, eqns, consts, call)
     eqns, outvars = _share_gathers(live_equations(eqns, outvars), outvars)
     eqns = recognize_rotations(eqns)
     eqns = _fold_constants(eqns, consts)

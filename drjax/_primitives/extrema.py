@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from drjax import _compat
 from drjax._primitives import fused_lowering, levels_lowering, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_slices
@@ -179,6 +180,8 @@ def _jvp_rule(primitive):
         # comparison. Then x_i = y for no i. The barrier makes both uses read one x.
         x = lax.optimization_barrier(x)
         y = primitive.bind(x, **params)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):  # a loop's integers have tangents
+            return y, _compat.Zero(_compat.typeof(y).to_tangent_aval())
         hit = map_slices(_is_extremum, x, broadcast_p.bind(y, **params), **params)
         # At least 1: some group attains the extremum, unless it is NaN.
         count = reduce_sum_p.bind(hit, **params)

@@ -151,6 +151,35 @@ MINIMIZED = [
 ]  # fmt: skip
 
 
+# Other failures.
+WHOLE = [
+    Program(
+        (
+            ("custom", 17, 51, ()),
+            ("custom_vjp", 6, 45, (("integers", 7, 49, ()), ("some", 4, 50, ()))),
+            ("while_counted", 32, 31, (
+                ("some", 36, 6, ()),
+                ("switch", 46, 38, (
+                    ("some", 49, 12, ()), ("by_slice_div", 7, 34, ()),
+                )),
+            )),
+        ),
+        n=5, f=3, dtype="float32", mode="hvp", closed=(4, 5), runner="inner", step=2,
+        seed=686,
+    ),
+    Program(
+        (
+            ("scan_short", 4, 53, (
+                ("switch", 10, 25, (
+                    ("loops", 13, 51, ()), ("side_by_side", 63, 24, ()),
+                )),
+                ("scatter", 32, 3, ()),
+            )),
+        ),
+        n=1, f=2, dtype="float64", half="float16", mode="vmap", mesh=6, step=2,
+        seed=947,
+    ),
+]  # fmt: skip
 slowly = functools.partial(some, marks=pytest.mark.slow)
 
 
@@ -158,6 +187,12 @@ slowly = functools.partial(some, marks=pytest.mark.slow)
 def test_what_was_found(case):
     recipe, f, (step, mesh) = case
     check(Program(recipe, f=f, step=step, mesh=mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WHOLE)
+def test_whole_programs_that_were_found(program):
+    check(program)
 
 
 @pytest.mark.parametrize("start", slowly(range(0, 24, 4), 0))

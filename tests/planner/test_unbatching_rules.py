@@ -177,3 +177,26 @@ def test_a_random_index_of_each_slice():
 
     fn, args = drjax.program(clients=len(A))(one), (A[:, 0], jax.random.key(0))
     np.testing.assert_allclose(drjax.jit(fn)(*args), jax.jit(fn)(*args), 1e-6)
+
+
+@drjax.program(clients=len(A))
+def in_a_loop(x):
+    def one(x, _):
+        own = x[jnp.arange(len(x)), jnp.arange(len(x)) % x.shape[1]]
+        return drjax.map_fn(lambda a, b: jnp.sin(a * b), (x, own)), None
+
+    x = drjax.map_fn(jnp.cos, x)
+    return drjax.reduce_sum(jax.lax.scan(one, x, length=2)[0]).sum()
+
+
+def in_two_loops(x):
+    step = lambda x, _: (x + jax.grad(in_a_loop)(x), None)
+    return jax.lax.scan(step, x, length=2)[0].sum()
+
+
+@pytest.mark.parametrize("fn", [in_a_loop, in_two_loops])
+def test_an_index_that_a_derivative_computes_outside_of_a_loop(fn):
+    x = A[:, 0] / 7
+    for derivative in (jax.grad(fn), lambda x: jax.jvp(jax.grad(fn), (x,), (x,))[1]):
+        result = drjax.jit(derivative, groups_per_step=1)(x)
+        np.testing.assert_allclose(result, jax.jit(derivative)(x), 1e-5)

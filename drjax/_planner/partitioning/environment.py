@@ -206,7 +206,7 @@ class Environment:
             return True
         # Each visit of the equation asks this, and its bodies may be large.
         return self.partition is not None and self.program.memoize(
-            _holds_blocks, eqn, self.partition
+            _holds_blocks, self.program, eqn, self.partition
         )
 
     def implicit_communication(self, eqn) -> ImplicitCommunication | None:
@@ -327,13 +327,22 @@ def _kind_of_side(own: bool) -> Kind:
     return PARTITIONED if own else GLOBAL
 
 
-def _holds_blocks(eqn, partition: Partition) -> bool:
+def _holds_blocks(program: InlinedJaxpr, eqn, partition: Partition) -> bool:
     """Whether the body of a loop binds a building block over a partition.
 
-    Building blocks count at any depth, except inside mapped functions.
+    Building blocks count at any depth, except inside mapped functions; and so does a
+    `program` over another partition, which has rounds of its own.
 
     Args:
+      program: The inlined jaxpr of the equation.
       eqn: The loop: a `scan`, `while` or `cond`.
       partition: The partition.
     """
-    return any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params))
+    if any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params)):
+        return True
+    return any(
+        inner.primitive.name == "program" or _holds_blocks(body, inner, partition)
+        for body in program.known_bodies.get(eqn, ())
+        for inner in body.eqns
+        if inner.primitive.name in CONTROL
+    )

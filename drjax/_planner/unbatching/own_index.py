@@ -43,7 +43,7 @@ def share_batch_dimensions(eqns: list, consts: dict) -> list:
     A column has the indices into one dimension of the operand: a slice of the indices,
     of size one along their last dimension. It is replaced if it is known before the
     program runs and counts up from 0 along a batch, as `jnp.arange(n)` in
-    `x[jnp.arange(n), i]`.
+    `x[jnp.arange(n), i]`. Constants of new columns are added to `consts`.
 
     Args:
       eqns: The equations of a program, definitions before uses.
@@ -140,14 +140,9 @@ def _rewrite(eqn, known: KnownIntegers) -> list:
     if fields is None or isinstance(eqn.invars[1], Literal):
         return [eqn]
     operand, indices = (v.aval for v in eqn.invars[:2])
-    join, last = known.definition.get(eqn.invars[1]), indices.ndim - 1
-    # jax.numpy concatenates a column for each dimension that it indexes.
-    if join is None or join.primitive is not lax.concatenate_p:
-        return [eqn]
-    if join.params["dimension"] != last:
-        return [eqn]
-    columns = list(join.invars)
-    if any(v.aval.shape[last] != 1 for v in columns):
+    last = indices.ndim - 1
+    columns = _columns(eqn.invars[1], known)
+    if columns is None:
         return [eqn]
     dims = eqn.params["dimension_numbers"]
     indexed, batch, operand_batch, gone = (list(getattr(dims, f)) for f in fields)
@@ -161,7 +156,8 @@ def _rewrite(eqn, known: KnownIntegers) -> list:
             size = operand.shape[d]
             # A counting column is in bounds, so that no mode acts on its indices. Batch
             # dimensions are pairs: of two columns along one of them, the second stays.
-            b = _counting_dimension(known.value(column), size, shared.values())
+            value = column if isinstance(column, np.ndarray) else known.value(column)
+            b = _counting_dimension(value, size, shared.values())
         if b is None:
             kept.append((d, column))
         else:
@@ -181,14 +177,47 @@ def _rewrite(eqn, known: KnownIntegers) -> list:
     # The promise was about indices with the column that is gone.
     # `unique_indices` still holds: the batch dimension distinguishes the same elements.
     params = {**eqn.params, "dimension_numbers": dims, "indices_are_sorted": False}
-    joined, more = kept[0][1], []
-    if len(kept) > 1:
-        shape = (*indices.shape[:-1], len(kept))
+    columns = [_variable(column, known) for _, column in kept]
+    joined, more = columns[0], []
+    if len(columns) > 1:
+        shape = (*indices.shape[:-1], len(columns))
         joined = _compat.new_var(indices.update(shape=shape))
-        ins = [column for _, column in kept]
-        more = [join.replace(invars=ins, outvars=[joined])]
+        join = eqn.replace(primitive=lax.concatenate_p)
+        more = [_compat.new_eqn(join, columns, [joined], {"dimension": last}, set())]
     ins = [eqn.invars[0], joined, *eqn.invars[2:]]
     return [*more, eqn.replace(invars=ins, params=params)]
+
+
+def _columns(indices, known: KnownIntegers) -> list | None:
+    """The columns of an array of indices: one for each dimension that they index.
+
+    Args:
+      indices: The variable.
+      known: The values of the program's variables that are known before it runs.
+
+    Returns:
+      A variable or, if the indices are a constant, an array for each column,
+      `[..., 1]`; None if there are no such columns.
+    """
+    last, join = indices.aval.ndim - 1, known.definition.get(indices)
+    if join is None:
+        value = known.value(indices)
+        if value is None:
+            return None
+        return [value[..., i : i + 1] for i in range(value.shape[last])]
+    # jax.numpy concatenates a column for each dimension that it indexes.
+    if join.primitive is not lax.concatenate_p or join.params["dimension"] != last:
+        return None
+    return [*join.invars] if all(v.aval.shape[last] == 1 for v in join.invars) else None
+
+
+def _variable(column, known: KnownIntegers):
+    """A column as a variable: that of a new constant, if it is an array."""
+    if not isinstance(column, np.ndarray):
+        return column
+    var = _compat.new_var(core.ShapedArray(column.shape, column.dtype))
+    known.consts[var] = column
+    return var
 
 
 def _counting_dimension(column: np.ndarray | None, size: int, shared) -> int | None:
