@@ -239,7 +239,7 @@ def make_programs():
     }  # fmt: skip
 
 
-@checkerboard(5, name=make_programs(), mesh=[None, {"clients": 2}])
+@checkerboard(9, name=make_programs(), mesh=[None, {"clients": 2}])
 def test_a_second_eager_call_compiles_nothing(name, mesh):
     x = jnp.asarray(X8)
     with in_mesh_of(mesh), jax.check_tracer_leaks(False):

@@ -75,7 +75,7 @@ def expected(name):
     return jax.jit(checkify.checkify(PROGRAMS[name]))(2.0, X)[1]
 
 
-@checkerboard(9, run=RUNS, mesh=MESHES)
+@checkerboard(17, run=RUNS, mesh=MESHES)
 def test_the_group_of_a_failed_check_is_named(run, mesh):
     for name, f in PROGRAMS.items():
         value = expected(name)

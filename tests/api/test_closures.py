@@ -54,7 +54,7 @@ def assert_expected(result):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@checkerboard(7, mesh=MESHES, run=RUNS)
+@checkerboard(13, mesh=MESHES, run=RUNS)
 def test_data_on_the_mesh(mesh, run):
     with jax.set_mesh(MESHES[mesh]()):
         data = drjax.shard(DATA, partition=loss)
@@ -63,7 +63,7 @@ def test_data_on_the_mesh(mesh, run):
         np.testing.assert_allclose(RUNS[run](closed)(MODEL), EXPECTED[0], rtol=1e-5)
 
 
-@checkerboard(7, mesh=MESHES, run=RUNS)
+@checkerboard(13, mesh=MESHES, run=RUNS)
 def test_parameters_that_come_from_a_jit_under_the_mesh(mesh, run):
     """The second round of a loop in which each round closes over the parameters."""
     with jax.set_mesh(MESHES[mesh]()):

@@ -16,12 +16,14 @@ from flax.training import train_state
 from jax import lax
 
 import drjax
+from tests.helpers.cases import checkerboard
 from tests.helpers.jaxprs import COMMUNICATION, blocks, mixing_equations
 from tests.helpers.meshes import in_mesh, in_mesh_of, make_mesh
 
 K = 4
 X = np.arange(K, dtype=np.float32)
 MESHES = [None, {"diloco": 4}, {"diloco": 2, "model": 2}]
+every_third = checkerboard(3, mesh=MESHES)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_blocks_imported_by_name():
     assert f(3.0, X) == (36.0, 9.0, 9.0)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@every_third
 def test_none_in_arguments(mesh):
     @drjax.program(placements={"diloco": K})
     def f(x, extra):
@@ -88,7 +90,7 @@ def test_none_in_arguments(mesh):
     assert result == {"w": K, "extra": None, "a": X.sum()}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@every_third
 def test_arithmetic_and_indexing_outside_map_fn(mesh):
     @drjax.program(placements={"diloco": K})
     def f(x, g):
@@ -119,7 +121,7 @@ def test_arithmetic_and_indexing_outside_map_fn(mesh):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@every_third
 def test_closures_over_global_tracers_in_branches(mesh):
     @drjax.program(placements={"diloco": K})
     def f(state, step):
@@ -200,7 +202,7 @@ def make_diloco(mesh, period, outer=None):
     return init, step
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@every_third
 def test_a_diloco_outer_loop(mesh):
     rng = np.random.RandomState(0)
     w = rng.randn(3).astype(np.float32)

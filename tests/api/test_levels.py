@@ -217,7 +217,7 @@ def assert_close(result, expected):
 
 
 @pytest.mark.usefixtures("leaks_unchecked")
-@checkerboard(11, name=MESHES, block=TABLE)
+@checkerboard(21, name=MESHES, block=TABLE)
 def test_values_and_gradients(name, block):
     fn, plain = TABLE[block]
     scalar = lambda f: lambda x: jnp.sum(jnp.cos(f(x)) @ jnp.arange(1.0, 4.0))

@@ -77,7 +77,7 @@ def expected_for(pods: int, clients: int):
 
 
 @pytest.mark.usefixtures("leaks_unchecked")
-@checkerboard(4, sizes=[(4, 8), (2, 4)], name=MESHES)
+@checkerboard(7, sizes=[(4, 8), (2, 4)], name=MESHES)
 def test_value_and_gradient(name, sizes):
     f = make_nested(*sizes)
     with in_mesh_named(name):
@@ -198,7 +198,7 @@ INNER_MESHES = {
 }
 
 
-@checkerboard(3, inner=INNER, name=INNER_MESHES)
+@checkerboard(5, inner=INNER, name=INNER_MESHES)
 def test_a_program_of_the_same_name_or_axis_is_an_inner_scope(inner, name):
     fn, expected = same_names(INNER[inner])
     y = jnp.arange(12.0).reshape(4, 3) / 10
@@ -234,7 +234,7 @@ def test_a_program_that_calls_itself_in_its_groups():
 
 
 @checkerboard(
-    5,
+    9,
     name=MESHES,
     of=["argument", "map", "reduction", "index", "key", "tree"],
 )

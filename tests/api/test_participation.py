@@ -150,7 +150,7 @@ def test_plans(name):
     assert_all_close(result, expected_of(name, 5))
 
 
-@checkerboard(3, name=REDUCTIONS)
+@checkerboard(5, name=REDUCTIONS)
 def test_forward_mode_and_batches(name):
     x, *rest = map(jnp.asarray, arguments(5))
     xs = jnp.stack([x, -2 * x], 1)
@@ -306,7 +306,7 @@ ARGS = {
 }
 
 
-@checkerboard(5, mesh=MESHES, block=ARGS)
+@checkerboard(9, mesh=MESHES, block=ARGS)
 def test_arg_extrema(block, mesh):
     n, make = MESHES[mesh]
     plain_arg, lowest = ARGS[block]

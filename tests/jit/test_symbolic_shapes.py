@@ -57,7 +57,7 @@ def assert_close(result, expected):
     jax.tree.map(same, result, expected)
 
 
-@checkerboard(2, name=FUNCTIONS, step=[1, 3, None])
+@checkerboard(3, name=FUNCTIONS, step=[1, 3, None])
 def test_what_is_exported_runs_for_all_sizes(name, step):
     fn = FUNCTIONS[name]
     run = jax.jit(fn) if "of drjax" in name else drjax.jit(fn, groups_per_step=step)

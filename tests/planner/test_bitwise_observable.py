@@ -103,7 +103,7 @@ PROGRAMS = [
 ]
 
 
-@checkerboard(4, fn=PROGRAMS, step=[1, 64])
+@checkerboard(7, fn=PROGRAMS, step=[1, 64])
 def test_they_are_found(fn, step):
     expected = jax.jit(fn)(*ARGS)
     assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(expected))

@@ -53,7 +53,7 @@ BY_SLICES = {
 }
 
 
-@checkerboard(8, name=BY_SLICES, n=[1, 2, 3])
+@checkerboard(15, name=BY_SLICES, n=[1, 2, 3])
 def test_work_by_slices(name, n):
     """One round, with what is reduced, and one more for the derivative at most."""
 
@@ -86,7 +86,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@checkerboard(3, name=ALONE)
 def test_all_work_of_a_single_group_is_by_slices(name):
     fn = drjax.program(clients=1)(lambda x: jnp.sum(ALONE[name](slices(x)) ** 2))
     x = jnp.array([[0.3, 0.1, 0.7]])

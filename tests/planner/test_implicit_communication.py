@@ -103,7 +103,7 @@ FUNCTIONS = [
     scalar,
     vector,
     spread,
-    pytest.param(rounds, marks=pytest.mark.slow),
+    rounds,
     first_and_last,
     slice_of_a_number,
 ]
@@ -122,7 +122,7 @@ TRANSFORMS = {
         pytest.param("value_and_grad", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@checkerboard(3, fn=FUNCTIONS)
 def test_they_are_reductions(fn, name):
     fn = TRANSFORMS[name](fn)
     args = jnp.arange(3.0), X
@@ -170,7 +170,7 @@ WRITTEN = {
 }
 
 
-@checkerboard(4, name=WRITTEN)
+@checkerboard(7, name=WRITTEN)
 def test_reductions_that_users_write(name):
     fn = program(lambda x: jnp.sum(WRITTEN[name](drjax.map_fn(jnp.sin, x)) ** 2))
     want = jax.jit(jax.value_and_grad(fn))(X)
@@ -302,7 +302,7 @@ PROGRAMS = {c.name: (c.fn, c.args) for c in CASES} | {
 }
 
 
-@checkerboard(3, name=PROGRAMS, derivative=DERIVATIVES)
+@checkerboard(5, name=PROGRAMS, derivative=DERIVATIVES)
 def test_plans_do_not_depend_on_debug_data(name, derivative):
     fn, args = PROGRAMS[name]
     derived, args = DERIVATIVES[derivative](fn, args), [*map(jnp.asarray, args)]

@@ -67,7 +67,7 @@ MAPS = {
 }
 
 
-@checkerboard(2, name=MAPS)
+@checkerboard(3, name=MAPS)
 def test_loops_over_the_groups_are_maps(name):
     fn = program(MAPS[name])
     agree(fn)

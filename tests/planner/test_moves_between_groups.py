@@ -77,7 +77,7 @@ def test_plans_have_moves(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@checkerboard(9, name=WRITTEN, mesh=["none", "clients"])
+@checkerboard(17, name=WRITTEN, mesh=["none", "clients"])
 def test_gradients(name, mesh):
     both = jax.value_and_grad(program(name), has_aux=True)
     want = jax.tree.leaves(jax.jit(both)(X, INDEX))

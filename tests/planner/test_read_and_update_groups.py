@@ -72,7 +72,7 @@ TAKEN = {
 }  # fmt: skip
 
 
-@checkerboard(4, name=TAKEN)
+@checkerboard(7, name=TAKEN)
 def test_slices_of_some_groups(name):
     plan = agree(program(lambda x, i: TAKEN[name](slices(x), i)), X, I)
     (only,) = (r for r in plan.rounds if r.reduces)
@@ -135,7 +135,7 @@ CHANGED = {
 }  # fmt: skip
 
 
-@checkerboard(4, name=CHANGED)
+@checkerboard(7, name=CHANGED)
 def test_changes_of_some_groups(name):
     change = CHANGED[name]
     plan = agree(program(lambda x, i: change(slices(x), i)), X, I)

@@ -160,7 +160,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@checkerboard(4, name=PROGRAMS)
+@checkerboard(7, name=PROGRAMS)
 def test_corner(name):
     fn, args = PROGRAMS[name]
     want = jax.jit(fn)(*args)

@@ -37,7 +37,7 @@ def along(grads, args):
     return sum(jnp.sum(g * jnp.asarray(d)) for g, d in pairs)
 
 
-@grid(shift=4, every=3)
+@grid(shift=4, every=5)
 def test_grad(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         fn, reference = scalar(case)
@@ -47,7 +47,7 @@ def test_grad(case, mesh_name):
         assert_close(along(grads, case.args), difference(reference, case.args), 1e-8)
 
 
-@grid(shift=5, every=4)
+@grid(shift=5, every=7)
 def test_jvp_of_grad(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         fn, reference = scalar(case)
@@ -58,7 +58,7 @@ def test_jvp_of_grad(case, mesh_name):
         assert_close(along(hvp, case.args), want, 1e-6)
 
 
-@grid(shift=6, every=5)
+@grid(shift=6, every=9)
 def test_grad_of_grad(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         fn, reference = scalar(case)
@@ -72,7 +72,7 @@ def test_grad_of_grad(case, mesh_name):
         assert_close(along(hvp, case.args), want, 1e-6)
 
 
-@grid(shift=7, every=5)
+@grid(shift=7, every=9)
 def test_jacobians_agree(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         forward = jax.jit(jax.jacfwd(case.fn))(*args)

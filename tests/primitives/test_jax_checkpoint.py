@@ -16,7 +16,7 @@ POLICIES = {
 }
 
 
-@grid(shift=2, every=5)
+@grid(shift=2, every=9)
 def test_gradient_is_unchanged(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         argnums = tuple(range(len(args)))

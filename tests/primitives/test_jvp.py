@@ -21,7 +21,7 @@ def _tangents(args):
     return tuple(jnp.asarray(d) for d in directions(args))
 
 
-@grid(shift=1, every=2)
+@grid(shift=1, every=3)
 def test_jvp(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         value, tangent = jax.jvp(jax.jit(case.fn), args, _tangents(case.args))
@@ -29,7 +29,7 @@ def test_jvp(case, mesh_name):
         assert_close(tangent, difference(case.numpy, case.args), 1e-8)
 
 
-@grid(shift=2, every=4)
+@grid(shift=2, every=7)
 def test_linearize(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
         value, linear = jax.linearize(case.fn, *args)
@@ -38,7 +38,7 @@ def test_linearize(case, mesh_name):
         assert_close(tangent, difference(case.numpy, case.args), 1e-8)
 
 
-@grid(shift=3, every=4)
+@grid(shift=3, every=7)
 def test_jvp_of_jvp(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
 

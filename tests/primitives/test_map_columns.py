@@ -85,7 +85,7 @@ def data(n: int, *shape: int):
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
-@checkerboard(9, mesh=MESHES, name=REDUCTIONS)
+@checkerboard(17, mesh=MESHES, name=REDUCTIONS)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
     fn, x = REDUCTIONS[name], data(n, 3, 2)
@@ -250,7 +250,7 @@ LAYOUTS = {
 }
 
 
-@checkerboard(layout=LAYOUTS)
+@checkerboard(3, layout=LAYOUTS)
 def test_coordinates_sharded_over_other_axes(layout):
     make, spec, kwargs = LAYOUTS[layout]
     x, mesh = data(4, 2, 4), make()
@@ -272,7 +272,7 @@ DTYPES = ("float32", "bfloat16", "float16", "complex64", "int8", "uint32", "bool
           "float8_e4m3fn")  # fmt: skip
 
 
-@checkerboard(4, dtype=DTYPES, mesh=["uneven", "none"])
+@checkerboard(7, dtype=DTYPES, mesh=["uneven", "none"])
 def test_dtypes(dtype, mesh):
     n, make = MESHES[mesh]
     x = jnp.asarray(2 * data(n, 3)).astype(dtype)

@@ -322,7 +322,7 @@ INDEXED = {
 @pytest.mark.parametrize(
     "mesh", [{"clients": 3}, pytest.param(None, marks=pytest.mark.slow)]
 )
-@checkerboard(inside=INDEXED)
+@checkerboard(3, inside=INDEXED)
 def test_the_group_index_inside_of_transformations(inside, mesh):
     x = np.array([-1.5, 0.5, 2.0, 3.5], np.float32)
     batch = np.stack([x, 2 * x], 1)

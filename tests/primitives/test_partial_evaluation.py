@@ -236,7 +236,7 @@ AROUND = {
 }
 
 
-@checkerboard(rule=["in forward", "in backward"], transform=AROUND)
+@checkerboard(3, rule=["in forward", "in backward"], transform=AROUND)
 def test_custom_vjp_around_blocks(rule, transform):
     xs = XS[:, 0]
     custom, plain = mean_of_sines(rule, program)

@@ -108,7 +108,7 @@ def directional(name: str, x, n: int, direction):
     return (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
 
 
-@checkerboard(7, mesh=MESHES, name=MOVES)
+@checkerboard(13, mesh=MESHES, name=MOVES)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
     x, index = arguments(n)
@@ -176,7 +176,7 @@ DTYPES = ("float32", "bfloat16", "float16", "complex64", "int8", "uint32", "bool
           "float8_e4m3fn")  # fmt: skip
 
 
-@checkerboard(4, dtype=DTYPES, mesh=["none", "two each", "uneven"])
+@checkerboard(7, dtype=DTYPES, mesh=["none", "two each", "uneven"])
 def test_moves_copy_bits(dtype, mesh):
     n, make = MESHES[mesh]
     x = jnp.asarray(np.random.RandomState(0).randn(n, 2)).astype(dtype)

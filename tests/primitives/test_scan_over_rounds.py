@@ -12,7 +12,7 @@ from tests.helpers.cases import assert_close, grid, on_mesh
 ROUNDS = 3
 
 
-@grid(shift=3, every=5)
+@grid(shift=3, every=9)
 def test_scan_over_rounds(case, mesh_name):
     with on_mesh(case, mesh_name) as (first, *rest):
 

@@ -34,7 +34,7 @@ def test_vmap_over_the_last_dimension(case, mesh_name):
         assert_close(jax.jit(batched)(jnp.stack(firsts, axis=-1)), want)
 
 
-@grid(shift=1, every=4)
+@grid(shift=1, every=7)
 def test_vmap_of_grad_and_grad_of_vmap(case, mesh_name):
     firsts = _variants(case)
     with on_mesh(case, mesh_name) as (_, *rest):

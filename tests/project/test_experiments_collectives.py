@@ -16,7 +16,7 @@ from experiments.hlo import Module
 from tests.helpers import cases
 
 
-@cases.checkerboard(8, name=collectives.LAYERS, shape=[(2, 1, 4), (2, 2, 2)])
+@cases.checkerboard(15, name=collectives.LAYERS, shape=[(2, 1, 4), (2, 2, 2)])
 @pytest.mark.usefixtures("leaks_unchecked")  # JAX finds its own of shard_map
 def test_layers_with_explicit_collectives(name, shape):
     layer, draw = collectives.LAYERS[name], np.random.default_rng(0)

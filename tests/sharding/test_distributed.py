@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -51,6 +52,7 @@ def train(processes: int, devices: int, folder: pathlib.Path) -> list[dict]:
     return result
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     [one] = train(1, 8, tmp_path)
     assert one["losses"][-1] < one["losses"][0]

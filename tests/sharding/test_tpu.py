@@ -153,7 +153,7 @@ def grid_specs(mesh) -> tuple[P, P]:
 @pytest.mark.parametrize(
     "gradient", cases.some([False, True], True, marks=pytest.mark.slow)
 )
-@cases.checkerboard(shape=MESHES, dtype=DTYPES)
+@cases.checkerboard(3, shape=MESHES, dtype=DTYPES)
 def test_all_reductions_of_look_ups(shape, dtype, gradient):
     _assert_equal(shape, dtype, "rows", list(REDUCTIONS), gradient)
 

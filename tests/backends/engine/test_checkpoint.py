@@ -128,7 +128,7 @@ DAMAGES = {
 }
 
 
-@checkerboard(2, damage=DAMAGES)
+@checkerboard(3, damage=DAMAGES)
 def test_the_last_whole_step_is_used(damage, plan, folder):
     crash(plan, folder)
     steps = sorted(name for name in opened(folder).names() if name.startswith("step"))

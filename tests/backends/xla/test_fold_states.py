@@ -30,7 +30,7 @@ from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 STEPS = {"all": None, "one": 1, "two": 2}
 
 
-@checkerboard(11, mesh=MESHES, name=FOLDS, step=STEPS)
+@checkerboard(21, mesh=MESHES, name=FOLDS, step=STEPS)
 def test_values(name, mesh, step):
     n, make = MESHES[mesh]
     x = data(n, 3)
