@@ -19,6 +19,7 @@ pass that changes equations returns a new one.
 """
 
 import functools
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -75,7 +76,7 @@ CONTROL = {
     "program": (),  # of `side_by_side`
 }
 
-# The most elements of an index that becomes a constant of a loop's body.
+# The most elements of an index that a loop's body knows.
 _SMALL = 2**16
 
 
@@ -90,6 +91,7 @@ class InlinedJaxpr:
       known_bodies: For each `scan`, `while` or `cond` equation the tuple of its inlined
         jaxprs, if `bodies` has inlined them or a pass has rewritten them. Default: {}.
       names: For each argument its name, if it is a whole program; {} for a body.
+      known_arguments: For each argument of a body that is a known index its value.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
@@ -97,6 +99,7 @@ class InlinedJaxpr:
         self.consts: dict[Any, Any] = consts
         self.known_bodies: dict[Any, tuple[InlinedJaxpr, ...]] = known_bodies or {}
         self.names: dict[Any, str] = {}
+        self.known_arguments: dict[Any, np.ndarray] = {}
         self._memoized: dict[Any, Any] = {}
 
     @functools.cached_property
@@ -119,7 +122,7 @@ class InlinedJaxpr:
     @functools.cached_property
     def known_integers(self) -> KnownIntegers:
         """The integer variables that depend on constants only."""
-        return KnownIntegers(self.eqns, self.consts)
+        return KnownIntegers(self.eqns, ChainMap(self.consts, self.known_arguments))
 
     def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `analysis(*args, **kwargs)`, computed once in the life of this jaxpr.
@@ -201,25 +204,23 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
-    args = [*jaxpr.invars]
-    for i, value in (known or {}).items():
-        args[i] = _compat.new_var(args[i].aval)
-        consts[args[i]] = value
-    outvars = _inline(jaxpr, args, eqns, consts, call)
+    outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
     eqns, outvars = _share_gathers(live_equations(eqns, outvars), outvars)
     eqns = recognize_rotations(eqns)
     eqns = _fold_constants(eqns, consts)
     # After folding: it evaluates the indices that depend on constants only.
-    eqns = share_batch_dimensions(eqns, consts)
+    arguments = {jaxpr.invars[i]: value for i, value in (known or {}).items()}
+    eqns = share_batch_dimensions(eqns, ChainMap(consts, arguments))
     # Inference raises variables only, and a plan has values for variables only.
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name in CONTROL or eqn.primitive is primitives.reduce_fold_p:
             eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
     outvars = [_variable(v, consts) for v in outvars]
     # Columns of indices that batch dimensions have replaced are dead now.
-    return InlinedJaxpr(
-        list(jaxpr.invars), live_equations(eqns, outvars), outvars, consts
-    )
+    live = live_equations(eqns, outvars)
+    inlined = InlinedJaxpr(list(jaxpr.invars), live, outvars, consts)
+    inlined.known_arguments = arguments
+    return inlined
 
 
 def _share_gathers(eqns: list, outvars: Sequence[Any]) -> tuple[list, list]:

@@ -17,7 +17,7 @@ partitioning inference and comes before it. Sharp edges: k must be an integer co
 from constants by the primitives of `_LAYOUT` and pointwise ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ _LAYOUT = frozenset(
 )
 
 
-def share_batch_dimensions(eqns: list, consts: dict) -> list:
+def share_batch_dimensions(eqns: list, consts: MutableMapping) -> list:
     """Rewrite gathers and scatters: batch dimensions replace columns of indices.
 
     A column has the indices into one dimension of the operand: a slice of the indices,
@@ -47,7 +47,8 @@ def share_batch_dimensions(eqns: list, consts: dict) -> list:
 
     Args:
       eqns: The equations of a program, definitions before uses.
-      consts: For each variable that is a constant of the program its value.
+      consts: For each variable that is a constant of the program, or an argument that
+        is known, its value.
 
     Returns:
       All equations of the program, in order, with rewritten ones among them.
@@ -70,7 +71,7 @@ class KnownIntegers:
       definition: For each variable that an equation defines, this equation.
     """
 
-    def __init__(self, eqns: list, consts: dict):
+    def __init__(self, eqns: list, consts: MutableMapping):
         self.consts = consts
         self.definition = definitions(eqns)
         self._order = {id(e): i for i, e in enumerate(eqns)}
