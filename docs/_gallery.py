@@ -68,7 +68,10 @@ def on_page_markdown(markdown, page, config, files):
     cards = [
         CARD.format(**_read(Path(uri).stem)) for uri in _uris(config["nav"])
     ]
-    return markdown.replace("<!-- the cards -->", "\n".join(cards))
+    table = (ROOT / "docs" / "gallery" / "lines.md").read_text()
+    return markdown.replace("<!-- the cards -->", "\n".join(cards)).replace(
+        "<!-- the lines -->", table
+    )
 
 
 def _uris(nav) -> list[str]:

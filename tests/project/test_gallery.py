@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import lines
 from examples.common import clients
 from tests.helpers.cases import checkerboard
 
@@ -136,3 +137,40 @@ def test_a_partition_has_each_example_once(split, spread):
     assert (np.median(kinds) <= 4) == (split is clients.split_shards)
     sizes = [len(part) for part in parts]
     assert (max(sizes) - min(sizes) <= 2) == (spread == 0)
+
+
+# ---------------------------------------------------------------------------------
+# Lines of code
+
+
+def test_lines_of_code_are_counted():
+    text = '''
+"""Docs."""
+# a comment
+class A:
+    """Docs.
+
+    More."""
+
+    @property
+    def b(self):
+        return 1  # one
+
+def c():
+    """Docs."""
+    return (
+        2,
+    )
+'''
+    assert lines.code_lines(text) == 8
+    assert lines.code_lines(text, ["A.b"]) == 3
+    assert lines.code_lines(text, ["A", "c"]) == 8
+    assert lines.code_lines(text, ["A", "A.b"]) == 4
+
+
+def test_the_table_of_lines_is_that_of_the_examples():
+    table = (ROOT / "docs" / "gallery" / "lines.md").read_text()
+    for other in lines.OTHERS:
+        ours = f"| `{other.example}` "
+        ours += f"| {lines.algorithm_lines(other.example)} | {other.library} "
+        assert f"{ours}{other.version}, `{Path(other.path).name}`: " in table

@@ -1,0 +1,166 @@
+"""Count the lines of algorithms, in the gallery and in other libraries.
+
+    python -m benchmarks.lines --out docs/gallery/lines.md
+
+The sources of the libraries are downloaded from PyPI, in the versions of `OTHERS`; they
+are read, not installed or run. A line counts if it is not empty, no comment and no part
+of a docstring. Of an example, those between its marks count: what the gallery shows as
+the algorithm. Of a library, those of the definitions that are named: what implements
+the algorithm on top of the library's own building blocks.
+"""
+
+import argparse
+import ast
+import dataclasses
+import subprocess
+import sys
+import tarfile
+import tempfile
+import textwrap
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+START, END = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """An implementation of an algorithm in another library."""
+
+    example: str
+    """The example of the gallery with that algorithm."""
+    library: str
+    """Its name, and how PyPI calls it."""
+    version: str
+    path: str
+    """The file, from the root of the wheel or of the source distribution."""
+    names: tuple[str, ...]
+    """Functions, classes, and methods as `Class.method`."""
+    what: str
+    """What the lines do, and what they leave to the user or to other files."""
+
+
+_FLOWER = ("flwr", "1.42.0", "flwr/serverapp/strategy/")
+_TFF = ("tensorflow-federated", "0.33.0")
+OTHERS = (
+    Other("fedavg", "fedjax", "0.0.17", "fedjax/algorithms/fed_avg.py",
+          ("create_train_for_each_client", "ServerState", "federated_averaging"),
+          "client and server"),
+    Other("fedavg", *_FLOWER[:2], _FLOWER[2] + "fedavg.py",
+          ("FedAvg._construct_messages", "FedAvg.configure_train",
+           "FedAvg._check_and_log_replies", "FedAvg.aggregate_train"),
+          "server; the user writes the client"),
+    Other("fedavg", *_TFF,
+          "tensorflow_federated/python/learning/algorithms/fed_avg.py",
+          ("build_weighted_fed_avg",),
+          "composes the library's client work, aggregation and finalizer"),
+    Other("maml", "learn2learn", "0.2.0", "learn2learn/algorithms/maml.py",
+          ("maml_update", "MAML"),
+          "inner step; the user writes the loop over tasks"),
+    Other("dp_fedavg", *_FLOWER[:2], _FLOWER[2] + "dp_fixed_clipping.py",
+          ("DifferentialPrivacyFixedClippingBase",
+           "DifferentialPrivacyServerSideFixedClipping"),
+          "server, with its accounting, around another strategy"),
+    Other("robust", *_FLOWER[:2], _FLOWER[2] + "fedmedian.py",
+          ("FedMedian.aggregate_train",), "median"),
+    Other("robust", *_FLOWER[:2], _FLOWER[2] + "multikrum.py",
+          ("MultiKrum.aggregate_train", "compute_distances", "select_multikrum"),
+          "Krum"),
+)  # fmt: skip
+
+
+def code_lines(text: str, names: Collection[str] = ()) -> int:
+    """The lines of code of definitions; of the whole text without names.
+
+    Raises:
+      KeyError: The text lacks a definition.
+    """
+    tree, lines = ast.parse(text), text.splitlines()
+    classes = [node for node in tree.body if isinstance(node, _CLASS)]
+    definitions = {
+        prefix + node.name: node
+        for parent, prefix in [(tree, ""), *((c, f"{c.name}.") for c in classes)]
+        for node in parent.body
+        if isinstance(node, (*_FUNCTIONS, _CLASS))
+    }
+    places: set[int] = set()
+    for node in [definitions[name] for name in names] or tree.body:
+        first = min([node.lineno, *(x.lineno for x in _decorators(node))])
+        places.update(range(first, (node.end_lineno or first) + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
+            docstring = node.body[0]
+            end = docstring.end_lineno or docstring.lineno
+            places.difference_update(range(docstring.lineno, end + 1))
+    code = (lines[i - 1].strip() for i in places)
+    return sum(bool(line) and not line.startswith("#") for line in code)
+
+
+_FUNCTIONS, _CLASS = (ast.FunctionDef, ast.AsyncFunctionDef), ast.ClassDef
+_DOCUMENTED = (*_FUNCTIONS, _CLASS, ast.Module)
+
+
+def _decorators(node: ast.AST) -> list[ast.expr]:
+    return getattr(node, "decorator_list", [])
+
+
+def algorithm_lines(example: str) -> int:
+    """The lines of code between the marks of an example of the gallery."""
+    text = (ROOT / "examples" / f"{example}.py").read_text()
+    return code_lines(textwrap.dedent(text.split(START)[1].split(END)[0]))
+
+
+def source(other: Other, folder: Path) -> str:
+    """The text of the file of another library, downloaded to a folder."""
+    target = folder / f"{other.library}-{other.version}"
+    if not target.exists():
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+             "--dest", target, f"{other.library}=={other.version}"],
+            check=True,
+        )  # fmt: skip
+    (archive,) = target.iterdir()
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return wheel.read(other.path).decode()
+    with tarfile.open(archive) as tar:
+        (root,) = {name.split("/")[0] for name in tar.getnames()}
+        member = tar.extractfile(f"{root}/{other.path}")
+        assert member is not None
+        return member.read().decode()
+
+
+def table(folder: Path) -> str:
+    """The table, in Markdown."""
+    cells = [["algorithm", "lines", "elsewhere", "lines", "what these do"]]
+    cells.append(["---", "--:", "---", "--:", "---"])
+    for other in OTHERS:
+        names = ", ".join(f"`{name}`" for name in other.names)
+        cells.append(
+            [
+                f"`{other.example}`",
+                str(algorithm_lines(other.example)),
+                f"{other.library} {other.version}, `{Path(other.path).name}`: {names}",
+                str(code_lines(source(other, folder), other.names)),
+                other.what,
+            ]
+        )
+    text = "".join(f"| {' | '.join(line)} |\n" for line in cells)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        text = table(Path(folder))
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
