@@ -4,6 +4,7 @@ Every test process has eight virtual CPU devices. What XLA compiles is kept in p
 cache: the processes of a run share it, and a later run takes a third of the time.
 """
 
+import collections
 import gc
 import os
 import shutil
@@ -28,6 +29,18 @@ jax.config.update("jax_check_tracer_leaks", jax.__version_info__ >= (0, 12))
 def pytest_configure(config):
     keep_compiled(config)
     compile_quickly(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items):
+    """Of the parameters of a `sampled` test, two thirds are slow."""
+    seen = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            name = item.nodeid.split("[")[0]
+            if seen[name] % 3:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 def keep_compiled(config):

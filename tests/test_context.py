@@ -61,6 +61,7 @@ HELPERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("helper", HELPERS)
 def test_helpers_shared_by_programs_of_different_sizes(helper, jitted):
@@ -322,6 +323,7 @@ def test_vmap_over_a_program(mesh):
     np.testing.assert_allclose(y, expected_total(X8, 1.0) * np.array([1, 2]), rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_loops_and_branches_over_a_program(mesh, jitted):

@@ -52,6 +52,7 @@ ON_TREES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tree", TREES)
 def test_trees(tree):
     x = TREES[tree]()
@@ -64,6 +65,7 @@ def test_trees(tree):
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("block", ON_TREES)
 def test_trees_eagerly(block, mesh):
@@ -74,6 +76,7 @@ def test_trees_eagerly(block, mesh):
     assert_trees_equal(result, jax.tree.map(lambda a: expected(np.asarray(a)), x))
 
 
+@pytest.mark.slow
 def test_programs_on_explicit_meshes_take_any_tree():
     with jax.set_mesh(make_mesh({"clients": 2}, EXPLICIT)):
         for name in ("dataclass", "nnx.State", "None leaves", "empty"):
@@ -86,6 +89,7 @@ def test_programs_on_explicit_meshes_take_any_tree():
                 )
 
 
+@pytest.mark.slow
 def test_numbers_are_broadcast():
     for number in (2, 2.0, True, 2j, np.float32(2), np.int64(2), np.bool_(True)):
         y = four(drjax.broadcast)(number)
@@ -119,6 +123,7 @@ def of_dtype(dtype, *shape):
     return (np.abs(x) if dtype.kind in "u" else x).astype(dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reductions_have_the_dtypes_of_jax_numpy(dtype):
     x, where = of_dtype(dtype, 3), np.array([True, False, True, True])
@@ -150,6 +155,7 @@ def test_reductions_have_the_dtypes_of_jax_numpy(dtype):
                 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_that_keep_the_dtype(dtype):
     x = of_dtype(dtype, 3)
@@ -168,6 +174,7 @@ def test_blocks_that_keep_the_dtype(dtype):
         np.testing.assert_array_equal(y, e)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weighted_means_have_the_dtype_of_a_mean(dtype):
     x, w = of_dtype(dtype, 3), np.array([1, 0, 1, 1])
@@ -185,6 +192,7 @@ def test_weighted_means_have_the_dtype_of_a_mean(dtype):
         np.testing.assert_allclose(np.asarray(y).astype(complex), expected, rtol=rtol)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES)
 def test_sixteen_bits_neither_overflow_nor_lose_precision(mesh):
     n, rng = 4096, np.random.RandomState(0)
@@ -224,6 +232,7 @@ def test_weights_as_a_tree_and_as_leading_axes():
     np.testing.assert_allclose(y["b"], (wide * x["b"]).sum(0) / wide.sum(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weighted_mean_differentiates_in_values_and_in_weights_at_zero():
     x, w = slices(3) + 0.5, np.array([0, 1, 2, 0], np.float32)
     reference = lambda x, w: ((w[:, None] * x).sum(0) / w.sum()).sum()
@@ -233,6 +242,7 @@ def test_weighted_mean_differentiates_in_values_and_in_weights_at_zero():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES)
 def test_select(mesh):
     x = np.array([[1, np.nan], [2, 3], [np.inf, 4], [np.nan, -np.inf]], np.float32)
@@ -257,6 +267,7 @@ def test_select(mesh):
     assert (four(lambda k: drjax.select(k, 3))(grids) == grids[3]).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [*MESHES, {"clients": 3}])
 def test_typed_keys(mesh):
     key, keys = jax.random.key(1), jax.random.split(jax.random.key(2), N)
@@ -280,6 +291,7 @@ def test_typed_keys(mesh):
             assert (four(drjax.shard)({"k": keys})["k"] == keys).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16], ids=str)
 @pytest.mark.parametrize("block", [drjax.reduce_max, drjax.reduce_min])
 def test_nan_wins_on_every_mesh(block, dtype):

@@ -88,6 +88,7 @@ def test_the_group_of_a_failed_check_is_named(run, mesh):
             assert error.get() == EXPECTED and np.isnan(result)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", ["eager", "of jit", "of drjax.jit, 1", "in drjax.jit"])
 @pytest.mark.parametrize("f", [in_a_scan, in_a_branch], ids=lambda f: f.__name__)
 def test_checks_in_loops_and_branches(f, run):
@@ -98,6 +99,7 @@ def test_checks_in_loops_and_branches(f, run):
         assert checked(jnp.float32(-1), BAD)[0].get() is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", RUNS)
 def test_no_check_of_nan_or_indices_is_lost(run):
     def one(x):

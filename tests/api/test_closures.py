@@ -79,6 +79,7 @@ def test_parameters_that_come_from_a_jit_under_the_mesh(mesh, run):
     np.testing.assert_allclose(model, other, rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["Auto", "Auto, model", "Explicit"])
 @pytest.mark.parametrize("step", [None, 1])
 def test_values_of_an_outer_jit(mesh, step):
@@ -95,6 +96,7 @@ def test_values_of_an_outer_jit(mesh, step):
         assert_expected(outer(MODEL, drjax.shard(DATA, partition=loss)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["Auto", "Explicit"])
 def test_keys_and_arrays_in_a_mapped_function(mesh):
     @drjax.program(clients=N)

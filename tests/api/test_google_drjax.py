@@ -334,6 +334,7 @@ def test_the_gradient_of_snippet_4_communicates_by_broadcast_and_reduce_only():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_snippet_7_tunes_its_own_learning_rate():
     @jax.jit
     def tune(model, lr, tasks):

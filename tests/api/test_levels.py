@@ -227,6 +227,7 @@ def test_values_and_gradients(name, block):
     assert_close(gradient, jax.grad(scalar(plain))(X))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(MESHES, "none", "both", "explicit"))
 @pytest.mark.parametrize("block", INTEGERS)
 def test_indices(name, block):
@@ -244,6 +245,7 @@ def test_eager(block):
     assert_close(two(fn)(X), plain(X))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", some([(3, 5), (2, 5), (3, 8), (5, 2)], (3, 5)))
 @pytest.mark.parametrize("block", ["reduce_sum", "reduce_mean", "reduce_max"])
 def test_sizes_that_do_not_divide(sizes, block):

@@ -76,6 +76,7 @@ def expected_for(pods: int, clients: int):
     return jax.value_and_grad(lambda x: in_python_loops(pods, clients, x))(X)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("leaks_unchecked")
 @checkerboard(7, sizes=[(4, 8), (2, 4)], name=MESHES)
 def test_value_and_gradient(name, sizes):
@@ -198,6 +199,7 @@ INNER_MESHES = {
 }
 
 
+@pytest.mark.sampled
 @checkerboard(5, inner=INNER, name=INNER_MESHES)
 def test_a_program_of_the_same_name_or_axis_is_an_inner_scope(inner, name):
     fn, expected = same_names(INNER[inner])

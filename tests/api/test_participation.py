@@ -129,6 +129,7 @@ def expected_of(name: str, n: int):
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*arguments(n))
 
 
+@pytest.mark.sampled
 @checkerboard(14, mesh=MESHES, name=REDUCTIONS)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
@@ -141,6 +142,7 @@ def test_values_and_gradients(name, mesh):
             assert_all_close(run(grad)(x, *rest), expected_of(name, n))
 
 
+@pytest.mark.sampled
 @checkerboard(5, name=REDUCTIONS)
 def test_plans(name):
     args = arguments(5)

@@ -33,6 +33,7 @@ def nested(x, w):
     return four(lambda x: drjax.map_fn(lambda a: pod_total(a, w), x))(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "mesh", [None, {"clients": 2}, {"pods": 3}, {"clients": 2, "pods": 3}]
 )
@@ -178,6 +179,7 @@ def test_names_imported_from_the_package():
     assert four(lambda x: reduce_sum(map_fn(jnp.square, broadcast(x))))(3.0) == 36.0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [None, {"clients": 3}])
 def test_disable_jit(mesh):
     x = slices() + 0.5

@@ -42,6 +42,7 @@ def same(x, y):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), x, y)
 
 
+@pytest.mark.slow
 @checkerboard(3, devices=[4, 3, 0])
 def test_devices_compute_as_ever(devices):
     with in_mesh(make_mesh({"clients": devices}) if devices else None):

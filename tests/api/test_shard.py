@@ -98,6 +98,7 @@ def test_inside_a_jitted_program(kind):
     np.testing.assert_allclose(dy, np.cos(np.arange(16.0)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [8, 10])
 def test_typed_keys(n):
     mesh = make_mesh({"clients": 8})

@@ -33,6 +33,7 @@ def fetched(tree):
 COMPILERS = [reference.compile, xla.compile, in_process.compile]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compile", COMPILERS)
 def test_scaffold(compile):
     plan, data = programs.scaffold_plan(N), programs.data(N)
@@ -45,6 +46,7 @@ def test_scaffold(compile):
     assert np.ptp(expected[2]) > 0.1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compile", COMPILERS)
 def test_diloco(compile, tmp_path):
     plan, data = programs.diloco_plan(N), programs.data(N)
@@ -88,6 +90,7 @@ def test_slices_along_another_axis():
 # Handles
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compile", COMPILERS)
 def test_handles_that_cannot_be_used(compile):
     plan, data = programs.scaffold_plan(N), programs.data(N)

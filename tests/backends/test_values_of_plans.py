@@ -59,6 +59,7 @@ def pairs():
             )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "name", "mesh", "step"), [*pairs()])
 def test_jit(case, name, mesh, step, monkeypatch):
     if step == 1:
@@ -68,6 +69,7 @@ def test_jit(case, name, mesh, step, monkeypatch):
     assert_same(result, expected(case, name))
 
 
+@pytest.mark.sampled
 @checkerboard(4 * len(TRANSFORMS) - 1, case=[c.name for c in CASES], name=TRANSFORMS)
 def test_one_group_at_a_time(case, name):
     case = case_of(case)
@@ -77,6 +79,7 @@ def test_one_group_at_a_time(case, name):
     assert_same(result, expected(case, name))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", slowly([c.name for c in CASES], *[c.name for c in CASES[::11]])
 )

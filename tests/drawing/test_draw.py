@@ -253,6 +253,7 @@ def test_a_plan_without_groups_is_drawn():
     assert not [b for b in picture.boxes if b.kind == "local"]
 
 
+@pytest.mark.sampled
 @every_plan
 def test_files_are_written(plan, tmp_path):
     plan.draw(tmp_path / "new" / "plan.svg")
@@ -280,6 +281,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path
         PLANS["step"].draw(tmp_path / "plan.svg")
 
 
+@pytest.mark.slow
 def test_example_prints_and_draws(tmp_path):
     out = run("-m", "examples.plans", "--output", tmp_path).stdout
     for name in ("local_sgd", "maml", "maml_gradients"):

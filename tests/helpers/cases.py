@@ -382,12 +382,14 @@ def some(names, *chosen, marks=GRID):
 def checkerboard(every: int = 2, /, **axes):
     """Parametrize a test over all combinations; only each `every`-th is not slow.
 
-    By default each value of an axis meets each `every`-th value of the next one.
+    By default each value of an axis meets each `every`-th value of the next one. Every
+    second one of the others is left to the grids.
     """
     params = []
     for positions in itertools.product(*map(range, map(len, axes.values()))):
         values = [[*axis][i] for axis, i in zip(axes.values(), positions, strict=True)]
-        marks = pytest.mark.slow if sum(positions) % every else ()
+        rest = sum(positions) % every
+        marks = (pytest.mark.slow if rest % 2 else GRID) if rest else ()
         # Two processes print a set in two orders, and must collect the same tests.
         assert not any(isinstance(x, set) for x in values)
         name = "-".join(getattr(x, "__name__", str(x)) for x in values)

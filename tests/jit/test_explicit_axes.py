@@ -27,6 +27,7 @@ def hessian_product(fn, w, x):
     return jax.jvp(lambda *a: jax.grad(fn, (0, 1))(*a), (w, x), (w + 1, x + 1))[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [P(), P("clients")], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("runner", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
 def test_derivatives_have_the_types_of_their_arguments(spec, runner):
@@ -118,6 +119,7 @@ def test_a_product_that_contracts_a_sharded_dimension():
     assert_equal_on_a_model_mesh(drjax.jit(fn), fn, specs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("specs", SHARDED_OVER_MODEL)
 @pytest.mark.parametrize("group_loss", GROUP_LOSSES)
 def test_gradients_of_values_with_several_uses(group_loss, specs):

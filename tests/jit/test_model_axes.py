@@ -101,6 +101,7 @@ def test_models_stay_sharded():
     assert two < 0.7 * one
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, None])
 @pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
 def test_explicit_axes(kinds, step):
@@ -119,6 +120,7 @@ def test_explicit_axes(kinds, step):
             jax.tree.map(np.testing.assert_allclose, result, jax.jit(f)(x, w))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [None, 1])
 @pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
 def test_gradients_of_slices_on_explicit_axes(kinds, step):

@@ -57,6 +57,7 @@ def assert_close(result, expected):
     jax.tree.map(same, result, expected)
 
 
+@pytest.mark.sampled
 @checkerboard(3, name=FUNCTIONS, step=[1, 3, None])
 def test_what_is_exported_runs_for_all_sizes(name, step):
     fn = FUNCTIONS[name]

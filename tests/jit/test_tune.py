@@ -63,6 +63,7 @@ def loss(model, x):
 MODEL, X = jnp.arange(3.0), jnp.ones((12, 3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("devices", [0, 4])
 def test_values_and_what_is_remembered(devices, monkeypatch, caplog):
     measured = []

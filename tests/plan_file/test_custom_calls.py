@@ -243,6 +243,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_algebra_is_allowed(name, dtype, tmp_path):

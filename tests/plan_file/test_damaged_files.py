@@ -266,6 +266,7 @@ def test_code_of_another_version_of_stablehlo(member, path):
     raises(drjax.PlanFileError, text, drjax.load_plan, path)
 
 
+@pytest.mark.slow
 def test_any_byte_may_be_wrong(good, tmp_path):
     """A file with a wrong byte is refused, or says the same as before."""
     data, expected = good.read_bytes(), inspect(good)[1]

@@ -28,6 +28,7 @@ def path(tmp_path_factory):
     return path
 
 
+@pytest.mark.sampled
 @checkerboard(6, name=FOLDS, mesh=["none", "uneven", "empty devices"], step=[None, 2])
 def test_a_loaded_plan(name, mesh, step, tmp_path):
     f, x = program_of(name, N), data(N, 3)

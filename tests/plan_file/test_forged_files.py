@@ -157,6 +157,7 @@ def test_a_directory_that_declares_more_than_there_is(good, tmp_path):
     assert refusals > 60
 
 
+@pytest.mark.slow
 def test_deep_and_wide_manifests_end_soon(members, tmp_path):
     path, leaf = tmp_path / "plan.drjax", "leaf"
     wide = {"tuple": [leaf] * 20_000}

@@ -23,6 +23,7 @@ def check(result, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @checkerboard(3, name=PROGRAMS)
 def test_values(name, tmp_path):
     fn, args = PROGRAMS[name]
@@ -37,6 +38,7 @@ def test_values(name, tmp_path):
         check(jax.jit(run)(*args), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [None, 1])
 def test_a_loaded_plan_on_a_mesh(step, tmp_path):
     fn, args = PROGRAMS["gradient"]

@@ -44,6 +44,7 @@ def pairs():
             )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "name", "mesh", "step"), [*pairs()])
 def test_programs(case, name, mesh, step, tmp_path):
     with on_mesh(case, "none") as args:
@@ -76,6 +77,7 @@ def both_ways(fn, *args, tmp_path, exact=True):
     return loaded
 
 
+@pytest.mark.slow
 def test_keys_depend_on_seed_and_group_alone(tmp_path):
     key = jax.random.key(3)
 
@@ -108,6 +110,7 @@ def test_constant_results_of_stages_have_dtypes(tmp_path):
     both_ways(f, jnp.arange(float(N)), tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_closed_over_keys_and_large_arrays_are_members_of_their_own(tmp_path):
     key, table = jax.random.key(3), jnp.arange(2000, dtype=jnp.bfloat16)
 
@@ -140,6 +143,7 @@ def test_constants_of_equal_bits_keep_their_dtypes(tmp_path):
     both_ways(f, jnp.ones((N, 3)), tmp_path=tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "dtype", ["float8_e5m2", "float8_e4m3fn", "int4", "float16", "bool"]
 )
@@ -154,6 +158,7 @@ def test_dtypes_of_constants(dtype, tmp_path):
     both_ways(f, jnp.ones((N, 3)), tmp_path=tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool"])
 def test_dtypes(dtype, tmp_path):
     @program

@@ -98,6 +98,7 @@ def gradient_of_a_regression():
 OF_EXAMPLES = [round_of_local_sgd, gradient_of_maml]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import drjax
 from benchmarks import hlo
@@ -362,6 +363,7 @@ def placed(name: str) -> tuple:
     return jax.tree.map(place, ALGORITHMS[name].arguments, arguments(name))
 
 
+@pytest.mark.sampled
 @checkerboard(2, name=ALGORITHMS)
 def test_values_and_bytes(name):
     one = ALGORITHMS[name]
@@ -395,6 +397,7 @@ def gradient_of(fn: Callable) -> Callable:
     return both
 
 
+@pytest.mark.sampled
 @checkerboard(3, name=ALGORITHMS)
 def test_plans_and_gradients(name):
     one, args = ALGORITHMS[name], arguments(name, 256)

@@ -56,6 +56,7 @@ def arguments():
     return np.linspace(0.5, 1, D, dtype=np.float32), data, IDS
 
 
+@pytest.mark.sampled
 @checkerboard(3, name=SAMPLES)
 def test_values_and_derivatives(name):
     f = derivatives(SAMPLES[name])

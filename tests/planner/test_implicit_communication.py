@@ -170,6 +170,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.sampled
 @checkerboard(7, name=WRITTEN)
 def test_reductions_that_users_write(name):
     fn = program(lambda x: jnp.sum(WRITTEN[name](drjax.map_fn(jnp.sin, x)) ** 2))
@@ -302,6 +303,7 @@ PROGRAMS = {c.name: (c.fn, c.args) for c in CASES} | {
 }
 
 
+@pytest.mark.sampled
 @checkerboard(5, name=PROGRAMS, derivative=DERIVATIVES)
 def test_plans_do_not_depend_on_debug_data(name, derivative):
     fn, args = PROGRAMS[name]

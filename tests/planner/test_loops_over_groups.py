@@ -146,6 +146,7 @@ IMAGES = np.cos(np.arange(N * 2 * 5 * 5, dtype=np.float32)).reshape(N, 2, 5, 5)
 KERNEL = np.sin(np.arange(3 * 2 * 2 * 2, dtype=np.float32)).reshape(3, 2, 2, 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 def test_convolutions(padding):
     """The derivative in the kernel adds up over the groups, as their batch does."""

@@ -223,6 +223,7 @@ def test_jit_options():
     np.testing.assert_allclose(lowered(*args), expected, rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [10, 3])
 def test_sizes_that_do_not_divide(n):
     fn, args = jax.value_and_grad(make_parallel_maml_loss(n)), maml_args(n)
@@ -302,6 +303,7 @@ def test_planned_in_a_jit_that_the_function_closes_over():
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_plans_from_types_alone(tmp_path):
     """`jax.ShapeDtypeStruct`s instead of arrays, in trees and for keys, too."""
 

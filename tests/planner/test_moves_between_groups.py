@@ -77,6 +77,7 @@ def test_plans_have_moves(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @checkerboard(17, name=WRITTEN, mesh=["none", "clients"])
 def test_gradients(name, mesh):
     both = jax.value_and_grad(program(name), has_aux=True)
@@ -125,6 +126,7 @@ def test_rolls_elsewhere_stay_slices():
         jax.tree.map(near, result, jax.jit(loss)(X, w))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [4, 7])
 def test_a_roll_is_a_shift(n):
     """The ring: one permute of the slices at the edges, also in second derivatives."""

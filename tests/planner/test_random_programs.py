@@ -183,6 +183,7 @@ WHOLE = [
 slowly = functools.partial(some, marks=pytest.mark.slow)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", slowly(MINIMIZED, *MINIMIZED[:2]))
 def test_what_was_found(case):
     recipe, f, (step, mesh) = case

@@ -72,6 +72,7 @@ TAKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @checkerboard(7, name=TAKEN)
 def test_slices_of_some_groups(name):
     plan = agree(program(lambda x, i: TAKEN[name](slices(x), i)), X, I)
@@ -91,6 +92,7 @@ def test_the_derivative_of_an_update_of_most_groups():
     agree(jax.grad(program(scalar)), X[1:], X, I)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["first", "some", "some, and of each a part"])
 def test_second_derivatives_of_slices(name):
     """The cotangent of a slice is padded; the cotangent of that, by less than zero."""
@@ -135,6 +137,7 @@ CHANGED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @checkerboard(7, name=CHANGED)
 def test_changes_of_some_groups(name):
     change = CHANGED[name]
@@ -144,6 +147,7 @@ def test_changes_of_some_groups(name):
     assert any(r.reduces for r in plan.rounds) == communicates
 
 
+@pytest.mark.slow
 def test_batches():
     """The group axis need not come first."""
     fn = program(lambda x, i: slices(x)[i[0]])
@@ -151,6 +155,7 @@ def test_batches():
     agree(jax.vmap(program(lambda x, i: slices(x).at[i].add(1.0)), (2, None), 1), X, I)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [{"clients": 4}, {"clients": 2, "model": 2}])
 def test_on_meshes(shape):
     """Groups are chosen by their index, whatever device has them."""

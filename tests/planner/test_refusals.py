@@ -141,6 +141,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_mixing_slices_is_refused(fn):
     primitive, operands, fix = REFUSED[fn]

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import drjax
 from drjax.backends import in_process, reference
@@ -117,6 +118,7 @@ def arguments():
     return model, data, jnp.array([3, 1, 15, 0])
 
 
+@pytest.mark.sampled
 @checkerboard(2, f=FUNCTIONS)
 def test_values(f, tmp_path):
     args = arguments()

@@ -194,6 +194,7 @@ def in_two_loops(x):
     return jax.lax.scan(step, x, length=2)[0].sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fn", [in_a_loop, in_two_loops])
 def test_an_index_that_a_derivative_computes_outside_of_a_loop(fn):
     x = A[:, 0] / 7

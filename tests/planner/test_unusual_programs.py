@@ -179,6 +179,7 @@ def test_corner(name):
             assert jnp.asarray(x).dtype == y.dtype, way
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_planned_function():
     fn = lambda v, w: drjax.jit(weighted)(v, w) ** 2
     want = jax.grad(lambda v, w: weighted(v, w) ** 2, (0, 1))(V, 0.5)
@@ -224,6 +225,7 @@ def test_the_xla_backend_checks_its_options():
     assert drjax.backends.xla.compile(plan, groups_per_step=count)(V) == 10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "bool"])
 def test_extrema_of_small_types(dtype):
     x = jnp.arange(4).astype(dtype)
@@ -232,6 +234,7 @@ def test_extrema_of_small_types(dtype):
         assert result == jax.jit(four(reduce))(x)
 
 
+@pytest.mark.slow
 def test_sums_are_made_within_the_map():
     """A gradient in shared weights contracts over the groups, as by jax.jit."""
     program = drjax.program(clients=64)
@@ -255,6 +258,7 @@ def agree(fn, *args):
         jax.tree.map(close, result, expected)
 
 
+@pytest.mark.slow
 def test_loops_of_which_each_ends_in_its_own_time():
     """A `while` under `vmap` goes on as long as any does."""
 
@@ -306,18 +310,21 @@ def test_loops_in_groups_that_ask_for_their_number_end_in_their_own_time():
     np.testing.assert_allclose(result, jax.jit(each)(times, V), rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_the_number_of_a_slice_in_a_small_type(dtype):
     slice_ = drjax.program(clients=300)(lambda x, i: squares(x)[i])
     agree(slice_, jnp.arange(300.0), jnp.array(100, dtype))
 
 
+@pytest.mark.slow
 def test_reductions_of_constants():
     weights = np.array([1.0, 0.0, 2.0, 3.0], np.float32)
     agree(four(lambda x: drjax.reduce_weighted_mean(x, jnp.asarray(weights))), V)
     agree(four(lambda x: x.sum() + drjax.reduce_sum(weights)), V)
 
 
+@pytest.mark.slow
 def test_mutable_arrays_in_a_group():
     def add_one(x):
         ref = jax.new_ref(x)

@@ -77,6 +77,7 @@ def supports(name: str, dtype: str) -> bool:
     return dtype != "bool" or name != "reduce_sum"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", CASES)
 def test_primitives(name, mesh):

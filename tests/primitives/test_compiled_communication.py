@@ -78,6 +78,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [16, 10, 3])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_one_all_reduce(name, n):
@@ -206,6 +207,7 @@ def test_transpose_of_scatter_is_one_all_gather():
     assert collectives(f, X) == {"all-gather": 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [16, 10])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_one_all_reduce_in_each_body_of_a_scan_over_rounds(n, checkpoint):

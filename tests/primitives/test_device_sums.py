@@ -116,6 +116,7 @@ def test_results_are_laid_over_the_devices():
                 jax.tree.map(np.testing.assert_array_equal, z, x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", [jax.jit, drjax.jit])
 def test_collectives(run):
     """Bytes are results of collectives on one of 8 devices."""
@@ -328,6 +329,7 @@ def test_only_real_floats_are_encoded():
         raises(TypeError, f"leaves of real floats, got {x.dtype}", encoded, x)
 
 
+@pytest.mark.sampled
 @checkerboard(3, options=["int8", "float4", "sharded", "sharded int8"])
 def test_odd_trees(options):
     kwargs, _ = OPTIONS[options]

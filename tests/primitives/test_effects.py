@@ -51,6 +51,7 @@ def _check(fn, run, derivative, times):
     assert sorted(calls) == [(i, t) for i in range(N) for t in range(times)]
 
 
+@pytest.mark.sampled
 @every_third
 def test_in_rounds_of_a_scan(run, derivative):
     """Also of values known before a derivative, which are not rematerialized."""
@@ -72,6 +73,7 @@ def test_in_rounds_of_a_scan(run, derivative):
     _check(rounds, run, derivative, times=2)
 
 
+@pytest.mark.sampled
 @every_third
 def test_of_work_without_results(run, derivative):
     def program(call):

@@ -33,6 +33,7 @@ from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 from tests.helpers.raising import KEYS3, X3, raises, three
 
 
+@pytest.mark.slow
 @checkerboard(13, mesh=MESHES, name=FOLDS)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
@@ -44,6 +45,7 @@ def test_values_and_gradients(name, mesh):
     jax.tree.map(close, result, want)
 
 
+@pytest.mark.slow
 @checkerboard(5, mesh=["none", "uneven", "explicit"], name=["chan", "best", "affine"])
 def test_where(name, mesh):
     """Groups that are left out have the neutral state."""
@@ -102,6 +104,7 @@ def test_second_derivatives_and_batches(name, mesh):
     jax.tree.map(functools.partial(close, rtol=2e-3, atol=1e-3), result, want)
 
 
+@pytest.mark.slow
 @checkerboard(8, mesh=["uneven", "two each", "none"], name=FOLDS)
 def test_plans(name, mesh):
     n, make = MESHES[mesh]
@@ -114,6 +117,7 @@ def test_plans(name, mesh):
         jax.tree.map(close, drjax.jit(both(f), groups_per_step=2)(x), want)
 
 
+@pytest.mark.slow
 def test_communication():
     """What a device receives: the states of all devices, in one all-gather."""
     n, d, m = 32, 500, 8
@@ -282,6 +286,7 @@ def test_a_batch_sharded_over_an_explicit_axis():
         jax.tree.map(close, batch(f)(x), want)
 
 
+@pytest.mark.slow
 def test_a_partition_over_two_axes():
     x = data(6, 3)
     combine, init, states = FOLDS["affine"]

@@ -6,6 +6,7 @@ drjax._primitives.map_fn, drjax._primitives.partition_index.
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.helpers.cases import (
     assert_close,
@@ -37,6 +38,7 @@ def along(grads, args):
     return sum(jnp.sum(g * jnp.asarray(d)) for g, d in pairs)
 
 
+@pytest.mark.sampled
 @grid(shift=4, every=5)
 def test_grad(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
@@ -58,6 +60,7 @@ def test_jvp_of_grad(case, mesh_name):
         assert_close(along(hvp, case.args), want, 1e-6)
 
 
+@pytest.mark.sampled
 @grid(shift=6, every=9)
 def test_grad_of_grad(case, mesh_name):
     with on_mesh(case, mesh_name) as args:

@@ -6,6 +6,7 @@ drjax._primitives.map_fn, drjax._primitives.partition_index.
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.helpers.cases import assert_close, grid, on_mesh
 
@@ -16,6 +17,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sampled
 @grid(shift=2, every=9)
 def test_gradient_is_unchanged(case, mesh_name):
     with on_mesh(case, mesh_name) as args:

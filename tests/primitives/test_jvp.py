@@ -6,6 +6,7 @@ drjax._primitives.map_fn, drjax._primitives.partition_index.
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.helpers.cases import (
     assert_close,
@@ -21,6 +22,7 @@ def _tangents(args):
     return tuple(jnp.asarray(d) for d in directions(args))
 
 
+@pytest.mark.sampled
 @grid(shift=1, every=3)
 def test_jvp(case, mesh_name):
     with on_mesh(case, mesh_name) as args:
@@ -29,6 +31,7 @@ def test_jvp(case, mesh_name):
         assert_close(tangent, difference(case.numpy, case.args), 1e-8)
 
 
+@pytest.mark.sampled
 @grid(shift=2, every=7)
 def test_linearize(case, mesh_name):
     with on_mesh(case, mesh_name) as args:

@@ -96,6 +96,7 @@ def test_values_and_gradients(name, mesh):
     jax.tree.map(close, result, want)
 
 
+@pytest.mark.slow
 @checkerboard(3, mesh=["uneven", "none", "explicit"])
 def test_second_derivatives_and_batches(mesh):
     n, make = MESHES[mesh]

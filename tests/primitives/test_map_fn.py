@@ -100,6 +100,7 @@ def expected_of_feature(feature):
     return jax.tree.map(lambda *ys: np.stack(ys), *[fn(a) for a in FEATURE_X])
 
 
+@pytest.mark.sampled
 @checkerboard(4, feature=[*FEATURES, *ONLY_VALUES], mesh=MESHES)
 def test_features_inside_a_mapped_function(feature, mesh):
     fn = FEATURES.get(feature) or ONLY_VALUES[feature]
@@ -123,6 +124,7 @@ def test_features_inside_a_mapped_function(feature, mesh):
 OFTEN = {"scan", "cond", "checkpoint", *(name for name in FEATURES if "custom" in name)}
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("leaks_unchecked")
 @pytest.mark.parametrize("mesh", [None, pytest.param({"clients": 3}, marks=SLOW)])
 @pytest.mark.parametrize(

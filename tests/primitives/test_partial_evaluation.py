@@ -236,6 +236,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sampled
 @checkerboard(3, rule=["in forward", "in backward"], transform=AROUND)
 def test_custom_vjp_around_blocks(rule, transform):
     xs = XS[:, 0]

@@ -114,6 +114,7 @@ def test_values_and_derivatives(name, mesh):
             jax.tree.map(near, run(program_of(name, n))(*args), want)
 
 
+@pytest.mark.sampled
 @checkerboard(3, name=MOVES)
 def test_plans(name, tmp_path):
     args = arguments(3, 7)
@@ -160,6 +161,7 @@ def test_dtypes(dtype):
     assert bits(put).tobytes() == bits(p.at[i[::-1]].set(p[i])).tobytes()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
 def test_no_more_than_the_cohort_is_sent(jit):
     n, size, d = 16, 4096, 100
@@ -198,6 +200,7 @@ def test_the_ledger_has_the_moves():
     assert ledger.reduced_per_device() == (4 + 2) * 12
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_rounds_that_reuse_accumulators(kind, monkeypatch):
     """A sum and a put in one round; the population is on all devices, or divided."""

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import drjax
 from drjax._primitives.rbg_per_group import rewrite_draws
@@ -73,6 +74,7 @@ def alone(draw, impl):
     return np.stack([run(key, i) for i in range(N)])
 
 
+@pytest.mark.sampled
 @checkerboard(7, draw=DRAWS, impl=["rbg", "unsafe_rbg"])
 def test_bits_depend_on_the_key_of_the_group_only(draw, impl):
     f, key = program_of(draw), jax.random.key(5, impl=impl)

@@ -23,6 +23,7 @@ def mean_over(n):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [None, {"clients": 4}])
 @pytest.mark.parametrize("step", [1, 7, 999])
 def test_a_mean_of_a_million_groups_has_all_digits(mesh, step):
@@ -78,6 +79,7 @@ def indexed(w, x):
     return jnp.sin(w * x) * (1 + drjax.partition_index())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", [lambda f: f, jax.value_and_grad])
 @pytest.mark.parametrize("mesh", [None, {"clients": 4}])
 @pytest.mark.parametrize("step", [1, 10])

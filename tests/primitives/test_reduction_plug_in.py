@@ -123,6 +123,7 @@ def close(result):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [None, {"clients": 2}, {"clients": 4}], ids=str)
 @pytest.mark.parametrize("step", [None, 1, 2])
 def test_xla(shape, step):

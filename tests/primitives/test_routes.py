@@ -108,6 +108,7 @@ def directional(name: str, x, n: int, direction):
     return (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
 
 
+@pytest.mark.sampled
 @checkerboard(13, mesh=MESHES, name=MOVES)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
@@ -123,6 +124,7 @@ def test_values_and_gradients(name, mesh):
             np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MOVES)
 def test_plans(name):
     n = 5
@@ -134,6 +136,7 @@ def test_plans(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["take", "put, added", "permutation"])
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 1)])
 def test_batches(name, axes):
@@ -152,6 +155,7 @@ def test_batches(name, axes):
         np.testing.assert_allclose(result[b], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     n = 4
     x, index = arguments(n)
@@ -176,6 +180,7 @@ DTYPES = ("float32", "bfloat16", "float16", "complex64", "int8", "uint32", "bool
           "float8_e4m3fn")  # fmt: skip
 
 
+@pytest.mark.sampled
 @checkerboard(7, dtype=DTYPES, mesh=["none", "two each", "uneven"])
 def test_moves_copy_bits(dtype, mesh):
     n, make = MESHES[mesh]

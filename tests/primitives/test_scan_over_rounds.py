@@ -6,12 +6,14 @@ drjax._primitives.map_fn, drjax._primitives.partition_index.
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.helpers.cases import assert_close, grid, on_mesh
 
 ROUNDS = 3
 
 
+@pytest.mark.slow
 @grid(shift=3, every=9)
 def test_scan_over_rounds(case, mesh_name):
     with on_mesh(case, mesh_name) as (first, *rest):

@@ -160,6 +160,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_derivatives_mix_groups_by_our_primitives_only(case, derivative):

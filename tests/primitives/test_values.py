@@ -11,6 +11,7 @@ from tests.helpers import cases
 from tests.helpers.cases import assert_close, grid, on_mesh
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @grid(shift=0)
 def test_value(case, mesh_name, transform):

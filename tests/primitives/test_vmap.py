@@ -7,6 +7,7 @@ drjax._primitives.map_fn, drjax._primitives.partition_index.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.helpers.cases import assert_close, grid, on_mesh
 
@@ -16,6 +17,7 @@ def _variants(case, count=3):
     return [case.args[0] * (1 + 0.25 * i) for i in range(count)]
 
 
+@pytest.mark.sampled
 @grid(shift=8, every=2)
 def test_vmap_of_value(case, mesh_name):
     firsts = _variants(case)
@@ -25,6 +27,7 @@ def test_vmap_of_value(case, mesh_name):
         assert_close(jax.jit(batched)(jnp.stack(firsts)), want)
 
 
+@pytest.mark.sampled
 @grid(shift=0, every=4)
 def test_vmap_over_the_last_dimension(case, mesh_name):
     firsts = _variants(case)
@@ -34,6 +37,7 @@ def test_vmap_over_the_last_dimension(case, mesh_name):
         assert_close(jax.jit(batched)(jnp.stack(firsts, axis=-1)), want)
 
 
+@pytest.mark.sampled
 @grid(shift=1, every=7)
 def test_vmap_of_grad_and_grad_of_vmap(case, mesh_name):
     firsts = _variants(case)

@@ -235,6 +235,7 @@ def model():
     return transformer.Transformer(config, nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_padding_changes_neither_loss_nor_gradient(model):
     tokens = np.random.default_rng(0).integers(0, 256, (3, LENGTH + 1), np.uint8)
     lengths = np.array([LENGTH, 5, 0], np.int32)

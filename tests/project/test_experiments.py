@@ -222,6 +222,7 @@ def test_a_file_without_domains(tmp_path):
         load_articles(str(path))
 
 
+@pytest.mark.slow
 def test_a_record_says_everything(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "b.toml"

@@ -69,6 +69,7 @@ def the_same(one, other):
         np.testing.assert_allclose(one[name], other[name], rtol=2e-4, err_msg=name)
 
 
+@pytest.mark.sampled
 @checkerboard(4, name=EXAMPLES)
 def test_a_short_run_writes_its_results(name, tmp_path, capsys):
     result = run(name, tmp_path, devices=8, groups_per_step=1)

@@ -71,6 +71,7 @@ def test_unbound_axes_that_are_not_the_partitions_stay_jaxs_error():
             f(X3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind", [(EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)]
 )

@@ -71,6 +71,7 @@ HOW = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated")
 @checkerboard(
     other=[{"data": 2}, {"data": 2, "one": 1}],
@@ -111,6 +112,7 @@ def test_a_constraint_without_axes(shape, spec):
             np.testing.assert_allclose(result, np.cos(X), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer_name", SHARDED)
 def test_gradients_within_a_group_stay_in_it(layer_name):
     """The derivative of a shard_map over all axes adds up over the model's alone."""
@@ -125,6 +127,7 @@ def test_gradients_within_a_group_stay_in_it(layer_name):
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @checkerboard(
     other=[{"tensor": 2}, {"fsdp": 2, "tensor": 2}],
     run=[jax.jit, drjax.jit],
@@ -192,6 +195,7 @@ PLACEMENTS = [
 ]
 
 
+@pytest.mark.sampled
 @checkerboard(
     4,
     look_up=LOOK_UPS,
@@ -237,6 +241,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.sampled
 @checkerboard(4, shape=MESHES, dtype=["bfloat16", "float16"])
 def test_reductions_of_narrow_floats(shape, dtype):
     mesh = make_mesh(MESHES[shape])
@@ -359,6 +364,7 @@ def test_groups_stay_apart_where_the_compiler_partitions_them():
     assert count(text) == {"all-reduce": 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("step", [None, 1])
 def test_fewer_groups_than_devices(n, step):

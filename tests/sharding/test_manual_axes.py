@@ -44,6 +44,7 @@ def inside(mesh, check_vma, transform=lambda f: f, n=N):
 SHAPES = [{"clients": 8}, {"clients": 4, "model": 2}]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_gradient_through_a_shard_map_over_the_partition(shape):
     data = data_for(N)
@@ -127,6 +128,7 @@ def test_inside_a_shard_map_over_another_axis(kind, check_vma):
     assert_close(result, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_through_a_shard_map_over_another_axis(check_vma):
     mesh = make_mesh({"data": 2, "clients": 4})
@@ -180,6 +182,7 @@ def test_only_some_of_the_axes_manual_is_an_error():
         jax.shard_map(f, axis_names={"dcn"}, in_specs=P(), out_specs=P())(1.0)
 
 
+@pytest.mark.slow
 def test_two_manual_axes_carry_the_partition():
     mesh = make_mesh({"dcn": 4, "ici": 2})
     axes = ("ici", "dcn")
@@ -212,6 +215,7 @@ def test_a_plan_does_not_run_in_a_shard_map_over_the_partition(check_vma):
                 mapped(f)(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("n", "devices"), [(8, 2), (4, 3)])
 def test_a_plan_in_chunks_in_a_shard_map_over_another_axis(n, devices, monkeypatch):
     """Of three devices, one has none of four groups."""
@@ -283,6 +287,7 @@ CLOSURES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @checkerboard(
     9, name=CLOSURES, axes=[("clients",), ("clients", "model")], inside=[0, 1]
 )

@@ -46,6 +46,7 @@ def _endless_for_zero(x):
     return lax.while_loop(more, lambda c: (c[0] * 1.7, c[1] + 1), (x, jnp.int32(0)))[1]
 
 
+@pytest.mark.sampled
 @sizes_and_runs
 def test_loops_end(run, size):
     n, devices = size
@@ -70,6 +71,7 @@ def test_loops_end_with_a_model_axis(run):
         assert RUNS[run](steps)(slices(3)) == steps(slices(3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
 @pytest.mark.parametrize("n", [3, 5])
 def test_loops_end_where_the_compiler_partitions_the_groups(run, n):
@@ -108,6 +110,7 @@ def test_loops_over_the_index_end(run, size):
     assert result == sum(i * (i + 1) for i in range(n))
 
 
+@pytest.mark.sampled
 @sizes_and_runs
 def test_effects_happen_for_groups_only(run, size):
     n, devices = size
@@ -151,6 +154,7 @@ def test_checks_that_hold_for_every_group_hold(run, size):
     np.testing.assert_allclose(result, np.mean(1 / np.arange(1, n + 1)), rtol=1e-6)
 
 
+@pytest.mark.sampled
 @every_second_size
 def test_gradients(size):
     n, devices = size
@@ -176,6 +180,7 @@ def sizes_with_and_without_effects():
         yield pytest.param(*size, effects, marks=marks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n, devices, effects", [*sizes_with_and_without_effects()])
 def test_keys(n, devices, effects):
     def work(key):
@@ -207,6 +212,7 @@ def test_no_collective_more_than_for_even_sizes(n):
         assert count(text(n)) == count(text(8)) == {"all-reduce": 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("leaks_unchecked")
 @pytest.mark.parametrize("n", [6, 8])
 @pytest.mark.parametrize("run", ["jax.jit", "drjax.jit"])

@@ -150,6 +150,7 @@ def grid_specs(mesh) -> tuple[P, P]:
     return P(*mesh.axis_names), P(*mesh.axis_names[:2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "gradient", cases.some([False, True], True, marks=pytest.mark.slow)
 )

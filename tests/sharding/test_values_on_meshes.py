@@ -65,6 +65,7 @@ def check(n, context=None, jit=True, block=None, **keywords):
 # How the mesh is given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     some(MESHES, "auto model", marks=pytest.mark.slow),
@@ -73,16 +74,19 @@ def test_mesh_in_context(name):
     check(8, in_mesh(make_mesh(*MESHES[name])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, "auto, explicit model"))
 def test_mesh_argument_of_the_program(name):
     check(8, mesh=make_mesh(*MESHES[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, "auto model"))
 def test_mesh_argument_of_each_block(name):
     check(8, block={"mesh": make_mesh(*MESHES[name])})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, "auto model"))
 def test_mesh_argument_within_the_same_mesh_in_context(name):
     mesh = make_mesh(*MESHES[name])
@@ -101,6 +105,7 @@ def legacy(mesh):
         mesh.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(["auto", "auto model", "no axis"], "auto model"))
 def test_legacy_context(name):
     check(8, legacy(make_mesh(*MESHES[name])))
@@ -121,6 +126,7 @@ def eager_results(**keywords):
     return f(x, data), jax.value_and_grad(g)(x, data), jax.grad(g, 1)(x, data)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(MESHES, "auto model", "explicit"))
 def test_eager(name):
     with in_mesh(make_mesh(*MESHES[name])):
@@ -130,6 +136,7 @@ def test_eager(name):
         assert result[0][1].sharding.spec == P("clients")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["auto", "auto model"])
 def test_eager_with_mesh_argument(name):
     assert_close(eager_results(mesh=make_mesh(*MESHES[name])), eager_results())
@@ -168,6 +175,7 @@ def test_several_groups_on_a_device(n, name):
     check(n, in_mesh(make_mesh(*MESHES[name])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", some([10, 3], 10))
 @pytest.mark.parametrize("name", some(["auto", "auto model"], "auto"))
 def test_sizes_that_do_not_divide(n, name):
@@ -187,6 +195,7 @@ def test_sizes_that_do_not_divide_in_other_ways(n):
 IN_ORDER, REVERSED = ("dcn", "ici"), ("ici", "dcn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", some([IN_ORDER, REVERSED], IN_ORDER, marks=pytest.mark.slow), ids=str
 )
@@ -259,6 +268,7 @@ def test_uneven_values_are_really_sharded_inside_jit():
 # One program, several meshes
 
 
+@pytest.mark.slow
 def test_one_program_on_several_meshes_in_turn():
     f = jax.jit(jax.value_and_grad(make_program(8)))
     expected = f(X, data_for(8))

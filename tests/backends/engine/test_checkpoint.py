@@ -283,6 +283,7 @@ def test_urls_without_fsspec(plan, monkeypatch, tmp_path):
     assert (tmp_path / "run").is_dir()
 
 
+@pytest.mark.slow
 def test_local_checkpoints_need_no_other_package(tmp_path):
     code = """
 import sys, numpy as np

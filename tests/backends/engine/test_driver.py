@@ -156,6 +156,7 @@ def same(result, expected):
     jax.tree.map(check, result, expected)
 
 
+@pytest.mark.slow
 def test_loops_of_every_sort():
     plan, args = rounds_plan()
     run = in_process.compile(plan, block_size=4)
@@ -193,6 +194,7 @@ def of_a_branch(x, first):
     return jax.lax.scan(step, drjax.reduce_sum(first)[0], x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", [previous_step, swapped, of_a_branch])
 def test_scans_that_return_groups(program):
     """What a step carries or stacks are slices that are not read yet."""
@@ -221,6 +223,7 @@ class Crashing(InProcess):
         return super().submit(work, file, shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [3])
 def test_a_call_goes_on_where_it_ended(after, tmp_path):
     plan, args = rounds_plan()
@@ -263,6 +266,7 @@ def test_dropped_groups_stay_dropped_when_a_call_goes_on(tmp_path):
     assert [s.round for s in again.report.stages] == ["2"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool"])
 def test_dtypes(dtype, tmp_path):
     @drjax.program(clients=9)
@@ -329,6 +333,7 @@ def test_an_extra_that_is_not_installed(monkeypatch):
     raises(drjax.EngineError, text, ray.compile, weighted_plan(3))
 
 
+@pytest.mark.slow
 def test_drjax_does_not_import_engines():
     code = "import sys, drjax; assert not {'ray', 'pyarrow'} & {*sys.modules}"
     code += "; import drjax.backends.ray; assert 'ray' not in sys.modules"

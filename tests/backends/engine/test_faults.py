@@ -310,6 +310,7 @@ def test_empty_lists_in_a_file(shape, others, tmp_path):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bad", [[0, 2999], [1234], range(2900), range(3000)])
 def test_groups_of_a_large_block_that_yield_nan(bad, monkeypatch):
     tried = []
@@ -354,6 +355,7 @@ finally:
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("handler, status", [("none", 143), ("own", 7)])
 def test_temporary_folders_are_removed_after_sigterm(handler, status):
     done = subprocess.run(

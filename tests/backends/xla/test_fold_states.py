@@ -40,6 +40,7 @@ def test_values(name, mesh, step):
         jax.tree.map(close, f(x), want)
 
 
+@pytest.mark.slow
 @checkerboard(6, mesh=["uneven", "none", "explicit"], name=["affine", "chan"])
 def test_derivatives(name, mesh):
     n, make = MESHES[mesh]
@@ -110,6 +111,7 @@ def test_memory_is_that_of_one_step():
     assert used[0] == used[1] < 16 * d * 4
 
 
+@pytest.mark.slow
 @checkerboard(3, mesh=["auto", "explicit", "loop"])
 def test_a_gradient_sends_one_state_of_each_device(mesh):
     """The folds around groups stay on their devices, by rounds as under jax.jit."""
@@ -140,6 +142,7 @@ def test_a_gradient_sends_one_state_of_each_device(mesh):
             jax.tree.map(close, jax.jit(run)(x), want)
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_compiled_gradient():
     n = 4
     grad = jax.grad(loss_of(program_of("logsumexp", n)))
@@ -186,6 +189,7 @@ def test_a_result_that_groups_compare_is_exact():
     assert drjax.jit(f, groups_per_step=2)(data(n, 3)) == 1
 
 
+@pytest.mark.slow
 def test_random_keys_and_branches():
     """Keys are states, and a branch in the function stays a branch with one group."""
     n = 5

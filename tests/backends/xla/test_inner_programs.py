@@ -55,6 +55,7 @@ def make(pods: int, groups: int):
 BOTH = {"pods": 2, "groups": 4}
 
 
+@pytest.mark.sampled
 @checkerboard(4, shape=[None, {"pods": 2}, {"groups": 4}, BOTH], step=[1, 3])
 def test_values_and_gradients(shape, step):
     loss, data = make(4, 8)
@@ -66,6 +67,7 @@ def test_values_and_gradients(shape, step):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @checkerboard(4, shape=[BOTH, None, {"pods": 2}, {"groups": 4}])
 def test_memory_does_not_grow_with_the_groups_of_either_level(shape):
     def used(pods, groups):
@@ -82,6 +84,7 @@ def test_memory_does_not_grow_with_the_groups_of_either_level(shape):
     assert few < 20 * MODEL.size**2 * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [None, BOTH])
 def test_memory_of_loops_of_rounds_in_each_pod(shape):
     """The data are constants of the loop, and still read in chunks."""
@@ -112,6 +115,7 @@ def test_memory_of_loops_of_rounds_in_each_pod(shape):
         assert used(32, 8) <= few + 64
 
 
+@pytest.mark.sampled
 @checkerboard(3, name=PROGRAMS, kind=[AUTO, EXPLICIT])
 def test_programs_on_a_mesh_of_both_levels(name, kind):
     fn, args = PROGRAMS[name]
@@ -127,6 +131,7 @@ def test_programs_on_a_mesh_of_both_levels(name, kind):
         np.testing.assert_allclose(b, c, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(3, 6), (1, 3)])
 def test_devices_that_do_not_divide_the_groups_of_a_level(sizes):
     loss, data = make(*sizes)
@@ -138,6 +143,7 @@ def test_devices_that_do_not_divide_the_groups_of_a_level(sizes):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [None, 1])
 def test_one_all_reduce_for_each_level_and_round_over_its_axis_only(step):
     data = make(4, 8)[1]
@@ -171,6 +177,7 @@ def over_both(model, data):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @checkerboard(2, shape=[BOTH, {"pods": 4, "groups": 2}])
 def test_reductions_over_both_levels(shape):
     data = jnp.asarray(RNG.randn(5, 6, 64), jnp.float32)

@@ -86,6 +86,7 @@ ARGS = X.reshape(3, 4), np.ones((3, 4), np.float32), np.float32(SLICES)
 ONE = 4 * 12 + 4  # bytes of both means
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [None, {"clients": 4}, {"clients": 3}])
 @pytest.mark.parametrize(
     "fn, result",
