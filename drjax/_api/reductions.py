@@ -146,8 +146,8 @@ def reduce_sum(
         device. Default: the dtype of the leaf.
       result: "sharded": on a mesh each device has a part of the result, by a
         reduce-scatter, along the first axis of each leaf whose size the devices divide.
-        Leaves without such an axis, and results without a mesh, are as ever. Default:
-        each device has the whole result.
+        Leaves without such an axis, and results without a mesh, are returned whole, as
+        by default: each device has the whole result.
       secure: A demand on engines: no process but a group's own may see its slice of
         `x`. The plan records it. Flower meets it by secure aggregation; an engine that
         cannot refuses the plan. It is about this sum and its tangents, not about what

@@ -206,16 +206,18 @@ class Ledger:
         """Whether a level is the outermost one; None: it is."""
         return over is None or over == self.levels[0]
 
-    def _is_over(self, message: Message, over: str | None) -> bool:
-        """Whether a message is between the groups of a level and what is around them.
+    def _crosses_level(self, message: Message, level: str | None) -> bool:
+        """Whether a message crosses the border of a level.
+
+        That is: between its groups and their server, or from group to group.
 
         Args:
           message: The message.
-          over: The name of the level, the outermost one of several; None: the first.
+          level: The name of the level; None: the outermost one.
         """
-        if self._is_outermost(over):
+        if self._is_outermost(level):
             return len(message.levels) == 1
-        return len(message.levels) > 1 and message.levels[-1].name == over
+        return len(message.levels) > 1 and message.levels[-1].name == level
 
     def _total(self, round, over, nbytes) -> int:
         """Sum a number of bytes over messages, each multiplied by its number of times.
@@ -230,7 +232,7 @@ class Ledger:
         total = 0
         for message in self.messages:
             chosen = round is None or message.round == str(round)
-            if chosen and self._is_over(message, over):
+            if chosen and self._crosses_level(message, over):
                 steps = (t for t in message.times if isinstance(t, int))
                 total += nbytes(message) * math.prod(steps)
         return total

@@ -294,12 +294,15 @@ def _encode(x, wire: Wire):
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
     inverse = jnp.where(scale > 0, 1 / scale, 0)
     scaled = (blocks * inverse[..., None]).reshape(x.shape)
-    if wire.dtype == "int8":
-        codes = _bytes(jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8))
-    elif wire.dtype == "float8_e4m3fn":
-        codes = _bytes(jnp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
-    else:
-        codes = _pack_nibbles(scaled)
+    match wire.dtype:
+        case "int8":
+            codes = _bytes(jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8))
+        case "float8_e4m3fn":
+            codes = _bytes(jnp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
+        case "float4_e2m1fn":
+            codes = _pack_nibbles(scaled)
+        case _:
+            raise NotImplementedError(f"No encoding of {wire.dtype} is known.")
     return jnp.concatenate([codes, _bytes(scale)], axis=-1)
 
 

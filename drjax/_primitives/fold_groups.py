@@ -69,12 +69,12 @@ fold_around_p = registration.new_primitive("fold_around", multiple_results=True)
 
 def execute_reduce_fold(*args, **params):
     """Execution function of `reduce_fold`, as `execute_fold`."""
-    return execute_fold(*args, around=False, **params)
+    return execute_fold(*args, prefixes_and_suffixes=False, **params)
 
 
 def execute_fold_around(*args, **params):
     """Execution function of `fold_around`, as `execute_fold`."""
-    return execute_fold(*args, around=True, **params)
+    return execute_fold(*args, prefixes_and_suffixes=True, **params)
 
 
 def _split(values: Sequence, n_states: int):

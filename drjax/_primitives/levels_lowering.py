@@ -125,13 +125,16 @@ registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
 
 @dataclass(frozen=True)
 class InnerReduction:
-    """A result of a map that is a reduction over an inner level, in each group.
+    """One result of a map over the outer level that reduces over an inner level.
+
+    With it, the lowering of an outer reduction of this result takes the devices'
+    partial reductions instead, for one collective over both levels' axes.
 
     Attributes:
-      primitive: The reduction.
+      primitive: The reduction over the inner level.
       axes: The mesh axes of the inner level.
-      position: The position of the partial reductions among the results of the jaxpr
-        that `with_partial_reductions` returns.
+      position: The position of the partial reductions, `[m, *s]` of m devices, among
+        the results of the jaxpr that `with_partial_reductions` returns.
     """
 
     primitive: Primitive

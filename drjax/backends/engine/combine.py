@@ -1,5 +1,7 @@
 """Partial reductions of blocks, combined on the host.
 
+What each reduction does, such as that a mean is a sum divided once by the number of
+groups that took part, is in the table of `_primitives/reduce_ops.py`.
 Input: for each reduction its operation, and the partial reduction of each block, or
 None. Output: totals, and from these the reduced values.
 
@@ -12,8 +14,7 @@ min ever mixes in. If no group takes part at all, a mean is NaN and everything e
 zero.
 
 Sharp edges: `add` reuses the buffers of `totals`, so its argument must not be read
-again. What each reduction does is in `_primitives/reduce_ops.py`; a mean is a sum of
-sums, divided once by the number of groups that took part.
+again.
 """
 
 from collections.abc import Callable, Sequence

@@ -519,7 +519,7 @@ class _Aggregation:
 
     @property
     def _length(self) -> int:
-        """The number of numbers in the vector of secure sums."""
+        """The total number of elements of all partial reductions summed securely."""
         return sum(math.prod(p.shape) for p in self._partials if p.secure)
 
     def _done_of(self, node: int, reply: Any) -> BlockResult:
