@@ -150,7 +150,8 @@ def closed_over_by(eqn) -> list:
 def is_move(eqn, kinds: Environment) -> bool:
     """Whether an equation moves slices between groups of the plan's partition.
 
-    Or between them and a population, of which they are a cohort.
+    So it is if it moves them between these groups and those of a larger partition, a
+    population of which they are a cohort.
 
     Args:
       eqn: The equation, of any primitive.
