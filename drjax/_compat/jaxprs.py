@@ -247,7 +247,12 @@ def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
 
 
 def unsplit_jaxpr(jaxpr):
-    """What `partial_eval_jaxpr` returns if nothing in a closed jaxpr is known."""
+    """Split a jaxpr of which nothing is known: all of it is the unknown part.
+
+    Returns:
+      The tuple that `partial_eval_jaxpr` returns, with an empty known jaxpr and no
+      residuals.
+    """
     nothing = jax.make_jaxpr(lambda: ())()
     return nothing, jaxpr, [True] * len(jaxpr.out_avals), [], []
 
@@ -262,7 +267,10 @@ def jaxprs_in(params) -> list:
 
 @weakref_lru_cache
 def is_bound_to_devices(jaxpr) -> bool:
-    """Whether a jaxpr has a `shard_map` or a sharding constraint, at any depth."""
+    """Whether a jaxpr has a `shard_map` or a sharding constraint, at any depth.
+
+    Such a jaxpr cannot do without the mesh on which it was traced.
+    """
     return holds(jaxpr, ("sharding_constraint", "shard_map"))
 
 

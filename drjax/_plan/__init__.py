@@ -5,5 +5,5 @@
 * `reduce`: one reduction, and how it is communicated.
 * `ledger`: what a plan communicates, and its bytes.
 * `wire`: how numbers are encoded while they are communicated.
-* `map_stages`: plans with other stages.
+* `map_stages`: a plan with each stage rewritten.
 """

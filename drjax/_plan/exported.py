@@ -1,4 +1,4 @@
-"""What a plan needs to know of the exported functions of a stage."""
+"""What a plan may know of the exported functions of a stage, as a `Protocol`."""
 
 from typing import Any, Protocol
 

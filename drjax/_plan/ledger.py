@@ -142,9 +142,10 @@ class Ledger:
         return self._total(round, over, slices)
 
     def _slices_per_device(self, message: Message) -> int:
-        """The number of slices that a device puts into the collectives of a message.
+        """The number of slices that a device puts into all collectives of a message.
 
-        An inner level has one collective for each of the device's outer groups.
+        It multiplies the message's bytes in `reduced_per_device`. An inner level has
+        one collective for each of the device's outer groups. 0 on one device.
         """
         *outer, partition = message.levels
         devices = self._devices(partition.name, not outer)
@@ -156,7 +157,12 @@ class Ledger:
         return times * self._slices(message, partition.size, devices)
 
     def _devices(self, name: str | None, outermost: bool) -> int:
-        """The number of devices that share the groups of a level; None: the first."""
+        """The number of devices that share the groups of a level.
+
+        Args:
+          name: The name of the level; None if the plan has one level only.
+          outermost: Whether it is the outermost level.
+        """
         if outermost or name is None:
             return self.devices
         return dict(self.devices_of).get(name, 1)
@@ -203,7 +209,7 @@ class Ledger:
         return tuple(dict.fromkeys((*first, *inner)))
 
     def _is_outermost(self, over: str | None) -> bool:
-        """Whether a level is the outermost one; None: it is."""
+        """Whether `over`, the name of a level or None, is the outermost level."""
         return over is None or over == self.levels[0]
 
     def _crosses_level(self, message: Message, level: str | None) -> bool:
@@ -220,12 +226,19 @@ class Ledger:
         return len(message.levels) > 1 and message.levels[-1].name == level
 
     def _total(self, round, over, nbytes) -> int:
-        """Sum a number of bytes over messages, each multiplied by its number of times.
+        """Sum bytes over the messages of a level, each times how often it is sent.
 
         Args:
           round: The number of the round, or text such as `2.scan.1`; None: all rounds.
           over: The name of the level; None: the outermost.
-          nbytes: A function from a `Message` to its bytes, each time.
+          nbytes: A function from a `Message` to the bytes that count, each time; 0 for
+            messages that do not.
+
+        Returns:
+          The sum. Loops with an unknown number of steps count once.
+
+        Raises:
+          DrjaxValueError: There is no such level.
         """
         if over is not None and over not in self.levels:
             raise DrjaxValueError(f"over= needs one of {[*self.levels]}, got {over!r}.")
@@ -308,5 +321,5 @@ def _checked_count(devices: Any) -> int:
 
 
 def _digits(number) -> str:
-    """A number as text: `12,300`; a symbolic one as JAX prints it."""
+    """A number as text with separators: `12,300`; a symbolic one as JAX prints it."""
     return f"{number:,}" if isinstance(number, int) else str(number)

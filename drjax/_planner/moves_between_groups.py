@@ -189,6 +189,5 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
 
 
 def _is_plain(dtype) -> bool:
-    """Whether a dtype has the arithmetic that a put_add needs; random keys have none.
-    """
+    """Whether a dtype has arithmetic, which a put_add needs; random keys have none."""
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_

@@ -2,6 +2,7 @@
 
 This is about rounds outside of loops. What the steps of a loop rematerialize, instead
 of stacking residuals, is decided in `rematerialize_loops.py`.
+
 Input: the kinds of an inlined jaxpr, its rounds, and the operands of its equations.
 Output: `LocalWork`, and of it for each round its `LocalStageParts`.
 

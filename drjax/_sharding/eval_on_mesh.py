@@ -1,4 +1,7 @@
-"""Evaluation of a jaxpr on a mesh that was unknown when it was traced.
+"""Evaluation of a plan's stage on a mesh that was unknown when it was traced.
+
+Stages are traced outside any mesh, as a plan is free of devices. On Explicit axes,
+types have shardings, so some equations need more than the trace has.
 
 Input: a jaxpr, and arguments whose types have a mesh. Output: its results, with types
 on that mesh. Invariants: values are those of the jaxpr; only shardings change, of

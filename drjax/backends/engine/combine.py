@@ -2,6 +2,7 @@
 
 What each reduction does, such as that a mean is a sum divided once by the number of
 groups that took part, is in the table of `_primitives/reduce_ops.py`.
+
 Input: for each reduction its operation, and the partial reduction of each block, or
 None. Output: totals, and from these the reduced values.
 
