@@ -126,7 +126,7 @@ def reduce_parts(
 
 
 def mesh_argument(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The argument `mesh=` of a block, for the blocks that it calls."""
+    """The argument `mesh=` of a block, as keywords for the blocks that it calls."""
     return {"mesh": arguments.get("mesh")}
 
 
@@ -162,7 +162,7 @@ def map_over(
     tree = jax.tree_util.treedef_tuple([structure for _, structure in flat])
 
     def one(*args):
-        with enter_level(_below(partition)):
+        with enter_level(_next_level(partition)):
             return work({**others, **dict(zip(names, args, strict=True))})
 
     one.__name__ = name
@@ -222,8 +222,8 @@ def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
     return tuple(p for p in levels if p.name in names)
 
 
-def _below(partition: Partition) -> Partition:
-    """The level inside `partition`, in the program that is running."""
+def _next_level(partition: Partition) -> Partition:
+    """The level just inside `partition`, in the program that is running."""
     levels = current_scope().levels
     return levels[levels.index(partition) + 1]
 

@@ -54,20 +54,49 @@ from drjax._sharding.layout import make_layout
 
 
 def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of what is communicated between the groups of outer levels."""
+    """Remove and return the options of communication between groups of outer levels.
+
+    Args:
+      arguments: The arguments of the reduction by name; `wire` and `result` are
+        removed.
+
+    Returns:
+      A dict of these two, as far as the caller has passed them.
+    """
     names = ("wire", "result")
     return {k: arguments.pop(k) for k in names if k in arguments}
 
 
 def _sum_outwards(arguments, inner, over):
-    """Sum over several levels, as `over_levels` takes it."""
+    """Sum over several levels: over the inner ones first, then over the outermost.
+
+    Args:
+      arguments: The arguments of `reduce_sum`, by name.
+      inner: `inner(**arguments)` sums over all levels but the outermost, in each group
+        of that one.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree of sums.
+    """
     options = _between_outer(arguments)
     options |= mesh_argument(arguments)
     return reduce_sum(inner(**arguments), over=over[0], **options)
 
 
 def _mean_outwards(arguments, inner, over):
-    """Average over several levels, as `over_levels` takes it: one sum, divided by n."""
+    """Average over several levels: one sum over all of them, divided once.
+
+    A mean of means would round more often, and weigh pods equally with `where=`.
+
+    Args:
+      arguments: The arguments of `reduce_mean`, by name.
+      inner: Not used here, as `reduce_sum` goes through the levels.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree of means.
+    """
     if not {"where", "by", "num"}.isdisjoint(arguments):
         return _weighted_mean_outwards(arguments, inner, over)
     leaves, tree = flatten("reduce_mean", arguments["x"])
@@ -83,9 +112,18 @@ def _mean_outwards(arguments, inner, over):
 
 
 def _weighted_mean_outwards(arguments, inner, over):
-    """Weighted average over several levels, as `over_levels` takes it.
+    """Weighted average over several levels, also that of `reduce_mean` with a mask.
 
-    Both sums, of weighted values and of weights, are over all of the levels.
+    Both sums, of weighted values and of weights, are over all of the levels, and
+    divided once.
+
+    Args:
+      arguments: The arguments of the reduction, by name.
+      inner: Not used: `reduce_parts` goes through the levels.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree of means.
     """
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
     default = check_default(block, arguments.pop("default", None))

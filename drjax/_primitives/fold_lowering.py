@@ -31,7 +31,7 @@ from jax import lax
 from drjax import _compat
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.collectives import execute_gather, execute_scatter
-from drjax._primitives.columns_lowering import GROUPS, WHOLE, on_each_device
+from drjax._primitives.columns_lowering import GROUPS, WHOLE, by_gather_and_scatter
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout, other_axes
@@ -43,8 +43,8 @@ Combine = Callable[[States, States], States]
 def kinds_of_fold(n_operands: int, n_states: int, prefixes_and_suffixes: bool):
     """Which operands and results of a fold have a slice for each group.
 
-    The others are shared. `on_each_device` takes the pair, to gather operands and
-    scatter results that have slices.
+    The others are shared. `by_gather_and_scatter` takes the pair, to gather operands
+    and scatter results that have slices.
 
     Args:
       n_operands: The number of operands: those that the function closes over, the
@@ -55,7 +55,7 @@ def kinds_of_fold(n_operands: int, n_states: int, prefixes_and_suffixes: bool):
 
     Returns:
       `(kinds of the operands, kinds of the results)`, two tuples: `GROUPS` for an array
-        `[n, *s]`, `WHOLE` for a shared one, `[*s]`.
+      `[n, *s]`, `WHOLE` for a shared one, `[*s]`.
     """
     kinds_in = (WHOLE,) * (n_operands - n_states) + (GROUPS,) * n_states
     return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (
@@ -96,7 +96,9 @@ def execute_fold(
     if lowers_by_vmap(layout, jaxpr):
         run = fold_of_all(partition, jaxpr, n_states, prefixes_and_suffixes)
         params = {"partition": partition, "mesh": mesh}
-        return on_each_device(run, args, kinds, execute_gather, execute_scatter, params)
+        return by_gather_and_scatter(
+            run, args, kinds, execute_gather, execute_scatter, params
+        )
     fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*args):
@@ -185,7 +187,7 @@ def _run_device(
         else:
             ends = _scans(combine, states)
             totals = combine(init, [y[-1:] for y in ends[0]])
-            outs = _around(combine, init, local, ends, first // k, real)
+            outs = _prefixes_and_suffixes(combine, init, local, ends, first // k, real)
     others = varying - set(layout.axes)
     return [
         *(vary(y[0], others) for y in totals),
@@ -262,7 +264,13 @@ def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
 
 
 def _unless_padding(real, new: States, old: States) -> States:
-    """`new` where `real`, bool `[k]`, else `old`, both of leaves `[k, *s]`."""
+    """Select states by slot: new ones where the slot belongs to a group, else old ones.
+
+    Args:
+      real: For each slot whether it belongs to a group, bool `[k]`.
+      new: Leaves `[k, *s]`.
+      old: Leaves `[k, *s]`.
+    """
     if real is None:
         return new
     select = lambda x, y: jnp.where(
@@ -305,9 +313,9 @@ def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
     """The inclusive folds of states up to each one, and from each one on.
 
     Args:
-      combine: As for `fold_by_tree`.
+      combine: From two states with leaves `[j, *s]` to one, for any j.
       x: The leaves of k states, `[k, *s]`.
-      real: As for `fold_by_tree`.
+      real: For each state whether it belongs to a group, bool `[k]`; None: all do.
 
     Returns:
       `(prefixes, suffixes)`, leaves `[k, *s]`.
@@ -346,14 +354,16 @@ def _scan(combine: Combine, x: States) -> States:
     return outs if even == k else _join(outs, [y[k // 2 :] for y in evens])
 
 
-def _around(combine: Combine, init: States, local, ends, device, real) -> States:
+def _prefixes_and_suffixes(
+    combine: Combine, init: States, local, ends, device, real
+) -> States:
     """The folds of all groups before each slot of a device, and after it.
 
     Args:
-      combine: As for `fold_by_tree`.
+      combine: From two states with leaves `[j, *s]` to one, for any j.
       init: The leaves of the neutral state, `[1, *s]`.
-      local: The inclusive scans of the device's slots, as `_scans` returns them.
-      ends: The inclusive scans of the devices that have groups.
+      local: `(prefixes, suffixes)` of the device's own slots, as `_scans` returns them.
+      ends: The same of the states of all devices that have groups.
       device: The number of the device, int32 `[]`.
       real: For each slot whether it belongs to a group, bool `[k]`; None: all do.
 

@@ -66,13 +66,20 @@ def merge_levels(
 
     Args:
       primitive: The reduction, with the parameters `partition` and `mesh`.
-      local, across, is_sum: As of `_Reduction`.
+      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
+        `[*s]`; `indices` are the group indices of its slots, None without padding.
+      across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
+      is_sum: Whether it is the sum, which may be computed within a map.
     """
     _REDUCTIONS[primitive] = _Reduction(local, across, is_sum)
 
 
 def is_sum(primitive: Primitive) -> bool:
-    """Whether a reduction that merges is the sum."""
+    """Whether a reduction is the sum, which may be computed within a map.
+
+    Args:
+      primitive: A reduction for which `merge_levels` was called.
+    """
     return _REDUCTIONS[primitive].is_sum
 
 

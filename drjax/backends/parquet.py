@@ -205,8 +205,9 @@ def _row_to_numpy(value: Any, arrow_type: Any) -> np.ndarray:
       arrow_type: The `pyarrow.DataType` of the innermost values.
 
     Returns:
-      An array of that type. Of dtype object, which fits no plan, so that this group
-        alone fails: if the value is or has a None, or has lists that differ in length.
+      An array of that type. If the value is None, has a None, or has lists that differ
+      in length, an array of dtype object, which fits no plan, so that this group alone
+      fails.
     """
     try:
         x = np.asarray(value)
