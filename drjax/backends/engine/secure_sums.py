@@ -456,8 +456,7 @@ class _Aggregation:
         return totals
 
     def failures(self) -> Iterator[tuple[Block, BlockResult]]:
-        """Yield for each lost client its group's block, and a result with the reason.
-        """
+        """Yield the block of each lost client's group, and a result with the reason."""
         for node, why in self.lost.items():
             client = self._clients[node]
             yield client.block, untrusted_replies.failure(client.group, why)

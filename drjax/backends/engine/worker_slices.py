@@ -86,8 +86,7 @@ class Keeping(Protocol):
     generation: int
 
     def created(self, slices: "WorkerSlices") -> None:
-        """Count new slices as in use: workers have to have them until their `release`.
-        """
+        """Count new slices as in use: until their `release`, workers keep them."""
 
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
         """Read pieces.
@@ -157,9 +156,10 @@ class WorkerSlices(Unread):
         return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
 
     def of_value(self, value: Value) -> "WorkerSlices":
-        """The same slices as the array of another value of the plan.
+        """The same slices as those of another value of the plan.
 
-        It has a `release` of its own: a loop's body and the loop have different values.
+        It has a `release` of its own: a call may return an argument unchanged as a
+        result.
         """
         return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
 
