@@ -50,10 +50,11 @@ class Scope:
 
     @property
     def mapped_levels(self) -> tuple[Partition, ...]:
-        """The levels whose group the code directly inside a mapped function sees.
+        """The levels of which the running code sees one group each, outermost first.
 
-        They are the levels of the program that are mapped over, or the one partition of
-        the innermost mapped function; () outside of mapped functions.
+        In a mapped function of a program with levels these are its levels, once all are
+        mapped over; else the one partition of the innermost mapped function. () outside
+        of mapped functions.
         """
         all_mapped = self.levels and self.mapped[-len(self.levels) :] == self.levels
         return self.levels if all_mapped else self.mapped[-1:]

@@ -103,8 +103,8 @@ def _gather_outwards(arguments, inner, over):
 def _map_inwards(arguments, inner, over):
     """Run `map_fn` over several levels: the `outer` of `over_levels`.
 
-    The arguments are those of `_inwards`. `inner` is all: it maps over the outermost
-    level, and so on inwards.
+    A map over all levels but the outermost, in each group of that one, is a map over
+    all, so `inner` does everything. The arguments are those of `_inwards`.
     """
     return inner(**arguments)
 
@@ -454,7 +454,18 @@ def _place(leaf, sharding):
 def _indices(
     *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
-    """`partition_index` outside of mapped functions: all indices, partitioned."""
+    """All group indices, partitioned: `partition_index` outside of mapped functions.
+
+    A function of its own, as `over_levels` maps it over outer levels.
+
+    Args:
+      over: As of `partition_index`: the levels.
+      mesh: The mesh; None: the program's, or the one in context.
+      partition: The partition; None: the program's.
+
+    Returns:
+      int32 `[n]`, with several levels with the leading axes of all.
+    """
     params = resolve("partition_index", mesh, partition)
     index = partition_index_p.bind(**params, per_group=False)
     return as_operand(index, make_layout(**params), True)

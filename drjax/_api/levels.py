@@ -155,7 +155,9 @@ def map_over(
     mesh = find_mesh(partition, current_scope().mesh if mesh is None else mesh)
     size = make_layout(partition, mesh).group_axis_size
     flat = [
-        flatten_partitioned(name, _as_tree(key, arguments[key]), partition, size, key)
+        flatten_partitioned(
+            name, _mask_as_array(key, arguments[key]), partition, size, key
+        )
         for key in names
     ]
     leaves = [leaf for some, _ in flat for leaf in some]
@@ -228,8 +230,15 @@ def _next_level(partition: Partition) -> Partition:
     return levels[levels.index(partition) + 1]
 
 
-def _as_tree(name: str, value: Any) -> Any:
-    """Convert a mask or segments from nested lists to an array; trees stay trees."""
+def _mask_as_array(name: str, value: Any) -> Any:
+    """Convert the argument `where=` or `by=` of a block to an array, if it is a list.
+
+    As a list it would be a pytree of numbers, which cannot be mapped over.
+
+    Args:
+      name: The name of the argument. Others than these two are returned unchanged.
+      value: The argument.
+    """
     if name in ("where", "by") and isinstance(value, list | tuple):
         return jax.numpy.asarray(value)
     return value

@@ -420,7 +420,14 @@ def _weighted_sums(
     """Compute the sums `sum_i w_i x_i` and `sum_i w_i`, for each leaf of a tree.
 
     Args:
-      block, x, w, mask, options, params: As of `_weighted_mean`.
+      block: The name of the reduction, for errors.
+      x: A tree of partitioned arrays, `[n, *s]`.
+      w: The weights: one real array `[n]`, or a tree with the structure of `x`. None:
+        each group that takes part has the weight 1.
+      mask: The mask of `participation_mask`: bool `[n]`, with segments `[n, num]`;
+        None: all groups take part.
+      options: The parameters `wire` and `sharded` of the sums of products, a dict.
+      params: The parameters `partition` and `mesh`.
 
     Returns:
       `(shares, totals)`, lists of global arrays, `[*s]` and a leading part of it, in
@@ -428,7 +435,8 @@ def _weighted_sums(
       same total.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: As of `_weighted_mean`.
+      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
+        the weights do not fit.
     """
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)

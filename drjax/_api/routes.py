@@ -292,7 +292,7 @@ def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
       fn: `fn(leaf of x, leaf of y, *others)` of one group, which returns an array.
       x, y: Trees of the same structure.
       cohort: The parameters `partition`, of what was moved to `x`, and `mesh`.
-      groups: The same of the n groups.
+      groups: The parameters `partition`, of the n groups, and `mesh`.
       *others: Partitioned values, the same for all leaves.
     """
     layout = make_layout(**groups)
@@ -421,7 +421,7 @@ def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
       x: The argument `x` of `put`.
       into: The argument `into`.
       cohort: The parameters `partition`, of the groups of `x`, and `mesh`.
-      groups: The same of the groups of `into`.
+      groups: The parameters `partition`, of the groups of `into`, and `mesh`.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: It does not, or a leaf is not partitioned.

@@ -189,7 +189,11 @@ def batch_jaxpr_first(jaxpr, axis_data, batched: Sequence[bool]):
 
 
 def without_name(axis_data):
-    """Copy JAX's `AxisData` of a vmap, without the name of its axis."""
+    """Copy JAX's `AxisData` of a vmap, without the name of its axis.
+
+    For the jaxpr of an inner program: by that name, it would take the index of the
+    groups of the vmap for that of its own groups.
+    """
     return dataclasses.replace(axis_data, name=core.no_axis_name)
 
 

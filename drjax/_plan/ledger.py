@@ -289,7 +289,8 @@ def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
       A dict from names; {} if there are none.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: As of `Plan.communication`.
+      DrjaxTypeError: A number is no integer.
+      DrjaxValueError: A number is less than 1, or a name is that of no level.
     """
     if not isinstance(devices, Mapping):
         devices = dict.fromkeys(names[:1] or [""], devices)

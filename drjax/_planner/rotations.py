@@ -201,6 +201,7 @@ def _only_true(flags: Sequence[bool]) -> int | None:
 
 
 def _slice(eqn, known):
+    """The piece that a `slice` with step 1 takes, if it cuts one dimension only."""
     x, p = eqn.invars[0], eqn.params
     bounds = [*zip(p["start_indices"], p["limit_indices"], strict=True)]
     whole = [(0, size) for size in x.aval.shape]
@@ -212,6 +213,7 @@ def _slice(eqn, known):
 
 
 def _split(eqn, known):
+    """The pieces that a `split` divides its operand into, one for each result."""
     pieces = _pieces_of(eqn.invars[0], eqn.params["axis"], known)
     if pieces is None:
         return None
@@ -223,6 +225,7 @@ def _split(eqn, known):
 
 
 def _concatenate(eqn, known):
+    """The pieces of a `concatenate` of pieces of one array along their dimension."""
     dimension = eqn.params["dimension"]
     parts = _pieces_of_all(eqn.invars, known)
     if not parts or parts[0].dimension != dimension:
@@ -232,6 +235,7 @@ def _concatenate(eqn, known):
 
 
 def _pad(eqn, known):
+    """The pieces of a `pad` with zeros at the ends of the dimension of its operand."""
     x, value = eqn.invars
     config = eqn.params["padding_config"]
     dimension = _only_true([any(c) for c in config])
@@ -250,6 +254,7 @@ def _pad(eqn, known):
 
 
 def _add(eqn, known):
+    """The pieces of a sum, if of two pieces at one position one is always zeros."""
     parts = _pieces_of_all(eqn.invars, known)
     if not parts or parts[0].size != parts[1].size:
         return None

@@ -64,11 +64,11 @@ class RoundAssignment:
     Attributes:
       local: From the index of a round to the list of its equations on partitioned
         values. Rounds without such equations are missing.
-      server: The same for its equations on global values.
-      reduces: The same for the reductions and gathers that end it.
-      folds: The same for the folds of the groups' states.
-      moves: The same for the moves of slices between groups.
-      loops: The same for the loops of rounds that run at its end.
+      server: From the index of a round to the list of its equations on global values.
+      reduces: To the list of the reductions and gathers that end it.
+      folds: To the list of its folds of the groups' states.
+      moves: To the list of its moves of slices between groups.
+      loops: To the list of the loops of rounds that run at its end.
     """
 
     def __init__(self, kinds: Environment):

@@ -123,11 +123,11 @@ class _Separation:
         )
 
     def _partitions_used(self, eqn) -> set[Partition]:
-        """The partitions that an equation keeps busy: those whose blocks it binds.
+        """The partitions whose groups an equation needs: those whose blocks it binds.
 
-        A loop that takes slices of the plan's partition counts as one over it, as no
-        body may take it whole. As a side effect, `slices` learns which results may be
-        slices, so equations are visited in order, each once.
+        A loop that takes slices of the plan's partition needs this one, too, as no body
+        of another partition may take them whole. As a side effect, `slices` gets the
+        results that may be slices, so equations are visited in order, each once.
         """
         used, kinds = self._used_by(eqn), signature(eqn.primitive)
         takes = any(v in self.slices for v in variables(eqn.invars))

@@ -193,7 +193,8 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
       axes: For each value the axis along which its sum is divided, or None.
 
     Returns:
-      The sums, as of `add_devices`.
+      For each value its sum, in its dtype (float32 for float64 values): `[*s]`, or this
+      device's part along its axis.
     """
     m = layout.devices
     # Part j of each `[m, c]` has the numbers that device j adds up.

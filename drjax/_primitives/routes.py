@@ -335,7 +335,12 @@ def _own_index(index, layout: Layout, of: Layout, first):
 
 
 def _all_slices(layout: Layout, x):
-    """The slices of all slots, `[k * m, *s]`, from those of a device, `[k, *s]`."""
+    """Gather the slices of all devices' slots, `[k * m, *s]`, by an all-gather.
+
+    Args:
+      layout: The layout: k slots on each of m devices.
+      x: The slices of this device's slots, `[k, *s]`.
+    """
     return lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True)
 
 

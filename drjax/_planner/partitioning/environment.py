@@ -287,7 +287,7 @@ class Environment:
     @property
     def _num_groups(self) -> int:
         # No axis has size -1, so without a partition there are no candidates.
-        """The number of groups of the partition; -1 without a partition."""
+        """The number of groups of the partition; without one -1, which no axis has."""
         return -1 if self.partition is None else self.partition.size
 
     def is_redundant_scatter(self, eqn) -> bool:

@@ -67,7 +67,7 @@ class KnownIntegers:
       consts: For each variable that is a constant of the program its value.
 
     Attributes:
-      consts: The same values of constants.
+      consts: The argument; values of new constants may be added.
       definition: For each variable that an equation defines, this equation.
     """
 
