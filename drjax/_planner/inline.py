@@ -302,10 +302,13 @@ def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
 
 
 def _variable(atom, consts: dict):
-    """Return `atom` if it is a variable; if it is a literal, a new constant for it.
+    """Return a variable for an operand that may be a literal.
+
+    Later passes look up operands of loops and folds, and results, as variables. So a
+    literal becomes a new constant of the program.
 
     Args:
-      atom: A variable or a literal.
+      atom: A variable, which is returned, or a literal.
       consts: For each constant its value; the new constant is added to this dict.
     """
     if not isinstance(atom, Literal):

@@ -1,4 +1,4 @@
-"""Programs over several partitions, side by side: one equation for each but the first.
+"""Programs over several partitions: blocks of all but one move into bodies.
 
 Input: an inlined jaxpr with the building blocks of several partitions. Output: the same
 results, with building blocks of one partition, the plan's own. Those of another one are

@@ -1,4 +1,6 @@
-"""The lowering of the work on columns: by an all-to-all, or by a gather.
+"""The lowering of `map_columns`, for `reduce_columns`: by an all-to-all, or a gather.
+
+A column has the elements of all groups at one coordinate of their slices.
 
 Input: the jaxpr of one coordinate, and operands of the kinds of `map_columns`. Output:
 results for all coordinates.

@@ -36,9 +36,9 @@ def _without(spec_entry, axes):
 
 
 def inner_spec(aval, layout: Layout, skip: int):
-    """The `PartitionSpec` entries of a type, without the partition's axes.
+    """How a value is sharded inside a group: its spec without the partition's axes.
 
-    Only the group axis may be sharded over these.
+    Of a partitioned value, only the group axis may be sharded over these axes.
 
     Args:
       aval: The type of a value, `[*s]` or `[n, *s]`.
@@ -47,7 +47,7 @@ def inner_spec(aval, layout: Layout, skip: int):
         partitioned value, else 0.
 
     Returns:
-      A list with an entry for each dimension from `skip` on.
+      A list with a `PartitionSpec` entry for each dimension from `skip` on.
     """
     spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
     return [_without(entry, layout.axes) for entry in spec[skip:]]

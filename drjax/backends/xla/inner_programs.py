@@ -119,7 +119,7 @@ def read_in_chunks(plan: Plan) -> frozenset[int]:
 
 
 def constants_in_chunks(loop: Loop) -> frozenset[int]:
-    """The constants of a scan that its rounds read in chunks, as `read_in_chunks`.
+    """The constants of a scan that its rounds read in chunks: see `read_in_chunks`.
 
     Returns:
       Their positions in `loop.inputs`; none if the loop is no scan.
