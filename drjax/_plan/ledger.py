@@ -212,18 +212,18 @@ class Ledger:
         """Whether `over`, the name of a level or None, is the outermost level."""
         return over is None or over == self.levels[0]
 
-    def _crosses_level(self, message: Message, level: str | None) -> bool:
+    def _crosses_level(self, message: Message, over: str | None) -> bool:
         """Whether a message crosses the border of a level.
 
         That is: between its groups and their server, or from group to group.
 
         Args:
           message: The message.
-          level: The name of the level; None: the outermost one.
+          over: The name of the level; None: the outermost one.
         """
-        if self._is_outermost(level):
+        if self._is_outermost(over):
             return len(message.levels) == 1
-        return len(message.levels) > 1 and message.levels[-1].name == level
+        return len(message.levels) > 1 and message.levels[-1].name == over
 
     def _total(self, round, over, nbytes) -> int:
         """Sum bytes over the messages of a level, each times how often it is sent.

@@ -210,9 +210,9 @@ def _comparison_keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
       jaxpr: The jaxpr, open or closed.
 
     Yields:
-      `(equation, key)` for each equation, after those of jaxprs in its parameters.
-      Before the equations `(None, key)` for the inputs and constants, after them for
-      the results; in an inner jaxpr, its equation is in place of None.
+      `(equation, key)` for each equation, after those of jaxprs in its parameters;
+      first `(None, key)` for the inputs and constants, and last for the results. In a
+      jaxpr inside an equation, that equation stands for None.
     """
     numbers: dict[Any, int] = {}
     inside = _compat.open_jaxpr(jaxpr)

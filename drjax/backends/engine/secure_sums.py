@@ -50,9 +50,9 @@ _POLL = 0.1  # seconds between looks for replies
 
 
 def _levels(n: int) -> int:
-    """The number of steps that divide the range of one group's numbers, for n groups.
+    """How many steps the range of one group's numbers has: n of them add up to 2^31.
 
-    The sum of n such numbers has at most 2^31 steps, so that it fits the modulus 2^32.
+    The modulus is 2^32, so that no sum of n groups is too large for it.
     """
     return 2 ** (31 - max(1, math.ceil(math.log2(n))))
 
@@ -138,8 +138,7 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
     Args:
       message: The Flower message.
       context: Flower's `Context`, which keeps the client's secrets between messages.
-      load: A function without arguments that returns the group's slice of the argument
-        that the clients have, a pytree of arrays.
+      load: Returns the group's own data, a pytree of arrays.
 
     Returns:
       The reply, a Flower message.
@@ -157,10 +156,9 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
 
 
 class _Failed(Exception):
-    """Raised at a client whose group failed, so that nothing of it is masked.
+    """Raised if a client's group failed, so that nothing of it is masked.
 
-    Attributes:
-      done: The reply that says why, as bytes of `wire_format.result_to_bytes`.
+    `done` is the reply that says why, as bytes of `wire_format.result_to_bytes`.
     """
 
     def __init__(self, done: bytes):
@@ -173,8 +171,7 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
     Args:
       message: The third message of the protocol, with the request.
       context: Flower's `Context`, with what the server has set up.
-      load: A function without arguments that returns the group's slice of the argument
-        that the clients have, a pytree of arrays.
+      load: Returns the group's own data, a pytree of arrays.
 
     Returns:
       The Flower message with the secure slices as one vector, which the mod takes out,
@@ -233,27 +230,17 @@ class Link(Protocol):
     """
 
     def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
-        """Send a message to a client's node.
+        """Send a message with the fields `content` to the function `kind` of a node.
 
-        Args:
-          content: The fields of the message by name: text, numbers or bytes.
-          node: The id of the node.
-          kind: The function of Flower's `ClientApp` that handles it: `"train"`.
-          **records: Further records of the message, Flower's, by name.
-
-        Returns:
-          The number of the message; None if it cannot be sent.
+        `records` are further records of it, Flower's, by name. Returns its number; None
+        if it cannot be sent.
         """
         ...
 
     def pull(self, number: str) -> Any:
-        """The reply to the message with this number, without waiting.
+        """The reply to the message with this number; None if there is none yet.
 
-        Returns:
-          The reply, a Flower message; None if there is none yet.
-
-        Raises:
-          BadReply: The reply cannot be read.
+        Raises `BadReply` if it cannot be read.
         """
         ...
 
@@ -413,8 +400,7 @@ class _Aggregation:
     def agree_on_keys(self) -> None:
         """Exchange public keys, then shares of secrets, among all clients.
 
-        Nothing is summed yet. If a client is missing, it is in `lost`, and the caller
-        begins again with the others.
+        If a client is missing, it is in `lost`, and the caller begins again without it.
         """
         for exchange in ("setup_stage", "share_keys_stage"):
             if not self.lost:
@@ -475,23 +461,16 @@ class _Aggregation:
     # What Flower's workflow calls
 
     def _exchange(self, name: str) -> bool:
-        """Run one of the exchanges of Flower's workflow.
-
-        Args:
-          name: The name of the workflow's method, such as "unmask_stage".
-
-        Returns:
-          False if too few clients are left to go on.
-        """
+        """Run an exchange of the workflow; False if too few clients are left."""
         self._now = name
         return getattr(self._workflow, name)(self, self._context, self._state)
 
     def num_available(self) -> int:
-        """The number of clients; the workflow asks its client manager for it."""
+        """The number of clients, as the workflow's client manager."""
         return len(self._clients)
 
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
-        """What each client is to train; the workflow asks its strategy for it.
+        """What each client is to train, as the workflow's strategy: nothing of its own.
 
         All clients take part, and get no parameters: they get the request of the stage.
         """
@@ -501,16 +480,13 @@ class _Aggregation:
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
     def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
-        """Take the mean of the unmasked values; the workflow calls it on its strategy.
-
-        The result says that the workflow has nothing more to do with it.
-        """
+        """Take the mean of the unmasked values, as the workflow's strategy."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None) -> list:
-        """Send messages to clients; the workflow calls it on its grid.
+        """Send messages to clients, as the workflow's grid.
 
         Clients that do not answer in time, or as they should, become `lost`.
 
@@ -562,8 +538,7 @@ class _Aggregation:
           reply: The reply, a Flower message of any content.
 
         Returns:
-          An object with the attributes of a Flower message that the workflow reads, of
-          which only validated fields are in the content.
+          An object like a Flower message, with validated fields only.
 
         Raises:
           BadReply: It does not fit, or the group has failed.
@@ -614,10 +589,7 @@ class _Aggregation:
         return result
 
     def _nothing(self) -> Any:
-        """The records of a Flower `FitRes` without parameters.
-
-        The workflow parses one from each reply with a masked value.
-        """
+        """The records of a Flower `FitRes` without parameters, for the workflow."""
         common = needed("flwr.common", "flower", "Flower")
         compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
         status = common.Status(common.Code.OK, "")
