@@ -1,4 +1,4 @@
-"""Parts of plans and what is done with them, in files of their own.
+"""Parts of `drjax.plan` in files of their own: records, and what is computed of them.
 
 * `value`: the name and the type of an array that stages exchange.
 * `exported`: the facts that a plan needs of the exported functions of a stage.

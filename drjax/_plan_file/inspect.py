@@ -1,4 +1,4 @@
-"""What a plan file says of itself, for people; no stage of it is read."""
+"""For `python -m drjax inspect`: what a plan file says, without reading its stages."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The folds before and after each group, on the devices of a mesh: gradients need them.
+"""Gradients of `reduce` on a mesh: the folds before and after each group.
 
 Input: a server stage with equations of `fold_of_all_p`, which compute these folds from
 the states of all groups. Output: its results, by `fold_around` on the mesh: one
