@@ -50,10 +50,11 @@ class Scope:
 
     @property
     def mapped_levels(self) -> tuple[Partition, ...]:
-        """The levels whose group the code directly inside a mapped function sees.
+        """The levels of which the running code sees one group each, outermost first.
 
-        They are the levels of the program that are mapped over, or the one partition of
-        the innermost mapped function; () outside of mapped functions.
+        In a mapped function of a program with levels these are its levels, once all are
+        mapped over; else the one partition of the innermost mapped function. () outside
+        of mapped functions.
         """
         all_mapped = self.levels and self.mapped[-len(self.levels) :] == self.levels
         return self.levels if all_mapped else self.mapped[-1:]
@@ -97,15 +98,19 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
         if outer is None or not outer.mapped:
             if resized.value is None:
                 return scope_context(alone)
-            first, *others = sized = tuple(map(_resized, levels))
+            first, *others = sized = tuple(map(_traced_size, levels))
             return scope_context(Scope(first, mesh, (), sized if others else ()))
         return scope_context(Scope(outermost, mesh, outer.mapped, several))
 
     return enter
 
 
-def _resized(partition: Partition) -> Partition:
-    """The partition with the number of groups for which it is traced: see `resized`."""
+def _traced_size(partition: Partition) -> Partition:
+    """The partition of a program, with the number of groups for which it is traced.
+
+    Another number than the program's own, while `make_plan(open_groups=True)` plans it
+    for n + 1 groups, to find what depends on n: see `resized` above.
+    """
     if resized.value is None or partition != resized.value[0]:
         return partition
     return replace(partition, size=resized.value[1])
@@ -157,7 +162,7 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
     if partition is not None:
         named = as_partition(partition)
         # In a mapped function it is an inner partition, which may be equal by chance.
-        named = named if scope.mapped else _resized(named)
+        named = named if scope.mapped else _traced_size(named)
         if named == scope.partition:
             return named, scope.mesh if mesh is None else mesh
         _check_not_mapped(block, named, scope)

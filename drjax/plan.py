@@ -382,7 +382,7 @@ class Plan:
         save(self, path)
 
     def __str__(self) -> str:
-        from drjax._drawing.text import lines
+        from drjax._drawing.print_plan import lines
 
         return "\n".join(lines(self))
 

@@ -52,35 +52,72 @@ def _inwards(arguments, inner, over, block: Callable) -> PyTree:
     """Run `broadcast` or `scatter` over several levels: over the outermost one first.
 
     Args:
-      arguments, inner, over: As `over_levels` passes them.
-      block: The block.
+      arguments: The arguments of the block, by name.
+      inner: `inner(**arguments)` runs the block over all levels but the outermost, in
+        each group of that one.
+      over: The names of the levels, outermost first.
+      block: `broadcast` or `scatter`.
+
+    Returns:
+      The tree that the block returns, with the leading axes of all levels.
     """
     x = block(arguments["x"], over=over[0], **mesh_argument(arguments))
     return inner(**{**arguments, "x": x})
 
 
 def _broadcast_inwards(arguments, inner, over):
+    """Run `broadcast` over several levels: the `outer` of `over_levels`.
+
+    The arguments are those of `_inwards`.
+    """
     return _inwards(arguments, inner, over, broadcast)
 
 
 def _scatter_inwards(arguments, inner, over):
+    """Run `scatter` over several levels: the `outer` of `over_levels`.
+
+    The arguments are those of `_inwards`.
+    """
     return _inwards(arguments, inner, over, scatter)
 
 
 def _gather_outwards(arguments, inner, over):
-    """Run `gather` over several levels, as `over_levels` takes it: inside first."""
+    """Run `gather` over several levels: over the inner ones first.
+
+    This is the `outer` callback of `over_levels` for `gather`.
+
+    Args:
+      arguments: The arguments of `gather`, by name.
+      inner: `inner(**arguments)` gathers over all levels but the outermost, in each
+        group of that one.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The gathered tree; global if `over` has all levels.
+    """
     options = {k: arguments.pop(k) for k in ("result",) if k in arguments}
     options |= mesh_argument(arguments)
     return gather(inner(**arguments), over=over[0], **options)
 
 
 def _map_inwards(arguments, inner, over):
-    """Run `map_fn` over several levels, as `over_levels` takes it."""
+    """Run `map_fn` over several levels: the `outer` of `over_levels`.
+
+    A map over all levels but the outermost, in each group of that one, is a map over
+    all, so `inner` does everything. The arguments are those of `_inwards`.
+    """
     return inner(**arguments)
 
 
 def _index_outwards(arguments, inner, over):
-    """Run `partition_index` over several levels, as `over_levels` takes it."""
+    """Run `partition_index` over several levels: the `outer` of `over_levels`.
+
+    The arguments are those of `_inwards`.
+
+    Returns:
+      The index of each innermost group among all, int32 with the leading axes of all
+      levels.
+    """
     size = math.prod(p.size for p in current_scope().open_levels if p.name in over[1:])
     first = partition_index(over=over[0], **mesh_argument(arguments))
     within = inner(**arguments)
@@ -197,8 +234,8 @@ def gather(
       x: Tree of partitioned arrays `[n, *s]`.
       result: "sharded": on a mesh each device has a part of the slices of all groups,
         by an all-to-all, along the first axis of `[*s]` whose size the devices divide.
-        Leaves without such an axis, and results without a mesh, are as ever. Default:
-        each device has the whole result.
+        Leaves without such an axis, and results without a mesh, are returned whole, as
+        by default: each device has the whole result.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
@@ -417,7 +454,18 @@ def _place(leaf, sharding):
 def _indices(
     *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
-    """`partition_index` outside of mapped functions: all indices, partitioned."""
+    """All group indices, partitioned: `partition_index` outside of mapped functions.
+
+    A function of its own, as `over_levels` maps it over outer levels.
+
+    Args:
+      over: As of `partition_index`: the levels.
+      mesh: The mesh; None: the program's, or the one in context.
+      partition: The partition; None: the program's.
+
+    Returns:
+      int32 `[n]`, with several levels with the leading axes of all.
+    """
     params = resolve("partition_index", mesh, partition)
     index = partition_index_p.bind(**params, per_group=False)
     return as_operand(index, make_layout(**params), True)

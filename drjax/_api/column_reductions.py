@@ -88,16 +88,16 @@ def reduce_columns(
 
 
 def _reduce_leaf(fn: Callable, x, add: bool, **params):
-    """Bind `map_columns` for one leaf.
+    """Apply `reduce_columns` to one leaf: trace the function, and bind `map_columns`.
 
     Args:
-      fn: The function of one coordinate.
+      fn: The function of one coordinate, from `[n]` to a tree.
       x: The leaf, `[n, *s]`.
       add: Whether the results are added over the coordinates.
       **params: The parameters `partition` and `mesh`.
 
     Returns:
-      The tree that `fn` returns, of global arrays.
+      The tree that `fn` returns, of global arrays `[*s, *t]`; with `add`, `[*t]`.
     """
     layout, name = make_layout(**params), function_name(fn)
     x = without_other_axes(x, layout)

@@ -150,7 +150,15 @@ def reduce(
 
 
 def _neutral_unless(neutral) -> Callable:
-    """A function of one group: its state if it takes part, else the neutral `[*s]`."""
+    """Make the function that replaces the state of a group that takes no part.
+
+    Args:
+      neutral: A leaf of the neutral state, `[*s]`.
+
+    Returns:
+      `fn(takes_part, state)`, of one group: its state, `[*s]`, if it takes part, else
+        `neutral`.
+    """
 
     def own_or_neutral(takes_part, state):
         return jnp.where(takes_part, state, neutral)
@@ -159,12 +167,15 @@ def _neutral_unless(neutral) -> Callable:
 
 
 def _is_key(x) -> bool:
-    """Whether an array holds typed random keys, or another extended dtype."""
+    """Whether an array has a dtype without arithmetic, such as typed random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _check_dtypes(x: PyTree) -> None:
-    """Raise `DrjaxTypeError` if a leaf is a tangent of integers, without values."""
+    """Raise `DrjaxTypeError` if a leaf has dtype float0, the tangent of an integer.
+
+    Such an array has no values to fold.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         if leaf.dtype == jax.dtypes.float0:
             raise DrjaxTypeError(

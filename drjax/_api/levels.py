@@ -11,7 +11,7 @@ inner one. With P the groups of pod p:
     over both        sum_p sum_{i in P} x_pi: over groups in each pod, then over pods
 
 So each rule is that of the primitives. On a mesh with the axes of both levels, the
-lowering merges the two sums (`_primitives/sums_of_levels.py`) to one collective.
+lowering merges the two sums (`_primitives/levels_lowering.py`) to one collective.
 
 Invariants: in a program with one partition, a block costs one lookup more. Sharp edge:
 a level below another one is mapped over even where `over=` names it alone: its values
@@ -126,7 +126,7 @@ def reduce_parts(
 
 
 def mesh_argument(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The argument `mesh=` of a block, for the blocks that it calls."""
+    """The argument `mesh=` of a block, as keywords for the blocks that it calls."""
     return {"mesh": arguments.get("mesh")}
 
 
@@ -155,14 +155,16 @@ def map_over(
     mesh = find_mesh(partition, current_scope().mesh if mesh is None else mesh)
     size = make_layout(partition, mesh).group_axis_size
     flat = [
-        flatten_partitioned(name, _as_tree(key, arguments[key]), partition, size, key)
+        flatten_partitioned(
+            name, _mask_as_array(key, arguments[key]), partition, size, key
+        )
         for key in names
     ]
     leaves = [leaf for some, _ in flat for leaf in some]
     tree = jax.tree_util.treedef_tuple([structure for _, structure in flat])
 
     def one(*args):
-        with enter_level(_below(partition)):
+        with enter_level(_next_level(partition)):
             return work({**others, **dict(zip(names, args, strict=True))})
 
     one.__name__ = name
@@ -222,14 +224,21 @@ def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
     return tuple(p for p in levels if p.name in names)
 
 
-def _below(partition: Partition) -> Partition:
-    """The level inside `partition`, in the program that is running."""
+def _next_level(partition: Partition) -> Partition:
+    """The level just inside `partition`, in the program that is running."""
     levels = current_scope().levels
     return levels[levels.index(partition) + 1]
 
 
-def _as_tree(name: str, value: Any) -> Any:
-    """Convert a mask or segments from nested lists to an array; trees stay trees."""
+def _mask_as_array(name: str, value: Any) -> Any:
+    """Convert the argument `where=` or `by=` of a block to an array, if it is a list.
+
+    As a list it would be a pytree of numbers, which cannot be mapped over.
+
+    Args:
+      name: The name of the argument. Others than these two are returned unchanged.
+      value: The argument.
+    """
     if name in ("where", "by") and isinstance(value, list | tuple):
         return jax.numpy.asarray(value)
     return value

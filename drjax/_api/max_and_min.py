@@ -39,10 +39,14 @@ from drjax._sharding.layout import make_layout
 
 
 def _extremum_outwards(block: str) -> Callable:
-    """Make the extremum over several levels, as `over_levels` takes it.
+    """Make the function that runs an extremum over several levels.
 
     Args:
       block: "reduce_max" or "reduce_min".
+
+    Returns:
+      The `outer` argument of `over_levels`: it reduces over the inner levels, then over
+        the outermost, and puts `default=` in place of extrema over no group at all.
     """
 
     def outer(arguments, inner, over):

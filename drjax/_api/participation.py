@@ -289,5 +289,8 @@ def _check_fits(block: str, default, dtype) -> None:
 
 
 def _rank(dtype) -> int:
-    """The position of a dtype's kind among `_KINDS_OF_NUMBERS`."""
+    """The position of a dtype's kind in bool < integer < float < complex, from 0.
+
+    A default may be cast to the dtype of the result only if its rank is not higher.
+    """
     return [jnp.issubdtype(dtype, kind) for kind in _KINDS_OF_NUMBERS].index(True)

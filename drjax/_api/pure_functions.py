@@ -1,4 +1,6 @@
-"""Users' functions of whole arrays, traced within a block: what they may not do.
+"""The checks of users' functions given to `reduce` and `reduce_columns`.
+
+Such a function sees whole arrays, and is traced within the block.
 
 Input: a trace of such a function, and the sentences of its errors. Output: its jaxpr
 and what it closes over, or an error.

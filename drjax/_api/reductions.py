@@ -54,20 +54,49 @@ from drjax._sharding.layout import make_layout
 
 
 def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of what is communicated between the groups of outer levels."""
+    """Remove and return the options of communication between groups of outer levels.
+
+    Args:
+      arguments: The arguments of the reduction by name; `wire` and `result` are
+        removed.
+
+    Returns:
+      A dict of these two, as far as the caller has passed them.
+    """
     names = ("wire", "result")
     return {k: arguments.pop(k) for k in names if k in arguments}
 
 
 def _sum_outwards(arguments, inner, over):
-    """Sum over several levels, as `over_levels` takes it."""
+    """Sum over several levels: over the inner ones first, then over the outermost.
+
+    Args:
+      arguments: The arguments of `reduce_sum`, by name.
+      inner: `inner(**arguments)` sums over all levels but the outermost, in each group
+        of that one.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree of sums.
+    """
     options = _between_outer(arguments)
     options |= mesh_argument(arguments)
     return reduce_sum(inner(**arguments), over=over[0], **options)
 
 
 def _mean_outwards(arguments, inner, over):
-    """Average over several levels, as `over_levels` takes it: one sum, divided by n."""
+    """Average over several levels: one sum over all of them, divided once.
+
+    A mean of means would round more often, and weigh pods equally with `where=`.
+
+    Args:
+      arguments: The arguments of `reduce_mean`, by name.
+      inner: Not used here, as `reduce_sum` goes through the levels.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree of means.
+    """
     if not {"where", "by", "num"}.isdisjoint(arguments):
         return _weighted_mean_outwards(arguments, inner, over)
     leaves, tree = flatten("reduce_mean", arguments["x"])
@@ -83,9 +112,18 @@ def _mean_outwards(arguments, inner, over):
 
 
 def _weighted_mean_outwards(arguments, inner, over):
-    """Weighted average over several levels, as `over_levels` takes it.
+    """Weighted average over several levels, also that of `reduce_mean` with a mask.
 
-    Both sums, of weighted values and of weights, are over all of the levels.
+    Both sums, of weighted values and of weights, are over all of the levels, and
+    divided once.
+
+    Args:
+      arguments: The arguments of the reduction, by name.
+      inner: Not used: `reduce_parts` goes through the levels.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree of means.
     """
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
     default = check_default(block, arguments.pop("default", None))
@@ -146,8 +184,8 @@ def reduce_sum(
         device. Default: the dtype of the leaf.
       result: "sharded": on a mesh each device has a part of the result, by a
         reduce-scatter, along the first axis of each leaf whose size the devices divide.
-        Leaves without such an axis, and results without a mesh, are as ever. Default:
-        each device has the whole result.
+        Leaves without such an axis, and results without a mesh, are returned whole, as
+        by default: each device has the whole result.
       secure: A demand on engines: no process but a group's own may see its slice of
         `x`. The plan records it. Flower meets it by secure aggregation; an engine that
         cannot refuses the plan. It is about this sum and its tangents, not about what
@@ -382,7 +420,14 @@ def _weighted_sums(
     """Compute the sums `sum_i w_i x_i` and `sum_i w_i`, for each leaf of a tree.
 
     Args:
-      block, x, w, mask, options, params: As of `_weighted_mean`.
+      block: The name of the reduction, for errors.
+      x: A tree of partitioned arrays, `[n, *s]`.
+      w: The weights: one real array `[n]`, or a tree with the structure of `x`. None:
+        each group that takes part has the weight 1.
+      mask: The mask of `participation_mask`: bool `[n]`, with segments `[n, num]`;
+        None: all groups take part.
+      options: The parameters `wire` and `sharded` of the sums of products, a dict.
+      params: The parameters `partition` and `mesh`.
 
     Returns:
       `(shares, totals)`, lists of global arrays, `[*s]` and a leading part of it, in
@@ -390,7 +435,8 @@ def _weighted_sums(
       same total.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: As of `_weighted_mean`.
+      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
+        the weights do not fit.
     """
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)

@@ -94,7 +94,7 @@ def take(
     """
     params = resolve("take", mesh, partition)
     index = _check_index("take", index)
-    params = _resized(params, _size_of("take", x, params, index.shape[0]))
+    params = _params_of_size(params, _size_of("take", x, params, index.shape[0]))
     n = params["partition"].size
     index = _in_bounds("take", index, n)
     sources = _permutation(index, n)
@@ -157,9 +157,11 @@ def put(
     index = _check_index("put", index)
     groups = params
     if into is not None:
-        groups = _resized(params, _size_of("put", into, params, index.shape[0], "into"))
+        groups = _params_of_size(
+            params, _size_of("put", into, params, index.shape[0], "into")
+        )
     n, k = groups["partition"].size, index.shape[0]
-    cohort = _resized(params, k)
+    cohort = _params_of_size(params, k)
     index = _in_bounds("put", index, n)
     base = None if into is None else _check_into(x, into, cohort, groups)
     sources = _permutation(index, n)
@@ -248,7 +250,10 @@ def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
       index: For each slice the group that gets it, int32 `[k]`; n: it is dropped.
       base: The tree to write to, of n groups; None: zeros.
       cohort: The parameters `partition`, of the k groups of `x`, and `mesh`.
-      groups: The same of the n groups of the result.
+      groups: The parameters `partition`, of the n groups of the result, and `mesh`.
+
+    Returns:
+      A tree of partitioned arrays, `[n, *s]`.
     """
     writer = last_writer(index, groups["partition"].size)
     moved = _take("put", x, writer, cohort)
@@ -287,7 +292,7 @@ def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
       fn: `fn(leaf of x, leaf of y, *others)` of one group, which returns an array.
       x, y: Trees of the same structure.
       cohort: The parameters `partition`, of what was moved to `x`, and `mesh`.
-      groups: The same of the n groups.
+      groups: The parameters `partition`, of the n groups, and `mesh`.
       *others: Partitioned values, the same for all leaves.
     """
     layout = make_layout(**groups)
@@ -362,12 +367,15 @@ def _permutation(index, n: int) -> tuple[int, ...] | None:
     return known if is_permutation(known, n) else None
 
 
-def _resized(params: dict[str, Any], size: int) -> dict[str, Any]:
-    """The parameters of a building block for a partition of another size.
+def _params_of_size(params: dict[str, Any], size: int) -> dict[str, Any]:
+    """The parameters of a building block for a population or cohort of the groups.
 
     Args:
       params: The parameters `partition` and `mesh`.
-      size: The number of groups.
+      size: The number of groups of the population or cohort.
+
+    Returns:
+      The parameters, with a partition of that size, the same name and mesh axes.
     """
     return {**params, "partition": replace(params["partition"], size=size)}
 
@@ -413,7 +421,7 @@ def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
       x: The argument `x` of `put`.
       into: The argument `into`.
       cohort: The parameters `partition`, of the groups of `x`, and `mesh`.
-      groups: The same of the groups of `into`.
+      groups: The parameters `partition`, of the groups of `into`, and `mesh`.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: It does not, or a leaf is not partitioned.

@@ -101,7 +101,7 @@ def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
       params: The parameters `partition` and `mesh`, as `resolve` returns them.
 
     Returns:
-      `(rank, selected)`, both partitioned, int32 `[n]`, as of `index_pair`: the number
+      `(rank, selected)`, both partitioned, int32 `[n]`, for `select_slice`: the number
       of groups of the mask before each group of the mask, n for another group; and the
       rank of the selected group, -1 if the mask has no group.
     """

@@ -124,7 +124,7 @@ def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
             f"{layout.partition} are. Pass it as an argument: "
             f"drjax.map_fn({name}, (drjax.broadcast(params), x))."
         )
-    if _lays_out_over(jaxpr, layout.axes):
+    if _shards_over(jaxpr, layout.axes):
         raise MeshError(
             f"The function {name} given to drjax.map_fn shards a value over "
             f"{layout.axes}, along which the groups of {layout.partition} are; it sees "
@@ -132,19 +132,21 @@ def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
         )
 
 
-def _lays_out_over(jaxpr, axes: tuple[str, ...]) -> bool:
-    """Whether a jaxpr has a sharding or a spec over one of these mesh axes.
+def _shards_over(jaxpr, axes: tuple[str, ...]) -> bool:
+    """Whether a mapped function shards a value over these axes, which is an error.
 
+    The function sees one group, and the groups themselves are sharded over the axes.
     The parameters of all equations are searched, and inner jaxprs at any depth.
-    Equations of building blocks, which have a parameter `partition`, are skipped.
+    Building blocks are skipped: their parameter `partition` names the mesh axes of an
+    inner level of groups, not a sharding of this group's values.
 
     Args:
-      jaxpr: The jaxpr, open or closed.
+      jaxpr: The jaxpr of the mapped function, open or closed.
       axes: The names of the mesh axes.
     """
     return any(
         any(mentions(value, axes) for value in eqn.params.values())
-        or any(_lays_out_over(inner, axes) for inner in _compat.jaxprs_in(eqn.params))
+        or any(_shards_over(inner, axes) for inner in _compat.jaxprs_in(eqn.params))
         for eqn in _compat.open_jaxpr(jaxpr).eqns
         if "partition" not in eqn.params
     )

@@ -1,4 +1,4 @@
-"""What JAX's errors are about, where only their text says so.
+"""Recognize errors of JAX by their texts, where they have no class of their own.
 
 Input: an error that JAX raised. Output: what it is about. Sharp edge: a version of JAX
 that words an error otherwise is not recognized; the tests meet each of these errors.

@@ -189,7 +189,11 @@ def batch_jaxpr_first(jaxpr, axis_data, batched: Sequence[bool]):
 
 
 def without_name(axis_data):
-    """Copy JAX's `AxisData` of a vmap, without the name of its axis."""
+    """Copy JAX's `AxisData` of a vmap, without the name of its axis.
+
+    For the jaxpr of an inner program: by that name, it would take the index of the
+    groups of the vmap for that of its own groups.
+    """
     return dataclasses.replace(axis_data, name=core.no_axis_name)
 
 
@@ -247,7 +251,12 @@ def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
 
 
 def unsplit_jaxpr(jaxpr):
-    """What `partial_eval_jaxpr` returns if nothing in a closed jaxpr is known."""
+    """Split a jaxpr of which nothing is known: all of it is the unknown part.
+
+    Returns:
+      The tuple that `partial_eval_jaxpr` returns, with an empty known jaxpr and no
+      residuals.
+    """
     nothing = jax.make_jaxpr(lambda: ())()
     return nothing, jaxpr, [True] * len(jaxpr.out_avals), [], []
 
@@ -262,7 +271,10 @@ def jaxprs_in(params) -> list:
 
 @weakref_lru_cache
 def is_bound_to_devices(jaxpr) -> bool:
-    """Whether a jaxpr has a `shard_map` or a sharding constraint, at any depth."""
+    """Whether a jaxpr has a `shard_map` or a sharding constraint, at any depth.
+
+    Such a jaxpr cannot do without the mesh on which it was traced.
+    """
     return holds(jaxpr, ("sharding_constraint", "shard_map"))
 
 

@@ -148,8 +148,11 @@ def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
     return not new.empty and new.are_all_axes_manual
 
 
-def _without_devices(x):
-    """Copy an array or typed keys through the host to the default device."""
+def _on_default_device(x):
+    """Copy an array or typed keys through the host to the default device.
+
+    So a constant loses its sharding, and with it its mesh.
+    """
     if dtypes.issubdtype(x.dtype, dtypes.prng_key):
         data: Any = np.asarray(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -209,7 +212,7 @@ class _Retyped:
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
             return value
-        return _without_devices(value)
+        return _on_default_device(value)
 
     def _atom(self, atom):
         """Copy a variable or literal, with its type on the new mesh.

@@ -1,5 +1,7 @@
 """Plans as text and as pictures.
 
-`text` (print), `columns` (texts of a picture), `positions` (positions), `draw`
-(matplotlib).
+* `print_plan`: the text that `print(plan)` prints.
+* `columns`: the texts in a picture of a plan, column by column.
+* `positions`: where each of them is in the picture.
+* `draw`: the picture, by matplotlib.
 """

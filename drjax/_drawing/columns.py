@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from drjax._drawing.text import size
+from drjax._drawing.print_plan import bytes_as_text
 from drjax.plan import Loop, Plan, Round, Stage, Value
 
 SHOWN = 4  # of more values than one more than this, the largest
@@ -116,7 +116,7 @@ def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], L
         return pairs, ()
     order = sorted(range(len(pairs)), key=lambda i: -pairs[i][1].nbytes)
     rest = sum(pairs[i][1].nbytes for i in order[SHOWN:])
-    more = f"+ {len(pairs) - SHOWN} more", f"{size(rest)} in all"
+    more = f"+ {len(pairs) - SHOWN} more", f"{bytes_as_text(rest)} in all"
     return [pairs[i] for i in sorted(order[:SHOWN])], more
 
 
@@ -132,7 +132,9 @@ def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
       For each box of text a tuple of its lines.
     """
     shown, more = _few(named)
-    lines = [(_short(name), f"{_type(v)}  {size(v.nbytes)}") for name, v in shown]
+    lines = [
+        (_short(name), f"{_type(v)}  {bytes_as_text(v.nbytes)}") for name, v in shown
+    ]
     return (*lines, more) if more else tuple(lines)
 
 
@@ -198,7 +200,7 @@ def _bytes_of(a_round: Round) -> str:
     up += [v for fold in a_round.folds for v in fold.sources]
     between = [m.source for m in a_round.moves]
     return "  ".join(
-        f"{sign} {size(sum(v.nbytes for v in side))}"
+        f"{sign} {bytes_as_text(sum(v.nbytes for v in side))}"
         for sign, side in (("↓", down), ("↑", up), ("↔", between))
         if side
     )

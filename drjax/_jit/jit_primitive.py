@@ -209,18 +209,18 @@ def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
     """
     if bound:
         with planning(True):
-            return _compat.trace_to_jaxpr(fn, list(map(_without_mesh, avals)), name)
+            return _compat.trace_to_jaxpr(fn, list(map(_without_sharding, avals)), name)
 
     def traced():
         free = jax.sharding.get_abstract_mesh().empty
-        in_avals = map(_without_mesh, avals) if free else avals
+        in_avals = map(_without_sharding, avals) if free else avals
         return _compat.trace_to_jaxpr(fn, list(in_avals), name)
 
     return trace_without_mesh(traced)
 
 
-def _without_mesh(aval):
-    """Copy the type of an array without its sharding, as a `ShapedArray` on no mesh."""
+def _without_sharding(aval):
+    """Copy the type of an array as a `ShapedArray` without sharding, on no mesh."""
     return _compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 

@@ -31,10 +31,12 @@ _RUNS, _SECONDS = 10, 0.5  # the most runs to measure, and seconds after which t
 class Tuned:
     """A function that `drjax.jit` compiles for the number of groups that is fastest.
 
+    The number is measured at the first call with arguments of new types.
+
     Args:
-      fn: The function.
-      compiled: From a number of groups at once, and whether arguments may be donated,
-        to the `jax.jit` of the function.
+      fn: The function, for its name and documentation.
+      compiled: `compiled(number, donate)` returns the `jax.jit` of the function for a
+        number of groups at once; `donate`: whether its arguments may be donated.
       budget: Bytes of temporary memory for each device; None: what the devices have
         left.
     """
@@ -47,21 +49,34 @@ class Tuned:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tuned(args, kwargs)(*args, **kwargs)
+        return self._fastest_run(args, kwargs)(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As the `lower` of a `jax.jit`; it measures if `__call__` would."""
-        return self._tuned(args, kwargs).lower(*args, **kwargs)
+        """Lower the function for the fastest number of groups, as a `jax.jit` does.
 
-    def _tuned(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The `jax.jit` for the number that is the fastest for these arguments."""
-        key = _signature(args, kwargs)
+        With arguments of new types, it measures that number first.
+        """
+        return self._fastest_run(args, kwargs).lower(*args, **kwargs)
+
+    def _fastest_run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The `jax.jit` that is the fastest for arguments of these types.
+
+        It is measured once for each `_arguments_key`.
+        """
+        key = _arguments_key(args, kwargs)
         if key not in self._runs:
-            self._runs[key] = self._compiled(self._fastest(args, kwargs), True)
+            self._runs[key] = self._compiled(self._fastest_count(args, kwargs), True)
         return self._runs[key]
 
-    def _fastest(self, args: tuple, kwargs: dict[str, Any]) -> int:
+    def _fastest_count(self, args: tuple, kwargs: dict[str, Any]) -> int:
         """Measure how many groups of a device should run at once.
+
+        Args:
+          args: The positional arguments of the call.
+          kwargs: The keyword arguments of the call.
+
+        Returns:
+          The number of groups with the least time, among those that fit in memory.
 
         Raises:
           DrjaxValueError: The arguments are traced, or one group does not fit.
@@ -86,14 +101,14 @@ class Tuned:
                 # Once a number fits, smaller ones do, and are compiled once.
                 compiled = run.lower(*args, **kwargs).compile()
                 fits = compiled.memory_analysis().temp_size_in_bytes <= budget
-            return _seconds(run, args, kwargs) if fits else math.inf
+            return _least_seconds(run, args, kwargs) if fits else math.inf
 
         count = _groups_of_device(self._compiled(1, False), args, kwargs)
         return step_size.fastest(count, seconds)
 
 
 def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-    """The number of slots for groups of a device, in a call of what `drjax.jit` made.
+    """The number of slots for groups of a device: the most groups that can run at once.
 
     Args:
       run: The `jax.jit` of a planned function.
@@ -107,8 +122,14 @@ def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     return 1
 
 
-def _seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
-    """The least time of some calls, without that of compiling."""
+def _least_seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+    """The least time of several calls in seconds, without that of compiling.
+
+    Args:
+      run: The `jax.jit` of a planned function.
+      args: The positional arguments of the call.
+      kwargs: The keyword arguments of the call.
+    """
     jax.block_until_ready(run(*args, **kwargs))
     times: list[float] = []
     while len(times) < _RUNS and sum(times) < _SECONDS:
@@ -118,8 +139,8 @@ def _seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
     return min(times)
 
 
-def _signature(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a call's time depends on, but for values: types, shardings and the mesh."""
+def _arguments_key(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A hashable key of calls that are measured once: types, shardings and the mesh."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     kinds = [
         (x.shape, str(x.dtype), getattr(x, "sharding", None))

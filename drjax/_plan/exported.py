@@ -1,12 +1,13 @@
-"""What a plan needs to know of the exported functions of a stage."""
+"""What a plan may know of the exported functions of a stage, as a `Protocol`."""
 
 from typing import Any, Protocol
 
 
 class Exported(Protocol):
-    """The facts that a plan needs of the exported functions of a stage.
+    """What `drjax.plan` may know of an exported stage: custom calls and origin.
 
-    The functions themselves are `drjax._plan_file.exported_stage.ExportedStage`.
+    `drjax._plan_file.exported_stage.ExportedStage` has them, and the functions. This is
+    a Protocol, so that the plan, the lowest layer, need not import `_plan_file`.
     """
 
     @property

@@ -142,9 +142,10 @@ class Ledger:
         return self._total(round, over, slices)
 
     def _slices_per_device(self, message: Message) -> int:
-        """The number of slices that a device puts into the collectives of a message.
+        """The number of slices that a device puts into all collectives of a message.
 
-        An inner level has one collective for each of the device's outer groups.
+        It multiplies the message's bytes in `reduced_per_device`. An inner level has
+        one collective for each of the device's outer groups. 0 on one device.
         """
         *outer, partition = message.levels
         devices = self._devices(partition.name, not outer)
@@ -156,7 +157,12 @@ class Ledger:
         return times * self._slices(message, partition.size, devices)
 
     def _devices(self, name: str | None, outermost: bool) -> int:
-        """The number of devices that share the groups of a level; None: the first."""
+        """The number of devices that share the groups of a level.
+
+        Args:
+          name: The name of the level; None if the plan has one level only.
+          outermost: Whether it is the outermost level.
+        """
         if outermost or name is None:
             return self.devices
         return dict(self.devices_of).get(name, 1)
@@ -203,34 +209,43 @@ class Ledger:
         return tuple(dict.fromkeys((*first, *inner)))
 
     def _is_outermost(self, over: str | None) -> bool:
-        """Whether a level is the outermost one; None: it is."""
+        """Whether `over`, the name of a level or None, is the outermost level."""
         return over is None or over == self.levels[0]
 
-    def _is_over(self, message: Message, over: str | None) -> bool:
-        """Whether a message is between the groups of a level and what is around them.
+    def _crosses_level(self, message: Message, over: str | None) -> bool:
+        """Whether a message crosses the border of a level.
+
+        That is: between its groups and their server, or from group to group.
 
         Args:
           message: The message.
-          over: The name of the level, the outermost one of several; None: the first.
+          over: The name of the level; None: the outermost one.
         """
         if self._is_outermost(over):
             return len(message.levels) == 1
         return len(message.levels) > 1 and message.levels[-1].name == over
 
     def _total(self, round, over, nbytes) -> int:
-        """Sum a number of bytes over messages, each multiplied by its number of times.
+        """Sum bytes over the messages of a level, each times how often it is sent.
 
         Args:
           round: The number of the round, or text such as `2.scan.1`; None: all rounds.
           over: The name of the level; None: the outermost.
-          nbytes: A function from a `Message` to its bytes, each time.
+          nbytes: A function from a `Message` to the bytes that count, each time; 0 for
+            messages that do not.
+
+        Returns:
+          The sum. Loops with an unknown number of steps count once.
+
+        Raises:
+          DrjaxValueError: There is no such level.
         """
         if over is not None and over not in self.levels:
             raise DrjaxValueError(f"over= needs one of {[*self.levels]}, got {over!r}.")
         total = 0
         for message in self.messages:
             chosen = round is None or message.round == str(round)
-            if chosen and self._is_over(message, over):
+            if chosen and self._crosses_level(message, over):
                 steps = (t for t in message.times if isinstance(t, int))
                 total += nbytes(message) * math.prod(steps)
         return total
@@ -274,7 +289,8 @@ def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
       A dict from names; {} if there are none.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: As of `Plan.communication`.
+      DrjaxTypeError: A number is no integer.
+      DrjaxValueError: A number is less than 1, or a name is that of no level.
     """
     if not isinstance(devices, Mapping):
         devices = dict.fromkeys(names[:1] or [""], devices)
@@ -306,5 +322,5 @@ def _checked_count(devices: Any) -> int:
 
 
 def _digits(number) -> str:
-    """A number as text: `12,300`; a symbolic one as JAX prints it."""
+    """A number as text with separators: `12,300`; a symbolic one as JAX prints it."""
     return f"{number:,}" if isinstance(number, int) else str(number)

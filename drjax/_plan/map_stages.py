@@ -1,4 +1,6 @@
-"""Plans with other stages: the same rounds, communication and values.
+"""Rewrite the stages of a plan; its rounds, communication and values stay.
+
+The planner adds plans of inner levels so, and backends replace or remove them.
 
 Input: a plan, and a function of one stage. Output: the plan with the results of the
 function. Invariants: the order of the stages and what they exchange stay. Sharp edges:
@@ -15,8 +17,12 @@ def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
     """Replace each stage of a plan, also in the bodies of its loops.
 
     Args:
-      fn: From a stage to one with the same inputs and outputs.
+      fn: From a stage, of the server, of groups or of a fold, to one with the same
+        inputs and outputs.
       plan: The plan.
+
+    Returns:
+      The plan with the new stages.
     """
 
     def of_round(a_round: Round) -> Round:
@@ -39,7 +45,11 @@ def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
 
 
 def without_inner(plan: Plan) -> Plan:
-    """Remove the plans of inner levels: the stages of groups run them as they are."""
+    """Remove the plans of inner levels from a plan's stages.
+
+    For backends that run the work of an outer group as one jaxpr: the jaxpr of a stage
+    computes the inner rounds, too.
+    """
     if len(plan.levels) < 2:
         return plan
     return map_stages(lambda stage: replace(stage, inner=None), plan)

@@ -150,7 +150,7 @@ def checked_inner(inner: Plan, stage: Stage) -> Plan:
 
 
 def _whole_shape(value: Value, size: int) -> tuple[int, ...]:
-    """The shape of the whole array of a value, with all groups if it is partitioned.
+    """The shape of a value's whole array, with the group axis if it is partitioned.
 
     Args:
       value: The value.

@@ -264,7 +264,8 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
 
     Args:
       reduce: The reduction.
-      names: From values to the list of their names in the file.
+      names: A function from `Value`s to the list of their names, which also adds their
+        entries to the plan's table of values.
     """
     data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
     # Only where they are used, so that earlier versions read other files.

@@ -37,7 +37,7 @@ _MASK = jax.ShapeDtypeStruct((), np.bool_)
 
 
 class Exporter:
-    """Exports one stage, by `jax.export`, as one function or two.
+    """The export of one stage by `jax.export`, as one function or two.
 
     Args:
       stage: The stage, a server stage or a local stage; it has outputs.

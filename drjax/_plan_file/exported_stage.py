@@ -160,19 +160,16 @@ class ExportedStage:
 
 
 def exported_of(stage: Stage) -> ExportedStage:
-    """The exported functions of a stage: `stage.exported`.
+    """The exported functions of a stage: `stage.exported`, which must not be None.
 
-    The stage must have been exported or loaded from a file.
+    It is None for stages of a plan that was neither exported nor loaded from a file.
     """
     assert isinstance(stage.exported, ExportedStage), stage.name
     return stage.exported
 
 
 def batched_of(stage: Stage) -> ExportedFunction:
-    """The batched function of a local stage.
-
-    The stage must have been exported or loaded from a file.
-    """
+    """The batched function of a local stage that was exported or loaded from a file."""
     batched = exported_of(stage).batched
     assert batched is not None, stage.name
     return batched

@@ -1,4 +1,4 @@
-"""What a plan file says of itself, for people; no stage of it is read."""
+"""For `python -m drjax inspect`: what a plan file says, without reading its stages."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from drjax import _storage
-from drjax._drawing.text import size
+from drjax._drawing.print_plan import bytes_as_text
 from drjax._errors import PlanFileError
 from drjax._plan_file import container
 from drjax._plan_file.decode import decode
@@ -41,7 +41,8 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
     lines += ["", "stages", *_stages(plan)]
     whole = sum(map(len, members.values()))
     consts = sum(len(x) for name, x in members.items() if name.startswith("consts/"))
-    lines += ["", f"{len(members)} members of {size(whole)}, {size(consts)} constants"]
+    sizes = f"{bytes_as_text(whole)}, {bytes_as_text(consts)} constants"
+    lines += ["", f"{len(members)} members of {sizes}"]
     return plan, "\n".join(lines)
 
 
@@ -70,7 +71,7 @@ def _stages(plan: Plan) -> Iterator[str]:
         if stage.exported is not None:
             exported = exported_of(stage)
             parts = [f for f in (exported.per_group, exported.batched) if f is not None]
-            nbytes = size(sum(len(function.exported) for function in parts))
+            nbytes = bytes_as_text(sum(len(function.exported) for function in parts))
             calls = ", ".join(exported.custom_calls) or "none"
             turn = "; groups of a batch in turn" * exported.sequential
             yield f"  {location}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"

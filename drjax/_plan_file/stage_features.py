@@ -73,9 +73,11 @@ def merge(features: Iterable[StageFeatures]) -> StageFeatures:
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
-    """All equations and variables of a jaxpr and, recursively, of the jaxprs inside it.
+    """Yield all equations and variables of a jaxpr, and of its inner jaxprs.
 
-    Variables are the `constvars`, the `invars`, and the `outvars` of equations.
+    Variables are the `constvars`, the `invars`, and the `outvars` of equations. They
+    come mixed with the equations, as `features_of` asks each for its type or its
+    primitive.
     """
     raw = _compat.open_jaxpr(jaxpr)
     yield from (*raw.constvars, *raw.invars)
@@ -98,14 +100,13 @@ def _changes_item_size(eqn: Any) -> bool:
 
 
 def _check(eqn: Any, location: str) -> None:
-    """Check that an equation does not call back into Python.
+    """Raise `PlanFileError` if an equation calls back into Python.
+
+    A file cannot hold the callback.
 
     Args:
       eqn: The equation of a jaxpr.
       location: Round and stage, for errors: `round 1, groups`.
-
-    Raises:
-      PlanFileError: The equation does.
     """
     name = eqn.primitive.name
     # `jax.debug.print` has a primitive of its own, which is no callback by name.

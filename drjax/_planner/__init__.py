@@ -3,7 +3,7 @@
 The passes, in the order in which `make_plan` runs them:
 
   inline                   inline calls, remove dead equations (liveness)
-  rotations                parts of an array in another order, as one equation
+  rotations                jnp.roll and its transpose, as one equation
   partitioning/            partitioning inference: global or partitioned, a fixed point
   unbatching/              the per-group equation of a batched one
   explicit_communication   building blocks in place of what implies them:

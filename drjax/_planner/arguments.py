@@ -67,7 +67,13 @@ def flat_inputs(
 
 
 def _fix_of_shape(value: Value, shape: tuple, got: tuple) -> str:
-    """How to fix an argument of another shape than planned, for the error."""
+    """What a user can do about an argument of another shape than planned, as text.
+
+    Args:
+      value: The input of the plan.
+      shape: Its planned shape, group axis included.
+      got: The shape of the argument.
+    """
     others = [x[: value.axis] + x[value.axis + 1 :] for x in (shape, got)]
     if value.partitioned and len(shape) == len(got) and others[0] == others[1]:
         return (
@@ -79,6 +85,8 @@ def _fix_of_shape(value: Value, shape: tuple, got: tuple) -> str:
 
 def check_known_shapes(plan: Plan, what: str) -> None:
     """Check that no input of a plan has symbolic dimensions.
+
+    Backends compile for known shapes, and plan files store them.
 
     Args:
       plan: The plan.

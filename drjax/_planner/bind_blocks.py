@@ -107,21 +107,46 @@ def gather_groups(x, axis: int, partition: Partition):
 
 
 def permute(x, sources: tuple[int, ...], partition: Partition):
-    """Bind `permute_p`: group j gets slice `sources[j]` of x, `[n, *s]`."""
+    """Bind `permute_p`: group j gets the slice of group `sources[j]`.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      sources: A permutation of the group indices, n integers.
+      partition: The partition, of n groups.
+
+    Returns:
+      A partitioned value, `[n, *s]`.
+    """
     return permute_p.bind(x, sources=sources, partition=partition, mesh=None)
 
 
 def take(x, index, partition: Partition):
-    """Bind `take_p`: group j gets slice `index[j]` of x, `[n, *s]`; int32 `[n]`.
+    """Bind `take_p`: group j gets the slice of group `index[j]`.
 
-    The index is clamped to the groups.
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      index: Group indices, global, int32 `[n]`. They are clipped to 0..n-1.
+      partition: The partition, of n groups.
+
+    Returns:
+      A partitioned value, `[n, *s]`.
     """
     index = index.clip(0, partition.size - 1)
     return take_p.bind(x, index, partition=partition, mesh=None)
 
 
 def put_add(x, index, partition: Partition):
-    """Bind `put_add_p`: slice j of x is added to group `index[j]`; n: to none."""
+    """Bind `put_add_p`: the slice of group j is added to that of group `index[j]`.
+
+    Args:
+      x: The partitioned value, `[n, *s]`.
+      index: Group indices, global, int32 `[n]`. With n, the slice is dropped.
+      partition: The partition, of n groups.
+
+    Returns:
+      For each group the sum of the slices that were sent to it, `[n, *s]`, 0 if none
+      was.
+    """
     return put_add_p.bind(x, index, partition=partition, mesh=None)
 
 

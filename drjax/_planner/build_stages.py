@@ -329,6 +329,11 @@ def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> 
 
 
 def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
+    """The body of a scan, which runs one step.
+
+    It takes constants, carried values and one step of each stack, and returns the
+    carried values and one step of each stacked result.
+    """
     consts, carry, xs = split_scan(eqn, names)
     n_carry = len(carry)
     # A body sees one step: a stack of partitioned values has its groups one axis
@@ -345,6 +350,7 @@ def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
 
 
 def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
+    """The bodies of a while: its condition, which returns a global bool, and a step."""
     cond_consts, body_consts, carry = split_while(eqn, names)
     fields = {"consts": (len(cond_consts), len(body_consts)), "carry": len(carry)}
     # Body 0 is the condition.
@@ -354,12 +360,14 @@ def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
 
 def _cond(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     # The first operand is the index, which no branch takes.
+    """The bodies of a cond: its branches, which take all operands but the index."""
     count = len(eqn.params["branches"])
     return [names[1:]] * count, [result_kinds] * count, {}
 
 
 def _program(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     # The kinds of its results are those of another partition, in the body.
+    """The body of a program over another partition, with the operands and results."""
     return [names], [result_kinds], {}
 
 

@@ -108,6 +108,7 @@ def _is_inner_scope(eqn, partition: Partition | None) -> bool:
 
 
 def _scan(eqn, operands, run):
+    """Scan again, with the group index bound in the step."""
     consts, carry, xs = split_scan(eqn, operands)
     n_carry = len(carry)
     # Through the public function, as parameters of the primitive differ by version.
@@ -123,6 +124,7 @@ def _scan(eqn, operands, run):
 
 
 def _while(eqn, operands, run):
+    """Loop again, with the group index bound in the condition and the step."""
     params = eqn.params
     cond_consts, body_consts, init = split_while(eqn, operands)
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
@@ -139,13 +141,17 @@ def _while(eqn, operands, run):
 
 
 def _cond(eqn, operands, run):
+    """Branch again, with the group index bound in each branch."""
     index, *operands = operands
     # switch, not cond: the primitive has an integer index, also for two branches.
     return jax.lax.switch(index, [run(b) for b in eqn.params["branches"]], *operands)
 
 
 def _map(eqn, operands, run):
-    """A map of an inner program, in which the index is broadcast to its groups."""
+    """Map again over the groups of an inner program, with the outer group index bound.
+
+    The body closes over the index, which is broadcast to the inner groups.
+    """
     params = dict(eqn.params)
     layout = make_layout(params["partition"], params["mesh"])
     avals = [_compat.typeof(x) for x in operands]

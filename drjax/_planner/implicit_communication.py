@@ -75,7 +75,8 @@ def implicit_communication(
     Args:
       eqn: The equation, of any primitive.
       axes: For each operand its group axis; None: it is not partitioned.
-      index: The numbers of its second operand, `[n, 1]`, if they are known.
+      index: The values of its second operand, the indices `[n, 1]` of a gather or
+        scatter, if they are known while planning; else None.
 
     Returns:
       An `ImplicitCommunication`: a function that computes the results of `eqn` with
@@ -106,9 +107,10 @@ def implicit_communication(
 
 
 def _updates_population(eqn, axes: Sequence[int | None]) -> bool:
-    """Whether each group has one slice of the updates of an array without group axis.
+    """Whether an equation updates an array without group axis by a slice of each group.
 
-    Such is the derivative of a cohort of a population, `data[ids]`.
+    The derivative of reading a cohort from a population, `data[ids]`, does: each group
+    has the cotangent of its element of `data`. The server adds them to the array.
 
     Args:
       eqn: The equation, of any primitive.

@@ -3,8 +3,9 @@
 Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
 without calls, dead equations (liveness), or equations on scalar constants only.
 
-A block on columns, or a fold around each group, becomes a gather, work of the server,
-and a scatter.
+A `map_columns` (behind `reduce_columns`) and a `fold_around` (behind derivatives of
+`reduce`) need the slices of all groups at once. In a plan they become a gather, work of
+the server, and a scatter.
 
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
 that are already differentiated. Loops and branches stay equations; `bodies` inlines
@@ -121,7 +122,11 @@ class InlinedJaxpr:
 
     @functools.cached_property
     def known_integers(self) -> KnownIntegers:
-        """The integer variables that depend on constants only."""
+        """The values of integer variables that are known while planning.
+
+        They depend only on constants and on known arguments: an index computed by
+        `jnp.arange`, for example.
+        """
         return KnownIntegers(self.eqns, ChainMap(self.consts, self.known_arguments))
 
     def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -152,15 +157,23 @@ class InlinedJaxpr:
             params = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
             closed = params[0] if eqn.primitive.name == "cond" else params
             self.known_bodies[eqn] = tuple(
-                inline_calls(body, eqn, self._known(constants))
-                for body, constants in zip(closed, _constants(eqn), strict=True)
+                inline_calls(body, eqn, self._known_indices(constants))
+                for body, constants in zip(closed, _loop_constants(eqn), strict=True)
             )
         return self.known_bodies[eqn]
 
-    def _known(self, operands: Sequence[Any]) -> dict[int, np.ndarray]:
-        """The values of a body's first operands, where they are known small indices.
+    def _known_indices(self, operands: Sequence[Any]) -> dict[int, np.ndarray]:
+        """The values of a loop body's constants that are small, known integer arrays.
 
-        A derivative computes the indices of a loop's body once, outside of the loop.
+        A derivative computes the indices of a loop's body once, outside of the loop,
+        and passes them in. Unbatching a gather in the body needs their values.
+
+        Args:
+          operands: The operands of the loop for the first arguments of the body, as
+            `_loop_constants` returns them.
+
+        Returns:
+          A dict from the position of an argument of the body to its value.
         """
         values = {}
         for i, atom in enumerate(operands):
@@ -175,8 +188,17 @@ class InlinedJaxpr:
         return values
 
 
-def _constants(eqn) -> Sequence[Sequence[Any]]:
-    """For each body of a `scan`, `while` or `cond` its first operands, not carried."""
+def _loop_constants(eqn) -> Sequence[Sequence[Any]]:
+    """The operands of a loop that its bodies take unchanged in each step.
+
+    Args:
+      eqn: A `scan`, `while` or `cond`.
+
+    Returns:
+      For each body the operands for its first arguments: the constants of a scan's
+        step, those of a while's condition and of its step, and all operands of a cond's
+        branches.
+    """
     match eqn.primitive.name:
         case "scan":
             return [split_scan(eqn, eqn.invars)[0]]
@@ -195,7 +217,8 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
       call: If `closed` is such a body, the equation that has it as a parameter:
         equations without a source line of their own get its line. None for a whole
         program.
-      known: By position, the values of arguments that are known.
+      known: From the position of an argument to its value, for arguments of a body
+        whose values are known while planning. None: {}.
 
     Returns:
       A jaxpr of the same arguments and results, prepared for unbatching: pointwise
@@ -224,17 +247,18 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
 
 
 def _share_gathers(eqns: list, outvars: Sequence[Any]) -> tuple[list, list]:
-    """Gather a value once, of which several equations gather all slices.
+    """Merge equations that gather the slices of the same variable into one.
 
-    The blocks that planning replaces by a gather and work of the server do so in a
-    program and in its derivatives.
+    Without it, a value would be communicated several times: `inline_calls` replaces
+    some blocks by a gather and work of the server, both in a program and in its
+    derivatives.
 
     Args:
       eqns: The equations, definitions before uses.
       outvars: The results, variables or literals.
 
     Returns:
-      `(equations, results)`, without gathers of the same variable.
+      `(equations, results)`, in which each variable is gathered once.
     """
     known: dict[Any, Any] = {}
     names: dict[Any, Any] = {}
@@ -278,10 +302,13 @@ def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
 
 
 def _variable(atom, consts: dict):
-    """Return `atom` if it is a variable; if it is a literal, a new constant for it.
+    """Return a variable for an operand that may be a literal.
+
+    Later passes look up operands of loops and folds, and results, as variables. So a
+    literal becomes a new constant of the program.
 
     Args:
-      atom: A variable or a literal.
+      atom: A variable, which is returned, or a literal.
       consts: For each constant its value; the new constant is added to this dict.
     """
     if not isinstance(atom, Literal):

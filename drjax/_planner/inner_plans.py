@@ -39,11 +39,16 @@ def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
 
 
 def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
-    """Add the plan of the inner level to a stage, if it has one: a local stage.
+    """Add the plan of the inner level to a local stage, if it has one.
 
     Args:
-      stage: The stage.
-      make: The planner, as of `with_inner_plans`.
+      stage: A stage of the server or of the groups.
+      make: The planner, `make(jaxpr, name, names, declared, results=names)`, which
+        raises `PlanError` if there is no plan.
+
+    Returns:
+      The stage with a plan as its `inner`. `stage` itself if it runs no building
+      blocks, or if these have no plan of one level.
     """
     if not uses_blocks(stage.jaxpr) or _is_manual(stage.jaxpr):
         return stage
@@ -62,7 +67,10 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
 
 
 def _is_manual(jaxpr) -> bool:
-    """Whether a block of a jaxpr acts on the groups of one device of a user's mesh.
+    """Whether a jaxpr has a building block over mesh axes that are Manual.
+
+    Such a block is inside a user's `shard_map` and acts on the groups of one device,
+    which no plan can express.
 
     Args:
       jaxpr: The closed jaxpr of a stage.

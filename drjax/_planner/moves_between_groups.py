@@ -41,7 +41,8 @@ def move_groups(
     Args:
       eqn: The equation, of any primitive.
       axes: For each operand its group axis; None: it is not partitioned.
-      index: The numbers of its second operand, `[n, 1]`, if they are known.
+      index: The values of its second operand, the indices `[n, 1]` of a gather or
+        scatter, if they are known while planning; else None.
 
     Returns:
       `(fn, in_axes, out_axes)`: a function `(partition, *operands) -> result`, and the
@@ -60,7 +61,16 @@ def move_groups(
 
 
 def _rev(eqn, axis: int | None):
-    """Rewrite a `rev` along the group axis as a permute; see `move_groups`."""
+    """Rewrite `y[::-1]` as a permute of the groups.
+
+    Args:
+      eqn: A `rev`.
+      axis: The group axis of its operand; None: it is not partitioned.
+
+    Returns:
+      `(fn, in_axes, out_axes)` as of `move_groups`; None if the group axis is not
+      reversed.
+    """
     if axis is None or axis not in eqn.params["dimensions"]:
         return None
     others = [d for d in eqn.params["dimensions"] if d != axis]
@@ -74,7 +84,15 @@ def _rev(eqn, axis: int | None):
 
 
 def _rearrange(eqn, axis: int | None):
-    """Rewrite a `rearrange` of the group axis as a permute; see `move_groups`."""
+    """Rewrite a `jnp.roll` along the group axis as a permute of the groups.
+
+    Args:
+      eqn: A `rearrange`, as which `rotations.py` writes a roll.
+      axis: The group axis of its operand; None: it is not partitioned.
+
+    Returns:
+      `(fn, in_axes, out_axes)` as of `move_groups`; None if it rearranges another axis.
+    """
     if axis is None or axis != eqn.params["dimension"]:
         return None
     sources = sources_of(eqn.params["segments"])
@@ -91,8 +109,9 @@ def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
 
     Args:
       eqn: The `gather`.
-      axis: The group axis of its first operand.
-      known: Its index, if it is known.
+      axis: The group axis of its first operand; None: it is not partitioned.
+      known: The index of the group that each group reads, if all are known while
+        planning; else None.
     """
     params, shape = eqn.params, eqn.invars[0].aval.shape
     dims, mode, out = params["dimension_numbers"], params["mode"], eqn.outvars[0].aval
@@ -130,8 +149,9 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
 
     Args:
       eqn: The equation.
-      axis: The group axis of its updates.
-      known: Its index, if it is known.
+      axis: The group axis of its updates; None: they are not partitioned.
+      known: The index of the group that each update is for, if all are known while
+        planning; else None.
     """
     params, (x, indices, updates) = eqn.params, (v.aval for v in eqn.invars)
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -169,5 +189,5 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
 
 
 def _is_plain(dtype) -> bool:
-    """Whether a dtype has arithmetic: it is no type of random keys."""
+    """Whether a dtype has arithmetic, which a put_add needs; random keys have none."""
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_

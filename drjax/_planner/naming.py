@@ -150,7 +150,9 @@ class Names:
         self._unique_for(var, name)
 
     def fresh(self, name: str) -> str:
-        """Reserve and return a unique name for a loop, or for a second value.
+        """Reserve and return a unique name for a value that is no variable.
+
+        That is a loop, or a second value for a variable, such as a global one's slices.
 
         Args:
           name: The name, such as `scan`; it gets a suffix if it is taken.

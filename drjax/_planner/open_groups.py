@@ -53,7 +53,7 @@ def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> 
     n = plan.size + 1
     leaves, tree = jax.tree.flatten((args, kwargs))
     pairs = zip(plan.inputs, leaves, strict=True)
-    args, kwargs = tree.unflatten(_type_for(n, *pair) for pair in pairs)
+    args, kwargs = tree.unflatten(_resized_type(n, *pair) for pair in pairs)
     try:
         with resized((plan.partition, n)):
             other = make(*args, **kwargs)
@@ -73,7 +73,15 @@ def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> 
 
 
 def fixed_by(plan: Plan) -> str | None:
-    """What communication of a plan has slices of all n groups, as text; None: none."""
+    """The first communication of a plan whose result depends on the number of groups.
+
+    Args:
+      plan: The plan. The bodies of its loops are searched, too.
+
+    Returns:
+      A clause for an error, such as `it gathers loss`; None if there is no scatter,
+      gather or move.
+    """
     for a_round in plan.rounds:
         for whole, _ in a_round.scatter:
             return f"it scatters {whole}"
@@ -89,8 +97,18 @@ def fixed_by(plan: Plan) -> str | None:
     return None
 
 
-def _type_for(n: int, value: Value, leaf: Any) -> Any:
-    """The type of an argument for n groups; a global argument is returned as it is."""
+def _resized_type(n: int, value: Value, leaf: Any) -> Any:
+    """The type of an argument of the program, for another number of groups.
+
+    Args:
+      n: The other number of groups.
+      value: The input of the plan.
+      leaf: The argument, an array or `jax.ShapeDtypeStruct`.
+
+    Returns:
+      A `jax.ShapeDtypeStruct` with n along the group axis; `leaf` itself if it is
+      global.
+    """
     if not value.partitioned:
         return leaf
     shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
@@ -99,7 +117,12 @@ def _type_for(n: int, value: Value, leaf: Any) -> Any:
 
 
 def _difference(plan: Plan, other: Plan) -> str | None:
-    """The first difference between two plans, as text; None if there is none."""
+    """The first difference between two plans of a program, made for n and n + 1 groups.
+
+    Returns:
+      What differs, as the subject of a sentence: `the number of rounds`; None if
+        nothing does.
+    """
     if len(plan.rounds) != len(other.rounds):
         return "the number of rounds"
     for pair in zip(plan.rounds, other.rounds, strict=True):
@@ -116,7 +139,7 @@ def _difference(plan: Plan, other: Plan) -> str | None:
 
 
 def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
-    """The first difference between two rounds, as text; None if there is none."""
+    """The first difference between two rounds, as `_difference` returns it."""
     stages = [(a_round.server, other.server), (a_round.local, other.local)]
     folds = zip(a_round.folds, other.folds, strict=False)
     stages += [(fold.combine, another.combine) for fold, another in folds]
@@ -140,7 +163,16 @@ def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
 
 
 def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | None:
-    """The name of the first field in which two dataclasses differ, but for some."""
+    """The name of the first field in which two records of a dataclass differ.
+
+    Args:
+      x: One record.
+      y: The other one.
+      but: The names of fields that are not compared.
+
+    Returns:
+      The name; None if all other fields are equal.
+    """
     for field in fields(x):
         if field.name not in but and getattr(x, field.name) != getattr(y, field.name):
             return field.name
@@ -148,8 +180,13 @@ def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | Non
 
 
 def _difference_of_stages(stage: Stage, other: Stage) -> str | None:
-    """The first difference between two stages, as text; None if there is none."""
-    pairs = itertools.zip_longest(_keys(stage.jaxpr), _keys(other.jaxpr))
+    """The first difference between a stage of two plans, as `_difference` returns it.
+
+    It names the first equation that differs, with its source line.
+    """
+    pairs = itertools.zip_longest(
+        _comparison_keys(stage.jaxpr), _comparison_keys(other.jaxpr)
+    )
     for mine, another in pairs:
         if mine is None or another is None or mine[1] != another[1]:
             eqn, _ = mine or another or (None, None)
@@ -164,13 +201,18 @@ def _difference_of_stages(stage: Stage, other: Stage) -> str | None:
     return None
 
 
-def _keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Keys by which jaxprs are compared, part by part: see `dispatch_cache`.
+def _comparison_keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """Divide a jaxpr into parts with keys; jaxprs with equal keys are equal.
+
+    Variables are numbered in the order of their first use, so that names do not matter.
+
+    Args:
+      jaxpr: The jaxpr, open or closed.
 
     Yields:
-      `(equation, key)` for each equation at any depth, after those of the jaxprs in its
-      parameters. For the inputs and the results of a jaxpr, the equation is that which
-      has it, or None.
+      `(equation, key)` for each equation, after those of jaxprs in its parameters;
+      first `(None, key)` for the inputs and constants, and last for the results. In a
+      jaxpr inside an equation, that equation stands for None.
     """
     numbers: dict[Any, int] = {}
     inside = _compat.open_jaxpr(jaxpr)
@@ -184,7 +226,7 @@ def _keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
     yield None, (ins, [_array_key(x) for x in _compat.jaxpr_consts(jaxpr)])
     for eqn in inside.eqns:
         for inner in _compat.jaxprs_in(eqn.params):
-            for deeper, key in _keys(inner):
+            for deeper, key in _comparison_keys(inner):
                 yield deeper or eqn, key
         params = parameter_keys(eqn, lambda _: ())
         ins, outs = ([atom(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
@@ -193,5 +235,5 @@ def _keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _array_key(x: Any) -> Any:
-    """A key of a number or an array, by type and bits."""
+    """A hashable key of a number, or of an array by its dtype, shape and bits."""
     return value_key(np.asarray(to_raw(x)) if hasattr(x, "dtype") else x, lambda _: ())

@@ -343,11 +343,14 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _per_column(limits: Sequence[int], indices):
-    """Broadcast a limit for each column of indices to the shape and dtype of `indices`.
+    """Broadcast a limit for each column of indices, to clamp or compare the indices.
 
     Args:
-      limits: k integers.
+      limits: k integers, for the k dimensions that the columns index.
       indices: Integers `[..., k]`.
+
+    Returns:
+      An array of the shape and dtype of `indices`.
     """
     return jnp.broadcast_to(jnp.array(limits, indices.dtype), indices.shape)
 

@@ -1,5 +1,8 @@
 """What the local stage of each round computes, rematerializes, takes and saves.
 
+This is about rounds outside of loops. What the steps of a loop rematerialize, instead
+of stacking residuals, is decided in `rematerialize_loops.py`.
+
 Input: the kinds of an inlined jaxpr, its rounds, and the operands of its equations.
 Output: `LocalWork`, and of it for each round its `LocalStageParts`.
 

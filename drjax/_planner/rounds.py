@@ -64,11 +64,11 @@ class RoundAssignment:
     Attributes:
       local: From the index of a round to the list of its equations on partitioned
         values. Rounds without such equations are missing.
-      server: The same for its equations on global values.
-      reduces: The same for the reductions and gathers that end it.
-      folds: The same for the folds of the groups' states.
-      moves: The same for the moves of slices between groups.
-      loops: The same for the loops of rounds that run at its end.
+      server: From the index of a round to the list of its equations on global values.
+      reduces: To the list of the reductions and gathers that end it.
+      folds: To the list of its folds of the groups' states.
+      moves: To the list of its moves of slices between groups.
+      loops: To the list of the loops of rounds that run at its end.
     """
 
     def __init__(self, kinds: Environment):
@@ -150,7 +150,8 @@ def closed_over_by(eqn) -> list:
 def is_move(eqn, kinds: Environment) -> bool:
     """Whether an equation moves slices between groups of the plan's partition.
 
-    Or between them and a population, of which they are a cohort.
+    So it is if it moves them between these groups and those of a larger partition, a
+    population of which they are a cohort.
 
     Args:
       eqn: The equation, of any primitive.

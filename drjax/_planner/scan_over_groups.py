@@ -126,16 +126,17 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
 
 
 def _converted(var, definition: dict):
-    """The operand of a conversion to the same dtype, as of a weakly typed carry.
+    """Look through a conversion of a weakly typed carry to the same dtype.
 
-    JAX writes it for a scan that starts from a Python number, as `0.0` is.
+    JAX writes this no-op for a scan that starts from a Python number, as `0.0` is. It
+    would hide that a step returns its carry unchanged.
 
     Args:
       var: A variable or literal of the step.
       definition: For each variable of the step the equation that defines it.
 
     Returns:
-      The operand; `var` itself if it is no result of such a conversion.
+      The operand of the conversion that defines `var`; else `var` itself.
     """
     eqn = None if isinstance(var, Literal) else definition.get(var)
     if eqn is None or eqn.primitive.name != "convert_element_type":

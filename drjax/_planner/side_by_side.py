@@ -1,4 +1,4 @@
-"""Programs over several partitions, side by side: one equation for each but the first.
+"""Programs over several partitions: blocks of all but one move into bodies.
 
 Input: an inlined jaxpr with the building blocks of several partitions. Output: the same
 results, with building blocks of one partition, the plan's own. Those of another one are
@@ -54,17 +54,23 @@ def separate(
     Returns:
       The inlined jaxpr, with the same arguments and results.
     """
-    return _separate(program, own, [*others], set())
+    return _separate_with_slices(program, own, [*others], set())
 
 
-def _separate(program: InlinedJaxpr, own, others: list, slices: set) -> InlinedJaxpr:
-    """`separate`, of an inlined jaxpr whose arguments may have slices.
+def _separate_with_slices(
+    program: InlinedJaxpr, own, others: list, slices: set
+) -> InlinedJaxpr:
+    """Separate the blocks of other partitions, in a program or in the body of a loop.
 
     Args:
       program: The inlined jaxpr.
       own: The partition of the plan.
       others: The other partitions.
-      slices: The arguments that may have slices of the plan's partition.
+      slices: The arguments that may be partitioned over `own`; those of a whole program
+        need not be listed.
+
+    Returns:
+      The inlined jaxpr, with blocks over `others` in the bodies of `program` equations.
     """
     for other in others:
         program = _Separation(program, own, other, others, slices).result()
@@ -72,14 +78,14 @@ def _separate(program: InlinedJaxpr, own, others: list, slices: set) -> InlinedJ
 
 
 class _Separation:
-    """The separation of the building blocks of one partition.
+    """The separation of the building blocks over one other partition.
 
     Args:
       program: The inlined jaxpr.
       own: The partition of the plan.
       other: The partition whose blocks are moved to bodies.
       others: All partitions but the plan's own.
-      slices: The arguments that may have slices of the plan's partition.
+      slices: The arguments that may be partitioned over `own`.
     """
 
     def __init__(self, program: InlinedJaxpr, own, other, others, slices: set):
@@ -89,16 +95,18 @@ class _Separation:
         # global values, so work on them stays outside; among them are values that
         # follow from slices by a reduction of `jax.lax`.
         self.slices = {*slices}
-        self.used = [self._visit(eqn) for eqn in program.eqns]
+        self.used = [self._partitions_used(eqn) for eqn in program.eqns]
         self.stages = self._stages()
 
     def result(self) -> InlinedJaxpr:
-        """The inlined jaxpr with the bodies."""
+        """The rewritten inlined jaxpr: one `program` equation for each odd stage."""
         program, bodies = self.program, dict(self.program.known_bodies)
         for eqn, used in zip(program.eqns, self.used, strict=True):
             if {self.own, self.other} <= used and eqn.primitive.name in CONTROL:
                 bodies[eqn] = tuple(
-                    _separate(body, self.own, [self.other], self._slices_in(eqn, body))
+                    _separate_with_slices(
+                        body, self.own, [self.other], self._slices_in(eqn, body)
+                    )
                     for body in program.bodies(eqn)
                 )
         groups: dict[int, list] = {}
@@ -114,8 +122,13 @@ class _Separation:
             program.invars, eqns, program.outvars, program.consts, bodies
         )
 
-    def _visit(self, eqn) -> set[Partition]:
-        """`_used_by`, with what a loop takes; and find what may have slices."""
+    def _partitions_used(self, eqn) -> set[Partition]:
+        """The partitions whose groups an equation needs: those whose blocks it binds.
+
+        A loop that takes slices of the plan's partition needs this one, too, as no body
+        of another partition may take them whole. As a side effect, `slices` gets the
+        results that may be slices, so equations are visited in order, each once.
+        """
         used, kinds = self._used_by(eqn), signature(eqn.primitive)
         takes = any(v in self.slices for v in variables(eqn.invars))
         if takes and used and eqn.primitive.name in CONTROL:
@@ -130,7 +143,11 @@ class _Separation:
         return used
 
     def _slices_in(self, eqn, body: InlinedJaxpr) -> set[Any]:
-        """The arguments of a body that may have slices: any of a loop, if one has."""
+        """The arguments of a loop's body that may have slices of the plan's partition.
+
+        Of a `cond` those whose operands may; of a `scan` or `while` all, if any operand
+        may: a carried value may become partitioned.
+        """
         if eqn.primitive.name == "cond":
             pairs = zip(eqn.invars[1:], body.invars, strict=True)
             return {arg for v, arg in pairs if v in self.slices}
@@ -149,7 +166,10 @@ class _Separation:
         return {p for p in self.partitions if any(uses_blocks(j, p) for j in jaxprs)}
 
     def _stages(self) -> list[int]:
-        """For each equation its stage; an odd number for those of a body."""
+        """The stage of each equation, by the rule at the head of this file.
+
+        The equations of an odd stage become the body of a `program` equation.
+        """
         eqns = self.program.eqns
         blocks = [self.other in used and self.own not in used for used in self.used]
         # What blocks of the other partition take, not through blocks of others.
@@ -174,12 +194,17 @@ class _Separation:
         return stages
 
     def _body(self, stage: int, members: list, bodies: dict):
-        """The `program` equation of a stage.
+        """Make the `program` equation that replaces the equations of an odd stage.
 
         Args:
           stage: The stage, an odd number.
           members: Its equations.
-          bodies: The bodies of equations, to which the new one is added.
+          bodies: From each loop or `program` equation to its bodies; the new one is
+            added.
+
+        Returns:
+          The equation. It takes what `members` take from outside, and returns those of
+          their results that other equations use.
         """
         defined = {v for eqn in members for v in eqn.outvars}
         taken = dict.fromkeys(v for eqn in members for v in variables(eqn.invars))

@@ -216,11 +216,12 @@ class StageValues:
         return self._values[key]
 
     def state(self, var, side: str) -> Value:
-        """The `Value` of an operand of the function of two states of a fold.
+        """The `Value` of an argument of a fold's function, which takes two states.
 
         Args:
-          var: The result of the fold that has its type.
-          side: "left" or "right".
+          var: The result of the fold that is the same leaf of a state, and has its
+            type.
+          side: Which of the two states it is a leaf of: "left" or "right".
         """
         key = ("state", var, side)
         if key not in self._values:

@@ -152,15 +152,16 @@ def _add_on_devices(layout: Layout, total: Callable, x, wire, sharded: bool):
     Args:
       layout: The layout of the partition.
       total: `total(slices, indices)`, from the slices `[k, *s]` of a device, and the
-        group indices of its slots if some are padding, to their sum.
+        group indices of its slots if some are padding (else None), to their sum.
       x: The partitioned value, `[n, *s]`.
-      wire: As of `execute_reduce_sum`.
-      sharded: As of `execute_reduce_sum`.
+      wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
+        exchange the dtype of `x`.
+      sharded: Whether the result is divided over the devices, by a reduce-scatter.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
     """
-    axis = _axis_of(layout, global_aval(_compat.typeof(x), layout), sharded)
+    axis = _axis_to_divide(layout, global_aval(_compat.typeof(x), layout), sharded)
 
     def body(x, *indices):
         sums = add_devices(layout, [total(x, *indices)], [wire], [axis])
@@ -176,18 +177,21 @@ def _reduce_abstract_eval(x, *, partition, mesh, sharded=False, **options):
     layout = make_layout(partition, mesh)
     # The execution casts to a dtype, and the result of a cast is not weakly typed.
     aval = global_aval(x, layout).update(weak_type=False)
-    axis = _axis_of(layout, aval, sharded)
+    axis = _axis_to_divide(layout, aval, sharded)
     return aval if axis is None else scattered_aval(aval, layout, axis)
 
 
-def _axis_of(layout: Layout, aval, sharded: bool | str) -> int | None:
-    """The axis along which a result is divided over the devices; None: it is not.
+def _axis_to_divide(layout: Layout, aval, sharded: bool | str) -> int | None:
+    """The axis along which a result is divided over the devices: `result="sharded"`.
 
     Args:
       layout: The layout of the partition.
       aval: The type of the result, or of one of the slices that a gather returns.
       sharded: Whether it is to be divided; "auto": only if no axis is Explicit, as the
         type of the result would tell.
+
+    Returns:
+      The axis; None if the result is not to be divided, or has no axis that fits.
     """
     explicit = layout.spec_entry is not None or layout.other_explicit_axes
     if not sharded or (sharded == "auto" and explicit):
@@ -241,8 +245,9 @@ def execute_reduce_mean(x, *, partition, mesh, wire=None, sharded=False):
       x: The partitioned value, `[n, *s]`, of an inexact dtype.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      wire: As of `execute_reduce_sum`.
-      sharded: As of `execute_reduce_sum`.
+      wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
+        exchange the dtype of `x`.
+      sharded: Whether the result is divided over the devices, by a reduce-scatter.
 
     Returns:
       The mean, a global value `[*s]`, in the dtype of `x`.
@@ -291,7 +296,7 @@ def execute_gather(x, *, partition, mesh, sharded=False):
     """
     layout = make_layout(partition, mesh)
     slice_ = global_aval(_compat.typeof(x), layout)
-    axis = None if is_key(x.dtype) else _axis_of(layout, slice_, sharded)
+    axis = None if is_key(x.dtype) else _axis_to_divide(layout, slice_, sharded)
     if axis is not None:
         return _all_to_all(layout, x, axis + 1)
 
@@ -333,7 +338,7 @@ def _all_to_all(layout: Layout, x, axis: int):
 def _gather_abstract_eval(x, *, partition, mesh, sharded=False):
     layout = make_layout(partition, mesh)
     slice_ = global_aval(x, layout)
-    axis = None if is_key(x.dtype) else _axis_of(layout, slice_, sharded)
+    axis = None if is_key(x.dtype) else _axis_to_divide(layout, slice_, sharded)
     if axis is not None:
         slice_ = scattered_aval(slice_, layout, axis)
     spec = (None, *slice_.sharding.spec)

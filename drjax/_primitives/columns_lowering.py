@@ -1,4 +1,6 @@
-"""The lowering of the work on columns: by an all-to-all, or by a gather.
+"""The lowering of `map_columns`, for `reduce_columns`: by an all-to-all, or a gather.
+
+A column has the elements of all groups at one coordinate of their slices.
 
 Input: the jaxpr of one coordinate, and operands of the kinds of `map_columns`. Output:
 results for all coordinates.
@@ -43,17 +45,19 @@ def execute_columns(
     """Execution function of `map_columns`: apply a jaxpr to each coordinate.
 
     Args:
-      *args: The operands, each of its kind.
+      *args: The operands, for all coordinates `s`: `[n, *s, *t]` of the kind "groups",
+        `[*s, *t]` of "coordinates", `[*t]` of "whole".
       jaxpr: The closed jaxpr of one coordinate.
       kinds_in: For each operand its kind, a tuple.
       kinds_out: For each result its kind, a tuple.
-      coordinates: The shape of the coordinates, a tuple.
+      coordinates: The shape `s` of the coordinates, a tuple.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
       name: The name of the function of one coordinate, ignored.
 
     Returns:
-      The list of results, each of its kind.
+      The list of results, in the shapes of operands of their kinds. A result of the
+      kind "whole" is the sum over all coordinates.
     """
     layout = make_layout(partition, mesh)
     shape, kinds = tuple(coordinates), (kinds_in, kinds_out)
@@ -62,7 +66,9 @@ def execute_columns(
         local = make_layout(partition, None)
         run = lambda *xs: _run_device(local, fn, kinds, shape, xs)
         params = {"partition": partition, "mesh": mesh}
-        return on_each_device(run, args, kinds, execute_gather, execute_scatter, params)
+        return by_gather_and_scatter(
+            run, args, kinds, execute_gather, execute_scatter, params
+        )
     fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*args):
@@ -88,9 +94,10 @@ def execute_columns(
 def columns_by_gather(eqn):
     """The closed jaxpr that computes an equation of `map_columns` on the server.
 
-    It gathers the operands of the kind "groups", and scatters the results of that kind.
-    On a mesh with Auto axes, each device gets a part of the coordinates, and the
-    compiler divides the work on them among the devices.
+    Plans use it, as they have no all-to-all between groups. It gathers the operands
+    that have a slice for each group, and scatters such results. On a mesh with Auto
+    axes, each device gets a part of the coordinates, and the compiler divides the work
+    on them among the devices.
 
     Args:
       eqn: The equation.
@@ -101,21 +108,28 @@ def columns_by_gather(eqn):
     run = lambda *xs: _run_device(local, fn, kinds, p["coordinates"], xs)
     params = {"partition": p["partition"], "mesh": p["mesh"]}
     gather = functools.partial(gather_p.bind, sharded="auto")
-    whole = lambda *xs: on_each_device(run, xs, kinds, gather, scatter_p.bind, params)
+    whole = lambda *xs: by_gather_and_scatter(
+        run, xs, kinds, gather, scatter_p.bind, params
+    )
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(whole)(*avals)
 
 
-def on_each_device(run, args, kinds, gather, scatter, params) -> list:
-    """Run a function of whole operands, for gathered groups, and scatter its results.
+def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
+    """Run a function of all groups' slices, between a gather and a scatter.
+
+    For work that needs the slices of all groups at once: each device, or in a plan the
+    server, gets all slices and computes everything.
 
     Args:
-      run: The function. It takes and returns flat sequences of arrays.
+      run: The function. It takes and returns flat sequences of arrays, none of them
+        divided over devices.
       args: The operands.
-      kinds: `(kinds of the operands, kinds of the results)`.
+      kinds: `(kinds of the operands, kinds of the results)`. Operands of the kind
+        "groups" are gathered, and such results scattered.
       gather: `gather(x, partition=, mesh=)`, from a partitioned value to the same
         slices as a global one.
-      scatter: Its transpose.
+      scatter: Its inverse, `scatter(y, partition=, mesh=)`.
       params: The parameters `partition` and `mesh`.
 
     Returns:
@@ -132,14 +146,15 @@ def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
 
     Args:
       layout: The layout: k slots for groups on each device.
-      fn: The function: it takes and returns flat sequences of arrays.
+      fn: The function of one coordinate: it takes and returns flat sequences of arrays.
       kinds: `(kinds of the operands, kinds of the results)`.
-      coordinates: The shape of all coordinates, a tuple.
-      args: The operands: `[k, *s, *t]` of the kind "groups".
+      coordinates: The shape `s` of all coordinates, a tuple.
+      args: The operands that the device has: `[k, *s, *t]` of the kind "groups", `[*s,
+        *t]` of "coordinates", `[*t]` of "whole".
       device: The number of the device along the partition's axes, int32 `[]`.
 
     Returns:
-      The list of results: `[k, *s, *t]` of the kind "groups".
+      The list of results for all coordinates, in the shapes of operands of their kinds.
     """
     d = math.prod(coordinates)
     chunk = -(-d // layout.devices)
@@ -175,18 +190,19 @@ def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
 
 
 def _own_columns(layout: Layout, x, kind: str, coordinates, chunk: int, device):
-    """What the work on a device's coordinates takes of an operand.
+    """The part of an operand for the coordinates of a device.
 
     Args:
       layout: The layout: k slots for groups on each of m devices.
-      x: The operand, `[k, *s, *t]`, `[*s, *t]` or `[*t]`.
+      x: The operand: `[k, *s, *t]` of the kind "groups", `[*s, *t]` of "coordinates",
+        `[*t]` of "whole".
       kind: Its kind.
       coordinates: The shape `s`, a tuple.
       chunk: The number of coordinates of a device, of which some may be padding.
       device: The number of the device, int32 `[]`.
 
     Returns:
-      `[n, chunk, *t]`, `[chunk, *t]` or `[*t]`.
+      In the same order `[n, chunk, *t]`, by an all-to-all; `[chunk, *t]`; or `[*t]`.
     """
     if kind == WHOLE:
         return x
@@ -227,16 +243,17 @@ def _sum_coordinates(x, real):
 
 
 def _all_columns(layout: Layout, y, kind: str, coordinates):
-    """A result of all coordinates, from that of a device's own ones.
+    """Collect a result of the devices' coordinates into that of all coordinates.
 
     Args:
       layout: The layout: k slots for groups on each of m devices.
-      y: The result, `[n, chunk, *t]` or `[chunk, *t]`.
-      kind: Its kind, "groups" or "coordinates".
-      coordinates: The shape `s`, a tuple.
+      y: The result for this device's coordinates: `[n, chunk, *t]` of the kind
+        "groups", `[chunk, *t]` of "coordinates".
+      kind: Its kind.
+      coordinates: The shape `s` of all coordinates, a tuple.
 
     Returns:
-      `[k, *s, *t]` or `[*s, *t]`.
+      `[k, *s, *t]` for the groups of this device, or `[*s, *t]`.
     """
     axis, k = (1, layout.per_device) if kind == GROUPS else (0, 0)
     d, t = math.prod(coordinates), y.shape[axis + 1 :]

@@ -193,7 +193,8 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
       axes: For each value the axis along which its sum is divided, or None.
 
     Returns:
-      The sums, as of `add_devices`.
+      For each value its sum, in its dtype (float32 for float64 values): `[*s]`, or this
+      device's part along its axis.
     """
     m = layout.devices
     # Part j of each `[m, c]` has the numbers that device j adds up.
@@ -294,12 +295,15 @@ def _encode(x, wire: Wire):
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
     inverse = jnp.where(scale > 0, 1 / scale, 0)
     scaled = (blocks * inverse[..., None]).reshape(x.shape)
-    if wire.dtype == "int8":
-        codes = _bytes(jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8))
-    elif wire.dtype == "float8_e4m3fn":
-        codes = _bytes(jnp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
-    else:
-        codes = _pack_nibbles(scaled)
+    match wire.dtype:
+        case "int8":
+            codes = _bytes(jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8))
+        case "float8_e4m3fn":
+            codes = _bytes(jnp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
+        case "float4_e2m1fn":
+            codes = _pack_nibbles(scaled)
+        case _:
+            raise NotImplementedError(f"No encoding of {wire.dtype} is known.")
     return jnp.concatenate([codes, _bytes(scale)], axis=-1)
 
 

@@ -45,7 +45,7 @@ from drjax._primitives.collectives import (
     reduce_sum_p,
     scatter_p,
 )
-from drjax._primitives.columns_lowering import GROUPS, on_each_device
+from drjax._primitives.columns_lowering import GROUPS, by_gather_and_scatter
 from drjax._primitives.fold_lowering import (
     execute_fold,
     fold_of_all,
@@ -68,17 +68,35 @@ fold_around_p = registration.new_primitive("fold_around", multiple_results=True)
 
 
 def execute_reduce_fold(*args, **params):
-    """Execution function of `reduce_fold`, as `execute_fold`."""
-    return execute_fold(*args, around=False, **params)
+    """Execution function of `reduce_fold`: fold the states of all groups.
+
+    Operands and parameters are those of `fold_lowering.execute_fold`.
+
+    Returns:
+      The list of the leaves of the fold, global, `[*s]`.
+    """
+    return execute_fold(*args, prefixes_and_suffixes=False, **params)
 
 
 def execute_fold_around(*args, **params):
-    """Execution function of `fold_around`, as `execute_fold`."""
-    return execute_fold(*args, around=True, **params)
+    """Execution function of `fold_around`: the fold of all groups, and around each.
+
+    Operands and parameters are those of `fold_lowering.execute_fold`.
+
+    Returns:
+      The list of the leaves of the fold, global, `[*s]`; of the folds before each
+      group, partitioned, `[n, *s]`; and of the folds after it.
+    """
+    return execute_fold(*args, prefixes_and_suffixes=True, **params)
 
 
 def _split(values: Sequence, n_states: int):
-    """Split operands into what f closes over, the neutral state, and the states."""
+    """Split operands into what f closes over, the neutral state, and groups' states.
+
+    Args:
+      values: The operands, or one value for each.
+      n_states: The number of leaves of a state.
+    """
     n = len(values) - 2 * n_states
     return values[:n], values[n : n + n_states], values[n + n_states :]
 
@@ -145,7 +163,7 @@ def _total_tangents(primals, tangents, outs, params) -> list:
     nonzeros = [type(t) is not _compat.Zero for t in operand_tangents]
     dense = [t for t, nz in zip(operand_tangents, nonzeros, strict=True) if nz]
     avals = tuple(map(_compat.typeof, operands))
-    group_jaxpr = _between(jaxpr, avals, len(consts), layout)
+    group_jaxpr = _trace_product_of_three(jaxpr, avals, len(consts), layout)
     with group_context(layout):
         jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(group_jaxpr, nonzeros)
     jvp_jaxpr, closed = _compat.without_consts(jvp_jaxpr)
@@ -160,14 +178,29 @@ def _total_tangents(primals, tangents, outs, params) -> list:
 
 
 def _broadcast_tangent(t, placement):
-    """Broadcast the tangent `[*s]` of a global operand; a symbolic zero stays one."""
+    """Broadcast the tangent of a global operand, on which all groups' tangents depend.
+
+    Args:
+      t: The tangent, `[*s]`; a symbolic zero is returned as it is.
+      placement: The parameters `partition` and `mesh`.
+    """
     if type(t) is _compat.Zero:
         return t
     return broadcast_p.bind(t, **placement)
 
 
 def _in_first_group(t, placement):
-    """Give group 0 the tangent `[*s]` of a global operand, and the others zeros."""
+    """Give group 0 the tangent of the neutral state, and all other groups zeros.
+
+    The neutral state occurs once in the fold, before group 0.
+
+    Args:
+      t: The tangent, `[*s]`; a symbolic zero is returned as it is.
+      placement: The parameters `partition` and `mesh`.
+
+    Returns:
+      The tangent, partitioned, `[n, *s]`.
+    """
     if type(t) is _compat.Zero:
         return t
     index = partition_index_p.bind(per_group=False, **placement)
@@ -176,23 +209,26 @@ def _in_first_group(t, placement):
 
 
 def _unless_first_zero(index, t):
-    """The tangent `t`, `[*s]`, in the group of index 0, else zeros."""
+    """The tangent `t`, `[*s]`, in group 0, else zeros; `_in_first_group` maps it."""
     return jnp.where(index == 0, t, jnp.zeros((), t.dtype))
 
 
 @_compat.weakref_lru_cache
-def _between(jaxpr, avals, n_consts: int, layout: Layout):
-    """Trace the function of one group of which the fold's derivative is made; cached.
+def _trace_product_of_three(jaxpr, avals, n_consts: int, layout: Layout):
+    """Trace (p . x) . s, the fold as a function of one group's state x; cached.
+
+    p is the fold before the group, and s that after it. The derivative of the fold is
+    the sum over groups of the derivatives of this function.
 
     Args:
       jaxpr: The closed jaxpr of f.
-      avals: The types of the partitioned operands: twice what f closes over, and then
-        the folds before each group, its own state, and the folds after it, a tuple.
+      avals: The types of the partitioned operands, a tuple: what f closes over, twice
+        (for the inner and the outer product), and p, x and s.
       n_consts: The number of values that f closes over.
       layout: The layout of the partition.
 
     Returns:
-      The closed jaxpr of (p . x) . s.
+      The closed jaxpr of one group.
     """
     fn = _compat.jaxpr_as_fun(jaxpr)
 
@@ -242,16 +278,19 @@ def _around_tangents(primals, tangents, outs, params) -> list:
 def _around_column(jaxpr, avals, kinds, n_states: int, layout: Layout, name: str):
     """Trace the folds around all groups as a function of all groups' states; cached.
 
+    `map_columns` applies its derivative, for second derivatives of a fold.
+
     Args:
       jaxpr: The closed jaxpr of f.
       avals: The types of the operands of `fold_around`, a tuple.
-      kinds: Their kinds, a tuple.
+      kinds: For each operand "groups" if it has a slice for each group, else "whole".
       n_states: The number of leaves of a state.
       layout: The layout of the partition.
       name: The name of f.
 
     Returns:
-      The closed jaxpr, with the folds before each group, `[n, *s]`, and after it.
+      The closed jaxpr, with the leaves of the folds before each group, `[n, *s]`, and
+      of those after it.
     """
     run = fold_of_all(layout.partition, jaxpr, n_states, True)
     fn = lambda *xs: run(*xs)[n_states:]
@@ -266,11 +305,11 @@ fold_of_all_p = registration.new_primitive("fold_of_all", multiple_results=True)
 
 
 def execute_fold_of_all(*args, jaxpr, n_states, partition, name, commutative=False):
-    """Execution function of `fold_of_all`: `fold_around` of global values, locally.
+    """Execution function of `fold_of_all`: `fold_around` of states in one process.
 
     Args:
       *args: The operands of `fold_around`, all global.
-      jaxpr: As of `execute_fold`, like all other parameters.
+      jaxpr: The closed jaxpr of the function of two states.
       n_states: The number of leaves of a state.
       partition: The `Partition`, of n groups.
       name: The name of the function, ignored.
@@ -285,7 +324,8 @@ def execute_fold_of_all(*args, jaxpr, n_states, partition, name, commutative=Fal
 def folds_by_gather(eqn):
     """The closed jaxpr that computes an equation of `fold_around` on the server.
 
-    It gathers the states of all groups, and scatters the results for each group.
+    Plans use it. It gathers the states of all groups, folds them by one `fold_of_all`,
+    and scatters the results that have a slice for each group.
 
     Args:
       eqn: The equation.
@@ -294,7 +334,7 @@ def folds_by_gather(eqn):
     where = {"partition": eqn.params["partition"], "mesh": eqn.params["mesh"]}
     kinds = kinds_of_fold(len(eqn.invars), params["n_states"], True)
     run = lambda *xs: fold_of_all_p.bind(*xs, **params)
-    whole = lambda *xs: on_each_device(
+    whole = lambda *xs: by_gather_and_scatter(
         run, xs, kinds, gather_p.bind, scatter_p.bind, where
     )
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
@@ -356,12 +396,12 @@ def _batching_rule(primitive):
 
 
 def _batched(x, dim, position: int, axis_data):
-    """Move the batch dimension `dim` of an array to a position; None: add one.
+    """Move the batch dimension of an operand to the place where batched f has it.
 
     Args:
       x: The array.
-      dim: Its batch dimension, or None: it has none.
-      position: The new position of the batch dimension.
+      dim: Its batch dimension; None: it has none, and is repeated along a new one.
+      position: The position of the batch dimension in the result.
       axis_data: JAX's `AxisData` of the vmap.
     """
     if dim is None:

@@ -31,7 +31,7 @@ from jax import lax
 from drjax import _compat
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.collectives import execute_gather, execute_scatter
-from drjax._primitives.columns_lowering import GROUPS, WHOLE, on_each_device
+from drjax._primitives.columns_lowering import GROUPS, WHOLE, by_gather_and_scatter
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout, other_axes
@@ -40,25 +40,40 @@ States = list[jax.Array]
 Combine = Callable[[States, States], States]
 
 
-def kinds_of_fold(n_operands: int, n_states: int, around: bool):
-    """The kinds of the operands and results of a fold, as those of `map_columns`.
+def kinds_of_fold(n_operands: int, n_states: int, prefixes_and_suffixes: bool):
+    """Which operands and results of a fold have a slice for each group.
+
+    The others are shared. `by_gather_and_scatter` takes the pair, to gather operands
+    and scatter results that have slices.
 
     Args:
-      n_operands: The number of operands: consts, neutral state, states of the groups.
+      n_operands: The number of operands: those that the function closes over, the
+        leaves of the neutral state, and the leaves of the groups' states.
       n_states: The number of leaves of a state.
-      around: Whether there are results for each group.
+      prefixes_and_suffixes: Whether the fold before each group and the one after it are
+        results, too: 2 * n_states more leaves.
 
     Returns:
-      `(kinds of the operands, kinds of the results)`, two tuples.
+      `(kinds of the operands, kinds of the results)`, two tuples: `GROUPS` for an array
+      `[n, *s]`, `WHOLE` for a shared one, `[*s]`.
     """
     kinds_in = (WHOLE,) * (n_operands - n_states) + (GROUPS,) * n_states
-    return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (2 * n_states * around)
+    return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (
+        2 * n_states * prefixes_and_suffixes
+    )
 
 
 def execute_fold(
-    *args, jaxpr, n_states, partition, mesh, name, around=False, commutative=False
+    *args,
+    jaxpr,
+    n_states,
+    partition,
+    mesh,
+    name,
+    prefixes_and_suffixes=False,
+    commutative=False,
 ):
-    """Execution function of `reduce_fold`, and of `fold_around` if `around`.
+    """Execution function of `reduce_fold` and of `fold_around`.
 
     Args:
       *args: The values that the function closes over, the leaves of the neutral state,
@@ -68,24 +83,27 @@ def execute_fold(
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
       name: The name of the function, ignored.
-      around: Whether to compute folds for each group.
+      prefixes_and_suffixes: Whether to compute the fold before each group and the one
+        after it, too, as `fold_around` does.
       commutative: Whether any order will do, ignored.
 
     Returns:
-      The list of the leaves of the fold, `[*s]`; and if `around`, those of the folds
-      before each group, `[n, *s]`, and of those after it.
+      The list of the leaves of the fold, `[*s]`; with `prefixes_and_suffixes`, then
+      those of the folds before each group, `[n, *s]`, and those of the folds after it.
     """
     layout = make_layout(partition, mesh)
-    kinds = kinds_of_fold(len(args), n_states, around)
+    kinds = kinds_of_fold(len(args), n_states, prefixes_and_suffixes)
     if lowers_by_vmap(layout, jaxpr):
-        run = fold_of_all(partition, jaxpr, n_states, around)
+        run = fold_of_all(partition, jaxpr, n_states, prefixes_and_suffixes)
         params = {"partition": partition, "mesh": mesh}
-        return on_each_device(run, args, kinds, execute_gather, execute_scatter, params)
+        return by_gather_and_scatter(
+            run, args, kinds, execute_gather, execute_scatter, params
+        )
     fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*args):
         *args, first = args
-        return _run_device(layout, fn, n_states, around, args, first[0])
+        return _run_device(layout, fn, n_states, prefixes_and_suffixes, args, first[0])
 
     partitioned_in, partitioned_out = (
         [kind == GROUPS for kind in side] for side in kinds
@@ -97,21 +115,24 @@ def execute_fold(
     )  # fmt: skip
 
 
-def fold_of_all(partition, jaxpr, n_states: int, around: bool) -> Callable:
+def fold_of_all(
+    partition, jaxpr, n_states: int, prefixes_and_suffixes: bool
+) -> Callable:
     """The function that computes a fold from the states of all groups, locally.
 
     Args:
       partition: The `Partition`, of n groups.
       jaxpr: The closed jaxpr of the function of two states.
       n_states: The number of leaves of a state.
-      around: Whether to compute folds for each group.
+      prefixes_and_suffixes: Whether to compute the fold before each group and the one
+        after it, too.
 
     Returns:
-      The function: it takes the operands of the equation and returns its results, all
-      of them whole, `[n, *s]` or `[*s]`.
+      The function. It takes the operands of `execute_fold` and returns its results,
+      `[n, *s]` or `[*s]`: no array is divided over devices.
     """
     local, fn = make_layout(partition, None), _compat.jaxpr_as_fun(jaxpr)
-    return lambda *args: _run_device(local, fn, n_states, around, args)
+    return lambda *args: _run_device(local, fn, n_states, prefixes_and_suffixes, args)
 
 
 # ---------------------------------------------------------------------------------
@@ -119,7 +140,12 @@ def fold_of_all(partition, jaxpr, n_states: int, around: bool) -> Callable:
 
 
 def _run_device(
-    layout: Layout, fn: Callable, n_states: int, around: bool, args, first=0
+    layout: Layout,
+    fn: Callable,
+    n_states: int,
+    prefixes_and_suffixes: bool,
+    args,
+    first=0,
 ) -> States:
     """Fold the states of a device's groups, and then those of all devices.
 
@@ -128,14 +154,15 @@ def _run_device(
       fn: The function of two states, which takes and returns flat sequences of arrays:
         first what it closes over, and then the leaves of both states.
       n_states: The number of leaves of a state.
-      around: Whether to compute folds for each group.
+      prefixes_and_suffixes: Whether to compute the fold before each slot and the one
+        after it, too.
       args: The operands: what `fn` closes over, `[*t]`, the neutral state, `[*s]`, and
         the states of the device's groups, `[k, *s]`.
       first: The group index of the device's first slot, int32 `[]`.
 
     Returns:
-      The leaves of the fold, `[*s]`; if `around`, also those of the folds before each
-      slot, `[k, *s]`, and after it.
+      The leaves of the fold, `[*s]`; with `prefixes_and_suffixes`, then those of the
+      folds before each slot, `[k, *s]`, and those of the folds after it.
     """
     varying = frozenset[str]().union(
         *(_compat.varying(_compat.typeof(x)) for x in args)
@@ -150,7 +177,7 @@ def _run_device(
     if layout.uneven:
         real = first + lax.iota(jnp.int32, k) < layout.partition.size
     with _compat.without_vma():  # as the states vary over the devices
-        local = _scans(combine, x, real) if around else None
+        local = _scans(combine, x, real) if prefixes_and_suffixes else None
         own = [y[-1:] for y in local[0]] if local else fold_by_tree(combine, x, real)
     states = states_of_devices(layout, own, varying, used)
     with _compat.without_vma():
@@ -160,7 +187,7 @@ def _run_device(
         else:
             ends = _scans(combine, states)
             totals = combine(init, [y[-1:] for y in ends[0]])
-            outs = _around(combine, init, local, ends, first // k, real)
+            outs = _prefixes_and_suffixes(combine, init, local, ends, first // k, real)
     others = varying - set(layout.axes)
     return [
         *(vary(y[0], others) for y in totals),
@@ -237,7 +264,13 @@ def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
 
 
 def _unless_padding(real, new: States, old: States) -> States:
-    """`new` where `real`, bool `[k]`, else `old`, both of leaves `[k, *s]`."""
+    """Select states by slot: new ones where the slot belongs to a group, else old ones.
+
+    Args:
+      real: For each slot whether it belongs to a group, bool `[k]`.
+      new: Leaves `[k, *s]`.
+      old: Leaves `[k, *s]`.
+    """
     if real is None:
         return new
     select = lambda x, y: jnp.where(
@@ -280,9 +313,9 @@ def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
     """The inclusive folds of states up to each one, and from each one on.
 
     Args:
-      combine: As for `fold_by_tree`.
+      combine: From two states with leaves `[j, *s]` to one, for any j.
       x: The leaves of k states, `[k, *s]`.
-      real: As for `fold_by_tree`.
+      real: For each state whether it belongs to a group, bool `[k]`; None: all do.
 
     Returns:
       `(prefixes, suffixes)`, leaves `[k, *s]`.
@@ -321,14 +354,16 @@ def _scan(combine: Combine, x: States) -> States:
     return outs if even == k else _join(outs, [y[k // 2 :] for y in evens])
 
 
-def _around(combine: Combine, init: States, local, ends, device, real) -> States:
+def _prefixes_and_suffixes(
+    combine: Combine, init: States, local, ends, device, real
+) -> States:
     """The folds of all groups before each slot of a device, and after it.
 
     Args:
-      combine: As for `fold_by_tree`.
+      combine: From two states with leaves `[j, *s]` to one, for any j.
       init: The leaves of the neutral state, `[1, *s]`.
-      local: The inclusive scans of the device's slots, as `_scans` returns them.
-      ends: The inclusive scans of the devices that have groups.
+      local: `(prefixes, suffixes)` of the device's own slots, as `_scans` returns them.
+      ends: The same of the states of all devices that have groups.
       device: The number of the device, int32 `[]`.
       real: For each slot whether it belongs to a group, bool `[k]`; None: all do.
 

@@ -200,11 +200,17 @@ def reduction_rule(primitive: Any, execute: Callable) -> Callable:
 
 
 def extremum_rule(primitive: Any, execute: Callable) -> Callable:
-    """Make the lowering rule of a reduction that merges with inner levels only.
+    """Make the lowering rule of an extremum, which merges with one over an inner level.
+
+    Unlike a sum, an extremum is not computed within a map.
 
     Args:
-      primitive: The reduction.
+      primitive: `reduce_max_p` or `reduce_min_p`.
       execute: Its execution function, `execute(x, partition=, mesh=)`.
+
+    Returns:
+      `rule(ctx, x, partition=, mesh=)`, from the MLIR value of the operand to a list
+      with that of the result.
     """
 
     def alone(ctx, x, **params):

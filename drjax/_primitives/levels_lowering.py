@@ -66,13 +66,20 @@ def merge_levels(
 
     Args:
       primitive: The reduction, with the parameters `partition` and `mesh`.
-      local, across, is_sum: As of `_Reduction`.
+      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
+        `[*s]`; `indices` are the group indices of its slots, None without padding.
+      across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
+      is_sum: Whether it is the sum, which may be computed within a map.
     """
     _REDUCTIONS[primitive] = _Reduction(local, across, is_sum)
 
 
 def is_sum(primitive: Primitive) -> bool:
-    """Whether a reduction that merges is the sum."""
+    """Whether a reduction is the sum, which may be computed within a map.
+
+    Args:
+      primitive: A reduction for which `merge_levels` was called.
+    """
     return _REDUCTIONS[primitive].is_sum
 
 
@@ -125,13 +132,16 @@ registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
 
 @dataclass(frozen=True)
 class InnerReduction:
-    """A result of a map that is a reduction over an inner level, in each group.
+    """One result of a map over the outer level that reduces over an inner level.
+
+    With it, the lowering of an outer reduction of this result takes the devices'
+    partial reductions instead, for one collective over both levels' axes.
 
     Attributes:
-      primitive: The reduction.
+      primitive: The reduction over the inner level.
       axes: The mesh axes of the inner level.
-      position: The position of the partial reductions among the results of the jaxpr
-        that `with_partial_reductions` returns.
+      position: The position of the partial reductions, `[m, *s]` of m devices, among
+        the results of the jaxpr that `with_partial_reductions` returns.
     """
 
     primitive: Primitive

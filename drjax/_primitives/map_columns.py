@@ -68,17 +68,17 @@ def trace_column(fn, avals, kinds, coordinates, layout: Layout, name: str):
     """Trace a function of one coordinate to a jaxpr.
 
     Args:
-      fn: Takes and returns flat sequences of arrays: a column `[n, *t]` of an operand
-        of the kind "groups", or an element `[*t]`.
-      avals: The types of the operands.
-      kinds: The kinds of the operands.
+      fn: Takes and returns flat sequences of arrays: for an operand of the kind
+        "groups" a column `[n, *t]`, else an element `[*t]`.
+      avals: The types of the operands, for all coordinates.
+      kinds: For each operand "groups", "coordinates" or "whole".
       coordinates: The shape of the coordinates, a tuple.
       layout: The layout of the partition.
       name: The name of the function, for debug information.
 
     Returns:
       `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
-      and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
+        and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
     """
     with column_context(layout):
         skip = {GROUPS: len(coordinates), COORDINATES: len(coordinates), WHOLE: 0}
@@ -377,11 +377,16 @@ def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **
 
 @_compat.weakref_lru_cache
 def _groups_first(jaxpr, low: tuple[bool, ...]):
-    """Move axis 0, a batch dimension, of some results of a jaxpr behind axis 1; cached.
+    """Move the batch dimension of some results behind their group axis; cached.
+
+    Batching puts it first, but the group axis of a column has to be axis 0.
 
     Args:
-      jaxpr: The closed jaxpr of one coordinate, without constants.
-      low: For each result whether to move it.
+      jaxpr: The closed, batched jaxpr of one coordinate, without constants.
+      low: For each result whether its axes 0 and 1 change places.
+
+    Returns:
+      The closed jaxpr.
     """
     fn = _compat.jaxpr_as_fun(jaxpr)
 

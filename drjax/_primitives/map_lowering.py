@@ -251,7 +251,9 @@ def vmap_over_devices(
         args.append(first_group_indices(layout))
         # Traced first: the vmaps in `fn` must not see the axes of the surrounding vmap.
         split_in = (*partitioned_in, True)
-        avals = [_one(x) if p else x for x, p in zip(args, split_in, strict=True)]
+        avals = [
+            _aval_of_slice(x) if p else x for x, p in zip(args, split_in, strict=True)
+        ]
         jaxpr, (own, stacks) = jax.make_jaxpr(fn, return_shape=True)(*avals)
         one = _compat.jaxpr_as_fun(jaxpr)
         axes = tuple(0 if p else None for p in split_in)
@@ -263,7 +265,7 @@ def vmap_over_devices(
     return auto_partition(layout, run, args, partitioned_in)
 
 
-def _one(x) -> jax.ShapeDtypeStruct:
+def _aval_of_slice(x) -> jax.ShapeDtypeStruct:
     """The shape and dtype of one slice of the array `x` along its axis 0."""
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 

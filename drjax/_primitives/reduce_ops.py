@@ -1,6 +1,8 @@
-"""The registry of reductions: all that the planner and the backends know of one.
+"""The table of reductions, for the planner and all backends.
 
-Input: the name of a reduction, or its primitive. Output: its `ReduceOp`, or None.
+Input: the name of a reduction, or its primitive. Output: its `ReduceOp`, or None: the
+identity, how partial reductions combine, and what comes last. So a mean is a sum with
+the `finish` total / count, and 0 / 0 = NaN if no group takes part.
 
 A backend reduces in up to four steps, with blocks B of groups (of a device, a worker or
 a step of a loop):
@@ -189,10 +191,13 @@ def of_primitive(primitive: Any) -> ReduceOp | None:
 
 
 def of_lax_primitive(primitive: Any) -> ReduceOp | None:
-    """The registered reduction that a primitive of `jax.lax` is over the group axis.
+    """The drjax reduction equivalent to a `jax.lax` reduction over the group axis.
 
-    None if no reduction has it among its `lax_primitives`: `primitive` may be any JAX
-    primitive.
+    Args:
+      primitive: Any JAX primitive, such as `jax.lax.reduce_max_p`.
+
+    Returns:
+      The registered reduction with it in `lax_primitives`; None if there is none.
     """
     return _of_lax_primitive.get(primitive)
 

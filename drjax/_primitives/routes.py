@@ -62,13 +62,15 @@ MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 # Bits: what a collective can send, and add to zeros without a change
 
 
-def _through_bits(move: Callable, x):
-    """Apply a function that moves slices to the bits of an array.
+def _move_bits(move: Callable, x):
+    """Move slices of an array of any dtype as unsigned integers.
+
+    A collective that adds slices to zeros then keeps NaNs and the sign of zeros.
 
     Args:
       move: From an array of unsigned integers `[k, *s]` to one of the same dtype. It
         returns slices of its operand and zeros.
-      x: The array, of any dtype.
+      x: The array, of any dtype, random keys included.
 
     Returns:
       What `move` would return for `x`, in the dtype of `x`.
@@ -78,7 +80,7 @@ def _through_bits(move: Callable, x):
         return on_raw(move, x)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([jnp.real(x), jnp.imag(x)], -1)
-        parts = _through_bits(move, parts)
+        parts = _move_bits(move, parts)
         return lax.complex(parts[..., 0], parts[..., 1])
     if dtype == jnp.bool_:
         return move(x.astype(jnp.uint8)) != 0
@@ -123,9 +125,9 @@ def execute_permute(x, *, sources, partition, mesh):
                 parts.append(lax.ppermute(sent, layout.axes, step.pairs))
             return jnp.concatenate(parts)[of_device(moves.positions)]
 
-        return [_through_bits(move, x)]
+        return [_move_bits(move, x)]
 
-    return _on_devices(layout, body, x)
+    return _run_on_devices(layout, body, x)
 
 
 def is_permutation(index: Sequence[int], n: int) -> bool:
@@ -134,7 +136,7 @@ def is_permutation(index: Sequence[int], n: int) -> bool:
 
 
 def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:
-    """The inverse of a permutation of 0 to n - 1."""
+    """The inverse of a permutation of 0 to n - 1: where each index occurs in it."""
     return tuple(np.argsort(np.asarray(sources, np.int64)).tolist())
 
 
@@ -168,13 +170,13 @@ def execute_take(x, index, *, partition, mesh):
 
         def body_of_many(x, index, first):
             own = _own_index(index, layout, result, first)
-            return [_through_bits(lambda x: _all_slices(layout, x)[own], x)]
+            return [_move_bits(lambda x: _all_slices(layout, x)[own], x)]
 
-        return _on_devices(layout, body_of_many, x, *_divided(index, result, 0),
-                           result=result)  # fmt: skip
+        divided = _index_on_devices(index, result, 0)
+        return _run_on_devices(layout, body_of_many, x, *divided, result=result)
 
     def body(x, index, first):
-        position = _padded(index, result, 0) - first
+        position = _pad_index(index, result, 0) - first
         own = (position >= 0) & (position < layout.per_device)
 
         def move(x):
@@ -184,9 +186,9 @@ def execute_take(x, index, *, partition, mesh):
             # One device has the slice, the others zeros: a sum of bits is a copy.
             return reduce_scatter(result, slices)
 
-        return [_through_bits(move, x)]
+        return [_move_bits(move, x)]
 
-    return _on_devices(layout, body, x, index, result=result)
+    return _run_on_devices(layout, body, x, index, result=result)
 
 
 # <take(x, i), y> = sum_j <x[i_j], y_j> = sum_k <x_k, sum_{j: i_j = k} y_j>
@@ -228,19 +230,19 @@ def execute_put_add(x, index, *, partition, mesh):
 
         def body_of_few(x, index, first):
             size = result.per_device
-            position = _padded(index, layout, dropped)
+            position = _pad_index(index, layout, dropped)
             position = position - first // layout.per_device * size
             # A negative index would count from the end.
             position = jnp.where(position >= 0, position, size)
             return [add(_all_slices(layout, x), position, size)]
 
-        return _on_devices(layout, body_of_few, x, index, result=result)
+        return _run_on_devices(layout, body_of_few, x, index, result=result)
 
     def body(x, index, first):
         own = _own_index(index, layout, layout, first)
         return [reduce_scatter(result, add(x, own, dropped))]
 
-    return _on_devices(layout, body, x, *_divided(index, layout, dropped),
+    return _run_on_devices(layout, body, x, *_index_on_devices(index, layout, dropped),
                        result=result)  # fmt: skip
 
 
@@ -294,35 +296,36 @@ def _layout_of_index(index, partition: Partition, mesh) -> Layout:
     return make_layout(replace(partition, size=index.shape[0]), mesh)
 
 
-def _divided(index, layout: Layout, fill: int):
-    """An index of which a device needs the part for its slots, as an operand.
+def _index_on_devices(index, layout: Layout, fill: int):
+    """Divide an index over the devices, as an operand of `_run_on_devices`.
 
     Args:
-      index: The index of a layout's groups, a global value.
+      index: The index, with an element for each group of the layout, a global value.
       layout: The layout.
-      fill: The index of padding.
+      fill: The element for padded slots.
 
     Returns:
-      `(index of all slots, how it is divided over the devices)`.
+      `(index, spec)`: the padded index, with an element for each slot, and its
+        `PartitionSpec`; False in place of this if the layout is not sharded.
     """
-    index = _padded(index, layout, fill)
+    index = _pad_index(index, layout, fill)
     if not layout.sharded:
         return index, False
     return as_operand(index, layout, True), P(layout.axes)
 
 
 def _own_index(index, layout: Layout, of: Layout, first):
-    """The part of a padded index that belongs to the slots of a device.
+    """The elements of a padded index that belong to the slots of a device.
 
     Args:
-      index: What a device gets of it: this part, or inside a user's `shard_map` the
-        index of all slots of the layout `of`.
+      index: What a device gets of the index: these elements already; or, inside a
+        user's `shard_map`, the elements for all slots of the layout `of`.
       layout: The layout of which `first` is a group index.
-      of: The layout of the slots.
+      of: The layout of the slots, on the same devices.
       first: The group index of the device's first slot in `layout`, int32 `[1]`.
 
     Returns:
-      int32 `[k]`, of the k slots of the device.
+      int32 `[k]`, of the k slots of the device in `of`.
     """
     if of.sharded:
         return index
@@ -332,11 +335,16 @@ def _own_index(index, layout: Layout, of: Layout, first):
 
 
 def _all_slices(layout: Layout, x):
-    """The slices of all slots, `[k * m, *s]`, from those of a device, `[k, *s]`."""
+    """Gather the slices of all devices' slots, `[k * m, *s]`, by an all-gather.
+
+    Args:
+      layout: The layout: k slots on each of m devices.
+      x: The slices of this device's slots, `[k, *s]`.
+    """
     return lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True)
 
 
-def _on_devices(
+def _run_on_devices(
     layout: Layout,
     body: Callable,
     x,
@@ -344,7 +352,7 @@ def _on_devices(
     spec: P | bool = False,
     result: Layout | None = None,
 ):
-    """Run a function of one device's slices on all devices.
+    """Run a function that moves one device's slices on all devices.
 
     Args:
       layout: The layout of `x`: k slots on each device.
@@ -355,6 +363,9 @@ def _on_devices(
       index: The index, int32, or None.
       spec: The `PartitionSpec` of the index; False: each device gets all of it.
       result: The layout of the result; None: `layout`.
+
+    Returns:
+      The partitioned value of all devices' new slices.
     """
     args, specs = ([x], [True]) if index is None else ([x, index], [True, spec])
     return shard_map_over_devices(
@@ -362,8 +373,14 @@ def _on_devices(
     )[0]
 
 
-def _padded(index, layout: Layout, fill: int):
-    """Pad the index of a layout's groups to all slots of its devices, with `fill`."""
+def _pad_index(index, layout: Layout, fill: int):
+    """Pad an index to one element for each slot of a layout's devices.
+
+    Args:
+      index: The index, with an element for each group.
+      layout: The layout.
+      fill: The element for padded slots.
+    """
     extra = layout.num_slots - layout.partition.size
     return lax.pad(index, jnp.asarray(fill, index.dtype), [(0, extra, 0)])
 
@@ -378,15 +395,20 @@ def _abstract_eval(x, *index, partition, mesh, **_):
 
 
 def _abstract_take(x, index, *, partition, mesh):
-    return _with_groups(x, _layout_of_index(index, partition, mesh))
+    return _aval_with_groups(x, _layout_of_index(index, partition, mesh))
 
 
 def _abstract_put_add(x, index, *, partition, mesh):
-    return _with_groups(x, make_layout(partition, mesh))
+    return _aval_with_groups(x, make_layout(partition, mesh))
 
 
-def _with_groups(x, layout: Layout):
-    """The type of a value with the slices of `x`, one for each group of a layout."""
+def _aval_with_groups(x, layout: Layout):
+    """The type of a partitioned value with the slices of `x`, for another partition.
+
+    Args:
+      x: The type of a partitioned value.
+      layout: The layout of the other partition.
+    """
     shape = (layout.group_axis_size, *x.shape[1:])
     return x.update(shape=shape, weak_type=False)
 

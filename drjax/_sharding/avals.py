@@ -36,9 +36,9 @@ def _without(spec_entry, axes):
 
 
 def inner_spec(aval, layout: Layout, skip: int):
-    """The `PartitionSpec` entries of a type, without the partition's axes.
+    """How a value is sharded inside a group: its spec without the partition's axes.
 
-    Only the group axis may be sharded over these.
+    Of a partitioned value, only the group axis may be sharded over these axes.
 
     Args:
       aval: The type of a value, `[*s]` or `[n, *s]`.
@@ -47,7 +47,7 @@ def inner_spec(aval, layout: Layout, skip: int):
         partitioned value, else 0.
 
     Returns:
-      A list with an entry for each dimension from `skip` on.
+      A list with a `PartitionSpec` entry for each dimension from `skip` on.
     """
     spec = (*aval.sharding.spec, *[None] * aval.ndim)[: aval.ndim]
     return [_without(entry, layout.axes) for entry in spec[skip:]]
@@ -57,10 +57,10 @@ def _typed(aval, layout, mesh, shape, spec, varying):
     """Copy a type with another shape, sharding and VMA.
 
     Args:
-      aval: The type to copy, whose dtype stays.
+      aval: The type to copy; its dtype stays.
       layout: The layout of the partition.
-      mesh: The abstract mesh of the new sharding. A layout without a mesh ignores it:
-        the new type has the mesh of `aval`.
+      mesh: The abstract mesh of the new sharding. Without a mesh in the layout it is
+        ignored, and the new type has the mesh of `aval`.
       shape: The new shape.
       spec: For each dimension an entry of the new `PartitionSpec`.
       varying: The set of mesh axes over which a value of the new type varies.
@@ -112,12 +112,12 @@ def global_aval(aval, layout: Layout):
 
 
 def scattered_aval(aval, layout: Layout, axis: int):
-    """The type of a global value that is divided over the partition's devices.
+    """The type of a global value of which each device has a part: `result="sharded"`.
 
     Args:
       aval: The type of the global value, `[*s]`.
       layout: The layout of the partition, which is sharded.
-      axis: The axis along which the value is divided.
+      axis: The axis along which the value is divided over the partition's devices.
 
     Returns:
       The type `[*s]`, with the partition's Explicit axes at `axis`.
@@ -150,15 +150,18 @@ def group_aval(aval, layout: Layout):
 
 
 def slices_aval(aval, layout: Layout):
-    """The type of a map's operand where the map is lowered, from that of the operand.
+    """The type with which an operand of a map enters the function that is lowered.
+
+    That function is traced like the work of one group: its values do not vary over the
+    partition's axes, although in a user's `shard_map` the operands do.
 
     Args:
-      aval: The type `[k, *s]`, or `[*s]` if all groups share it.
+      aval: The type of the operand, `[k, *s]`, or `[*s]` if all groups share it.
       layout: The layout of the partition.
 
     Returns:
       The same type, but inside a user's `shard_map` over the partition's axes it does
-      not vary over these, as the type of one group.
+      not vary over these.
     """
     if not layout.manual:
         return aval
@@ -168,13 +171,16 @@ def slices_aval(aval, layout: Layout):
 
 @_compat.cache()
 def column_aval(aval, layout: Layout, skip: int, partitioned: bool):
-    """The type of what belongs to one coordinate, from that of a value of all of them.
+    """The type of an operand of the function of one column, for `map_columns`.
+
+    A column has, at one coordinate of the slices, the elements of all groups.
 
     Args:
-      aval: The type `[*s, *t]`; of a partitioned value, `[n, *s, *t]`, or `[k, *s, *t]`
-        inside a user's `shard_map` over the partition's axes.
+      aval: The type of the whole operand, `[*s, *t]`; of a partitioned value, `[n, *s,
+        *t]`, or `[k, *s, *t]` inside a user's `shard_map` over the partition's axes.
       layout: The layout of the partition, of n groups.
-      skip: The number of dimensions of `s`, the shape of the coordinates.
+      skip: The number of dimensions of `s`, the shape of the coordinates; 0 if all
+        coordinates share the value.
       partitioned: Whether the value is partitioned.
 
     Returns:
@@ -192,14 +198,14 @@ def column_aval(aval, layout: Layout, skip: int, partitioned: bool):
 def columns_aval(
     aval, layout: Layout, lead: tuple[int, ...], partitioned: bool, varying: frozenset
 ):
-    """The type of a value of all coordinates, from that of one coordinate.
+    """The type of a result of `map_columns`, from that of one column's result.
 
     Args:
-      aval: The type of one coordinate, `[*t]`, or `[n, *t]` for all groups.
+      aval: The type of one column's result, `[*t]`, or `[n, *t]` for all groups.
       layout: The layout of the partition, of n groups.
       lead: The dimensions before `t` in the new type, such as those of the coordinates.
-      partitioned: Whether the value is partitioned. Then `lead` and the type of one
-        coordinate have a group axis, as axis 0.
+      partitioned: Whether the result is partitioned. Then `lead` and the type of one
+        column's result have a group axis, as axis 0.
       varying: The mesh axes over which an operand varies.
 
     Returns:

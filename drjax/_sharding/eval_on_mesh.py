@@ -1,4 +1,7 @@
-"""Evaluation of a jaxpr on a mesh that was unknown when it was traced.
+"""Evaluation of a plan's stage on a mesh that was unknown when it was traced.
+
+Stages are traced outside any mesh, as a plan is free of devices. On Explicit axes,
+types have shardings, so some equations need more than the trace has.
 
 Input: a jaxpr, and arguments whose types have a mesh. Output: its results, with types
 on that mesh. Invariants: values are those of the jaxpr; only shardings change, of
@@ -21,18 +24,22 @@ from drjax._jaxprs.eval_jaxpr import evaluate
 def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     """Evaluate a jaxpr that was traced without the mesh of its arguments.
 
-    On Explicit axes, a `dot_general` needs `out_sharding` if it contracts dimensions
-    that both operands have sharded. It was unknown when the jaxpr was traced, so it is
-    added: the sharding of the other dimensions, which costs one all-reduce. So the
-    cotangents that a product and another use of a value have may differ in their
-    sharding, and are added in one of them.
+    The values are those of the jaxpr. On Explicit axes, where types have shardings,
+    three things differ from the trace:
+
+    * Arrays that are made without operands (zeros, iota) get the mesh in their types.
+    * A `dot_general` that contracts dimensions which both operands have sharded gets an
+      `out_sharding`, which JAX demands: that of the other dimensions, by one
+      all-reduce.
+    * Operands of `add_any` and `select_n` are resharded to one sharding: of a value
+      that a product and another equation use, the cotangents may differ in theirs.
 
     Args:
       jaxpr: The closed jaxpr of a stage of a plan.
       args: Its arguments, arrays or tracers.
 
     Returns:
-      The list of results.
+      The list of results, with types on the mesh.
     """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     # JAX would evaluate each equation in the context in which it was traced. There,

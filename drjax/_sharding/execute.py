@@ -119,15 +119,15 @@ def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable,
 
 
 def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
-    """What `shard_map_over_devices` takes for a global value with an axis to divide.
+    """How a global value is divided, as an entry of `partitioned_out`.
 
     Args:
       layout: The layout of the partition.
-      axis: The axis along which the devices have parts of the value; None: each device
+      axis: The axis along which each device has a part of the value; None: each device
         has all of it.
 
     Returns:
-      The `PartitionSpec`, or False.
+      The `PartitionSpec`; False if `axis` is None. `shard_map_over_devices` takes both.
     """
     return False if axis is None else P(*[None] * axis, layout.axes)
 
@@ -136,6 +136,9 @@ def auto_partition(
     layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
     """Run a function of all devices' slices, which the compiler partitions.
+
+    It takes the place of `shard_map_over_devices` for maps that cannot run in a
+    `shard_map`: those for which `map_lowering.lowers_by_vmap` is true.
 
     Args:
       layout: A sharded layout: n groups on m devices, each with k slots for groups.
@@ -147,7 +150,7 @@ def auto_partition(
 
     Returns:
       A pair of lists: the values of the devices, `[m, *s]`, and the partitioned
-      results, `[n, *s]`.
+        results, `[n, *s]`.
     """
     n = layout.partition.size
 
@@ -166,16 +169,17 @@ def auto_partition(
 
 
 def all_group_indices(layout: Layout):
-    """int32 `[k * m]`: the group indices of all slots, k on each of m devices.
+    """The group indices of all slots, int32 `[k * m]`: k slots on each of m devices.
 
     An index of n, the number of groups, or more belongs to padding. On a mesh, the
-    indices have the type of a partitioned operand.
+    indices have the type of a partitioned operand, so that a device gets those of its
+    slots.
     """
     return as_operand(lax.iota(jnp.int32, layout.num_slots), layout, True)
 
 
 def first_group_indices(layout: Layout):
-    """int32 `[m]`: for each of the m devices, the group index of its first slot.
+    """The group index of each device's first slot, int32 `[m]` for m devices.
 
     The index is n, the number of groups, or more if the device has no group. On a mesh,
     `[m]` has the type of a partitioned operand with one slice for each device.
@@ -341,9 +345,10 @@ def with_sharding_of(x, aval):
 
 
 def _pad_slices(x, layout: Layout):
-    """Pad `x`, `[n, *s]`, to `[k * m, *s]`: k slots on each of m devices.
+    """Pad a partitioned value `[n, *s]` to `[k * m, *s]`: k slots on each of m devices.
 
-    The new slices are zeros; those of typed keys have zeros as key data.
+    The new slices are zeros; those of typed keys have zeros as key data. What the work
+    of padded slots sees in place of them is in `padding.py`.
     """
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:

@@ -217,10 +217,11 @@ class Layout:
 
     @property
     def partly_manual(self) -> bool:
-        """Whether some axes of the mesh are not Manual in code for a device's slices.
+        """Whether code for a device's slices still has mesh axes that are not Manual.
 
         Manual are the partition's axes, as that code runs in a `shard_map` over them,
-        and the axes of a user's `shard_map` around it. False without a mesh.
+        and the axes of a user's `shard_map` around it. On the other axes, its values
+        may be sharded by the compiler. False without a mesh.
         """
         if self.mesh is None:
             return False

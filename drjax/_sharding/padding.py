@@ -3,6 +3,9 @@
 Input: a layout, the group indices of a device's slots, and their slices. Output: slices
 for all slots, or work that runs only for slots with groups.
 
+The slots themselves are appended in `execute.py`, by `_pad_slices`, as slices of zeros,
+and cut off the results there.
+
 Each device has k = ceil(n / m) slots. The last devices have fewer groups: one of them
 has n mod k, the others after it none. Padding may decide neither values, nor control
 flow, nor effects:
@@ -82,7 +85,10 @@ def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
 
 
 def tree_zeros_like(types):
-    """Build a tree of zeros of the types in a tree `types`, as of `jax.eval_shape`."""
+    """Build a tree of zeros from a tree of types, as `jax.eval_shape` returns it.
+
+    The zeros vary over the same mesh axes, so that they can be results of a branch.
+    """
     return jax.tree.map(lambda like: full_of_type(like, 0), types)
 
 
@@ -124,7 +130,7 @@ def for_real_groups(
                 return tree_zeros_like(list(types))
             pairs = zip(operands, partitioned_in, strict=True)
             outs = run(count)(*(x[:count] if p else x for x, p in pairs))
-            return [_padded(y, slots - count) for y in outs]
+            return [_append_zeros(y, slots - count) for y in outs]
 
         return work
 
@@ -133,8 +139,16 @@ def for_real_groups(
     return lax.switch(index, [branch(count) for count in counts], *operands)
 
 
-def _padded(x, extra: int):
-    """Append slices of zeros to `x`, `[count, *s]`; returns `[count + extra, *s]`."""
+def _append_zeros(x, extra: int):
+    """Append slices of zeros, for the results of padded slots whose work did not run.
+
+    Args:
+      x: Results of slots with groups, `[count, *s]`.
+      extra: The number of slices to append.
+
+    Returns:
+      An array `[count + extra, *s]`.
+    """
     if not extra:
         return x
     return jnp.concatenate([x, jnp.zeros((extra, *x.shape[1:]), x.dtype)])

@@ -103,7 +103,10 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
 
 
 def _takes_from_mesh(jaxpr) -> bool:
-    """Whether the type of a jaxpr's input or constant has a mesh."""
+    """Whether an input or constant of a jaxpr has a type with a mesh.
+
+    So it is if the traced function closes over an array on the mesh.
+    """
     raw = _compat.open_jaxpr(jaxpr)
     return any(
         isinstance(v.aval, _compat.ShapedArray) and not v.aval.sharding.mesh.empty

@@ -159,10 +159,10 @@ class PlanInterpreter(abc.ABC):
 
 
 def reads_after_server(a_round: Round) -> Iterator[Value]:
-    """The values that a round reads after its server stage, some more than once.
+    """The values that a round reads after its server stage, for their liveness.
 
-    The scatters, the local stage, the reductions, folds, moves and loops of the round
-    read them.
+    They are read by its scatters, local stage, reductions, folds, moves and loops; some
+    occur more than once.
     """
     yield from (whole for whole, _ in a_round.scatter)
     yield from a_round.local.inputs

@@ -1,4 +1,4 @@
-"""The user's line at which a stage fails, or makes its first NaN.
+"""Find the line of the user's code at which a stage fails, or makes its first NaN.
 
 Input: a stage and the inputs with which it failed. Output: text, or None if it is not
 known.

@@ -112,7 +112,7 @@ class Kept:
 
     @property
     def pair(self) -> KeptPair:
-        """The result whose slices these are."""
+        """The result whose slices these are, and the argument that takes them."""
         return self._pair
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -170,7 +170,15 @@ class Keep:
         return bool(self.pairs)
 
     def _pair(self, result: tuple, argument: tuple) -> KeptPair:
-        """Find a result and an argument in the plan, and check that they are alike."""
+        """Find a result and an argument in the plan, and check that they are alike.
+
+        Args:
+          result: The path of the result.
+          argument: The path of the argument.
+
+        Raises:
+          DrjaxValueError: There is none, or they differ in structure or type.
+        """
         plan = self.plan
         results = plan.out_tree.unflatten(range(len(plan.outputs)))
         arguments = plan.in_tree.unflatten(range(len(plan.inputs)))
@@ -239,7 +247,7 @@ class Keep:
         return args, kwargs, handles
 
     def _misplaced(self, handle: Kept) -> None:
-        """Raise the error of a handle that this `Keep` cannot take in its place."""
+        """Raise the error of a handle that stands where this `Keep` cannot take it."""
         name = self.plan.name
         if handle.belongs_to(self):
             raise DrjaxValueError(
@@ -277,7 +285,12 @@ class Keep:
 
 
 def _check_alike(result: Value, argument: Value) -> None:
-    """Check that a leaf of a result can be a leaf of an argument of the next call."""
+    """Raise `DrjaxValueError` unless a result can be an argument of the next call.
+
+    Args:
+      result: A leaf of the result: it must be partitioned, as `argument`.
+      argument: The leaf of the argument, which must have the same type and group axis.
+    """
     for value, what in ((result, "result"), (argument, "argument")):
         if not value.partitioned:
             raise DrjaxValueError(
@@ -299,7 +312,11 @@ def _check_alike(result: Value, argument: Value) -> None:
 
 
 def _path(path: Any) -> tuple:
-    """A path as a tuple; a single index, key or name is a path of one."""
+    """A path in a pytree, as users write it, as a tuple.
+
+    Args:
+      path: A tuple, or a single index, key or name, which is a path of one.
+    """
     return path if isinstance(path, tuple) else (path,)
 
 
@@ -309,7 +326,12 @@ def _text(path: tuple) -> str:
 
 
 def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """The children of a pytree with their keys, and the structure around them."""
+    """The children of a pytree's root with their keys, and the structure of the root.
+
+    Returns:
+      `(pairs, structure)`: pairs of a key of JAX's paths and a child; and a `PyTreeDef`
+      of which the children are the leaves. A leaf has no children.
+    """
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
     )
@@ -318,7 +340,12 @@ def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_key(key: Any, name: Any) -> bool:
-    """Whether a key of JAX's paths is this index, key or name."""
+    """Whether a key of JAX's paths stands for an index, key or name of a user's path.
+
+    Args:
+      key: A key of JAX's, such as `SequenceKey`.
+      name: An element of a user's path.
+    """
     fields = ("idx", "key", "name")
     return any(
         type(value) is type(name) and value == name
@@ -328,6 +355,11 @@ def _is_key(key: Any, name: Any) -> bool:
 
 def _subtree(tree: Any, path: tuple, what: str) -> Any:
     """The subtree of a pytree at a path.
+
+    Args:
+      tree: The pytree.
+      path: The path, a tuple of indices, keys and names.
+      what: What is looked for, for the error: `result 0 of step`.
 
     Raises:
       DrjaxValueError: There is none.
@@ -345,7 +377,13 @@ def _subtree(tree: Any, path: tuple, what: str) -> Any:
 
 
 def _replaced(tree: Any, path: tuple, new: Any) -> Any:
-    """A pytree with another subtree at a path, which exists."""
+    """Copy a pytree with another subtree in the place of that at a path.
+
+    Args:
+      tree: The pytree.
+      path: The path of a subtree that exists.
+      new: The other subtree.
+    """
     if not path:
         return new
     children, structure = _children(tree)

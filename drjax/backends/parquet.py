@@ -190,19 +190,24 @@ def _one_by_one(column: Any) -> list[np.ndarray]:
       Arrays of the column's dtype. A value with nulls, and one whose lists differ in
       length, is an array of dtype object, which fits no plan.
     """
-    kind = column.type
-    while hasattr(kind, "value_type"):
-        kind = kind.value_type
+    arrow_type = column.type
+    while hasattr(arrow_type, "value_type"):
+        arrow_type = arrow_type.value_type
     # Slow, but only where lists differ in length or have nulls.
-    return [_one(value, kind) for value in column.to_pylist()]
+    return [_row_to_numpy(value, arrow_type) for value in column.to_pylist()]
 
 
-def _one(value: Any, kind: Any) -> np.ndarray:
-    """Convert one value of an Arrow column to numpy.
+def _row_to_numpy(value: Any, arrow_type: Any) -> np.ndarray:
+    """Convert one row's value of an Arrow column to numpy.
 
     Args:
       value: The value as Python numbers, texts, None, or nested lists of these.
-      kind: The `pyarrow.DataType` of the innermost values.
+      arrow_type: The `pyarrow.DataType` of the innermost values.
+
+    Returns:
+      An array of that type. If the value is None, has a None, or has lists that differ
+      in length, an array of dtype object, which fits no plan, so that this group alone
+      fails.
     """
     try:
         x = np.asarray(value)
@@ -211,7 +216,7 @@ def _one(value: Any, kind: Any) -> np.ndarray:
         # that of all rows of the row group.
         return np.array(None, object)
     # Python numbers have no width: numpy reads them as int64 and float64.
-    return x if x.dtype == object else x.astype(kind.to_pandas_dtype())
+    return x if x.dtype == object else x.astype(arrow_type.to_pandas_dtype())
 
 
 def _array(column: Any) -> np.ndarray:

@@ -3,10 +3,12 @@
 Input: a plan and options. Output: a `Runner`. Each actor is a process that loads the
 plan's file once and compiles each stage once.
 
-Invariants: an actor that dies is replaced, and `pool_scheduler` gives its blocks to
-others. Ray that was started here is shut down when the last `Actors` closes; Ray that
-ran before is left alone. Ray is used through `_Connection.live`, which raises once the
-raylet has ended: any other use would end the driver.
+Retries: an actor that dies is replaced, and `engine/pool_scheduler.py` runs its blocks
+again on other actors, at most `retries=` times (`engine/options.py`).
+
+Invariants: Ray that was started here is shut down when the last `Actors` closes; Ray
+that ran before is left alone. Ray is used through `_Connection.live`, which raises once
+the raylet has ended: any other use would end the driver.
 
 Sharp edges: slices stay in Ray's object store until the workers are closed, in up to a
 quarter of it. A canceled task can block an actor, so tasks are skipped, never canceled.

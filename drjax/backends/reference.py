@@ -98,10 +98,11 @@ def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
       plan: The plan; that of an inner level, in one group of the outer one; or that of
         a program over another partition.
       inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
-      check_nans: As of `compile`.
+      check_nans: Whether to raise `GroupError` if an output of a group's stage has a
+        NaN.
 
     Returns:
-      The list of the arrays of `plan.outputs`, likewise.
+      The list of the arrays of `plan.outputs`; partitioned ones `[..., n, ...]`.
     """
     slices_first = [
         # Slices are along axis 0 inside, whatever axis users chose.

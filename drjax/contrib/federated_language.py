@@ -262,7 +262,9 @@ def _uses_group_index(stage: Stage) -> bool:
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
-    """Whether the main function of StableHLO code uses one of its arguments; cached.
+    """Whether the results of StableHLO code depend on one of its arguments; cached.
+
+    That is, whether the main function uses the argument at all.
 
     Args:
       code: A StableHLO portable artifact, in MLIR bytecode.

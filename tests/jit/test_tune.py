@@ -73,7 +73,7 @@ def test_values_and_what_is_remembered(devices, monkeypatch, caplog):
         measured.append(run)
         return abs(len(measured) - 2) + 1.0  # the second one is the fastest
 
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune, "_least_seconds", seconds)
     step = drjax.jit(jax.grad(loss), groups_per_step="tune")
     mesh = in_mesh(make_mesh({"clients": devices}) if devices else None)
     with mesh, caplog.at_level(logging.INFO, logger="drjax"):
@@ -94,7 +94,7 @@ def test_values_and_what_is_remembered(devices, monkeypatch, caplog):
 
 def test_static_and_donated_arguments(monkeypatch):
     fixed = lambda *_: 1.0
-    monkeypatch.setattr(tune, "_seconds", fixed)
+    monkeypatch.setattr(tune, "_least_seconds", fixed)
 
     @functools.partial(
         drjax.jit, groups_per_step="tune", static_argnums=2, donate_argnums=0

@@ -1,7 +1,7 @@
 """What plans look like: rounds, messages, names, printing, and memory when compiled.
 
 Covers: drjax._planner.make_plan, drjax._planner.arguments, drjax._planner.naming,
-drjax._planner.rounds, drjax.plan, drjax._drawing.text,
+drjax._planner.rounds, drjax.plan, drjax._drawing.print_plan,
 drjax._plan.value, drjax._plan.reduce, drjax._plan.exported.
 """
 

@@ -36,7 +36,7 @@ LAYERS = (
     {"_jit", "contrib", "__main__"},
 )
 # A plan draws, prints and saves itself, when asked to.
-ASKED_FOR = {"_drawing.draw", "_drawing.text", "_plan_file.save"}
+ASKED_FOR = {"_drawing.draw", "_drawing.print_plan", "_plan_file.save"}
 BACKENDS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     for path in (PACKAGE / "backends").rglob("*.py")

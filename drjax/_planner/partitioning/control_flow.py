@@ -64,6 +64,7 @@ def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
 
 
 def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    """Infer a scan: carried values have one kind in all steps; stacks lose axis 0."""
     (infer_step,) = bodies
     consts, init, stacks = split_scan(eqn, operands)
     n_carry = len(init)
@@ -90,6 +91,7 @@ def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
 
 
 def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    """Infer a while: the condition is global, as all groups leave the loop together."""
     infer_condition, infer_step = bodies
     cond_consts, body_consts, init = split_while(eqn, operands)
     n_cond, n_body = len(cond_consts), len(body_consts)
@@ -110,6 +112,7 @@ def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKi
 
 
 def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    """Infer a cond: the index is global; a result is partitioned if one branch's is."""
     ins, outs = operands[1:], results
     while True:
         branches = tuple(infer_branch(ins, outs) for infer_branch in bodies)
@@ -126,6 +129,7 @@ def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
 
 
 def _program(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+    """Infer a program over another partition: for this one, all values are global."""
     (infer_program,) = bodies
     # What is partitioned over another partition is global to the program around it.
     free = [FREE] * len(operands), [FREE] * len(results)

@@ -82,7 +82,11 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
 
 
 def _declared_partitioned(env: Environment) -> set:
-    """The variables of the arguments that `partitioned=` declares to be partitioned."""
+    """The arguments' variables that `partitioned=` declares to be partitioned.
+
+    If an equation that has no plan depends on one, the error mentions the declaration,
+    which may be wrong.
+    """
     # The kinds of a loop body's arguments are inferred, not declared. `refusal` leaves
     # them out, as they have no names.
     pairs = zip(env.program.invars, env.argument_kinds, strict=True)
@@ -90,14 +94,14 @@ def _declared_partitioned(env: Environment) -> set:
 
 
 def _arguments_of(eqn, program: InlinedJaxpr) -> set:
-    """The variables of the program's named arguments on which an equation depends.
+    """The named arguments of a program on which an equation depends, for its error.
 
     Args:
       eqn: An equation of the program.
       program: The program; only a whole one has names, the body of a loop has none.
 
     Returns:
-      The variables; an empty set if there are none.
+      The set of their variables; empty if there are none.
     """
     _, starts = backward_slice(eqn.invars, definitions(program.eqns))
     return set(starts).intersection(program.names)

@@ -161,7 +161,7 @@ class Environment:
         if self.partition is None or "partition" not in eqn.params:
             return None
         # A population, of which the groups are a cohort, is a global value.
-        sides = [_kind_of_side(p == self.partition) for p in partitions_of(eqn)]
+        sides = [_kind_of_end(p == self.partition) for p in partitions_of(eqn)]
         if len({*sides}) == 2:
             return EquationKinds([sides[0], GLOBAL], sides[1:])
         if sides[0] == GLOBAL:
@@ -287,7 +287,7 @@ class Environment:
     @property
     def _num_groups(self) -> int:
         # No axis has size -1, so without a partition there are no candidates.
-        """The number of groups of the partition; -1 without a partition."""
+        """The number of groups of the partition; without one -1, which no axis has."""
         return -1 if self.partition is None else self.partition.size
 
     def is_redundant_scatter(self, eqn) -> bool:
@@ -307,11 +307,16 @@ class Environment:
 
 
 def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
-    """The index of a `gather` or `scatter` along one axis, if it is known; else None.
+    """The indices of a `gather` or `scatter` into one axis, if known while planning.
+
+    With known indices, reading or updating groups may be a permutation of them.
 
     Args:
       program: The inlined jaxpr that contains the equation.
       eqn: The equation, of any primitive.
+
+    Returns:
+      The indices; None if they are unknown, or if it is another equation.
     """
     if eqn.primitive.name not in ("gather", "scatter", "scatter-add"):
         return None
@@ -322,8 +327,13 @@ def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
     return None if value is None else tuple(value[:, 0].tolist())
 
 
-def _kind_of_side(own: bool) -> Kind:
-    """The kind of what a move takes or gives; `own`: it is of the plan's partition."""
+def _kind_of_end(own: bool) -> Kind:
+    """The kind of what a move between two partitions takes, or of what it returns.
+
+    Args:
+      own: Whether it is partitioned over the plan's partition; if it is a population
+        over another partition, the plan has it as a global value.
+    """
     return PARTITIONED if own else GLOBAL
 
 

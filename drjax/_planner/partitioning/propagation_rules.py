@@ -153,7 +153,7 @@ class PerGroup(PropagationRule):
                 raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)
             return kinds.result_kinds
         # A cohort of a population: groups would each need all of the population.
-        if _samples(env, eqn):
+        if _reads_population(env, eqn):
             return [GLOBAL]
         # Work on free values is of the groups or of the server: demands decide, and
         # until then the results stay free.
@@ -177,12 +177,12 @@ class PerGroup(PropagationRule):
         return [GLOBAL] * len(eqn.invars)
 
 
-def _samples(env: Environment, eqn) -> bool:
-    """Whether an equation reads some slices of an array that has no group axis.
+def _reads_population(env: Environment, eqn) -> bool:
+    """Whether an equation reads elements of an array that has no group axis.
 
-    So `data[ids]` does, with an index for each group, of an array of more slices than
-    there are groups. If the groups did this, each would get a copy of all of `data`;
-    the server's result is smaller than `data`, and is scattered.
+    That is `data[ids]`, an index for each group into an array of more elements than
+    there are groups. It stays work of the server: if groups did it, each would get a
+    copy of all of `data`. The result is smaller, and can be scattered.
 
     Args:
       env: The kinds of the variables of the program that contains the equation.

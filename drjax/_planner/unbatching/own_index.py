@@ -67,7 +67,7 @@ class KnownIntegers:
       consts: For each variable that is a constant of the program its value.
 
     Attributes:
-      consts: The same values of constants.
+      consts: The argument; values of new constants may be added.
       definition: For each variable that an equation defines, this equation.
     """
 
@@ -213,7 +213,12 @@ def _columns(indices, known: KnownIntegers) -> list | None:
 
 
 def _variable(column, known: KnownIntegers):
-    """A column as a variable: that of a new constant, if it is an array."""
+    """A column of indices as a variable that an equation can take.
+
+    Args:
+      column: The variable, or the values of a constant column, an array.
+      known: The known values. An array becomes a new constant among `known.consts`.
+    """
     if not isinstance(column, np.ndarray):
         return column
     var = _compat.new_var(core.ShapedArray(column.shape, column.dtype))

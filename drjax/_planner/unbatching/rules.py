@@ -97,6 +97,9 @@ def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
 def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     """Unbatch an equation for each way in which one operand could be partitioned.
 
+    For inference: a free operand of an equation with such a way may become partitioned
+    later, and must not be made global yet.
+
     Args:
       eqn: The equation, of any primitive.
       n: The number of groups.

@@ -73,7 +73,9 @@ class StepFiles:
             the newest undamaged one has the fingerprint of another call.
         """
         steps = sorted(
-            (int(m[1]), m[0]) for m in map(_STEP.fullmatch, self._names()) if m
+            (int(m[1]), m[0])
+            for m in map(_STEP.fullmatch, self._remove_unfinished_and_list())
+            if m
         )
         # Numbers go on behind damaged steps too, so that no name is used twice.
         self._number = steps[-1][0] if steps else 0
@@ -99,7 +101,7 @@ class StepFiles:
             self._report_damage(reasons)
         return entries
 
-    def _names(self) -> list[str]:
+    def _remove_unfinished_and_list(self) -> list[str]:
         """Remove unfinished checkpoint files of an earlier driver, and list the folder.
 
         Returns:

@@ -52,7 +52,9 @@ Store = MutableMapping[str, Any]  # of a worker: bytes by key
 
 
 def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
-    """Check that no slice that a worker computes is needed by others.
+    """Raise an error if a slice that a worker computes is needed outside of it.
+
+    Workers that have the groups' data give no slices away.
 
     Args:
       plan: The plan.
@@ -60,7 +62,8 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
       options: The engine's options.
 
     Raises:
-      DrjaxValueError: It is; or slices stay, and there is a checkpoint or a secure sum.
+      DrjaxValueError: A gather, a move, the server or the caller needs slices; or
+        slices stay with the workers, and there is a checkpoint or a secure sum.
     """
     for _, a_round in rounds_of(plan):
         for move in a_round.moves:
@@ -93,10 +96,10 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
 
 
 class StoredSlices:
-    """The keys under which workers have slices of one runner, on the server.
+    """The keys under which workers store slices for one runner, on the server.
 
-    A worker may forget the others: a key is needed until the next call begins, or, if a
-    handle has the slices, until the handle is used up or gone.
+    A worker keeps the slices of a key until the next call begins, or, if a handle has
+    them, until the handle is used up or gone.
 
     Attributes:
       scope: The beginning of all keys, text; another for each runner.
@@ -107,22 +110,26 @@ class StoredSlices:
         self._all: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def new_key(self) -> str:
-        """A key for the slices of one run of a stage."""
+        """Make a key for the slices that one run of a stage leaves with its workers."""
         return f"{self.scope}/{next(self._count)}"
 
     def begin(self) -> None:
-        """Release the slices of earlier calls that no handle has."""
+        """Begin a call: release the slices of earlier calls that no handle has."""
         for x in [*self._all]:
             if not x.held:
                 x.release()
                 self._all.discard(x)
 
     def add(self, slices: WorkerSlices) -> None:
-        """Add slices."""
+        """Count slices as stored by workers, until their release."""
         self._all.add(slices)
 
     def needed(self, group: int) -> list[str]:
-        """The keys of the slices of a group that are needed still."""
+        """The keys under which a worker still needs the slices of its group, sorted.
+
+        Args:
+          group: The group index.
+        """
         keys = set()
         for x in [*self._all]:
             piece = x.pieces[x.piece[group]][0] if x.piece[group] >= 0 else INITIAL
@@ -268,7 +275,16 @@ class SecureAnswer:
 
 
 def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
-    """Run a stage with secure sums on the worker's own data: as `answer` otherwise."""
+    """Run a stage with secure sums on the worker's own data, for one group.
+
+    Args:
+      request: The bytes that `Requests.to_bytes` returned.
+      load: A function without arguments that returns the group's slice of the argument
+        that the workers have, as for `answer`.
+
+    Returns:
+      A `SecureAnswer`. Its slices are not masked yet: the caller does that.
+    """
     block, done, demands = _run(request, load, {}, None)
     pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
     plain = [x for x, secure in pairs if not secure]
@@ -283,7 +299,14 @@ def _run(
     store: Store,
     initial: Callable[[], Any] | None,
 ) -> tuple[Block, BlockResult, list[int]]:
-    """Run the stage of a request: `answer` and `answer_secure`, of the same arguments.
+    """Run the stage of a request: the common part of `answer` and `answer_secure`.
+
+    Args:
+      request: The bytes that `Requests.to_bytes` returned.
+      load: A function without arguments that returns the group's own data.
+      store: Where the worker keeps its slices of earlier stages and calls.
+      initial: A function without arguments that returns the group's slice of the kept
+        arguments before the first call; None: zeros.
 
     Returns:
       `(block, result, demands)`: the block of the group, its `BlockResult`, and for
@@ -327,9 +350,10 @@ def _slices(
     Args:
       header: The header of the request.
       sent: The slices that the request has.
-      load: As of `answer`.
-      store: As of `answer`.
-      initial: As of `answer`.
+      load: A function without arguments that returns the group's own data.
+      store: Where the worker keeps its slices of earlier stages and calls.
+      initial: A function without arguments that returns the group's slice of the kept
+        arguments before the first call; None: zeros.
 
     Raises:
       ValueError: The data does not fit the plan, or slices are not in the store.

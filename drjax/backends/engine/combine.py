@@ -1,5 +1,8 @@
 """Partial reductions of blocks, combined on the host.
 
+What each reduction does, such as that a mean is a sum divided once by the number of
+groups that took part, is in the table of `_primitives/reduce_ops.py`.
+
 Input: for each reduction its operation, and the partial reduction of each block, or
 None. Output: totals, and from these the reduced values.
 
@@ -12,8 +15,7 @@ min ever mixes in. If no group takes part at all, a mean is NaN and everything e
 zero.
 
 Sharp edges: `add` reuses the buffers of `totals`, so its argument must not be read
-again. What each reduction does is in `_primitives/reduce_ops.py`; a mean is a sum of
-sums, divided once by the number of groups that took part.
+again.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +33,15 @@ FOLD = "fold"
 
 
 def ops_of(a_round: Round) -> tuple[str, ...]:
-    """For each array that a block returns as a partial reduction its operation.
+    """The operation of each array that a block returns for the reductions of a round.
 
-    They are those of the round's reductions but gathers; then, if it has folds, the
-    index of the block's first group, `[1]`, and the leaves of the states, `[1, *s]`.
+    Args:
+      a_round: The round.
+
+    Returns:
+      The operation of each reduction but gathers, such as "sum". If the round has
+      folds, then `FOLD` for the index of the block's first group, `[1]`, and for each
+      leaf of the states, `[1, *s]`.
     """
     leaves = sum(len(fold.sources) for fold in a_round.folds)
     states = (FOLD,) * (1 + leaves) if leaves else ()
@@ -88,7 +95,10 @@ def _add(op: str, total: Any, partial: Any) -> Any:
 
 
 def stacked(totals: Totals) -> Totals:
-    """Totals as arrays: those of folds are stacked, `[blocks, *s]`."""
+    """Totals as arrays: the states of a fold are joined to `[blocks, *s]`.
+
+    Pipelines of Beam return them in this form, and `finish` reads it.
+    """
     join = lambda x: np.concatenate(x) if isinstance(x, list) else x
     return list(map(join, totals))
 

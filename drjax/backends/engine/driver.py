@@ -284,11 +284,16 @@ class _DriverInterpreter(PlanInterpreter):
 def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], list]:
     """Make the body of a scan return arrays, not `Lazy`s, for the outputs to stack.
 
+    Stacks are arrays; a `Lazy` has no array to put there until it is read.
+
     Args:
       body: Runs one step: from the list of its inputs to the list of carried values,
         then of outputs to stack.
       carry: The number of carried values. These stay `Lazy`, as the next step reads
         them by blocks.
+
+    Returns:
+      A function with the same arguments and results.
     """
 
     def step(inputs: list) -> list:

@@ -126,7 +126,15 @@ class ExecutablePlan:
         return list(map(np.asarray, total))
 
     def _run(self, stage: Stage, args: list) -> list:
-        """The outputs of a stage of the server, compiled on first use."""
+        """Run a stage of the server or the function of a fold; compiled on first use.
+
+        Args:
+          stage: The stage.
+          args: Its inputs, in order: arrays, random keys as raw data.
+
+        Returns:
+          The list of its outputs, arrays.
+        """
         if id(stage) not in self._compiled:
             self._compiled[id(stage)] = jax.jit(
                 exported_of(stage).per_group.function.call

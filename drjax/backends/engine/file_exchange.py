@@ -129,7 +129,9 @@ class StageRun:
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
         header, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
-        arrays = iter(kept_files.from_names(header["kept"], stacks, self.files))
+        arrays = iter(
+            kept_files.slices_from_message(header["kept"], stacks, self.files)
+        )
         slices = [next(arrays) if x is None else x for x in self.lazy]
         yield from blocks_of_groups(slices, alive, self.size, start)
 
@@ -145,7 +147,7 @@ class StageRun:
           result: Its result.
         """
         if self.stay:
-            result = kept_files.without_staying(
+            result = kept_files.store_staying_slices(
                 self.files, self.kept, self.stay, block, result
             )
         # Without partial reductions: those the workers combine among themselves.
@@ -330,7 +332,9 @@ class FileExchange:
             start = int(block.groups[0])
             # Also without slices: the mask excludes groups that were dropped, or that
             # could not be read.
-            named = [kept_files.by_name(x, self._kept.read) for x in block.slices]
+            named = [
+                kept_files.slices_to_message(x, self._kept.read) for x in block.slices
+            ]
             arrays = [x for _, parts in named for x in parts]
             header = {"kept": [entry for entry, _ in named]}
             data = wire_format.to_bytes(header, [block.valid, *arrays])

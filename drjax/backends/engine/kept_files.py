@@ -27,7 +27,9 @@ from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
 
 
 class KeptFiles:
-    """The folders of slices that stay, on the driver.
+    """The folders of slices that stay, in a shared file system; the driver's part.
+
+    A folder has the slices of one run of a stage.
 
     Args:
       files: The file system, a `drjax.backends.engine.file_exchange.Files`.
@@ -39,22 +41,26 @@ class KeptFiles:
         self._slices: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def new_folder(self, parent: str) -> str:
-        """Make a folder for the slices of one run of a stage."""
+        """Make a folder for the slices of one run of a stage, and return its path."""
         folder = f"{parent}/kept-{uuid.uuid4().hex}"
         self._files.make(folder)
         self._folders.add(folder)
         return folder
 
     def add(self, slices: WorkerSlices) -> None:
-        """Take note of slices: until their release, their files stay."""
+        """Count slices as in use: until their release, their files stay."""
         self._slices.add(slices)
 
     def read(self, path: str) -> Sequence[np.ndarray]:
-        """Read one piece: its list of arrays."""
+        """Read the slices of one block from its file: a list of arrays `[c, ...]`."""
         return read(self._files, path)
 
     def remove(self, unused_only: bool = True) -> None:
-        """Remove the folders that no value has slices in; or all of them."""
+        """Remove the folders that have no slices in use.
+
+        Args:
+          unused_only: If False, all folders are removed, as when the engine is closed.
+        """
         used = {
             piece.rpartition("/")[0]
             for x in [*self._slices]
@@ -67,7 +73,15 @@ class KeptFiles:
 
 
 def read(files: Any, path: str) -> list[np.ndarray]:
-    """Read the slices of a block from their file."""
+    """Read the slices of a block from their file.
+
+    Args:
+      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+      path: The path of the file, from `path_of`.
+
+    Returns:
+      For each output that stays an array `[c, ...]`.
+    """
     return wire_format.from_bytes(files.read(path))[1]
 
 
@@ -76,10 +90,17 @@ def path_of(folder: str, block: Block) -> str:
     return f"{folder}/block-{block.groups[0]:012}"
 
 
-def without_staying(
+def store_staying_slices(
     files: Any, folder: str, stay: Sequence[bool], block: Block, result: BlockResult
 ) -> BlockResult:
-    """Write the slices of a block that stay to their file, on a worker.
+    """Write the slices of a block that stay to a file; a worker calls it.
+
+    Args:
+      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+      folder: The folder for the slices of this run of the stage.
+      stay: For each of `result.slices` whether it stays.
+      block: The block.
+      result: Its result.
 
     Returns:
       The result without these slices.
@@ -92,16 +113,18 @@ def without_staying(
     return replace(result, slices=[x for x, stays in pairs if not stays])
 
 
-def by_name(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
-    """What a message has of the slices of a block: names of files, or arrays.
+def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
+    """Write the slices of a block for workers: by the names of files, or as arrays.
 
     Args:
       x: An array, or the `PiecesOfBlock` of a value whose slices are in files.
       read: A function from the path of a piece to its arrays.
 
     Returns:
-      `(entry, arrays)`: the paths and the positions in them, as JSON data, or None; and
-      the arrays that go with it.
+      `(paths, arrays)`: the paths of the files with the slices, each with the position
+      of the value in the file, as JSON data; and two index arrays, the file of each
+      group and its position there. None for the paths if the slices themselves are the
+      only array.
     """
     if not isinstance(x, PiecesOfBlock):
         return None, [x]
@@ -115,10 +138,19 @@ def by_name(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
     return [x.pieces[i] for i in used], [new[x.piece], x.position]
 
 
-def from_names(
+def slices_from_message(
     entries: Sequence[Any], arrays: Sequence[np.ndarray], files: Any
 ) -> list:
-    """The slices of a block from what `by_name` returned for each input."""
+    """Read the slices of a block, on a worker: the inverse of `slices_to_message`.
+
+    Args:
+      entries: For each partitioned input the paths, or None.
+      arrays: The arrays of all inputs, in order.
+      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+
+    Returns:
+      For each input an array `[c, ...]`.
+    """
     rest, slices = iter(arrays), []
     cache: dict[str, list[np.ndarray]] = {}
 

@@ -29,7 +29,7 @@ from drjax.plan import Plan, Value
 
 
 class HostSlices(Unread):
-    """Slices that a handle has, in place of workers.
+    """A kept result that the driver has as an array, as its workers have nothing.
 
     Args:
       value: The value in the plan.
@@ -47,11 +47,12 @@ class HostSlices(Unread):
 
 
 class KeptResults:
-    """What stays between the calls of a `Runner`.
+    """What stays between the calls of a `Runner`, and how calls take and return it.
 
     Args:
       plan: The plan.
-      keep: The argument `keep` of `compile`.
+      keep: Which partitioned results are arguments of the next call: the argument
+        `keep` of an engine's `compile`, a dict or None.
       engine: The engine. Its attribute `stays` says which slices its workers have
         between stages: `"all"`, `"kept"` (those of kept results), or `""`.
       options: The engine's options.
@@ -71,7 +72,7 @@ class KeptResults:
         pairs = self._keep.pairs
         self._names = {plan.outputs[i].name for pair in pairs for i in pair.outputs}
         self._inputs = [i for pair in pairs for i in pair.inputs]
-        self.initial = _described(plan, pairs) if pairs else None
+        self.initial = _description_for_workers(plan, pairs) if pairs else None
         if self._keep and engine.stays and options.checkpoint is not None:
             raise DrjaxValueError(
                 "keep= and checkpoint= cannot be combined here: the slices that stay "
@@ -80,11 +81,30 @@ class KeptResults:
             )
 
     def open(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Kept]]:
-        """Put slices in the places of handles: see `Keep.open`."""
+        """Replace the handles among the arguments of a call by their slices.
+
+        Args:
+          args: The positional arguments.
+          kwargs: The keyword arguments.
+
+        Returns:
+          `(args, kwargs, handles)`: the arguments, with `WorkerSlices` or `HostSlices`
+          in the places of handles; and the handles, which the caller uses up once it
+          has results.
+        """
         return self._keep.open(args, kwargs, self._start)
 
     def _start(self, pair: KeptPair, x: Any) -> list[WorkerSlices] | None:
-        """The slices that workers have before the first call, if `x` is a `Remote`."""
+        """The leaves of a kept argument in the first call, if workers have its data.
+
+        Args:
+          pair: The result and the argument.
+          x: What the caller passed as the argument.
+
+        Returns:
+          A `WorkerSlices` for each leaf, if `x` is a `Remote` and workers keep all
+          slices; else None: `x` is passed on as it is.
+        """
         if not isinstance(x, Remote) or self._engine.stays != "all":
             return None
         zeros, leaves = np.zeros(self._plan.size, int), []
@@ -97,18 +117,22 @@ class KeptResults:
         return leaves
 
     def inputs(self, inputs: list[Any]) -> list[Any]:
-        """The inputs of the plan, with arrays for slices that handles have.
+        """The inputs of the plan as stages take them: arrays, `Lazy` or `WorkerSlices`.
+
+        Args:
+          inputs: The flat inputs of the plan; `HostSlices` are replaced by their
+            arrays.
 
         Raises:
           EngineError: The workers that had slices have ended.
         """
         for x in inputs:
             if isinstance(x, WorkerSlices):
-                self._check_current(x)
+                self._check_workers_live(x)
         return [x.slices if isinstance(x, HostSlices) else x for x in inputs]
 
-    def _check_current(self, x: WorkerSlices) -> None:
-        """Raise an error if the workers that had these slices have ended."""
+    def _check_workers_live(self, x: WorkerSlices) -> None:
+        """Raise `EngineError` if the workers that had these slices have ended."""
         if x.generation != self._engine.generation:
             raise EngineError(
                 f"The workers that had the slices of {x.value.name} have ended, by "
@@ -117,22 +141,29 @@ class KeptResults:
             )
 
     def staying(self, values: Sequence[Value]) -> tuple[bool, ...]:
-        """For outputs of a stage whether workers keep their slices; () if none do."""
+        """Which outputs of a stage stay with the workers.
+
+        Args:
+          values: The outputs of the stage that are read later.
+
+        Returns:
+          A bool for each; () if none stays.
+        """
         if self._engine.stays == "all":
             return (True,) * len(values)
         stay = tuple(v.name in self._names for v in values)
         return stay if self._engine.stays and any(stay) else ()
 
     def split(self, outputs: list[Any], inputs: list[Any], alive: np.ndarray) -> list:
-        """Take what stays out of the outputs of a call.
+        """Take the kept results out of the outputs of a call, for their handles.
 
         Args:
           outputs: The outputs of the plan; those that stay are set to None.
-          inputs: The inputs of the call.
+          inputs: The inputs of the call: dropped groups keep their slices of these.
           alive: Which groups take part, bool `[n]`; the others were dropped.
 
         Returns:
-          For each output what a handle has of it; None if it does not stay.
+          For each output a `WorkerSlices` or `HostSlices`; None if it does not stay.
         """
         leaves: list[Any] = [None] * len(outputs)
         for pair in self._keep.pairs:
@@ -147,15 +178,31 @@ class KeptResults:
         return leaves
 
     def results(self, tree: Any, leaves: list[Any]) -> Any:
-        """Put handles in the places of what stays; `leaves` are those of `split`."""
+        """Put handles in the places of kept results.
+
+        Args:
+          tree: The result of the planned function; what stays may be anything.
+          leaves: What `split` returned for each output.
+
+        Returns:
+          The result, with a `Kept` for each kept result.
+        """
         return self._keep.results(tree, leaves, self._fetch)
 
     def _fetch(self, _: KeptPair, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Copy slices to the caller: arrays with the group axis."""
+        """Copy the slices of a handle to the caller, for `Kept.fetch`.
+
+        Args:
+          _: The kept pair, not used.
+          leaves: The `WorkerSlices` or `HostSlices` of the result.
+
+        Returns:
+          For each an array with the group axis where the plan has it.
+        """
         arrays = []
         for x in leaves:
             if isinstance(x, WorkerSlices):
-                self._check_current(x)
+                self._check_workers_live(x)
             # Without x64 in the plan's precision, 64-bit values would be cast.
             with jax.enable_x64(
                 bool(jax.config.read("jax_enable_x64")) or x.dtype in WIDE
@@ -165,9 +212,10 @@ class KeptResults:
         return arrays
 
 
-def _described(plan: Plan, pairs: Sequence[KeptPair]) -> dict[str, Any]:
-    """The structure and the types of one group's slice of the kept arguments.
+def _description_for_workers(plan: Plan, pairs: Sequence[KeptPair]) -> dict[str, Any]:
+    """Describe one group's slice of the kept arguments, as JSON data for workers.
 
+    Workers check the slices that they load themselves before the first call against it.
     Of several kept arguments, the slice is a tuple.
     """
     count = iter(range(len(plan.inputs)))

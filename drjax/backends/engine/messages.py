@@ -79,12 +79,18 @@ class Block:
         # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
         middle = len(chosen) // 2
-        return [self._only(chosen[:middle]), self._only(chosen[middle:])]
+        return [self._take_slots(chosen[:middle]), self._take_slots(chosen[middle:])]
 
-    def _only(self, chosen: np.ndarray) -> "Block":
-        """The block of some of the groups; `chosen` are their positions, int `[k]`."""
+    def _take_slots(self, positions: np.ndarray) -> "Block":
+        """The block of some of its slots.
+
+        Args:
+          positions: Their positions in this block, int `[k]`.
+        """
         return Block(
-            self.groups[chosen], self.valid[chosen], [x[chosen] for x in self.slices]
+            self.groups[positions],
+            self.valid[positions],
+            [x[positions] for x in self.slices],
         )
 
     def padded(self, size: int) -> "Block":

@@ -16,16 +16,16 @@ from drjax.plan import Plan
 
 
 def for_arguments(plan: Plan, args: tuple, kwargs: dict) -> Plan:
-    """The plan for as many groups as the arguments have, if it runs with any number.
+    """The plan for as many groups as the arguments of a call have.
 
     Args:
       plan: The plan.
-      args: The positional arguments of a call; some may be `Groups`.
+      args: The positional arguments of the call; some may be `Groups`.
       kwargs: Its keyword arguments; some may be `Groups`.
 
     Returns:
-      The plan; that for its own number of groups if `Plan.open_groups` is false, or if
-      no argument tells another number.
+      The plan for that number; `plan` itself if `Plan.open_groups` is false, so that it
+      runs with its own number only, or if no argument tells a number.
     """
     if not plan.open_groups:
         return plan

@@ -1,4 +1,4 @@
-"""Whether the process that listens at a local socket has ended.
+"""Whether the process that listens at a local socket, such as Ray's, has ended.
 
 Input: the path of a Unix socket. Output: `ListeningProcess.ended()`.
 

@@ -96,7 +96,10 @@ class Engine(Protocol):
 
 
 class Lost(Exception):
-    """The worker of a block is gone; the block may be tried again on another worker."""
+    """Raised by `Pool.result` if the worker of a block is gone.
+
+    No group is to blame: the block may be tried again on another worker.
+    """
 
 
 class Pool(Protocol):
@@ -106,7 +109,8 @@ class Pool(Protocol):
 
     Attributes:
       workers: How many workers there are, int.
-      stays: As of an `Engine`.
+      stays: Of which outputs of stages the workers have the slices between stages,
+        text: `"all"`, `"kept"` or `""`, as `Engine.stays`.
       generation: An int that grows whenever all workers are started again, and objects
         that were shared with the former ones are gone.
     """

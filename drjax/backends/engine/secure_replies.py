@@ -24,9 +24,10 @@ def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, A
 
     Args:
       reply: The reply, a Flower message of any content.
-      now: The name of the exchange in Flower's workflow.
+      now: The name of the exchange that runs, a method of Flower's workflow, such as
+        "unmask_stage": each has fields of its own.
       nodes: The ids of the nodes that take part.
-      length: The number of numbers in the vector of secure sums.
+      length: The total number of elements of all secure sums.
 
     Returns:
       The fields by name, for Flower's workflow.
@@ -59,14 +60,32 @@ def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, A
 
 
 def _items(name: str, x: Any, count: int) -> list[Any]:
-    """Check that a field is a list of `count` items, and return it as one."""
+    """Check that a field of a reply is a list of `count` items; returns a copy.
+
+    Args:
+      name: The name of the field, for the error.
+      x: The field, of any type.
+      count: The number of items.
+
+    Raises:
+      BadReply: It is not.
+    """
     if not isinstance(x, list) or len(x) != count:
         raise BadReply(f"its {name} has not {count} items")
     return [*x]
 
 
 def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
-    """Check that a field is a list of `count` short byte strings, and return it."""
+    """Check that a field of a reply is a list of short byte strings; returns a copy.
+
+    Args:
+      name: The name of the field, for the error.
+      x: The field, of any type.
+      count: The number of byte strings.
+
+    Raises:
+      BadReply: It is not.
+    """
     items = _items(name, x, count)
     if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
         raise BadReply(f"its {name} are not bytes, of {_LONGEST} at most")
@@ -92,11 +111,14 @@ def _check_array(data: Any, length: int) -> None:
 
 
 def constants() -> Any:
-    """Flower's module of the names of stages, records and fields."""
+    """Import and return Flower's module with the names of the protocol.
+
+    They are the names of exchanges, of records and of fields.
+    """
     module = "flwr.common.secure_aggregation.secaggplus_constants"
     return needed(module, "flower", "Flower")
 
 
 def configs_key() -> str:
-    """The name of the record in which the protocol's fields are."""
+    """The name of the record of a Flower message that has the protocol's fields."""
     return constants().RECORD_KEY_CONFIGS

@@ -50,17 +50,23 @@ _POLL = 0.1  # seconds between looks for replies
 
 
 def _levels(n: int) -> int:
-    """How many steps the range of one group has: n of them add up to 2^31 at most."""
+    """How many steps the range of one group's numbers has: n of them add up to 2^31.
+
+    The modulus is 2^32, so that no sum of n groups is too large for it.
+    """
     return 2 ** (31 - max(1, math.ceil(math.log2(n))))
 
 
 def _limit(secure_range: float) -> float:
-    """The range, rounded up to a power of 2, so that integers in it are exact."""
+    """The option `secure_range` as the protocol uses it: rounded up to a power of 2.
+
+    Steps are then powers of 2, too, and integers in the range exact.
+    """
     return 2.0 ** math.ceil(math.log2(secure_range))
 
 
 def step(n: int, secure_range: float) -> float:
-    """The step of the numbers that are added up, by which each may be rounded.
+    """The step to a multiple of which each number of a secure sum is rounded.
 
     Args:
       n: The number of groups of the plan.
@@ -70,14 +76,16 @@ def step(n: int, secure_range: float) -> float:
 
 
 def check_plan(plan: Plan, secure_range: float) -> None:
-    """Check that secure sums can be masked, and that the server gets no other of them.
+    """Check that a plan's secure sums can be masked, and stay secure.
 
     Args:
       plan: The plan.
-      secure_range: The option.
+      secure_range: The option: the largest magnitude of a number of one group.
 
     Raises:
-      DrjaxValueError: They cannot, the server does, or the range is no positive number.
+      DrjaxValueError: The range is no positive number; a sum is of complex numbers; or
+        the same value is also reduced otherwise, so that the server would see each
+        client's.
     """
     number = isinstance(secure_range, int | float) and type(secure_range) is not bool
     if not (number and 0 < secure_range < float("inf")):
@@ -130,7 +138,7 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
     Args:
       message: The Flower message.
       context: Flower's `Context`, which keeps the client's secrets between messages.
-      load: As for `client_data.answer`.
+      load: Returns the group's own data, a pytree of arrays.
 
     Returns:
       The reply, a Flower message.
@@ -141,30 +149,37 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
     mod = needed("flwr.client.mod", "flower", "Flower").secaggplus_mod
     flwr = needed("flwr.app", "flower", "Flower")
     try:
-        return mod(message, context, lambda m, c: _values(m, c, load))
+        return mod(message, context, lambda m, c: _run_to_be_masked(m, c, load))
     except _Failed as failed:
         record = flwr.ConfigRecord({"done": failed.done})
         return flwr.Message(flwr.RecordDict({"drjax": record}), reply_to=message)
 
 
 class _Failed(Exception):
-    """The group failed: nothing is masked; `done` is the reply that says why."""
+    """Raised if a client's group failed, so that nothing of it is masked.
+
+    `done` is the reply that says why, as bytes of `wire_format.result_to_bytes`.
+    """
 
     def __init__(self, done: bytes):
         self.done = done
 
 
-def _values(message: Any, context: Any, load: Callable[[], Any]) -> Any:
-    """Run the stage for the group; Flower's mod masks what this returns.
+def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> Any:
+    """Run the stage for the client's group; Flower's mod masks what this returns.
 
     Args:
       message: The third message of the protocol, with the request.
       context: Flower's `Context`, with what the server has set up.
-      load: As for `client_data.answer`.
+      load: Returns the group's own data, a pytree of arrays.
 
     Returns:
       The Flower message with the secure slices as one vector, which the mod takes out,
       and the other partial reductions.
+
+    Raises:
+      _Failed: The group failed, or a number is out of range.
+      ValueError: The server would reveal a sum of fewer groups than the plan demands.
     """
     flwr = needed("flwr.app", "flower", "Flower")
     common = needed("flwr.common", "flower", "Flower")
@@ -209,27 +224,40 @@ def _values(message: Any, context: Any, load: Callable[[], Any]) -> Any:
 
 
 class Link(Protocol):
-    """A protocol: how messages get to clients and replies back.
+    """The connection of the server to its clients, by which messages are sent.
 
-    `drjax.backends.flower` implements it.
+    A protocol class; `drjax.backends.flower` implements it.
     """
 
     def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
-        """Send a message with further records to a node, and return its number."""
+        """Send a message with the fields `content` to the function `kind` of a node.
+
+        `records` are further records of it, Flower's, by name. Returns its number; None
+        if it cannot be sent.
+        """
         ...
 
     def pull(self, number: str) -> Any:
-        """The reply to a message; None if there is none yet. Raises `BadReply`."""
+        """The reply to the message with this number; None if there is none yet.
+
+        Raises `BadReply` if it cannot be read.
+        """
         ...
 
     def forget(self, number: str) -> None:
-        """Release the pull of the reply to a message."""
+        """Release the reply to the message with this number: it is not needed."""
         ...
 
 
 @dataclass(frozen=True)
 class _Client:
-    """A client that takes part: its group, block and request."""
+    """A client that takes part in a secure sum.
+
+    Attributes:
+      group: The index of its group.
+      block: The block of that group alone.
+      request: The request to run the stage, for `client_data.answer_secure`.
+    """
 
     group: int
     block: Block
@@ -370,13 +398,16 @@ class _Aggregation:
         )
 
     def agree_on_keys(self) -> None:
-        """Exchange public keys, and shares of secrets; see `lost` for who did not."""
+        """Exchange public keys, then shares of secrets, among all clients.
+
+        If a client is missing, it is in `lost`, and the caller begins again without it.
+        """
         for exchange in ("setup_stage", "share_keys_stage"):
             if not self.lost:
                 self._exchange(exchange)
 
     def collect(self) -> None:
-        """Run the stage at the clients, and collect the masked values."""
+        """Run the stage at the clients, and collect their masked values."""
         self._exchange("collect_masked_vectors_stage")
 
     def unmask(self, left: int) -> list[np.ndarray | None]:
@@ -386,7 +417,8 @@ class _Aggregation:
           left: The number of clients whose masked values are in the sum.
 
         Returns:
-          For each partial reduction of the stage the secure sum, or None.
+          For each partial reduction of the stage its secure sum; None if it is not
+          secure.
 
         Raises:
           EngineError: Too few clients sent their shares.
@@ -410,13 +442,16 @@ class _Aggregation:
         return totals
 
     def failures(self) -> Iterator[tuple[Block, BlockResult]]:
-        """The lost clients, as results of failed groups."""
+        """Yield the block of each lost client's group, and a result with the reason."""
         for node, why in self.lost.items():
             client = self._clients[node]
             yield client.block, untrusted_replies.failure(client.group, why)
 
     def done(self) -> Iterator[tuple[Block, BlockResult]]:
-        """The clients with masked values, with their other partial reductions."""
+        """Yield the block and the result of each client that sent masked values.
+
+        In the places of secure sums its partial reductions have None.
+        """
         for node, result in self._done.items():
             others = iter(result.partials)
             partials = [None if p.secure else next(others) for p in self._partials]
@@ -426,35 +461,41 @@ class _Aggregation:
     # What Flower's workflow calls
 
     def _exchange(self, name: str) -> bool:
-        """Run one of the workflow's exchanges; False if too few clients are left."""
+        """Run an exchange of the workflow; False if too few clients are left."""
         self._now = name
         return getattr(self._workflow, name)(self, self._context, self._state)
 
     def num_available(self) -> int:
-        """The client manager's: the number of clients."""
+        """The number of clients, as the workflow's client manager."""
         return len(self._clients)
 
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
-        """The strategy's: all clients take part, and get nothing of the workflow."""
+        """What each client is to train, as the workflow's strategy: nothing of its own.
+
+        All clients take part, and get no parameters: they get the request of the stage.
+        """
         common = needed("flwr.common", "flower", "Flower")
         nothing = common.Parameters([], "numpy.ndarray")
         ins = lambda: common.FitIns(nothing, {})
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
     def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
-        """The strategy's: takes the mean of the values, and asks for nothing more."""
+        """Take the mean of the unmasked values, as the workflow's strategy."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None) -> list:
-        """The grid's: send messages to clients, and return their validated replies.
+        """Send messages to clients, as the workflow's grid.
 
         Clients that do not answer in time, or as they should, become `lost`.
 
         Args:
           messages: Flower messages.
           timeout: Seconds to wait for all replies; None: no limit.
+
+        Returns:
+          The validated replies of the other clients.
         """
         sent, replies, key = {}, [], secure_replies.configs_key()
         for message in messages:
@@ -496,6 +537,9 @@ class _Aggregation:
           node: The id of the node that was asked.
           reply: The reply, a Flower message of any content.
 
+        Returns:
+          An object like a Flower message, with validated fields only.
+
         Raises:
           BadReply: It does not fit, or the group has failed.
         """
@@ -504,7 +548,7 @@ class _Aggregation:
         flwr = needed("flwr.app", "flower", "Flower")
         content, done = flwr.RecordDict(), None
         if self._now == "collect_masked_vectors_stage":
-            content, done = self._nothing(), self._done_of(node, reply)
+            content, done = self._nothing(), self._validated_result(node, reply)
         fields = secure_replies.fields_of(
             reply, self._now, {*self._clients}, self._length
         )
@@ -519,11 +563,18 @@ class _Aggregation:
 
     @property
     def _length(self) -> int:
-        """The number of numbers in the vector of secure sums."""
+        """The total number of elements of all partial reductions summed securely."""
         return sum(math.prod(p.shape) for p in self._partials if p.secure)
 
-    def _done_of(self, node: int, reply: Any) -> BlockResult:
-        """Validate and return a client's partial reductions but secure sums.
+    def _validated_result(self, node: int, reply: Any) -> BlockResult:
+        """Validate the partial reductions that a client sent besides its masked value.
+
+        Args:
+          node: The id of the node.
+          reply: The reply, a Flower message of any content.
+
+        Returns:
+          The `BlockResult` of its group, without secure sums.
 
         Raises:
           BadReply: They do not fit the plan, or the group has failed.
@@ -538,7 +589,7 @@ class _Aggregation:
         return result
 
     def _nothing(self) -> Any:
-        """The records of a Flower `FitRes` without parameters."""
+        """The records of a Flower `FitRes` without parameters, for the workflow."""
         common = needed("flwr.common", "flower", "Flower")
         compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
         status = common.Status(common.Code.OK, "")

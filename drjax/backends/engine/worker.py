@@ -48,7 +48,8 @@ class LoadedPlan:
       file: The plan file, a `File`.
 
     Attributes:
-      demands: For each stage a list: of each partial reduction the `Reduce.secure`.
+      demands: For each stage a list with the `Reduce.secure` of each of its partial
+        reductions: the least number of groups to sum, 0 if it is not secure.
     """
 
     def __init__(self, file: File):
@@ -92,7 +93,15 @@ class LoadedPlan:
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """Run a stage on a block: `run`, where `jax_enable_x64` is set for the plan."""
+        """Run a stage on a block, in the precision of the plan; see `run`.
+
+        Args:
+          task: The block, and the stage to run.
+          shared: The global inputs of the stage, in order.
+
+        Returns:
+          The `BlockResult`.
+        """
         start, stage = time.perf_counter(), self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
         # The partial reductions include the groups that failed, so the block runs
@@ -182,7 +191,7 @@ class CompiledStage:
       states: How many outputs after these are leaves of folded states, int.
 
     Attributes:
-      partials: The number of both.
+      partials: The number of outputs that are combined over blocks: both together.
     """
 
     def __init__(self, stage: Stage, reduces: int, states: int = 0):
@@ -423,11 +432,15 @@ def _loaded(file: File) -> LoadedPlan:
 
 
 def demands(file: File, stage: int) -> list[int]:
-    """For each partial reduction of a stage its `Reduce.secure`.
+    """How secure each partial reduction of a stage has to be.
 
     Args:
       file: The plan file.
       stage: The index of the stage, as of `Task.stage`.
+
+    Returns:
+      For each the `Reduce.secure`: the least number of groups to sum, 0 if it is not
+      secure.
     """
     return _loaded(file).demands[stage]
 

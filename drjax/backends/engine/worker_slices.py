@@ -1,4 +1,4 @@
-"""Partitioned values whose slices workers have, and the driver has not.
+"""Partitioned values whose slices stay with workers, so that the driver has no array.
 
 Input: the blocks of a stage, each with a reference to the slices that stayed with its
 worker. Output: a `WorkerSlices`, which a later stage takes in place of an array; of a
@@ -34,10 +34,11 @@ INITIAL = "initial"  # the piece of slices with which workers begin by themselve
 
 @dataclass(frozen=True)
 class PiecesOfBlock:
-    """The slices of c groups, as parts of pieces.
+    """The slices of a block of c groups, as parts of pieces that workers have.
 
     Attributes:
-      pieces: The pieces, each a reference and the position of the value in it.
+      pieces: The pieces: for each the engine's reference, or a list of arrays, and the
+        position of the value among the arrays of the piece.
       piece: For each group the index of its piece, int `[c]`; -1: it has none.
       position: For each group the position of its slice in that piece, int `[c]`.
     """
@@ -47,7 +48,7 @@ class PiecesOfBlock:
     position: np.ndarray
 
     def __getitem__(self, index: np.ndarray) -> "PiecesOfBlock":
-        """The slices of some of the groups, at these positions in the block."""
+        """The slices of the groups at these positions in the block, int `[k]`."""
         piece, position = self.piece[index], self.position[index]
         return replace(self, piece=piece, position=position)
 
@@ -76,7 +77,7 @@ class PiecesOfBlock:
 
 
 class Keeping(Protocol):
-    """A protocol: an engine whose workers have slices between stages.
+    """The further methods of an `Engine` whose workers have slices between stages.
 
     Attributes:
       generation: An int that grows when the workers, and their slices, are gone.
@@ -85,7 +86,7 @@ class Keeping(Protocol):
     generation: int
 
     def created(self, slices: "WorkerSlices") -> None:
-        """Take note of new slices: until their `release`, workers have to have them."""
+        """Count new slices as in use: until their `release`, workers keep them."""
 
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
         """Read pieces.
@@ -103,7 +104,7 @@ class Keeping(Protocol):
         return [self.read(piece) for piece in pieces]
 
     def read(self, reference: Any) -> Sequence[np.ndarray]:
-        """Read one piece: its list of arrays."""
+        """Read one piece by the engine's reference: a list of arrays `[c, ...]`."""
         ...
 
 
@@ -150,20 +151,24 @@ class WorkerSlices(Unread):
 
     @classmethod
     def of_array(cls, value: Value, slices: np.ndarray) -> "WorkerSlices":
-        """The value as one piece that the driver has: an array `[n, ...]`."""
+        """Make the value from an array `[n, ...]`, as one piece that the driver has."""
         n = len(slices)
         return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
 
     def of_value(self, value: Value) -> "WorkerSlices":
-        """The same slices as another value of the plan, with a `release` of its own."""
+        """The same slices as those of another value of the plan.
+
+        It has a `release` of its own: a call may return an argument unchanged as a
+        result.
+        """
         return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
 
     def release(self) -> None:
-        """Release the pieces: the slices are not needed any more."""
+        """Release the pieces, as the slices are not needed any more."""
         self.pieces, self.piece, self.held = [], np.full_like(self.piece, -1), False
 
     def block(self, low: int, high: int) -> PiecesOfBlock:
-        """The slices of the groups from index `low` to before `high`."""
+        """The slices of the groups from index `low` to before `high`, as of a block."""
         part = slice(low, high)
         return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
 
@@ -212,12 +217,12 @@ class WorkerSlices(Unread):
 
 
 def keep_dropped(value: Value, new: Any, old: Any, alive: np.ndarray) -> Any:
-    """A kept result, in which dropped groups have the slices that they had before.
+    """A kept result in which dropped groups have the slices of the call before.
 
     Args:
       value: The result in the plan.
       new: The result of the call: an array `[n, ...]`, or an `Unread`.
-      old: The argument of the call, likewise.
+      old: The argument of the call that it replaces: an array or an `Unread`, too.
       alive: Which groups take part, bool `[n]`; the others were dropped.
 
     Returns:
@@ -235,10 +240,11 @@ def keep_dropped(value: Value, new: Any, old: Any, alive: np.ndarray) -> Any:
 def slices_to_read(
     plan: Plan, taken: Sequence[Value] = (), kept: Collection[str] = ()
 ) -> Iterator[Value]:
-    """The slices that groups have computed, and that are needed outside of them.
+    """Find the slices that are needed outside of the groups that computed them.
 
-    Gathers, server stages, stacks of scans and conditions of loops need them, and the
-    caller, unless they are kept. Moves are not considered.
+    An engine whose workers give no slices away refuses a plan with such values. They
+    are what gathers, server stages, stacks of scans, conditions of loops and, unless
+    they are kept, the plan's outputs read. Moves are not considered.
 
     Args:
       plan: The plan, or the body of a loop.
@@ -264,7 +270,16 @@ def slices_to_read(
 
 
 def _read_in_loop(loop: Loop) -> Iterator[Value]:
-    """As `slices_to_read`, of the bodies of a loop: what they carry may stay."""
+    """Find the slices that are needed outside of the groups, in the bodies of a loop.
+
+    What a scan or while loop carries from step to step may stay with the groups.
+
+    Args:
+      loop: The loop.
+
+    Yields:
+      Partitioned values of its bodies, as `slices_to_read`.
+    """
     first = sum(loop.consts)
     for body in loop.bodies:
         # A while loop and a branch have no stacks.

@@ -60,7 +60,8 @@ class ChunkedStage:
       folds: The folds of the round.
       kept: The outputs of the stage to return as slices, because they are read later.
       shared: The arrays of the global inputs of the stage, in order.
-      inner: What `run_inner_levels` returns for the stage.
+      inner: `inner(*args)` runs the plan of the stage's inner level: the result of
+        `run_inner_levels`. None: the stage runs as it is.
       merged: The outputs of the stage that are partial reductions over its inner level,
         `[m, *s]`.
     """
@@ -130,10 +131,9 @@ class ChunkedStage:
         return work() if self._effects else unless_empty(layout, first, work, nothing)
 
     def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """Run the stage for a device with groups: `run`, of the same arguments.
+        """Run the stage on a device that has groups: `run`, of the same arguments.
 
-        The device may have no group only if the stage has effects; then no slot runs
-        it.
+        If the stage has effects, the device may have no group; then no slot runs it.
         """
         count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
@@ -241,7 +241,7 @@ class ChunkedStage:
             )
 
         # JAX has no batching rule for exported functions.
-        over_groups = _over_groups if self.stage.exported is None else _one_by_one
+        over_groups = _over_groups if self.stage.exported is None else _in_a_loop
         if self.layout.uneven and self._effects:
             run = lambda count: over_groups(one, count, self._partitioned)
             # Padding must not print, call back or raise.
@@ -292,11 +292,17 @@ class ChunkedStage:
         return copy_slice_to_padding(self.layout, indices, own, x[:1])
 
     def _batched_states(self, outs: list, mask) -> list[ChunkState]:
-        """The states of a chunk that the batched function of a file has folded.
+        """The states of a chunk's folds, from the results of a loaded stage.
+
+        The batched function of a stage from a plan file has folded the groups of the
+        chunk.
 
         Args:
           outs: Its results: partial reductions, and then the leaves of the states.
           mask: Which slots have groups, bool `[c]`.
+
+        Returns:
+          A `ChunkState` for each fold.
         """
         flat = outs[len(self.reduces) :]
         values = [v for work in self.folds for v in work.fold.results]
@@ -369,7 +375,8 @@ def _empty_accumulators(
       steps: The number of chunks, on which it depends which sums are compensated.
       chunk: A function without arguments that runs one chunk, and returns
         `(partial reductions, slices)`. It is only traced, for the types of results.
-      other_shapes: Whether a reduction has another shape than its result.
+      other_shapes: Whether a partial reduction has another shape than its result, as
+        one over two levels does: `[m, *s]`, for the m devices of the inner level.
     """
     shapes = [(reduce.source.shape, sum_dtype(reduce)) for reduce in reduces]
     types = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -466,7 +473,11 @@ def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
 
 
 def result_specs(layout: Layout, reduces: list[Reduce]) -> list:
-    """How the devices have the results of reductions, for `shard_map_over_devices`."""
+    """For each reduction how the devices have its result: the whole, or a part.
+
+    Returns:
+      `PartitionSpec`s, or False for the whole, as `shard_map_over_devices` takes them.
+    """
     return [sharded_spec(layout, divided_axis(layout, r)) for r in reduces]
 
 
@@ -496,8 +507,11 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
     return only
 
 
-def _one_by_one(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
-    """Map a function of one group over groups in a loop; as `_over_groups`."""
+def _in_a_loop(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
+    """Map a function of one group over groups one after another, by `lax.map`.
+
+    It takes the place of `_over_groups`, and has its arguments and result.
+    """
 
     def run(*args):
         def one(slices):

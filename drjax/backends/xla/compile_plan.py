@@ -207,7 +207,10 @@ def groups_of_device(plan: Plan) -> int:
 
 
 def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
-    """The largest number of slots of a device for groups, of all levels of a plan.
+    """The largest useful number of groups at once: that of slots of a device.
+
+    It is the maximum over the partitions of all levels of a plan, and bounds the search
+    for a number that fits in memory.
 
     Args:
       plan: The plan.
@@ -218,11 +221,14 @@ def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
 
 
 def _layouts(plan: Plan, layout: Layout, mesh: Any = None) -> list[Layout]:
-    """How the groups of all levels of a plan are laid out.
+    """How the groups of each level of a plan are laid out, outermost first.
 
     Args:
       plan: The plan.
-      layout: That of its outermost level.
+      layout: The layout of its outermost level.
       mesh: The mesh that the user passed; None: the one in context.
+
+    Returns:
+      A `Layout` for each level.
     """
     return [layout, *layouts_inside(layout.partition, plan.levels[1:], mesh)]

@@ -64,12 +64,15 @@ class FoldWork:
         return jax.vmap(self.combine)(left, right)
 
     def of_chunk(self, states: States, layout: Layout, indices) -> "ChunkState":
-        """Fold the states of a chunk of c slots.
+        """Fold the states of a chunk of c slots, in the order of the groups.
 
         Args:
-          states: Their leaves, `[c, *s]`; those of padding are copies.
+          states: Their leaves, `[c, *s]`; those of padding are copies, and left out.
           layout: How the groups are laid out on the mesh.
           indices: The group indices of the slots, int32 `[c]`; of padding, n or more.
+
+        Returns:
+          A `ChunkState`.
         """
         real = indices < layout.partition.size if layout.uneven else None
         leaves = fold_by_tree(self.combine_pairs, states, real)
@@ -91,7 +94,7 @@ class ChunkState:
 
     @property
     def value(self) -> States:
-        """The leaves."""
+        """The leaves of the state, under the name that running reductions have."""
         return self.leaves
 
 
@@ -114,7 +117,7 @@ class RunningFold:
     def add(self, x: ChunkState) -> "RunningFold":
         """Combine the fold with that of the next chunk; this one is unchanged."""
         first = lambda total, new: list(new)
-        both = lambda total, new: _like(self.work.combine(total, new), new)
+        both = lambda total, new: _reshard_like(self.work.combine(total, new), new)
         # A branch, as a state of zeros may make the user's function loop for ever.
         value = lax.cond(self.empty, first, both, self.value, x.leaves)
         if x.real is not None:
@@ -130,8 +133,15 @@ class RunningFold:
         return cls(work, *children)
 
 
-def _like(states: States, like: States) -> States:
-    """Reshard leaves to the shardings of others: branches need equal types."""
+def _reshard_like(states: States, like: States) -> States:
+    """Reshard states to the shardings of others on Explicit axes.
+
+    The branches of a `cond` need results of equal types.
+
+    Args:
+      states: The leaves of the states.
+      like: The leaves of the other ones.
+    """
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return states
     pairs = zip(states, like, strict=True)
@@ -170,7 +180,15 @@ def finish_stacked_folds(layout: Layout, works: list[FoldWork], states: list) ->
 
 
 def _fold_devices(works: list[FoldWork], states: list) -> list:
-    """Fold the states of the devices that have groups, leaves `[used, *s]`."""
+    """Fold the states of all devices that have groups, after the neutral state.
+
+    Args:
+      works: The folds.
+      states: The leaves of the states of all folds, `[used, *s]` of as many devices.
+
+    Returns:
+      The leaves of the fold of all groups, `[*s]`, of all folds.
+    """
     outs, remaining = [], iter(states)
     for work in works:
         leaves = [next(remaining) for _ in work.init]
@@ -180,7 +198,10 @@ def _fold_devices(works: list[FoldWork], states: list) -> list:
 
 
 def operands_of(folds: Sequence[Fold]) -> list[Value]:
-    """The global values that folds read: `with_arrays` takes their arrays."""
+    """The global values that the functions of folds close over, and neutral states.
+
+    `with_arrays` takes an array for each of them.
+    """
     return [v for fold in folds for v in (*fold.consts, *fold.init)]
 
 
@@ -197,6 +218,6 @@ def with_arrays(folds: Sequence[Fold], arrays: Sequence[Any]) -> list[FoldWork]:
 
 
 def split_states(works: list[FoldWork], flat: Sequence[Any]) -> list[States]:
-    """Split the leaves of all folds' states into a list for each fold."""
+    """Split a flat list of the leaves of all folds' states into one for each fold."""
     remaining: Callable[[], Any] = iter(flat).__next__
     return [[remaining() for _ in work.init] for work in works]

@@ -1,4 +1,4 @@
-"""The folds before and after each group, on the devices of a mesh: gradients need them.
+"""Gradients of `reduce` on a mesh: the folds before and after each group.
 
 Input: a server stage with equations of `fold_of_all_p`, which compute these folds from
 the states of all groups. Output: its results, by `fold_around` on the mesh: one
@@ -23,7 +23,11 @@ from drjax.plan import Plan, Stage, Value
 
 
 def has_folds(stage: Stage) -> bool:
-    """Whether a server stage computes folds around all groups."""
+    """Whether a server stage folds all groups' states around each group.
+
+    That is, whether it has an equation of `fold_of_all_p`, as gradients of `reduce`
+    have.
+    """
     return stage.jaxpr is not None and any(map(_is_fold, _equations(stage)))
 
 
@@ -52,7 +56,9 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
 
 
 def only_for_folds(plan: Plan, value: Value) -> bool:
-    """Whether only folds around all groups read a gathered value.
+    """Whether a gathered value is only read as states of folds around all groups.
+
+    Then the gather is none: `run_with_folds` leaves the states on their devices.
 
     Args:
       plan: The plan.
@@ -69,7 +75,10 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
 
 
 def folded_slices(plan: Plan) -> frozenset[str]:
-    """The names of scattered values whose slices the devices have: folds around groups.
+    """The names of scattered values that are results of folds around the groups.
+
+    `run_with_folds` gives them as arrays sharded over the groups, so that the devices
+    have the slices already.
 
     Args:
       plan: The plan.
@@ -88,7 +97,12 @@ def folded_slices(plan: Plan) -> frozenset[str]:
 
 
 def _only_folded(stage: Stage, value: Value) -> bool:
-    """Whether a stage reads an input only as states of folds around all groups."""
+    """Whether all uses of an input of a stage are as states of folds around the groups.
+
+    Args:
+      stage: A server stage.
+      value: One of its inputs.
+    """
     if stage.jaxpr is None:
         return False
     jaxpr = _compat.open_jaxpr(stage.jaxpr)

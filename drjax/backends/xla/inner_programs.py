@@ -77,7 +77,7 @@ class Stacked:
     index: Any
 
     def take(self, start, size: int):
-        """The slices from `start` on, `[size, *s]`."""
+        """The slices of `size` inner groups from position `start` on, `[size, *s]`."""
         starts = (self.index, start, *[0] * (self.array.ndim - 2))
         sizes = (1, size, *self.array.shape[2:])
         # In 64-bit mode a literal would have another type than the index.
@@ -91,12 +91,17 @@ class Stacked:
 
 
 def read_in_chunks(plan: Plan) -> frozenset[int]:
-    """The positions of a plan's inputs that only local stages read, slice by slice.
+    """The inputs of a plan that only local stages read: they need not be copied.
 
-    Others are read as whole arrays: gathered, moved, returned, or carried by a loop.
+    A loop over chunks of groups reads the slices of such an input from a `Stacked`.
+    Other inputs are read as whole arrays: gathered, moved, returned, or carried by a
+    loop.
 
     Args:
       plan: The plan of an inner level, or of the body of a loop in it.
+
+    Returns:
+      Their positions in `plan.inputs`.
     """
     whole = {v.name for v in plan.outputs}
     for a_round in plan.rounds:
@@ -114,7 +119,11 @@ def read_in_chunks(plan: Plan) -> frozenset[int]:
 
 
 def constants_in_chunks(loop: Loop) -> frozenset[int]:
-    """The positions of the constants of a scan that its rounds read slice by slice."""
+    """The constants of a scan that its rounds read in chunks: see `read_in_chunks`.
+
+    Returns:
+      Their positions in `loop.inputs`; none if the loop is no scan.
+    """
     if loop.op != "scan":
         return frozenset()
     constants = range(sum(loop.consts))

@@ -44,17 +44,17 @@ class KeptRun:
         self._outputs = [i for pair in keep.pairs for i in pair.outputs]
 
         def run(staying: list, others: list) -> tuple[list, list]:
-            outs = run_flat(_merged(staying, others, self._inputs))
-            return _split(outs, self._outputs)
+            outs = run_flat(_interleave(staying, others, self._inputs))
+            return _divide(outs, self._outputs)
 
         self._run = jax.jit(run, donate_argnums=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        staying, others, handles = self._opened(args, kwargs)
+        staying, others, handles = self._flat_arguments(args, kwargs)
         staying, others = self._run(staying, others)
         for handle in handles:
             handle.use_up()
-        arrays = _merged(staying, others, self._outputs)
+        arrays = _interleave(staying, others, self._outputs)
         results = self._plan.out_tree.unflatten(arrays)
         return self._keep.results(results, arrays, _copies)
 
@@ -69,14 +69,24 @@ class KeptRun:
           A `jax.stages.Lowered`. After `.compile()`, `memory_analysis()` tells the
           bytes of results that take the buffers of arguments.
         """
-        staying, others, _ = self._opened(args, kwargs)
+        staying, others, _ = self._flat_arguments(args, kwargs)
         return self._run.lower(staying, others)
 
-    def _opened(self, args: tuple, kwargs: dict) -> tuple[list, list, list[Kept]]:
-        """The arrays of the arguments: those that stay, the others, and the handles."""
+    def _flat_arguments(
+        self, args: tuple, kwargs: dict
+    ) -> tuple[list, list, list[Kept]]:
+        """Flatten the arguments of a call, with arrays in the places of handles.
+
+        Returns:
+          `(staying, others, handles)`: the arrays of kept arguments, which will be
+          donated; those of all other arguments; and the handles.
+
+        Raises:
+          DrjaxTypeError: The call is inside `jax.jit` or another transformation.
+        """
         args, kwargs, handles = self._keep.open(args, kwargs)
         leaves = flat_inputs(self._plan, args, kwargs)
-        staying, others = _split(leaves, self._inputs)
+        staying, others = _divide(leaves, self._inputs)
         for i, x in zip(self._inputs, staying, strict=True):
             if isinstance(x, Tracer):
                 raise DrjaxTypeError(
@@ -86,10 +96,17 @@ class KeptRun:
                     f"{self._plan.inputs[i].name}."
                 )
         values = [self._plan.inputs[i] for i in self._inputs]
-        return list(map(self._placed, values, staying)), others, handles
+        return list(map(self._in_result_sharding, values, staying)), others, handles
 
-    def _placed(self, value: Value, x: Any) -> Any:
-        """An array in the sharding of results, without which its buffer has no use."""
+    def _in_result_sharding(self, value: Value, x: Any) -> Any:
+        """Copy an array of a kept argument to the sharding that its result will have.
+
+        XLA can put the result into its buffer only if both have the same sharding.
+
+        Args:
+          value: The input of the plan.
+          x: The array.
+        """
         assert self._plan.partition is not None
         sharding = host_sharding(self._plan.partition, self._mesh)
         if sharding is None:
@@ -98,15 +115,29 @@ class KeptRun:
         return jax.device_put(x, NamedSharding(sharding.mesh, spec))
 
 
-def _split(xs: Sequence[Any], indices: list[int]) -> tuple[list, list]:
-    """The elements with these indices, in their order, and the others."""
+def _divide(xs: Sequence[Any], indices: list[int]) -> tuple[list, list]:
+    """Divide a sequence into the elements with some indices, and the others.
+
+    Args:
+      xs: The sequence.
+      indices: The indices.
+
+    Returns:
+      `(elements in the order of indices, the others in their order)`.
+    """
     return [xs[i] for i in indices], [
         x for i, x in enumerate(xs) if i not in set(indices)
     ]
 
 
-def _merged(some: Sequence[Any], others: Sequence[Any], indices: list[int]) -> list:
-    """The inverse of `_split`."""
+def _interleave(some: Sequence[Any], others: Sequence[Any], indices: list[int]) -> list:
+    """Put two lists together to one: the inverse of `_divide`.
+
+    Args:
+      some: The elements with these indices in the result.
+      others: All other elements, in their order.
+      indices: The indices.
+    """
     by_index, rest = dict(zip(indices, some, strict=True)), iter(others)
     return [
         by_index[i] if i in by_index else next(rest)
@@ -115,5 +146,5 @@ def _merged(some: Sequence[Any], others: Sequence[Any], indices: list[int]) -> l
 
 
 def _copies(_: Any, arrays: Sequence[Any]) -> list:
-    """Copies of arrays: the next call deletes the arrays themselves."""
+    """Copy the arrays of a kept result for `Kept.fetch`: the next call donates them."""
     return [jnp.array(x, copy=True) for x in arrays]

@@ -36,11 +36,15 @@ from drjax.plan import Reduce, Round, Stage, Value
 class InnerLevels:
     """How the reductions of a round are combined with those of other levels.
 
+    A round may have levels inside, whose reductions its own merge with, and may itself
+    be inside a level that merges with its reductions.
+
     Attributes:
       mesh: The mesh that the user passed; None: the one in context.
-      merged: What `reductions_to_merge` returns for the round.
-      partial: The results that stay partial reductions of the devices, `[m, *s]`, as an
-        outer level combines them.
+      merged: From the name of an output of the local stage to that of the result of the
+        inner level that it is, if one collective reduces both levels.
+      partial: The names of results that stay partial reductions of the devices, `[m,
+        *s]`, as an outer level combines them.
     """
 
     mesh: Any
@@ -56,13 +60,14 @@ class InnerLevels:
         mesh: Any,
         partial: frozenset[str],
     ) -> "InnerLevels":
-        """How the reductions of a round are combined with those of its inner level.
+        """Decide which reductions of a round merge with those of its inner level.
 
         Args:
           layout: How the groups of the round are laid out.
           a_round: The round.
           kept: The outputs of its local stage that are returned as slices.
-          mesh, partial: As of the result.
+          mesh: The mesh that the user passed; None: the one in context.
+          partial: The names of results that an outer level combines.
         """
         stage, merged = a_round.local, {}
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
@@ -76,13 +81,20 @@ class InnerLevels:
     def finish(
         self, layout: Layout, stage: Stage, reduces: list[Reduce], totals: list
     ) -> list:
-        """Combine and finish the partial reductions of a device, each in its way.
+        """Combine and finish the partial reductions of a device.
+
+        Each is finished by its level alone, by one collective over both levels, or left
+        partial for an outer level.
 
         Args:
           layout: How the groups are laid out.
           stage: The local stage.
           reduces: The reductions, without gathers.
           totals: For each its partial reduction.
+
+        Returns:
+          For each reduction its global value, `[*s]`, or `[1, *s]` if it is left
+          partial.
         """
         results: list[Any] = [None] * len(totals)
         plain: list[int] = []
@@ -111,7 +123,10 @@ class InnerLevels:
 def reductions_to_merge(
     stage: Stage, reduces: Sequence[Reduce], kept: Sequence[Value], layout: Layout
 ) -> dict[str, str]:
-    """The outputs that are reductions over the inner level, and only reduced.
+    """The outputs of a stage that one collective can reduce over both levels.
+
+    They are results of plain reductions over the inner level, and only reductions of
+    the same operation over the outer level read them.
 
     Args:
       stage: The stage of the outer groups, with the plan of its inner level.
@@ -121,7 +136,7 @@ def reductions_to_merge(
 
     Returns:
       A dict from names of outputs of the stage to those of the results in the plan of
-      the inner level.
+      the inner level; {} if there are none.
     """
     inner = stage.inner
     if inner is None or not layout.sharded or layout.spec_entry is not None:

@@ -1,7 +1,8 @@
-"""A plan as text: its signature, and its rounds line by line.
+"""What `print(plan)` prints: a plan as text, its signature and then round by round.
 
-Input: a `drjax.plan.Plan`. Output: lines. Nothing is imported of the plan, which
-imports this module lazily to print itself.
+Input: a `drjax.plan.Plan`. Output: lines of text, by `lines`. `bytes_as_text` is for
+other texts, too. Nothing is imported of the plan, which imports this module lazily to
+print itself.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def size(nbytes: int) -> str:
+def bytes_as_text(nbytes: int) -> str:
     """A number of bytes as text for humans: `812 B`, `12.3 kB`.
 
     Args:
@@ -83,7 +84,7 @@ def _sent(x: Any) -> str:
     Args:
       x: A `drjax.plan.Reduce`, `Fold` or `Move`.
     """
-    text = f"{size(x.nbytes)} a group"
+    text = f"{bytes_as_text(x.nbytes)} a group"
     if getattr(x, "wire", None) is not None:
         text += f" as {x.wire}"
     text += ", sharded" * (getattr(x, "sharded", False) is True)
@@ -104,9 +105,9 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
     for number, a_round in enumerate(plan.rounds, 1):
         yield from ("", f"round {number}", *_server_lines(a_round.server, inside))
         for value in a_round.broadcast:
-            yield f"  to every group       {value}   {size(value.nbytes)}"
+            yield f"  to every group       {value}   {bytes_as_text(value.nbytes)}"
         for whole, scattered in a_round.scatter:
-            source = f"{size(scattered.nbytes)}, of {whole.name}"
+            source = f"{bytes_as_text(scattered.nbytes)}, of {whole.name}"
             yield f"  slice i to group i   {scattered}   {source}"
         if not a_round.local.empty:
             yield f"  each group computes  {a_round.local.name}"
