@@ -25,6 +25,7 @@ EXAMPLES = {
 }
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
+    "bandwidth": dict(steps=(300,)),
     "compression": dict(steps=3, width=8, only="PowerSGD"),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
     "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
