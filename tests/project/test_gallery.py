@@ -33,6 +33,9 @@ SHORT = {
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
     "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
+    "self_tuning": dict(
+        passes=2, rounds=2, window=1, clients=4, width=4, only="truncated", memory=False
+    ),
     "sweep": dict(trials=4, steps=3, width=4),
     "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
 }
