@@ -36,6 +36,7 @@ SHORT = {
     "self_tuning": dict(
         passes=2, rounds=2, window=1, clients=4, width=4, only="truncated", memory=False
     ),
+    "soups": dict(seed_steps=2, steps=2, width=8, test_windows=2, learned_steps=2),
     "sweep": dict(trials=4, steps=3, width=4),
     "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
 }
