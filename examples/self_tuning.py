@@ -23,7 +23,7 @@ saves the residuals of all local steps of all clients; with `jax.checkpoint` aro
 round it saves a model for each round, and the residuals of all clients in one round.
 `drjax.jit` rematerializes a client's work, one client of a device at a time.
 
-Half of the clients have random labels, and nobody knows which.
+Half of the clients have random labels, and the server does not know which.
 """
 
 import dataclasses
