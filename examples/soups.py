@@ -165,7 +165,7 @@ def learned_weights(models, validation, steps):
 
     logits = jnp.zeros(drjax.partition_size())
     (logits, _), _ = jax.lax.scan(step, (logits, adam.init(logits)), length=steps)
-    return jax.nn.softmax(logits)
+    return jax.tree.map(jax.nn.softmax, logits)
 
 
 def mix(models, weights):
