@@ -39,6 +39,7 @@ SHORT = {
     "soups": dict(seed_steps=2, steps=2, width=8, test_windows=2, learned_steps=2),
     "sweep": dict(trials=4, steps=3, width=4),
     "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
+    "tempering": dict(chains=6, replicas=4, sweeps=9, burn_in=1, only="parallel"),
 }
 
 
