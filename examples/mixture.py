@@ -22,7 +22,7 @@ takes as many steps, in double precision.
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +61,15 @@ class Config:
     """Seed of the partition and of the initial values."""
 
 
+Array = jax.Array | np.ndarray
+
+
 class Mixture(NamedTuple):
     """Weights `[K]`, means `[K, d]` and covariances `[K, d, d]`."""
 
-    weights: jax.Array
-    means: jax.Array
-    covariances: jax.Array
+    weights: Array
+    means: Array
+    covariances: Array
 
 
 REGULARIZATION = 1e-6  # on the diagonals of covariances, scikit-learn's default
@@ -117,7 +120,7 @@ def fit(config: Config, start: Mixture, x) -> tuple[Mixture, np.ndarray]:
 
 def fit_sklearn(config: Config, start: Mixture, x) -> Mixture:
     """The same by scikit-learn: as many steps, from the same values."""
-    model = sklearn.mixture.GaussianMixture(
+    model: Any = sklearn.mixture.GaussianMixture(
         len(start.weights),
         tol=0.0,
         max_iter=config.steps,
@@ -140,8 +143,8 @@ def load(config: Config) -> dict[str, tuple[np.ndarray, int]]:
     radius = 1 + 0.1 * rng.standard_normal(2000)
     ring = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
     sets = {
-        "iris": (sklearn.datasets.load_iris().data, 3),
-        "wine": (sklearn.datasets.load_wine().data[:, :6], 3),
+        "iris": (sklearn.datasets.load_iris(return_X_y=True)[0], 3),
+        "wine": (sklearn.datasets.load_wine(return_X_y=True)[0][:, :6], 3),
         "ring": (ring, 8),
     }
     standard = lambda x: (x - x.mean(0)) / x.std(0)
@@ -169,9 +172,8 @@ def draw(x, fits: dict[str, Mixture], likelihoods) -> Figure:
             width, height = 4 * np.sqrt(values[::-1])  # two standard deviations
             label = None if i else name
             style = {"fill": False, "ec": color, "ls": line, "lw": 1.8, "label": label}
-            left.add_patch(
-                Ellipse(tuple(mean[:2]), width, height, angle=angle, **style)
-            )
+            a, b = mean[:2].tolist()
+            left.add_patch(Ellipse((a, b), width, height, angle=angle, **style))
     left.set(title="two standard deviations", aspect="equal")
     left.legend(loc="center")
     for name, values in likelihoods.items():
@@ -185,7 +187,7 @@ def draw(x, fits: dict[str, Mixture], likelihoods) -> Figure:
 def main(config: Config) -> results.Results:
     """Fits all data sets, and shows how far the fits are from scikit-learn's."""
     mesh = make_mesh(config.devices, "clients")
-    table, numbers, likelihoods, worst, drawn = [], {}, {}, 0.0, ()
+    table, numbers, likelihoods, worst = [], {}, {}, 0.0
     for name, (x, k) in load(config).items():
         if config.only not in name:
             continue
@@ -203,7 +205,8 @@ def main(config: Config) -> results.Results:
         sent = k * (1 + x.shape[1] + x.shape[1] ** 2) + 1
         shown = (f"{error:.0e}" for error in errors)
         table.append([name, *x.shape, k, *shown, sent])
-        drawn = x, {"clients": mixture, "scikit-learn": expected}
+        fits = {"clients": mixture, "scikit-learn": expected}
+        figure = draw(x, fits, likelihoods)  # the last one has all likelihoods
     result = results.Results(
         title=f"{config.clients} clients and scikit-learn after {config.steps} steps",
         columns=["", "points", "d", "K", *Mixture._fields, "numbers sent"],
@@ -218,7 +221,7 @@ def main(config: Config) -> results.Results:
             "Iris and six features of wine are scikit-learn's; the ring is generated.",
         ],
     )
-    result.write(config.output, config, draw(*drawn, likelihoods))
+    result.write(config.output, config, figure)
     return result
 
 

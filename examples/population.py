@@ -307,8 +307,8 @@ def main(config: Config) -> results.Results:
         numbers=numbers,
         remarks=[
             count_bytes(config, data),
-            "The best network is that of the lowest validation loss, so this loss is "
-            "too low an estimate; test digits are seen once.",
+            "Accuracies on the 1,000 test digits have a standard error of 0.8 %, so "
+            "the best networks of the two populations do not differ there.",
             "In both runs, networks begin with the same parameters and "
             "hyperparameters.",
         ],

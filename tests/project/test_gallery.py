@@ -28,9 +28,11 @@ SHORT = {
     "bandwidth": dict(steps=(300,)),
     "compression": dict(steps=3, width=8, only="PowerSGD"),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
+    "evolution": dict(rounds=2, workers=8, widths=(4,), episodes=4),
     "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
+    "hierarchical": dict(steps=6, seldom=6, often=2, width=4, only="hier"),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
     "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
     "self_tuning": dict(
@@ -38,6 +40,8 @@ SHORT = {
     ),
     "soups": dict(seed_steps=2, steps=2, width=8, test_windows=2, learned_steps=2),
     "sweep": dict(trials=4, steps=3, width=4),
+    "mixture": dict(steps=3, only="iris"),
+    "population": dict(members=5, rounds=2, steps=2, width=4, toy_rounds=2),
     "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
     "tempering": dict(chains=6, replicas=4, sweeps=9, burn_in=1, only="parallel"),
 }
