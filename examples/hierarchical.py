@@ -195,7 +195,7 @@ def main(config: Config) -> results.Results:
         with jax.set_mesh(mesh):
             run = runs[name] = train(config, often, seldom, examples, held_out)
         numbers[f"{name}, held-out loss"] = run.losses
-        sent = [run.ledger.up(over=level) * run.rounds for level in ("groups", "pods")]
+        sent = [run.ledger.up(over=x) * run.rounds for x in ("groups", "pods")]
         shown = (f"{nbytes / 1e6:.1f} MB" for nbytes in sent)
         table.append(
             [name, f"{run.losses[-1]:.3f}", f"{run.accuracies[-1]:.1%}", *shown]
