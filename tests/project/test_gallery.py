@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import lines
 from examples.common import clients
+from examples.common.transformer import TransformerConfig
 from tests.helpers.cases import checkerboard
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ EXAMPLES = {
 }
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
+    "analytics": dict(records=3000, models=2),
     "compression": dict(steps=3, width=8, only="PowerSGD"),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
     "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
@@ -32,6 +34,7 @@ SHORT = {
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
     "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
+    "sharded_server": dict(steps=2, model=TransformerConfig(d_model=16, layers=1)),
     "sweep": dict(trials=4, steps=3, width=4),
     "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
 }
