@@ -33,6 +33,7 @@ SHORT = {
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
+    "personalization": dict(rounds=1, clients=6, width=8, epochs=1, only="FedPer"),
     "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
     "sharded_server": dict(steps=2, model=TransformerConfig(d_model=16, layers=1)),
     "sweep": dict(trials=4, steps=3, width=4),

@@ -1,0 +1,27 @@
+"""A round of each example of the gallery, from its plan file.
+
+Covers: examples.engines.
+"""
+
+import pytest
+
+from examples import engines
+from tests.helpers.example_rounds import check_round, names
+
+FAST = "analytics", "robust"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_saved_round_runs_on_xla(name, tmp_path):
+    check_round("xla", name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*names("xla")} - {*FAST}))
+def test_each_saved_round_runs_on_xla(name, tmp_path):
+    check_round("xla", name, tmp_path)
+
+
+def test_a_difference_is_relative_to_the_largest_number():
+    assert engines.difference([[1.0, 4.5], [3]], [[1.0, 4.0], [3]]) == 0.125
+    assert engines.difference([[0.0]], [[0.0]]) == 0
