@@ -78,9 +78,11 @@ def maml_gradients() -> Round:
 
 def round_of(name: str) -> Round:
     """The round of an example."""
-    if name in EXAMPLES:
-        return importlib.import_module(f"examples.{name}").engine_round()
-    return {"local_sgd": local_sgd, "maml_gradients": maml_gradients}[name]()
+    make = {"local_sgd": local_sgd, "maml_gradients": maml_gradients}.get(name)
+    make = make or importlib.import_module(f"examples.{name}").engine_round
+    one = make()
+    # Not on a device: the first call on XLA donates what is kept.
+    return one._replace(own=jax.tree.map(np.array, one.own))
 
 
 def save(one: Round, path: Path) -> None:

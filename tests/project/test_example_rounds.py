@@ -1,6 +1,6 @@
 """A round of each example of the gallery, from its plan file.
 
-Covers: examples.engines.
+Covers: examples.
 """
 
 import pytest
