@@ -8,17 +8,15 @@ import pytest
 from examples import engines
 from tests.helpers.example_rounds import check_round, names
 
-FAST = "analytics", "robust"
+# Others compile for seconds; of these, one has no state that stays, and one has.
+FAST = "analytics", "personalization"
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name",
+    [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in names("xla")],
+)
 def test_a_saved_round_runs_on_xla(name, tmp_path):
-    check_round("xla", name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*names("xla")} - {*FAST}))
-def test_each_saved_round_runs_on_xla(name, tmp_path):
     check_round("xla", name, tmp_path)
 
 
