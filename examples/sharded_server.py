@@ -257,14 +257,7 @@ def main(config: Config) -> results.Results:
     )
     result = results.Results(
         title=f"The server's state of {count:,} parameters on {m} devices",
-        columns=[
-            "",
-            "bytes per device",
-            "12 P / m + 4",
-            "collectives of a step",
-            "sent",
-        ]
-        + [f"loss after {config.steps}"],
+        columns=["", "bytes per device", "12 P / m + 4", *KINDS, "sent", "last loss"],
         table=table,
         measured=f"Bytes of state on each of {m} devices: {table[0][1]} replicated, "
         f"{table[1][1]} sharded; a device sends {table[0][6]} and {table[1][6]} bytes "
