@@ -38,6 +38,7 @@ from tqdm import tqdm
 import drjax
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
+from examples.common.rounds import Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +225,24 @@ def count_rounds(config: Config, start, step, population, seed: int) -> list:
         if scores[-1][0] >= config.target:
             break
     return scores
+
+
+def engine_round() -> Round:
+    """A round of FedProx with eight clients, for `examples.engines`."""
+    config, method = Config(clients=8, cohort=8, width=16), METHODS[4]
+    init, loss, _ = make_model(config)
+    few = digits.Digits(*(x[:400] for x in digits.load_mnist()[0]))
+    examples, mask = partition(config, clients.split_shards, few, config.seed)
+    train_round = make_round(loss, method, config.cohort)
+
+    def step(shared, own, data):
+        (params, server_state, key), (examples, mask, ids) = shared, data
+        keys = clients.client_keys(key, ids)
+        return train_round(params, server_state, examples, mask, keys), own
+
+    params = init(jax.random.key(config.seed))
+    shared = params, method.server.init(params), jax.random.key(config.seed)
+    return Round(step, shared, (), (examples, mask, jnp.arange(config.cohort)))
 
 
 def main(config: Config) -> results.Results:

@@ -38,6 +38,7 @@ import drjax
 from drjax.plan import Plan
 from examples.common import clients, results
 from examples.common.devices import make_mesh
+from examples.common.rounds import Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +176,25 @@ FITS = {
     "lasso, ADMM": fit_lasso,
     "k-means, Lloyd": fit_kmeans,
 }
+
+
+def engine_round() -> Round:
+    """A step of all three, with eight clients, who keep their u_i."""
+    config = Config(clients=8)
+    x, y = map(standardize, sklearn.datasets.load_diabetes(return_X_y=True))
+    penalty, rho = 0.05 * len(x), len(x) / config.clients
+
+    @drjax.program(clients=config.clients)
+    def step(shared, own, data):
+        (w, z, centers), (x, y, mask) = shared, data
+        w = newton_step(w, lambda w: newton_loss(w, x, jnp.sign(y), mask))
+        z, own = admm_step(z, own, x, y, mask, penalty, rho)
+        return (w, z, lloyd_step(centers, x, mask)), own
+
+    width = x.shape[1]
+    shared = jnp.zeros(width + 1), jnp.zeros(width), x[:3]
+    own = jnp.zeros((config.clients, width))
+    return Round(step, shared, own, to_clients(config, x, y))
 
 
 def main(config: Config) -> results.Results:

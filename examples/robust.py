@@ -43,6 +43,7 @@ from tqdm import tqdm
 import drjax
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
+from examples.common.rounds import Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +136,8 @@ def loss(params, examples):
     return optax.softmax_cross_entropy_with_integer_labels(logits, examples.y).mean()
 
 
-def make_train(config: Config, name: str, f: int):
-    """The program that trains: accuracy and loss on held-out digits after each step."""
+def make_step(config: Config, name: str, f: int):
+    """The program of a step of gradient descent."""
 
     @drjax.program(workers=config.workers)
     def train_step(params, examples, factor):
@@ -146,6 +147,13 @@ def make_train(config: Config, name: str, f: int):
         args = drjax.broadcast(params), examples, factor
         update = AGGREGATIONS[name](drjax.map_fn(gradient, args), f)
         return optax.apply_updates(params, optax.tree.scale(-config.rate, update))
+
+    return train_step
+
+
+def make_train(config: Config, name: str, f: int):
+    """The step, with accuracy and loss on held-out digits after it."""
+    train_step = make_step(config, name, f)
 
     def step(params, examples, factor, held_out):
         params = train_step(params, examples, factor)
@@ -173,6 +181,21 @@ def attacks(config: Config, train: digits.Digits):
     }
 
 
+def engine_round() -> Round:
+    """A step by the median, Krum and the geometric median, with ten workers."""
+    config = Config(workers=10)
+    f, examples, factor = attacks(config, digits.load_mnist()[0])["2 negate"]
+    names = "median", "Krum", "geometric median"
+    steps = [make_step(config, name, f) for name in names]
+
+    def step(shared, own, data):
+        return [step(shared, *data) for step in steps], own
+
+    few = jax.tree.map(lambda x: x[:, :20], examples)
+    params = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
+    return Round(step, params, (), (few, factor))
+
+
 def main(config: Config) -> results.Results:
     """Trains with each aggregation under each attack, and shows the accuracies."""
     mesh = make_mesh(config.devices, "workers")
@@ -182,10 +205,10 @@ def main(config: Config) -> results.Results:
     names = [name for name in AGGREGATIONS if config.only in name]
     progress = tqdm(total=len(names) * len(cases), unit="run")
     for name in names:
-        make_step = functools.cache(functools.partial(make_train, config, name))
+        trained_by = functools.cache(functools.partial(make_train, config, name))
         last = []
         for case, (f, examples, factor) in cases.items():
-            step = make_step(f)
+            step = trained_by(f)
             params = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
             scores = []
             with jax.set_mesh(mesh):

@@ -38,6 +38,7 @@ from tqdm import tqdm
 import drjax
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
+from examples.common.rounds import Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +149,26 @@ def run(config: Config, epochs: int, scaffold: bool, population, held_out):
         if scores[-1][0] >= config.target:
             break
     return zip(*scores, strict=True)
+
+
+def engine_round() -> Round:
+    """A round with eight clients, who keep their control variates."""
+    config = Config(clients=8, cohort=8)
+    train = digits.load_mnist()[0]
+    parts = clients.split_shards(train.y, config.clients, config.seed)
+    pick = lambda x: jnp.stack([x[part[:50]] for part in parts])
+    train_round = make_round(config, 2, scaffold=True)
+
+    def step(shared, own, data):
+        (params, control, key), (examples, ids) = shared, data
+        keys = clients.client_keys(key, ids)
+        params, control, own = train_round(params, control, own, examples, keys)
+        return (params, control), own
+
+    zeros = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
+    own = jax.tree.map(lambda x: jnp.zeros((config.clients, *x.shape)), zeros)
+    shared = zeros, zeros, jax.random.key(config.seed)
+    return Round(step, shared, own, (jax.tree.map(pick, train), jnp.arange(8)))
 
 
 def main(config: Config) -> results.Results:

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 import drjax
 from examples.common import digits, results
 from examples.common.devices import make_mesh
+from examples.common.rounds import Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,25 @@ def draw(config: Config) -> tuple[np.ndarray, np.ndarray]:
     rates = 10 ** rng.uniform(-5, 0, config.trials)
     decays = 10 ** rng.uniform(-4, 0, config.trials)
     return rates.astype(np.float32), decays.astype(np.float32)
+
+
+def engine_round() -> Round:
+    """The best of eight models after five steps; the scores stay with the groups."""
+    config = Config(trials=8, steps=5, width=8)
+    train_set, validation = digits.load_mnist()
+    sweep = make_sweep(config)
+
+    def step(shared, own, data):
+        return sweep(data, *shared)[0], own
+
+    few = jax.tree.map(lambda x: x[:200], (train_set, validation))
+    normal = jax.nn.initializers.he_normal()
+    key = jax.random.key(config.seed)
+    start = {
+        "hidden": normal(key, (784, config.width)),
+        "output": normal(key, (config.width, 10)),
+    }
+    return Round(step, (start, few, key), (), draw(config))
 
 
 def main(config: Config) -> results.Results:

@@ -30,6 +30,7 @@ import drjax
 from drjax.backends import beam
 from drjax.backends.beam import file_sinks
 from drjax.backends.parquet import Parquet
+from tests.helpers import example_rounds
 from tests.helpers.cases import CASES
 from tests.helpers.conformance import (
     Conformance,
@@ -360,3 +361,22 @@ def test_a_poisoned_file(tmp_path):
 
 def test_the_example(tmp_path):
     check_example("beam", tmp_path)
+
+
+@pytest.mark.parametrize("name", example_rounds.names("beam"))
+def test_a_round_of_each_example(name, tmp_path):
+    example_rounds.check_round("beam", name, tmp_path)
+
+
+def test_analytics_of_parquet_files(tmp_path):
+    """The workers of Beam read what the devices get as arrays."""
+    from examples import analytics
+
+    def run(engine):
+        some = {"records": 300, "files": 3, "models": 2, "width_bits": 6}
+        config = analytics.Config(engine=engine, output=tmp_path / engine, **some)
+        return analytics.main(config)
+
+    ours, expected = run("beam"), run("in_process")
+    for name, numbers in expected.numbers.items():
+        np.testing.assert_allclose(ours.numbers[name], numbers, rtol=1e-5)

@@ -10,6 +10,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
+from tests.helpers import example_rounds
 from tests.helpers.conformance import (
     check_example,
     runs,
@@ -35,6 +38,7 @@ from tests.helpers.flower_clients import (
     federation,
 )
 from tests.helpers.raising import raises
+from tests.helpers.run_python import HANGS
 
 pytestmark = [
     pytest.mark.engines,
@@ -263,6 +267,37 @@ def test_code_in_docs_runs():
 
 def test_the_example_in_a_simulation(tmp_path):
     check_example("flower", tmp_path)
+
+
+@pytest.mark.parametrize("name", example_rounds.names("flower"))
+def test_a_round_of_each_example(name, tmp_path, monkeypatch):
+    """As in a simulation, but with clients in this process."""
+    from examples.flower import simulation
+
+    def in_process(server, client, n, **_):
+        grid = Grid(load, n)
+        grid.app = client
+        server(grid, None)
+
+    monkeypatch.setattr(simulation, "run_simulation", in_process)
+    example_rounds.check_round("flower", name, tmp_path)
+
+
+def test_kept_layers_in_a_simulation(tmp_path):
+    """FedPer by its own command, and the same on the devices."""
+    flags = "--only=FedPer", "--rounds=2", "--clients=4", "--width=8"
+    numbers = {}
+    for engine in ("flower", "xla"):
+        folder = tmp_path / engine
+        done = subprocess.run(
+            [sys.executable, "-m", "examples.personalization", "--engine", engine,
+             "--output", str(folder), *flags],
+            cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        numbers[engine] = json.loads((folder / "results.json").read_text())["numbers"]
+    (ours,), (expected,) = (x.values() for x in numbers.values())
+    assert ours == pytest.approx(expected, abs=0.02)  # of 80 examples, one more
 
 
 # ---------------------------------------------------------------------------------

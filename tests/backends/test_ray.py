@@ -19,6 +19,7 @@ import drjax
 from drjax.backends import ray
 from drjax.backends.groups import Groups
 from drjax.backends.parquet import Parquet
+from tests.helpers import example_rounds
 from tests.helpers.conformance import (
     ROOT,
     Conformance,
@@ -273,3 +274,8 @@ def test_a_poisoned_file(tmp_path, actors):
 
 def test_the_example(tmp_path):
     check_example("ray", tmp_path)
+
+
+@pytest.mark.parametrize("name", example_rounds.names("ray"))
+def test_a_round_of_each_example(name, tmp_path, actors):
+    example_rounds.check_round("ray", name, tmp_path, actors)

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import lines
 from examples.common import clients
+from examples.common.transformer import TransformerConfig
 from tests.helpers.cases import checkerboard
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ EXAMPLES = {
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
     "bandwidth": dict(steps=(300,)),
+    "analytics": dict(records=3000, models=2),
     "compression": dict(steps=3, width=8, only="PowerSGD"),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
     "evolution": dict(rounds=2, workers=8, widths=(4,), episodes=4),
@@ -34,11 +36,13 @@ SHORT = {
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
     "hierarchical": dict(steps=6, seldom=6, often=2, width=4, only="hier"),
     "maml": dict(steps=20, test_tasks=10, only="first-order"),
+    "personalization": dict(rounds=1, clients=6, width=8, epochs=1, only="FedPer"),
     "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
     "self_tuning": dict(
         passes=2, rounds=2, window=1, clients=4, width=4, only="truncated", memory=False
     ),
     "soups": dict(seed_steps=2, steps=2, width=8, test_windows=2, learned_steps=2),
+    "sharded_server": dict(steps=2, model=TransformerConfig(d_model=16, layers=1)),
     "sweep": dict(trials=4, steps=3, width=4),
     "mixture": dict(steps=3, only="iris"),
     "population": dict(members=5, rounds=2, steps=2, width=4, toy_rounds=2),

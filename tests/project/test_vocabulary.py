@@ -105,6 +105,7 @@ TABLES = (
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
     "drjax/backends/parquet.py",
+    "examples/analytics.py",
     "examples/common/",
     "examples/engines.py",
     "examples/maml.py",

@@ -1,0 +1,291 @@
+"""Personalization: layers that stay with their client (FedPer), and fine-tuning.
+
+    python -m examples.personalization
+
+Clients differ, and one model for all is the best for none. Two ways out:
+
+* **FedPer** (Arivazhagan et al. 2019, arXiv 1912.00818, algorithms 1 and 2): the base
+  layers W_B are shared, and each client j keeps its own head W_Pj. In a round
+
+      the server sends W_B to all clients
+      each client j, in parallel:
+          (W_B, W_Pj) = SGD on its examples, from (W_B, its own W_Pj)
+      W_B = mean of the clients' W_B, weighted by their examples; W_Pj stays
+
+* **Fine-tuning** (Wang et al. 2019, arXiv 1910.10252): FedAvg's model, trained further
+  by each client on its own examples. Each client measures the model that it got and
+  its own on held-out examples of its own, and reports both: a federated evaluation.
+
+All layers shared is FedAvg; all layers kept are clients that train alone. So all of it
+is one program, for three ways to divide the layers. What stays is a partitioned value,
+a result of one round and an argument of the next: `compile(plan, keep={1: 1})`. Clients
+report how many of their examples are right, and the server gets the number of clients
+for each such count, so that not even an accuracy is known to be that of a client.
+
+`--engine flower` runs the same plan files on the processes of Flower's simulation
+(`pip install '.[flower]' 'flwr[simulation]'`): the examples and the kept layers never
+leave their client. The clients have MNIST's digits of a few labels each.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import drjax
+from examples.common import clients, digits, results
+from examples.common.devices import make_mesh
+from examples.common.rounds import Round
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Compare kept layers, fine-tuning, one model for all, and clients alone."""
+
+    output: Path = Path("runs/personalization")
+    """Folder of the plans, the table and the figure."""
+    engine: Literal["xla", "flower"] = "xla"
+    """What runs the plans."""
+    only: str = ""
+    """Run only the methods with this in their name, such as "FedPer"."""
+    rounds: int = 30
+    """Rounds of training."""
+    clients: int = 50
+    """Clients; all take part in each round."""
+    shards: int = 4
+    """Shards of the digits sorted by label that a client has."""
+    tests: int = 20
+    """Examples of each client that it holds out."""
+    epochs: int = 2
+    """Epochs of a client in a round."""
+    batch: int = 10
+    """Examples in a step of SGD."""
+    rate: float = 0.1
+    """Rate of SGD."""
+    width: int = 32
+    """Width of the hidden layer."""
+    devices: int = 2
+    """Devices; virtual ones on a CPU."""
+    groups_per_step: int | None = None
+    """Clients of a device that run at once; all by default."""
+    seed: int = 0
+    """Seed of the initial model, the partition and the batches."""
+
+
+# --8<-- [start:algorithm]
+def make_round(config: Config):
+    """A round of the shared and the kept layers; either may be none."""
+
+    def count_right(layers, tests):
+        return (apply(layers, tests.x).argmax(-1) == tests.y).sum()
+
+    def client_update(shared, own, key, data, index):
+        train, tests = data
+        before = count_right(shared | own, tests)
+
+        def step(layers, ids):
+            batch = jax.tree.map(lambda x: x[ids], train)
+            grads = jax.grad(loss)(layers, batch)
+            return optax.tree.add_scale(layers, -config.rate, grads), None
+
+        def epoch(layers, key):
+            order = jax.random.permutation(key, len(train.y))
+            return jax.lax.scan(step, layers, order.reshape(-1, config.batch))
+
+        keys = jax.random.split(jax.random.fold_in(key, index), config.epochs)
+        layers, _ = jax.lax.scan(epoch, shared | own, keys)
+        after = count_right(layers, tests)
+        change = jnp.sign(after - before) + 1  # worse, the same, better
+        counts = [jax.nn.one_hot(x, config.tests + 1) for x in (before, after)]
+        reports = *counts, jax.nn.one_hot(change, 3)
+        return {k: layers[k] for k in shared}, {k: layers[k] for k in own}, reports
+
+    @drjax.program(clients=config.clients)
+    def train_round(shared, own, key, data):
+        shared, key = drjax.broadcast((shared, key))
+        args = shared, own, key, data, drjax.partition_index()
+        shared, own, reports = drjax.map_fn(client_update, args)
+        # All clients have as many examples, so that the weights are equal.
+        return drjax.reduce_mean(shared), own, drjax.reduce_sum(reports)
+
+    return train_round
+
+
+KEPT = {"FedAvg": (), "FedPer": ("head", "bias"), "alone": ("head", "bias", "base")}
+
+
+# --8<-- [end:algorithm]
+def apply(layers, x):
+    return jax.nn.relu(x @ layers["base"]) @ layers["head"] + layers["bias"]
+
+
+def loss(layers, batch):
+    logits = apply(layers, batch.x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.y).mean()
+
+
+def init_layers(config: Config):
+    normal = jax.nn.initializers.he_normal()
+    return {
+        "base": normal(jax.random.key(config.seed), (784, config.width)),
+        "head": jnp.zeros((config.width, 10)),
+        "bias": jnp.zeros(10),
+    }
+
+
+def divide_layers(config: Config, method: str):
+    """The layers that are shared, and those that clients keep, `[clients, ...]`."""
+    layers = init_layers(config)
+    own = {name: layers.pop(name) for name in KEPT[method]}
+    copies = lambda x: np.stack([np.asarray(x)] * config.clients)
+    return layers, jax.tree.map(copies, own)
+
+
+def partition(config: Config):
+    """The digits of each client: those to train on, and those it holds out."""
+    parts = digits.load_mnist()
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    mine = clients.split_shards(
+        whole.y, config.clients, config.seed, shards=config.shards
+    )
+    random = np.random.default_rng(config.seed)
+    size = min(map(len, mine)) - config.tests
+    size -= size % config.batch
+    ids = np.stack([random.permutation(x)[: size + config.tests] for x in mine])
+    pick = lambda ids: jax.tree.map(lambda x: x[ids], whole)
+    return pick(ids[:, config.tests :]), pick(ids[:, : config.tests])
+
+
+def make_plan(config: Config, method: str, data):
+    """The plan of a round, and the arguments of the first one."""
+    shared, own = divide_layers(config, method)
+    args = shared, own, jax.random.key(config.seed), data
+    return drjax.make_plan(make_round(config))(*args), args
+
+
+def run_rounds(config: Config, run, shared, own, data, progress):
+    """The reports of the clients on the model of each round."""
+    reports, key = [], jax.random.key(config.seed)
+    for number in range(config.rounds + 1):
+        keys = jax.random.fold_in(key, number)
+        shared, own, report = run(shared, own, keys, data)
+        reports.append(jax.tree.map(np.asarray, report))
+        progress.update()
+    return reports
+
+
+def train(config: Config, method: str, data, progress):
+    """Saves the plan of a round, and runs the file on the engine."""
+    path = config.output / f"{method}.drjax"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan, (shared, own, *_) = make_plan(config, method, data)
+    plan.save(path)
+    plan, keep = drjax.load_plan(path), {1: 1} if own else None
+    if config.engine == "flower":
+        from drjax.backends.flower import Clients
+        from examples.flower.simulation import simulate
+
+        mine = Clients() if own else own
+        start = lambda run: run_rounds(config, run, shared, mine, Clients(), progress)
+        return simulate(plan, data, start, keep=keep, initial=own), shared
+    with jax.set_mesh(make_mesh(config.devices, "clients")):
+        step = config.groups_per_step
+        run = drjax.backends.xla.compile(plan, groups_per_step=step, keep=keep)
+        run = run if keep else jax.jit(run)
+        return run_rounds(config, run, shared, own, data, progress), shared
+
+
+def summarize(counts) -> tuple[float, float, float]:
+    """Mean, tenth percentile and least of the clients' accuracies."""
+    all_of_them = np.repeat(np.arange(len(counts)), counts.astype(int))
+    accuracies = all_of_them / (len(counts) - 1)
+    tenth = np.quantile(accuracies, 0.1, method="inverted_cdf")
+    return accuracies.mean(), tenth, accuracies.min()
+
+
+def draw(curves, last, tests: int) -> Figure:
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, curve in curves.items():
+        left.plot(curve, label=name)
+        share = np.cumsum(last[name]) / last[name].sum()
+        right.step(np.arange(tests + 1) / tests, share, where="post", label=name)
+    left.set(xlabel="round", ylabel="mean accuracy of clients", ylim=(0.5, 1))
+    right.set(xlabel="accuracy", ylabel="share of clients with at most it")
+    right.set(xlim=(0.4, 1.01))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    right.legend()
+    return figure
+
+
+def engine_round() -> Round:
+    """A round of FedPer with eight clients, who keep their heads."""
+    config = Config(clients=8, epochs=1, width=8)
+    train, tests = partition(config)
+    train_round = make_round(config)
+
+    def step(shared, own, data):
+        shared, own, reports = train_round(shared[0], own, shared[1], data)
+        return (shared, reports), own
+
+    shared, own = divide_layers(config, "FedPer")
+    few = jax.tree.map(lambda x: x[:, :50], train)
+    return Round(step, (shared, jax.random.key(config.seed)), own, (few, tests))
+
+
+def main(config: Config) -> results.Results:
+    """Trains in each way, and compares the clients' accuracies."""
+    make_mesh(config.devices, "clients")  # before any device is used
+    data = partition(config)
+    names = [name for name in KEPT if config.only in name]
+    curves, last, numbers, table = {}, {}, {}, []
+    changes = ""
+    progress = tqdm(total=len(names) * (config.rounds + 1), unit="round", disable=None)
+    for name in names:
+        reports, shared = train(config, name, data, progress)
+        before, after, change = map(np.stack, zip(*reports, strict=True))
+        shown = {name: before}
+        if name == "FedAvg":
+            shown["FedAvg, fine-tuned"] = after
+            worse, _, better = change[-1] / config.clients
+            changes = f" Fine-tuning helps {better:.0%} of clients, hurts {worse:.0%}."
+        size = sum(x.nbytes for x in jax.tree.leaves(shared))
+        for label, counts in shown.items():
+            curves[label] = [summarize(x)[0] for x in counts]
+            last[label] = counts[-1]
+            numbers[label] = curves[label]
+            cells = [f"{x:.1%}" for x in summarize(counts[-1])]
+            table.append([label, *cells, f"{size:,}"])
+    progress.close()
+    shown = "; ".join(f"{line[0]}: {line[1]} and {line[2]}" for line in table)
+    result = results.Results(
+        title=f"Accuracy of {config.clients} clients after {config.rounds} rounds",
+        columns=["", "mean", "tenth percentile", "worst", "bytes sent by a client"],
+        table=table,
+        measured=f"Mean and tenth percentile of the clients' accuracies: {shown}."
+        + changes,
+        paper="No numbers on this task. FedPer is above FedAvg where clients differ "
+        "(Arivazhagan et al. 2019); fine-tuning helps a significant fraction of them "
+        f"(Wang et al. 2019) {results.UNCHECKED}.",
+        numbers=numbers,
+        remarks=[
+            f"Engine: {config.engine}, from plan files. A client has "
+            f"{data[0].y.shape[1]} examples to train on and {config.tests} to test.",
+            "Only shared layers are sent. Fine-tuning is of all layers, by the epochs "
+            "of one round.",
+        ],
+    )
+    result.write(config.output, config, draw(curves, last, config.tests))
+    return result
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

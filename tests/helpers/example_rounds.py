@@ -1,0 +1,25 @@
+"""The rounds of the gallery's examples, from their plan files, on an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from examples import engines
+
+
+def names(engine: str) -> list[str]:
+    """The examples whose round runs on the engine."""
+    return [name for name, some in engines.EXAMPLES.items() if engine in some]
+
+
+def check_round(engine: str, name: str, folder: Path, workers: Any = 1) -> None:
+    """Two rounds of an example agree with the reference backend."""
+    path = folder / f"{name}.drjax"
+    with jax.numpy_rank_promotion("allow"), jax.check_tracer_leaks(False):
+        one = engines.round_of(name)
+        engines.save(one, path)
+        expected, _ = engines.run(path, "reference", one, 2)
+        result, _ = engines.run(path, engine, one, 2, workers)
+    # The largest difference is that of a solution of linear equations.
+    assert engines.difference(result, expected) < 2e-5

@@ -1,0 +1,25 @@
+"""A round of each example of the gallery, from its plan file.
+
+Covers: examples.
+"""
+
+import pytest
+
+from examples import engines
+from tests.helpers.example_rounds import check_round, names
+
+# Others compile for seconds; of these, one has no state that stays, and one has.
+FAST = "analytics", "personalization"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in names("xla")],
+)
+def test_a_saved_round_runs_on_xla(name, tmp_path):
+    check_round("xla", name, tmp_path)
+
+
+def test_a_difference_is_relative_to_the_largest_number():
+    assert engines.difference([[1.0, 4.5], [3]], [[1.0, 4.0], [3]]) == 0.125
+    assert engines.difference([[0.0]], [[0.0]]) == 0
