@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import lines
 from examples.common import clients
+from examples.common.transformer import TransformerConfig
 from tests.helpers.cases import checkerboard
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,15 @@ EXAMPLES = {
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
     "compression": dict(steps=3, width=8, only="PowerSGD"),
+    "diloco": dict(
+        steps=20,
+        save_every=20,
+        length=8,
+        batch=1,
+        eval_windows=1,
+        only="H = 10",
+        model=TransformerConfig(d_model=8, layers=1, heads=2),
+    ),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
     "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
