@@ -12,6 +12,7 @@ import pytest
 import drjax
 from benchmarks import hlo
 from examples import diloco
+from tests.helpers import cases
 from tests.helpers.compiled import hlo_text
 from tests.helpers.meshes import in_mesh, make_mesh
 
@@ -83,8 +84,7 @@ def run_step_by_step(method):
     return params, workers
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.5], ids=["all", "dropped"])
-@pytest.mark.parametrize("name", METHODS)
+@cases.checkerboard(2, name=METHODS, drop=[0.5, 0.0])
 def test_rounds_are_the_algorithm_step_by_step(name, drop):
     method = METHODS[name]._replace(drop=drop)
     with jax.numpy_rank_promotion("allow"):
@@ -113,35 +113,28 @@ def test_one_step_of_sgd_inside_is_data_parallel_training():
     jax.tree.map(close, state.params, params)
 
 
-@pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_synchronization_reduces_its_fragment_and_no_more(name, wire):
-    method = METHODS[name]._replace(wire=wire)
+def test_a_synchronization_reduces_its_fragment_and_no_more(name):
+    method = METHODS[name]
     train_round = diloco.make_round(method, loss, arrives(method))
-    sizes = [sum(x.size for x in part) for part in fragments(method)]
-    bytes_each = [(4 if wire is None else 2) * size for size in sizes]
+    sizes = [4 * sum(x.size for x in part) for part in fragments(method)]
     with in_mesh(make_mesh({"workers": K})), jax.numpy_rank_promotion("allow"):
-        state = diloco.first_state(method, fragments(method))
-        args = diloco.place(state, K), jnp.asarray(DATA), jnp.asarray(0)
-        ledger = drjax.make_plan(train_round)(*args).communication(devices=K)
+        state = diloco.place(diloco.first_state(method, fragments(method)), K)
+        args = state, jnp.asarray(DATA), jnp.asarray(0)
         found = hlo.collectives(hlo_text(train_round, *args))
-    assert ledger.reduced_per_device() == sum(bytes_each)
-    if wire is None:
-        assert [(c.kind, c.bytes) for c in found] == [
-            ("all-reduce", size) for size in bytes_each
-        ]
+        ledger = drjax.make_plan(train_round)(*args).communication(devices=K)
+    assert [(x.kind, x.bytes) for x in found] == [("all-reduce", x) for x in sizes]
+    assert ledger.reduced_per_device() == sum(sizes)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 6])
 def test_new_workers_begin_like_the_first(workers):
-    with jax.numpy_rank_promotion("allow"):
-        state, _ = run(PLAIN, diloco.first_state(PLAIN, fragments(PLAIN)))
-    other = diloco.resize(state, workers)
-    jax.tree.map(np.testing.assert_array_equal, other[:2], state[:2])
-    for x, y in zip(*map(jax.tree.leaves, (other[2:], state[2:])), strict=True):
-        assert len(x) == workers
-        for i in range(workers):
-            np.testing.assert_array_equal(x[i], y[i if i < K else 0])
+    local, inner = np.arange(K), np.arange(2 * K).reshape(K, 2)
+    state = diloco.resize(diloco.State(["params"], ["outer"], [local], inner), workers)
+    assert state[:2] == (["params"], ["outer"])
+    expected = [*range(min(workers, K)), *[0] * (workers - K)]
+    np.testing.assert_array_equal(state.local[0], expected)
+    np.testing.assert_array_equal(state.inner, inner[expected])
 
 
 def test_fragments_have_every_leaf_once():
