@@ -70,7 +70,7 @@ class Config:
     """Size of the model."""
     workers: int = 8
     """Workers (k)."""
-    steps: int = 1000
+    steps: int = 600
     """Inner steps of a worker."""
     save_every: int = 100
     """Inner steps between evaluations on held-out modules, each with a checkpoint."""
