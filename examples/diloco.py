@@ -27,7 +27,7 @@ and alpha = 0 it is DiLoCo. With H = 1, SGD of rate 1 inside (so that Delta is t
 gradient) and AdamW outside, DiLoCo is data-parallel training.
 
 All of them train a small byte-level transformer on the source of the standard library,
-whose modules are dealt to the workers. The question of the first paper's Table 2: what
+whose modules are dealt to the workers, each with its own. The question of the first paper's Table 2: what
 is the held-out loss of DiLoCo, between that of one worker and that of one worker with
 as many times its steps, and how does it compare with a batch as many times as large?
 `--resume` continues from the latest checkpoint, bit-exactly with the same settings, and
@@ -254,7 +254,11 @@ def list_methods(config: Config) -> list[Method]:
         *diloco,
         streaming,
     )
-    return [method for method in methods if config.only in method.name]
+    chosen = [method for method in methods if config.only in method.name]
+    if not chosen:
+        names = ", ".join(method.name for method in methods)
+        raise ValueError(f"--only {config.only!r} is in none of these: {names}.")
+    return chosen
 
 
 class Task:
@@ -380,8 +384,8 @@ QUOTED = {
 REMARKS = (
     "The paper has perplexities of 88,000 steps on C4 with H = 500. The order can be "
     "compared, not the numbers. One run of each, with one set of rates for all.",
-    "Bytes are those of all-reduces between workers, from the ledger of the plan. Most "
-    "at once: of one synchronization. The first round of each method is not timed.",
+    "Bytes are what a worker puts into all-reduces, from the ledger of the plan: on average "
+    "over the steps, and at once, in one synchronization. Seconds are medians.",
     "Between devices int8 and float4 are sent in blocks with a scale each, so the last "
     "digits of these rows depend on the number of devices.",
 )
@@ -425,7 +429,7 @@ def main(config: Config) -> results.Results:
                 method.name,
                 f"{curve[-1]:.3f}",
                 f"{bytes_sent / method.period:,.0f}",
-                f"{bytes_sent / method.fragments:,.0f}",
+                f"{max(ledger.reduced_per_device(x.round) for x in ledger.messages):,}",
                 f"{seconds:.3f}",
                 f"{paper:.2f} {results.UNCHECKED}" if paper else "",
             ]
