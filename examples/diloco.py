@@ -27,8 +27,8 @@ and alpha = 0 it is DiLoCo. With H = 1, SGD of rate 1 inside (so that Delta is t
 gradient) and AdamW outside, DiLoCo is data-parallel training.
 
 All of them train a small byte-level transformer on the source of the standard library;
-each worker has modules of its own. The question of the first paper's Table 2: what is the
-held-out loss of DiLoCo, between that of one worker and that of one worker with as many
+each worker has modules of its own. The question of the first paper's Table 2: what is
+the held-out loss of DiLoCo, between that of one worker and that of one with as many
 times its steps, and how does it compare with a batch as many times as large?
 
 `--resume` continues from the latest checkpoint, bit-exactly with the same settings, and
@@ -385,8 +385,8 @@ QUOTED = {
 REMARKS = (
     "The paper has perplexities of 88,000 steps on C4 with H = 500. The order can be "
     "compared, not the numbers. One run of each, with one set of rates for all.",
-    "Bytes are what a worker puts into all-reduces, from the ledger of the plan: the mean "
-    "over steps, and those of the largest synchronization. Seconds are medians.",
+    "Bytes are what a worker puts into all-reduces, by the ledger: the mean over "
+    "steps, and those of the largest synchronization. Seconds are medians.",
     "Between devices int8 and float4 are sent in blocks with a scale each, so the last "
     "digits of these rows depend on the number of devices.",
 )
