@@ -127,9 +127,9 @@ class Method(NamedTuple):
 class State(NamedTuple):
     """All that a round changes. Parameters are lists of fragments."""
 
-    params: list
-    outer: list  # the states of the outer optimizer, one for each fragment
-    local: list  # partitioned: the parameters of each worker
+    params: Any
+    outer: Any  # a list too: the outer optimizer's state for each fragment
+    local: Any  # partitioned: the parameters of each worker
     inner: Any  # partitioned: the state of each worker's inner optimizer
 
 
@@ -235,17 +235,14 @@ def list_methods(config: Config) -> list[Method]:
     k, steps = config.workers, config.steps
     gradient, adamw = optax.sgd(1.0), optimizer(steps)
     nesterov = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
-    options = {"wire": config.wire, "drop": config.drop}
-    diloco = [
-        Method(f"DiLoCo, H = {h}", adamw, nesterov, k, h, **options) for h in (10, 50)
-    ]
-    streaming = Method(
-        f"Streaming DiLoCo, H = {diloco[-1].period}",
-        *diloco[-1][1:5],
+    diloco = [Method(f"DiLoCo, H = {h}", adamw, nesterov, k, h) for h in (10, 50)]
+    diloco = [x._replace(wire=config.wire, drop=config.drop) for x in diloco]
+    streaming = diloco[-1]._replace(
+        name=f"Streaming {diloco[-1].name}",
         fragments=config.fragments,
         delay=config.delay,
         mixing=config.mixing,
-        **options | {"wire": config.wire or "float4_e2m1fn"},
+        wire=config.wire or "float4_e2m1fn",
     )
     longer = Method(f"{k} x updates", gradient, optimizer(k * steps), 1, 1, updates=k)
     methods = (
@@ -394,7 +391,8 @@ REMARKS = (
 
 def compare_order(curves: dict[str, list[float]]) -> str:
     """Whether the losses are in the paper's order."""
-    losses = {quoted(name): curve[-1] for name, curve in curves.items() if quoted(name)}
+    pairs = [(quoted(name), curve[-1]) for name, curve in curves.items()]
+    losses = {paper: loss for paper, loss in pairs if paper}
     if len(losses) < len(QUOTED):
         return "Not all methods of the paper were run, so no order is known."
     is_equal = sorted(losses, key=losses.__getitem__) == sorted(losses)

@@ -3,6 +3,8 @@
 Covers: examples.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,11 +52,11 @@ def run(method, state, rounds=range(ROUNDS)):
 
 def run_step_by_step(method):
     """Algorithm 2 of Streaming DiLoCo as it is written: one loop over the steps."""
-    params = fragments(method)
+    params: list[Any] = list(fragments(method))
     outer = [method.outer.init(fragment) for fragment in params]
     workers = [(list(params), method.inner.init(params)) for _ in range(method.workers)]
     gradient, interval = jax.jit(jax.grad(loss)), method.period // method.fragments
-    change, params = {}, list(params)
+    change: dict[int, Any] = {}
 
     @jax.jit
     def inner_step(local, state, data, number):

@@ -108,7 +108,7 @@ def _between_slices(text: str) -> dict[str, int]:
 # A synchronization that inner steps do not wait for
 
 # Without these options the compiler for TPUs makes every all-reduce synchronous.
-ASYNCHRONOUS = dict.fromkeys(
+ASYNCHRONOUS: dict[str, str] = dict.fromkeys(
     (
         "xla_enable_async_all_reduce",
         "xla_tpu_enable_async_collective_fusion",
