@@ -26,7 +26,7 @@ and `--wire` is the dtype in which outer gradients are sent. With one fragment, 
 and alpha = 0 it is DiLoCo. With H = 1, SGD of rate 1 inside (so that Delta is the mean
 gradient) and AdamW outside, DiLoCo is data-parallel training.
 
-All of them train a small byte-level transformer on the source of the standard library;
+All of them train a small byte-bigram_loss transformer on the source of the standard library;
 each worker has modules of its own. The question of the first paper's Table 2: what is
 the held-out loss of DiLoCo, between that of one worker and that of one with as many
 times its steps, and how does it compare with a batch as many times as large?
@@ -207,8 +207,8 @@ def split_params(tree, parts: int):
 def resize(state: State, workers: int) -> State:
     """The state for another number of workers; new ones begin like the first one."""
     index = np.arange(workers)
-    rows = lambda x: x[np.where(index < len(x), index, 0)]
-    local, inner = jax.tree.map(rows, (state.local, state.inner))
+    slices = lambda x: x[np.where(index < len(x), index, 0)]
+    local, inner = jax.tree.map(slices, (state.local, state.inner))
     return State(state.params, state.outer, local, inner)
 
 
@@ -385,7 +385,7 @@ REMARKS = (
     "Bytes are what a worker puts into all-reduces, by the ledger: the mean over "
     "steps, and those of the largest synchronization. Seconds are medians.",
     "Between devices int8 and float4 are sent in blocks with a scale each, so the last "
-    "digits of these rows depend on the number of devices.",
+    "digits of these lines depend on the number of devices.",
 )
 
 
@@ -410,8 +410,8 @@ def main(config: Config) -> results.Results:
     task = Task(config)
     targets = task.held_out.lengths.sum(-1)
     bigram = text.Bigram.fit(task.corpus.train).loss(task.held_out).sum(-1) / targets
-    level = float(np.average(bigram, weights=targets))
-    table: list[list] = [["bigram model", f"{level:.3f}", "", "", "", ""]]
+    bigram_loss = float(np.average(bigram, weights=targets))
+    table: list[list] = [["bigram model", f"{bigram_loss:.3f}", "", "", "", ""]]
     curves, costs, numbers, methods = {}, {}, {}, list_methods(config)
     for method in methods:
         state, history, modules, ledger = train(config, task, method)
@@ -448,7 +448,7 @@ def main(config: Config) -> results.Results:
     figure = results.lines(
         {name: curve for name, curve in curves.items() if costs[name]},
         scale=costs,
-        target=curves.get("one worker", [level])[-1],
+        target=curves.get("one worker", [bigram_loss])[-1],
         xlabel="bytes that a worker sent (dashed: one worker, no bytes)",
         ylabel="held-out loss (nats per byte)",
         log="x",

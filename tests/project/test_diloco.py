@@ -124,9 +124,9 @@ def test_a_synchronization_reduces_its_fragment_and_no_more(name):
     with in_mesh(make_mesh({"workers": K})), jax.numpy_rank_promotion("allow"):
         state = diloco.place(diloco.first_state(method, fragments(method)), K)
         args = state, jnp.asarray(DATA), jnp.asarray(0)
-        found = hlo.collectives(hlo_text(train_round, *args))
+        compiled = hlo.collectives(hlo_text(train_round, *args))
         ledger = drjax.make_plan(train_round)(*args).communication(devices=K)
-    assert [(x.kind, x.bytes) for x in found] == [("all-reduce", x) for x in sizes]
+    assert [(x.kind, x.bytes) for x in compiled] == [("all-reduce", x) for x in sizes]
     assert ledger.reduced_per_device() == sum(sizes)
 
 

@@ -122,8 +122,8 @@ def schedule(text: str) -> list[str]:
     """The loops and the all-reduces of a scheduled program, in their order."""
     kinds = r"(all-reduce|while)\(|^ *%?(async-collective-(?:start|done))[.\d]* ="
     entry = text[text.index("\nENTRY") :].splitlines()
-    found = (re.search(kinds, line) for line in entry)
-    return [match[1] or match[2] for match in found if match]
+    matches = (re.search(kinds, line) for line in entry)
+    return [match[1] or match[2] for match in matches if match]
 
 
 def streaming_round(delay: int, options: dict[str, str]) -> str:
@@ -154,12 +154,12 @@ class TestDelayedSynchronization:
 
     def test_overlaps_with_the_inner_steps_until_it_is_received(self):
         start, done = "async-collective-start", "async-collective-done"
-        found = schedule(streaming_round(5, ASYNCHRONOUS))
-        assert found == 2 * ["while", start, "while", done]
+        order = schedule(streaming_round(5, ASYNCHRONOUS))
+        assert order == 2 * ["while", start, "while", done]
 
     def test_is_waited_for_without_the_options(self):
-        found = schedule(streaming_round(5, {}))
-        assert sorted(found) == 2 * ["all-reduce"] + 4 * ["while"]
+        order = schedule(streaming_round(5, {}))
+        assert sorted(order) == 2 * ["all-reduce"] + 4 * ["while"]
 
 
 # ---------------------------------------------------------------------------------
