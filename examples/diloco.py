@@ -26,7 +26,7 @@ and `--wire` is the dtype in which outer gradients are sent. With one fragment, 
 and alpha = 0 it is DiLoCo. With H = 1, SGD of rate 1 inside (so that Delta is the mean
 gradient) and AdamW outside, DiLoCo is data-parallel training.
 
-All of them train a small byte-bigram_loss transformer on the source of the standard library;
+All of them train a small byte-level transformer on the source of the standard library;
 each worker has modules of its own. The question of the first paper's Table 2: what is
 the held-out loss of DiLoCo, between that of one worker and that of one with as many
 times its steps, and how does it compare with a batch as many times as large?
