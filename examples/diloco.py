@@ -449,7 +449,7 @@ def main(config: Config) -> results.Results:
         {name: curve for name, curve in curves.items() if costs[name]},
         scale=costs,
         target=curves.get("one worker", [bigram_loss])[-1],
-        xlabel="bytes that a worker sent (dashed: one worker, no bytes)",
+        xlabel="bytes sent (dashed: one worker)",
         ylabel="held-out loss (nats per byte)",
         log="x",
     )
