@@ -19,16 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
 import drjax
 from benchmarks import report, run
 from benchmarks.report import Goal, Row
 from benchmarks.worker import hello, taken
-from examples import local_sgd, plans
+from examples import diloco, plans
 from examples.common.sinusoid import init
-from examples.common.transformer import Transformer
 
 BYTES = 1_000_000
 
@@ -55,18 +53,17 @@ def sinusoid() -> tuple[Callable, tuple]:
 
 
 def transformer() -> tuple[Callable, tuple]:
-    """The round of `examples/local_sgd.py`."""
-    config = local_sgd.Config()
-    graphdef, params = nnx.split(Transformer(config.model, nnx.Rngs(0)))
-    outer, train_round, _ = local_sgd.make_programs(graphdef, config, held_out=1)
-    state = local_sgd.State(params, outer.init(params))
-    shape = (config.groups, config.steps, config.batch)
-    windows = np.zeros((*shape, config.length + 1), np.uint8), np.zeros(shape, np.int32)
+    """The round of `examples/diloco.py`."""
+    config = diloco.Config(only="H = 10")
+    task, (method,) = diloco.Task(config), diloco.list_methods(config)
+    train_round, params, _ = task.make_round(method)
+    state = diloco.first_state(method, params)
+    args = state, task.deal(config.workers), np.int32(0)
     typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return train_round, jax.tree.map(typed, (state, jnp.asarray(1), windows))
+    return train_round, jax.tree.map(typed, args)
 
 
-PROGRAMS = {"local SGD, perceptron": sinusoid, "local SGD, transformer": transformer}
+PROGRAMS = {"local SGD, perceptron": sinusoid, "DiLoCo, transformer": transformer}
 QUICK = Settings(tuple(PROGRAMS)[:1], 1)
 
 

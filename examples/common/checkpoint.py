@@ -1,6 +1,7 @@
 """Checkpoints of a run: its state, and its settings to refuse a wrong `--resume`."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,25 @@ class Checkpoints:
     process that is killed at any moment leaves the latest complete one intact.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, keep: bool):
-        """Opens the folder; empties it first unless `keep`."""
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        keep: bool,
+        free: Sequence[str] = (),
+    ):
+        """Opens the folder; empties it first unless `keep`.
+
+        Args:
+            settings: of the run.
+            free: the names of those that may change when a run resumes.
+        """
         if not keep and folder.exists():
             shutil.rmtree(folder)
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
-        self._settings = settings
+        self._settings, self._free = settings, free
 
     def save(self, rounds: int, state: Any, history: list[dict[str, Any]]) -> None:
         """Starts to write one checkpoint."""
@@ -30,6 +43,18 @@ class Checkpoints:
             state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(metadata)
         )
         self._manager.save(rounds, args=args)
+
+    def setting(self, name: str) -> Any:
+        """A setting of the latest checkpoint; of this run if there is none."""
+        return (self._saved() or {"settings": self._settings})["settings"][name]
+
+    def _saved(self) -> dict[str, Any] | None:
+        """The settings and the history of the latest checkpoint, if there is one."""
+        rounds = self._manager.latest_step()
+        if rounds is None:
+            return None
+        metadata = ocp.args.Composite(metadata=ocp.args.JsonRestore())
+        return self._manager.restore(rounds, args=metadata)["metadata"]
 
     def restore(self, like: Any) -> tuple[Any, list[dict[str, Any]]]:
         """Reads the latest checkpoint, as arrays placed like those of `like`.
@@ -40,28 +65,24 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of a run with other settings.
         """
-        rounds = self._manager.latest_step()
-        if rounds is None:
+        metadata = self._saved()
+        if metadata is None:
             return like, []
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        metadata = self._manager.restore(
-            rounds, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
-        )["metadata"]
         changed = {
             name: (metadata["settings"].get(name), value)
             for name, value in self._settings.items()
-            if metadata["settings"].get(name) != value
+            if name not in self._free and metadata["settings"].get(name) != value
         }
         if changed:
             raise ValueError(
                 "A run resumes only with the settings it began with; these differ "
                 f"(saved, now): {changed}."
             )
-        state = self._manager.restore(
-            rounds, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        )["state"]
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        state = self._manager.restore(self._manager.latest_step(), args=args)["state"]
         return state, metadata["history"]
 
     def close(self) -> None:

@@ -18,32 +18,6 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def loss_by_round(
-    path: Path,
-    rounds: Sequence[int],
-    losses: Sequence[float],
-    evaluations: Mapping[int, float],
-    levels: Mapping[str, float],
-) -> None:
-    """Plots training loss and held-out loss by round, and levels to compare with."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(rounds, losses, color="tab:blue", alpha=0.6, label="training groups")
-    axes.plot(
-        list(evaluations),
-        list(evaluations.values()),
-        "o-",
-        color="tab:orange",
-        label="held-out modules",
-    )
-    for (name, value), style in zip(levels.items(), ("--", ":", "-."), strict=False):
-        axes.axhline(value, color="0.35", linestyle=style, label=f"{name}, {value:.2f}")
-    axes.set(xlabel="round", ylabel="loss (nats per byte)", title="Loss by round")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save(figure, path)
-
-
 def group_spread(
     path: Path,
     rounds: Sequence[int],

@@ -185,6 +185,20 @@ def sample_round(
     )
 
 
+def deal(sizes: list[int], parts: int) -> list[list[int]]:
+    """Deals things of these sizes to parts of about the same size: indices for each.
+
+    The largest first, each to the part that has the least so far.
+    """
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        part = totals.index(min(totals))
+        dealt[part].append(i)
+        totals[part] += sizes[i]
+    return dealt
+
+
 def cut_all(modules: list[Module], count: int, length: int) -> Windows:
     """Cuts up to `count` windows from each module: tokens [modules, count, length + 1].
 

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import drjax
 from drjax._planner.arguments import flat_inputs
 from drjax.backends import reference
-from examples import local_sgd, maml
+from examples import diloco, maml
 from examples.common.sinusoid import init, sample_task
-from examples.common.transformer import Transformer, TransformerConfig
+from examples.common.transformer import TransformerConfig
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -60,17 +59,14 @@ np.savez(output_path, **outputs)
 """
 
 
-def round_of_local_sgd():
-    """The program that examples/local_sgd.py trains, small."""
+def round_of_diloco():
+    """The program that examples/diloco.py trains, small."""
     size = TransformerConfig(d_model=8, layers=1, heads=2, mlp_ratio=2)
-    config = local_sgd.Config(model=size, rounds=5, groups=4, steps=2, length=8)
-    graphdef, params = nnx.split(Transformer(size, nnx.Rngs(0)))
-    outer, train_round, _ = local_sgd.make_programs(graphdef, config, held_out=1)
-    state = local_sgd.State(params, outer.init(params))
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, 256, (4, 2, 2, 9), dtype=np.uint8)
-    lengths = np.full((4, 2, 2), 8, np.int32)
-    return train_round, (state, jnp.asarray(1), (tokens, lengths))
+    config = diloco.Config(model=size, only="H = 10", workers=4, batch=2, length=8)
+    task, (method,) = diloco.Task(config), diloco.list_methods(config)
+    train_round, params, _ = task.make_round(method)
+    data = task.deal(config.workers)[:, :1000]
+    return train_round, (diloco.first_state(method, params), data, jnp.asarray(0))
 
 
 def gradient_of_maml():
@@ -95,7 +91,7 @@ def gradient_of_a_regression():
     return jax.value_and_grad(loss), (model, x, np.sin(x.sum(-1)))
 
 
-OF_EXAMPLES = [round_of_local_sgd, gradient_of_maml]
+OF_EXAMPLES = [round_of_diloco, gradient_of_maml]
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ Covers: examples.
 """
 
 import json
+import shutil
 import signal
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -38,74 +40,75 @@ def test_maml_beats_pretraining(tmp_path):
 
 
 # ---------------------------------------------------------------------------------
-# Local SGD: a run that is killed in the middle of a round and resumed
+# DiLoCo: a run that is killed and resumed
 
 SMALL = (
-    *("--rounds", "6", "--save-every", "2", "--devices", "4", "--groups", "8"),
-    *("--steps", "2", "--batch", "2", "--length", "32", "--eval-windows", "2"),
+    *("--only", "H = 10", "--steps", "60", "--save-every", "10", "--batch", "2"),
+    *("--devices", "4", "--workers", "4", "--length", "16", "--eval-windows", "2"),
     *("--model.d-model", "16", "--model.layers", "1", "--model.heads", "2"),
 )
-# The fifth round is given to the devices, and the process ends before it is done;
-# the checkpoint of the fourth may still be half written.
-KILLED_IN_FIFTH_ROUND = """
-import os, signal, jax, tyro
-from examples import local_sgd
+# The process ends when the third checkpoint may still be half written.
+KILLED_IN_THIRD_CHECKPOINT = """
+import os, signal, tyro
+from examples import diloco
 
-jit = jax.jit
+save = diloco.Checkpoints.save
 
-def jit_and_kill(fn, **kwargs):
-    compiled = jit(fn, **kwargs)
-    if fn.__name__ != "train_round":
-        return compiled
+def save_and_kill(self, number, *args):
+    save(self, number, *args)
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def step(state, number, windows):
-        result = compiled(state, number, windows)
-        if int(number) == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    return step
-
-jax.jit = jit_and_kill
-local_sgd.train(tyro.cli(local_sgd.Config))
+diloco.Checkpoints.save = save_and_kill
+diloco.main(tyro.cli(diloco.Config))
 """
 
 
+def latest(folder):
+    """The state and the history of the latest checkpoint of a run."""
+    manager = ocp.CheckpointManager(folder / "checkpoints" / "DiLoCo_H_10")
+    args = {"state": ocp.args.StandardRestore(), "metadata": ocp.args.JsonRestore()}
+    saved = manager.restore(manager.latest_step(), args=ocp.args.Composite(**args))
+    manager.close()
+    return saved["state"], saved["metadata"]["history"]
+
+
 @pytest.mark.slow
-def test_local_sgd_resumes_bit_exactly_after_a_kill(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("-m", "examples.local_sgd", "--output", whole, *SMALL)
-    done = run("-c", KILLED_IN_FIFTH_ROUND, "--output", killed, *SMALL, check=False)
+def test_diloco_resumes_bit_exactly_after_a_kill_and_with_other_workers(tmp_path):
+    whole, killed, other = (tmp_path / name for name in ("whole", "killed", "other"))
+    run("-m", "examples.diloco", "--output", whole, *SMALL)
+    done = run(
+        "-c", KILLED_IN_THIRD_CHECKPOINT, "--output", killed, *SMALL, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not (killed / "report.json").exists()
-    run("-m", "examples.local_sgd", "--output", killed, "--resume", *SMALL)
-
-    with (
-        np.load(whole / "parameters.npz") as first,
-        np.load(killed / "parameters.npz") as second,
-    ):
-        assert first.files == second.files
-        for name in first.files:
-            np.testing.assert_array_equal(first[name], second[name], strict=True)
-    reports = [json.loads((f / "report.json").read_text()) for f in (whole, killed)]
-    for entry in (*reports[0]["history"], *reports[1]["history"]):
+    assert not (killed / "results.json").exists()
+    shutil.copytree(killed, other)
+    run("-m", "examples.diloco", "--output", killed, "--resume", *SMALL)
+    (state, history), (resumed, again) = latest(whole), latest(killed)
+    jax.tree.map(np.testing.assert_array_equal, state, resumed)
+    for entry in (*history, *again):
         del entry["seconds"]
-    assert reports[0]["history"] == reports[1]["history"]
-    check_report(reports[0])
-    for name in ("loss.png", "groups.png", "sharding.png"):
-        assert (whole / name).stat().st_size > 10_000
+    assert history == again
+    check_results(whole, history)
+
+    flags = *SMALL, "--workers", "6", "--devices", "2"
+    run("-m", "examples.diloco", "--output", other, "--resume", *flags)
+    _, after = latest(other)
+    workers = [len(entry["losses"]) for entry in after]
+    before = workers.count(4)
+    assert before in (2, 3) and workers == [4] * before + [6] * (6 - before)
+    held_out = [entry["held_out"] for entry in after]
+    assert held_out[:before] == [x["held_out"] for x in history[:before]]
+    assert held_out[-1] < held_out[before - 1]
 
 
-def check_report(report: dict) -> None:
-    losses = [entry["loss"] for entry in report["history"]]
-    assert len(losses) == 6 and losses[-1] < losses[0]
-    assert [len(entry["groups"]) for entry in report["history"]] == [8] * 6
-    evaluated = [e["round"] for e in report["history"] if "held_out" in e]
-    assert evaluated == [2, 4, 6]
-    summary = report["summary"]
-    assert summary["devices"] == 4
-    assert 2.0 < summary["held_out_bigram"] < 3.0 < summary["held_out_uniform"]
-    assert summary["held_out"] == pytest.approx(report["history"][-1]["held_out"])
+def check_results(folder, history) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    held_out = [entry["held_out"] for entry in history]
+    assert results["numbers"] == {"DiLoCo, H = 10, held-out loss": held_out}
+    assert len(held_out) == 6 and held_out[-1] < held_out[0]
+    for name in ("figure.png", "groups.png", "sharding.png"):
+        assert (folder / name).stat().st_size > 10_000
 
 
 def test_a_run_does_not_resume_with_other_settings(tmp_path):

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from examples import diloco
 from experiments import machine
 from experiments.config import Machine
 from experiments.hlo import Module
@@ -100,6 +102,64 @@ def _between_slices(text: str) -> dict[str, int]:
     """How many messages of each kind are sent to another slice."""
     kinds = re.findall(r" send\(.*_xla_megascale_transfer_type=\"(\w+)\"", text)
     return {kind: kinds.count(kind) for kind in kinds}
+
+
+# ---------------------------------------------------------------------------------
+# A synchronization that inner steps do not wait for
+
+# Without these options the compiler for TPUs makes every all-reduce synchronous.
+ASYNCHRONOUS: dict[str, str] = dict.fromkeys(
+    (
+        "xla_enable_async_all_reduce",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    ),
+    "true",
+)
+
+
+def schedule(text: str) -> list[str]:
+    """The loops and the all-reduces of a scheduled program, in their order."""
+    kinds = r"(all-reduce|while)\(|^ *%?(async-collective-(?:start|done))[.\d]* ="
+    entry = text[text.index("\nENTRY") :].splitlines()
+    matches = (re.search(kinds, line) for line in entry)
+    return [match[1] or match[2] for match in matches if match]
+
+
+def streaming_round(delay: int, options: dict[str, str]) -> str:
+    """A round of Streaming DiLoCo with two fragments, compiled for eight workers."""
+    mesh, size = tpu_mesh({"workers": 8}), 256
+
+    def loss(params, data, number):
+        (a,), (b,) = params
+        return jnp.mean((jnp.tanh(data[number] @ a) @ b - data[number]) ** 2)
+
+    nesterov = optax.sgd(0.7, 0.9, nesterov=True)
+    method = diloco.Method("", optax.adam(1e-3), nesterov, 8, 20, fragments=2)
+    method = method._replace(delay=delay, mixing=0.5)
+    train_round = diloco.make_round(method, loss, lambda number: number >= 0)
+    params = [[jnp.zeros((size, size))], [jnp.zeros((size, size))]]
+    state = jax.eval_shape(lambda x: diloco.first_state(method, x), params)
+    data = jax.ShapeDtypeStruct((8, 20, 128, size), jnp.float32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    specs = diloco.State(P(), P(), P("workers"), P("workers")), P("workers"), P()
+    layout = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(train_round, in_shardings=layout).lower(state, data, number)
+        return lowered.compile(options).as_text() or ""
+
+
+class TestDelayedSynchronization:
+    pytestmark = on_tpus
+
+    def test_overlaps_with_the_inner_steps_until_it_is_received(self):
+        start, done = "async-collective-start", "async-collective-done"
+        order = schedule(streaming_round(5, ASYNCHRONOUS))
+        assert order == 2 * ["while", start, "while", done]
+
+    def test_is_waited_for_without_the_options(self):
+        order = schedule(streaming_round(5, {}))
+        assert sorted(order) == 2 * ["all-reduce"] + 4 * ["while"]
 
 
 # ---------------------------------------------------------------------------------
