@@ -53,7 +53,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
-nb_execution_timeout = 300
+nb_execution_timeout = 900  # of a cell, on a busy machine
 nb_merge_streams = True
 
 # API
@@ -91,55 +91,16 @@ sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
 sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
 
 GALLERY = "fedavg scaffold maml dp_fedavg robust compression gossip".split()
-PAGE = """# {title}
-
-{text}
-
-## The result
-
-{measured}
-
-Published: {paper}
-
-{remarks}
-
-:::{{table}} {about}
-{table}
-:::
-
-![{about}]({name}/figure.png)
-
-`python -m examples.{name} --output docs/gallery/{name}` made the table and the
-figure in {seconds} s, {cpu_seconds} s of the CPU ({machine}, shared with other
-work). † marks a published number that was not compared with the paper.
-
-## The algorithm
-
-From [examples/{name}.py](../../examples/{name}.py):
-
-```{{literalinclude}} ../../examples/{name}.py
-:start-after: "[start:algorithm]"
-:end-before: "[end:algorithm]"
-:dedent:
-```
-"""
-CARD = """::::{{grid-item-card}} {title}
-:img-top: {name}/figure.png
-:img-alt: {about}
-:link: {name}
-:link-type: doc
-
-{measured}
-
-Published: {paper}
-::::
-"""
 
 
 def write_gallery(app) -> None:
     """A page and a card for each example, from its docstring and its results."""
+    page, card, card_grid = (
+        (DOCS / f"gallery/{x}.txt").read_text()
+        for x in ("page", "card", "grid")
+    )
     cards = {}
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in sorted((ROOT / "examples").glob("*.py")):
         code, name = path.read_text(), path.stem
         if "[start:algorithm]" not in code:
             continue
@@ -160,15 +121,16 @@ def write_gallery(app) -> None:
             "name": name,
             "remarks": "\n".join(f"* {x}" for x in results["remarks"]),
             "table": "\n".join(lines),
-            "text": text.strip(),
+            "text": text.strip("\n"),
             "title": title.rstrip("."),
         }
-        (DOCS / "gallery" / f"{name}.md").write_text(PAGE.format(**fields))
-        cards[name] = CARD.format(**fields)
+        (DOCS / "gallery" / f"{name}.md").write_text(page.format(**fields))
+        cards[name] = card.format(**fields)
     order = sorted(cards, key=lambda x: (GALLERY + [x]).index(x))
-    (DOCS / "gallery/cards.txt").write_text(
-        "".join(cards[x] for x in order)
+    grid = card_grid.format(
+        cards="".join(cards[x] for x in order), pages="\n".join(order)
     )
+    (DOCS / "gallery/cards.txt").write_text(grid)
 
 
 def link_to_repository(app, doctree) -> None:
@@ -216,7 +178,7 @@ def write_notebooks(app, exception) -> None:
         )
         jupytext.write(
             jupytext.reads(text, fmt="md:myst"),
-            app.outdir / f"{page}.ipynb",
+            Path(app.outdir, f"{page}.ipynb"),
         )
 
 
