@@ -8,6 +8,7 @@ Covers: docs.
 import ast
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -99,6 +100,8 @@ def test_tables_fit_a_page():
         text += "".join(((DOCS / name).parent / x).read_text() for x in included)
         for line in re.findall(r"^\|.*\|$", text, re.M):
             assert len(re.findall(r"(?<!\\)\|", line)) <= COLUMNS + 1, (name, line)
+    for path in DOCS.glob("gallery/*/results.json"):
+        assert len(json.loads(path.read_text())["columns"]) <= COLUMNS, path
 
 
 def _anchors(text: str) -> set[str]:
