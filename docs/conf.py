@@ -2,6 +2,7 @@
 
     python -m sphinx -W --keep-going -j 2 docs runs/site
 
+With `-D nb_execution_mode=off` no code is executed.
 The pages of the gallery are written from the examples that mark their algorithm.
 """
 
@@ -96,25 +97,19 @@ GALLERY = "fedavg scaffold maml dp_fedavg robust compression gossip".split()
 def write_gallery(app) -> None:
     """A page and a card for each example, from its docstring and its results."""
     page, card, card_grid = (
-        (DOCS / f"gallery/{x}.txt").read_text()
-        for x in ("page", "card", "grid")
+        (DOCS / f"gallery/{x}.txt").read_text() for x in ("page", "card", "grid")
     )
     cards = {}
     for path in sorted((ROOT / "examples").glob("*.py")):
         code, name = path.read_text(), path.stem
         if "[start:algorithm]" not in code:
             continue
-        title, text = (ast.get_docstring(ast.parse(code)) or "").split(
-            "\n", 1
-        )
-        results = json.loads(
-            (DOCS / "gallery" / name / "results.json").read_text()
-        )
+        title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
+        results = json.loads((DOCS / "gallery" / name / "results.json").read_text())
         columns = results["columns"]
         rule = ["---"] + ["---:"] * (len(columns) - 1)
         lines = (
-            f"| {' | '.join(map(str, x))} |"
-            for x in [columns, rule, *results["table"]]
+            f"| {' | '.join(map(str, x))} |" for x in [columns, rule, *results["table"]]
         )
         fields = results | {
             "about": results["title"],
@@ -137,25 +132,19 @@ def link_to_repository(app, doctree) -> None:
     """Links to files outside of docs/ lead to the repository."""
     folder = (DOCS / app.env.docname).parent
     for node in [
-        *doctree.findall(
-            lambda x: isinstance(x, download_reference | pending_xref)
-        )
+        *doctree.findall(lambda x: isinstance(x, download_reference | pending_xref))
     ]:
         path = folder.joinpath(node["reftarget"]).resolve()
         path = path if path.exists() else path.with_name(f"{path.name}.md")
         if path.is_relative_to(ROOT) and not path.is_relative_to(DOCS):
             uri = f"{REPOSITORY}/blob/main/{path.relative_to(ROOT)}"
-            node.replace_self(
-                nodes.reference("", "", *node.children, refuri=uri)
-            )
+            node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 
 def fix_docstring(app, what, name, obj, options, lines) -> None:
     """Links of Markdown; and what is returned is described, without a type."""
     for i, line in enumerate(lines):
-        lines[i] = re.sub(
-            r"\[([^]]+)\]\((http\S+?)\)", r"`\1 <\2>`__", line
-        )
+        lines[i] = re.sub(r"\[([^]]+)\]\((http\S+?)\)", r"`\1 <\2>`__", line)
         if i and lines[i - 1].strip() == "Returns:":
             lines[i] = re.sub(r"^(\s*)", r"\1: ", lines[i])
 
@@ -167,9 +156,7 @@ def write_notebooks(app, exception) -> None:
         if "```{code-cell}" not in text:
             continue
         base = urljoin(html_baseurl, page)
-        link = lambda m, base=base: (
-            f"]({urljoin(base, m[1]).replace('.md', '.html')}"
-        )
+        link = lambda m, base=base: f"]({urljoin(base, m[1]).replace('.md', '.html')}"
         text = re.sub(r"\]\((?!http|#)([^)\s]+)", link, text)
         text = re.sub(
             r"```\{literalinclude\} \S*?((?:examples|experiments)/\S+)\n(?::.*\n)+```",
