@@ -128,16 +128,22 @@ def write_gallery(app) -> None:
     (DOCS / "gallery/cards.txt").write_text(grid)
 
 
+def address(page: str, target: str) -> str | None:
+    """Of a file that a page links to, in the repository; None of pages and anchors."""
+    path = (DOCS / page).parent.joinpath(target).resolve()
+    path = path if path.exists() else path.with_name(f"{path.name}.md")
+    if path.is_relative_to(DOCS) and path.suffix not in (".svg", ".png"):
+        return None
+    kind = "raw" if path.suffix in (".svg", ".png") else "blob"
+    inside = path.is_relative_to(ROOT)
+    return f"{REPOSITORY}/{kind}/main/{path.relative_to(ROOT)}" if inside else None
+
+
 def link_to_repository(app, doctree) -> None:
     """Links to files outside of docs/ lead to the repository."""
-    folder = (DOCS / app.env.docname).parent
-    for node in [
-        *doctree.findall(lambda x: isinstance(x, download_reference | pending_xref))
-    ]:
-        path = folder.joinpath(node["reftarget"]).resolve()
-        path = path if path.exists() else path.with_name(f"{path.name}.md")
-        if path.is_relative_to(ROOT) and not path.is_relative_to(DOCS):
-            uri = f"{REPOSITORY}/blob/main/{path.relative_to(ROOT)}"
+    links = lambda x: isinstance(x, download_reference | pending_xref)
+    for node in [*doctree.findall(links)]:
+        if uri := address(app.env.docname, node["reftarget"]):
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 
@@ -151,22 +157,21 @@ def fix_docstring(app, what, name, obj, options, lines) -> None:
 
 def write_notebooks(app, exception) -> None:
     """Each page with code as a notebook, next to its HTML, with links to the site."""
+
+    def link(match) -> str:
+        site = urljoin(html_baseurl + page, match[1]).replace(".md", ".html")
+        return f"]({address(page, match[1]) or site}"
+
     for page in app.env.found_docs if exception is None else ():
         text = Path(app.env.doc2path(page)).read_text()
         if "```{code-cell}" not in text:
             continue
-        base = urljoin(html_baseurl, page)
-        link = lambda m, base=base: f"]({urljoin(base, m[1]).replace('.md', '.html')}"
-        text = re.sub(r"\]\((?!http|#)([^)\s]+)", link, text)
         text = re.sub(
-            r"```\{literalinclude\} \S*?((?:examples|experiments)/\S+)\n(?::.*\n)+```",
-            rf"[\1]({REPOSITORY}/blob/main/\1)",
-            text,
+            r"```\{literalinclude\} (.*)\n(?::.*\n)+```", r"[The code](\1)", text
         )
-        jupytext.write(
-            jupytext.reads(text, fmt="md:myst"),
-            Path(app.outdir, f"{page}.ipynb"),
-        )
+        text = re.sub(r"\]\((?!http|#)([^)\s]+)", link, text)
+        notebook = jupytext.reads(text, fmt="md:myst")
+        jupytext.write(notebook, Path(app.outdir, f"{page}.ipynb"))
 
 
 def setup(app) -> None:
