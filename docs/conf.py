@@ -164,7 +164,7 @@ def write_notebooks(app, exception) -> None:
 
     for page in app.env.found_docs if exception is None else ():
         text = Path(app.env.doc2path(page)).read_text()
-        if "```{code-cell}" not in text:
+        if "```{code-cell}" not in text or page == "index":
             continue
         text = re.sub(
             r"```\{literalinclude\} (.*)\n(?::.*\n)+```", r"[The code](\1)", text
