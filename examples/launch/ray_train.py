@@ -32,7 +32,7 @@ class Config:
 
 def loop(settings: dict[str, Any]) -> None:
     """What each worker runs. It imports JAX, which the driver does not."""
-    import ray.train
+    import ray.train  # type: ignore[import-not-found]
 
     from examples.launch import train
 
@@ -50,8 +50,8 @@ def loop(settings: dict[str, Any]) -> None:
 
 def main(config: Config) -> None:
     """Starts the workers and waits for them."""
-    from ray.train import ScalingConfig
-    from ray.train.v2.jax import JaxTrainer
+    from ray.train import ScalingConfig  # type: ignore[import-not-found]
+    from ray.train.v2.jax import JaxTrainer  # type: ignore[import-not-found]
 
     port, resources = 0, {config.use.upper(): 1}
     if config.use == "cpu":

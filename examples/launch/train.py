@@ -10,7 +10,7 @@ depend on how many processes there are. The first one prints the losses.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def train(config: Config) -> list[float]:
     )
     sharding = NamedSharding(mesh, PartitionSpec("groups"))
 
-    def own(index: tuple[slice, ...]) -> np.ndarray:
+    def own(index: Any) -> np.ndarray:
         """Examples of the groups of a device, each drawn from the group's index."""
         groups = range(*index[0].indices(config.groups))
         draw = lambda i: np.random.default_rng(i).normal(size=(16, 8))
