@@ -152,7 +152,7 @@ def markdown(results: dict[str, Any]) -> str:
             "## Goals",
             report.goal_table(goals(results)),
             "## Times and sizes",
-            report.table(header, body),
+            report.table(header, body, keys=1),
             "A file holds each stage of the groups twice, for one group and for a "
             "batch of any number, both for cpu, cuda and tpu; it holds no parameters.",
         ]

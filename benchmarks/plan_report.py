@@ -183,9 +183,17 @@ def markdown(results: dict[str, Any]) -> str:
             _memory_table(results["memory"]),
             "In brackets: the ratio to 8 groups on each device. Compiled, not run.",
             f"## Run time, n = {rows[0]['n']}",
-            table(_TIME_HEADER, [_time_cells(row, results["rows"]) for row in rows]),
+            table(
+                _TIME_HEADER,
+                [_time_cells(row, results["rows"]) for row in rows],
+                keys=3,
+            ),
             "## Time to plan and lower",
-            table(_PLAN_HEADER, [_plan_cells(r, results) for r in results["planning"]]),
+            table(
+                _PLAN_HEADER,
+                [_plan_cells(r, results) for r in results["planning"]],
+                keys=1,
+            ),
             "CPU time with cold caches. The ratio is to `jax.make_jaxpr(f)` and "
             "`jax.jit(f).lower()` together; the last column to the shortest program.",
             f"## {many[0]['n']:,} groups on one device",
@@ -227,7 +235,7 @@ def _memory_table(rows: list[Row]) -> str:
         lines.setdefault(key, {})[row["n"]] = kilobytes
     body = [[*key, *(line.get(n, "") for n in sizes)] for key, line in lines.items()]
     header = ["task", "devices", "implementation", *(f"n = {n}" for n in sizes)]
-    return table(header, body)
+    return table(header, body, keys=3)
 
 
 _TIME_HEADER = [

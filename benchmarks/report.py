@@ -166,6 +166,8 @@ def _leak(result: dict[str, int]) -> str:
 # ---------------------------------------------------------------------------------
 # Tables
 
+COLUMNS = 6  # that fit a page of the site
+
 
 def markdown(results: dict[str, Any], everything: bool) -> str:
     """The tables; if not `everything`, only n = 64 (or the largest) on 8 devices."""
@@ -184,7 +186,7 @@ def markdown(results: dict[str, Any], everything: bool) -> str:
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
             f"{results['rounds']} interleaved rounds; times are medians.",
             "",
-            table(_HEADER, [_cells(row, results["rows"]) for row in rows]),
+            _cases_table(rows, results["rows"], everything),
             "",
             table(_PROBE_HEADER, _probe_cells(results)),
             "",
@@ -197,14 +199,35 @@ def markdown(results: dict[str, Any], everything: bool) -> str:
     )
 
 
+def _cases_table(rows: list[Row], every: list[Row], everything: bool) -> str:
+    cells = [_cells(row, every) for row in rows]
+    if everything:
+        return table(_HEADER, cells)
+    n, devices, data = cells[0][1:4]
+    narrow = [[line[0], *line[4:]] for line in (_HEADER, *cells)]
+    about = f"n = {n} groups on {devices} devices, with {data} data."
+    return f"{about}\n\n{table(narrow[0], narrow[1:], keys=2)}"
+
+
 def goal_table(result: list[Goal]) -> str:
     body = [[*goal[:3], "met" if goal[3] else "missed"] for goal in result]
     return table(["goal", "limit", "measured", ""], body)
 
 
-def table(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table(header: list[str], body: list[list[str]], keys: int = 0) -> str:
+    """A Markdown table; with `keys`, tables of at most six columns, as pages need.
+
+    The first `keys` columns, which tell the lines apart, are the first of each table.
+    """
+    size, width = (COLUMNS - keys, len(header)) if keys else (len(header), len(header))
+    tables = []
+    for start in range(keys, width, size):
+        lines = [
+            [*line[:keys], *line[start : start + size]]
+            for line in (header, ["---"] * width, *body)
+        ]
+        tables.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n\n".join(tables)
 
 
 _HEADER = [

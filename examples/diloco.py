@@ -83,9 +83,9 @@ class Config:
     """The inner optimizer."""
     inner_lr: float = 5e-3
     """Peak of its learning rate; warm-up and cosine decay over the steps."""
-    outer_lr: float = 0.7
+    outer_lr: float = 1.0
     """Learning rate of the outer Nesterov optimizer."""
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.5
     """Its momentum."""
     fragments: int = 2
     """Fragments of the parameters (P) of Streaming DiLoCo."""

@@ -1,4 +1,4 @@
-"""Federated averaging, with FedProx and FedOpt: clients train, the server averages.
+"""Federated averaging (FedAvg), FedProx, FedOpt: clients train, the server averages.
 
     python -m examples.fedavg
 

@@ -302,10 +302,10 @@ def main(config: Config) -> results.Results:
         title=f"{config.rounds} rounds, {config.noisy:.0%} of the clients with random "
         "labels",
         columns=[
-            *("", "inner rate", "outer rate", "weight of clean clients"),
+            *("", "rates, inner and outer", "weight of clean clients"),
             *("validation loss", "test loss", "test accuracy"),
         ],
-        table=table,
+        table=[[name, f"{x}, {y}", *rest] for name, x, y, *rest in table],
         measured="Test loss "
         + ", ".join(f"{losses[name]:.3f} ({name})" for name in (*last, fixed))
         + "; temporary MB of the gradient through "

@@ -187,7 +187,7 @@ def table(records: Sequence[Record]) -> str:
         else:
             cells = [r["out of memory"], *[""] * (len(PANELS) + 1)]
         rows.append([*about, *cells])
-    return report.table(titles, rows)
+    return report.table(titles, rows, keys=2)
 
 
 def _lies(record: Record) -> str:
@@ -233,13 +233,13 @@ def draw_executed(records: Sequence[Record]) -> plt.Figure:
 def table_executed(records: Sequence[Record]) -> str:
     """The records of executed rounds as a table in Markdown."""
     titles = [
-        "model", "devices, in processes", "variant", "10⁹ operations of a device",
+        "model, variant", "devices, in processes", "10⁹ operations of a device",
         "seconds of a round", "last loss", "largest difference of a loss",
     ]  # fmt: skip
     first = {_model(r): r["losses"] for r in reversed(records)}
     far = lambda r: max(map(abs, np.subtract(r["losses"], first[_model(r)])))
     rows = [
-        [_model(r), _lies(r), r["variant"], f"{r['flops'] / 1e9:.4g}",
+        [f"{_model(r)}, {r['variant']}", _lies(r), f"{r['flops'] / 1e9:.4g}",
          f"{seconds(r):.3g}", f"{r['losses'][-1]:.6f}", f"{far(r):.1e}"]
         for r in records
     ]  # fmt: skip

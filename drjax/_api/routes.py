@@ -62,7 +62,7 @@ def take(
     the cohort, is a partition of the same name, over the same mesh axes.
 
     On a mesh, a permutation that is known without running the program is one or more
-    `ppermute`s, of the slices that change their device. Another index is one
+    `ppermute`, of the slices that change their device. Another index is one
     reduce-scatter, with temporary memory of a slice for each element of the index on
     each device; or, if it has more elements than x has slices, an all-gather of x.
 
@@ -194,7 +194,8 @@ def shift(
 ) -> PyTree:
     """Move slices by k groups around a ring: `jnp.roll(x, k, axis=0)`.
 
-    On a mesh, one or two `ppermute`s; for |k| groups or fewer on a device, of k slices.
+    On a mesh, one `ppermute` or two; for `abs(k)` groups or fewer on a device, of k
+    slices.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.

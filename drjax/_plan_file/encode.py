@@ -7,7 +7,7 @@ Invariants: equal plans give equal contents. A loaded plan is written as it was 
 and its origin stays that of the first writer.
 
 Sharp edges: keys of the manifest and names of members are a file format, described in
-docs/plan_files.md. Some use older words than the code: "in_turn" is
+docs/plan_file_format.md. Some use older words than the code: "in_turn" is
 `ExportedStage.sequential`, and "rows" are slices of groups.
 """
 

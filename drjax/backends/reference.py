@@ -258,8 +258,9 @@ def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> 
     for value, out in zip(stage.outputs, outs, strict=True):
         if _locate_failure.has_nan(out):
             raise GroupError(
-                f"Group {group} yields NaN as {value.name} in {location}, "
-                f"in {stage.name}: {_locate_failure.of_nan(stage, inputs)}.",
+                f"Group {group} yields NaN as the value {value.name} in {location}, "
+                f"in the stage {stage.name}: "
+                f"{_locate_failure.of_nan(stage, inputs)}.",
                 group,
                 stage,
                 inputs,

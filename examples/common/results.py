@@ -23,7 +23,7 @@ STARTED = time.perf_counter()
 
 @dataclasses.dataclass
 class Results:
-    """The numbers of a run next to the paper's; docs/gallery.md shows them."""
+    """The numbers of a run next to the paper's; docs/gallery/index.md shows them."""
 
     title: str
     """Of the table."""

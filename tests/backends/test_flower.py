@@ -255,7 +255,7 @@ def test_docstring_example_runs():
 
 
 def test_code_in_docs_runs():
-    text = (ROOT / "docs" / "engines.md").read_text()
+    text = (ROOT / "docs" / "engines" / "flower.md").read_text()
     (block,) = re.findall(r"```python flower\n(.*?)```", text, re.S)
     train = plan_of(3)
     names = {"drjax": drjax, "plan": train, "load": load, "model": np.float32(2)}

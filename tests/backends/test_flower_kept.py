@@ -206,7 +206,7 @@ def test_initial_slices_that_do_not_fit():
 
 
 def test_code_in_docs_runs():
-    text = (ROOT / "docs" / "engines.md").read_text()
+    text = (ROOT / "docs" / "engines" / "data.md").read_text()
     (block,) = re.findall(r"```python flower_kept\n(.*?)```", text, re.S)
     zeros, plan = np.zeros(programs.D, np.float32), PLANS["scaffold"](N)
     names = {"drjax": drjax, "plan": plan, "model": zeros, "control": zeros}

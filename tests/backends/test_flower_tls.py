@@ -1,4 +1,4 @@
-"""Flower with TLS and authenticated SuperNodes, by the commands of docs/engines.md.
+"""Flower with TLS and authenticated SuperNodes, by the commands of its page.
 
 Covers: drjax.backends.flower.
 """
@@ -27,7 +27,7 @@ pytestmark = [
 
 def documented() -> list[list[str]]:
     """The commands of the page, each as words."""
-    page = (ROOT / "docs" / "engines.md").read_text()
+    page = (ROOT / "docs" / "engines" / "flower.md").read_text()
     (block,) = re.findall(r"```bash tls\n(.*?)```", page, re.S)
     return [shlex.split(x) for x in block.replace("\\\n", " ").splitlines()]
 

@@ -86,8 +86,8 @@ def runs(public) -> bool:
 
 
 def run_docs(engine: str) -> None:
-    """Run the code of an engine in docs/engines.md."""
-    page = ROOT / "docs" / "engines.md"
+    """Run the code of an engine in docs/engines/."""
+    page = ROOT / "docs" / "engines" / f"{engine}.md"
     blocks = re.findall(rf"```python {engine}\n(.*?)```", page.read_text(), re.S)
     assert blocks
     with jax.numpy_rank_promotion("allow"):

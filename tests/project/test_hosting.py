@@ -46,6 +46,8 @@ def test_one_version():
 def test_one_address():
     urls = PYPROJECT["project"]["urls"]
     address = urls["Repository"]
+    site = urls.pop("Documentation")
+    assert site == f"https://drjax.github.io/{address.rsplit('/', 1)[-1]}/"
     assert all(url.startswith(address) for url in urls.values())
     assert _yaml("CITATION.cff")["repository-code"] == address
     for link in _yaml(".github/ISSUE_TEMPLATE/config.yml")["contact_links"]:

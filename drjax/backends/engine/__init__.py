@@ -1,4 +1,4 @@
-"""The core that all engines share; docs/engines.md says how to add one.
+"""The core that all engines share; docs/extending/engine.md says how to add one.
 
     Runner (driver) -- StageCall --> Engine -- Task --> worker -- BlockResult --> totals
 

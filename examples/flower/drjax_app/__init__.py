@@ -1,1 +1,1 @@
-"""A Flower app that runs a saved plan for some rounds: see docs/engines.md."""
+"""A Flower app that runs a saved plan for some rounds: see docs/engines/flower.md."""

@@ -1,0 +1,31 @@
+// Words for which people search must find the intended page among the first three.
+//
+//     node docs/check_search.mjs runs/site
+//
+// The search is that of the built site: its own code and index.
+import { readFileSync } from "node:fs";
+import vm from "node:vm";
+
+const WORDS = {
+  FedAvg: "gallery/fedavg", DiLoCo: "tutorials/local_sgd|gallery/diloco",
+  GPU: "get_started/index|howto/(install|many_clients)", Slurm: "tutorials/processes|howto/several_hosts",
+  optax: "howto/optimizers", equinox: "howto/models", checkpoint: "engines/failures|howto/(checkpoints|failures)",
+  privacy: "gallery/dp_fedavg", profiling: "howto/profiling", sampling: "howto/sampling_and_state",
+  cite: "get_started/index",
+};
+const site = process.argv[2];
+const context = {
+  document: { addEventListener() {}, getElementById: () => ({ children: [] }) },
+  localStorage: { setItem() {} }, SPHINX_HIGHLIGHT_ENABLED: false, _ready() {}, _: (x) => x, console,
+};
+context.window = context;
+vm.createContext(context);
+const files = ["_static/language_data.js", "_static/searchtools.js"].map((x) => `${site}/${x}`);
+const code = files.map((x) => readFileSync(x, "utf8")).join("\n");
+vm.runInContext(`${code}\nwindow.Search = Search;`, context);
+vm.runInContext(readFileSync(`${site}/searchindex.js`, "utf8"), context);
+const first = (word) =>
+  [...new Set(context.Search._performSearch(...context.Search._parseQuery(word)).reverse().map((x) => x[0]))].slice(0, 3);
+const wrong = Object.entries(WORDS).filter(([word, page]) => !first(word).some((x) => RegExp(`^(${page})$`).test(x)));
+for (const [word, page] of wrong) console.error(`${word}: ${first(word)}, without ${page}`);
+process.exit(wrong.length);

@@ -1,0 +1,181 @@
+"""The site: all code on its pages is executed, and each warning is an error.
+
+    python -m sphinx -W --keep-going -j 2 docs runs/site
+
+With `-D nb_execution_mode=off` no code is executed.
+The pages of the gallery are written from the examples that mark their algorithm.
+"""
+
+import ast
+import json
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+from urllib.parse import urljoin
+
+import jupytext
+from docutils import nodes
+from sphinx.addnodes import download_reference, pending_xref
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+
+sys.path.insert(0, str(ROOT))
+os.environ |= {  # of the kernels
+    "PYTHONPATH": str(ROOT),  # for `examples`
+    "JAX_NUM_CPU_DEVICES": "8",
+    "JAX_PLATFORMS": "cpu",
+    "TQDM_DISABLE": "1",
+}
+
+project, version = PROJECT["name"], PROJECT["version"]
+author = copyright = PROJECT["authors"][0]["name"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_sitemap",
+]
+exclude_patterns = [
+    "experiments/*.md",
+    "gallery/lines.md",
+]  # parts of pages
+
+# Pages
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 900  # of a cell, on a busy machine
+nb_merge_streams = True
+
+# API
+default_role = "code"  # `x` in docstrings
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!drjax\.[a-z_]*$).*")]
+add_module_names = False
+autodoc_mock_imports = ["apache_beam"]  # of a base class
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 70
+
+# HTML
+html_theme = "pydata_sphinx_theme"
+html_title = f"drjax {version}"
+html_baseurl = PROJECT["urls"]["Documentation"]
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+html_context = {  # a page of the gallery is edited in its example
+    "edit_page_provider_name": "GitHub",
+    "edit_page_url_template": REPOSITORY + "/edit/main/"
+    "{% if 'gallery/' in file_name and 'index' not in file_name %}"
+    "{{ file_name | replace('gallery/', 'examples/') | replace('.md', '.py') }}"
+    "{% else %}docs/{{ file_name }}{% endif %}",
+}
+html_theme_options = {
+    "logo": {"text": html_title},
+    "github_url": REPOSITORY,
+    "header_links_before_dropdown": 7,
+    "use_edit_page_button": True,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc", "edit-this-page", "sourcelink"],
+}
+sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
+sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
+
+GALLERY = "fedavg scaffold maml dp_fedavg robust compression gossip".split()
+
+
+def write_gallery(app) -> None:
+    """A page and a card for each example, from its docstring and its results."""
+    page, card, card_grid = (
+        (DOCS / f"gallery/{x}.txt").read_text() for x in ("page", "card", "grid")
+    )
+    cards = {}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        code, name = path.read_text(), path.stem
+        if "[start:algorithm]" not in code:
+            continue
+        title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
+        results = json.loads((DOCS / "gallery" / name / "results.json").read_text())
+        columns = results["columns"]
+        rule = ["---"] + ["---:"] * (len(columns) - 1)
+        lines = (
+            f"| {' | '.join(map(str, x))} |" for x in [columns, rule, *results["table"]]
+        )
+        fields = results | {
+            "about": results["title"],
+            "name": name,
+            "remarks": "\n".join(f"* {x}" for x in results["remarks"]),
+            "table": "\n".join(lines),
+            "text": text.strip("\n"),
+            "title": title.rstrip("."),
+        }
+        (DOCS / "gallery" / f"{name}.md").write_text(page.format(**fields))
+        cards[name] = card.format(**fields)
+    order = sorted(cards, key=lambda x: (GALLERY + [x]).index(x))
+    grid = card_grid.format(
+        cards="".join(cards[x] for x in order), pages="\n".join(order)
+    )
+    (DOCS / "gallery/cards.txt").write_text(grid)
+
+
+def address(page: str, target: str) -> str | None:
+    """Of a file that a page links to, in the repository; None of pages and anchors."""
+    path = (DOCS / page).parent.joinpath(target).resolve()
+    path = path if path.exists() else path.with_name(f"{path.name}.md")
+    if path.is_relative_to(DOCS) and path.suffix not in (".svg", ".png"):
+        return None
+    kind = "raw" if path.suffix in (".svg", ".png") else "blob"
+    inside = path.is_relative_to(ROOT)
+    return f"{REPOSITORY}/{kind}/main/{path.relative_to(ROOT)}" if inside else None
+
+
+def link_to_repository(app, doctree) -> None:
+    """Links to files outside of docs/ lead to the repository."""
+    links = lambda x: isinstance(x, download_reference | pending_xref)
+    for node in [*doctree.findall(links)]:
+        if uri := address(app.env.docname, node["reftarget"]):
+            node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
+
+
+def fix_docstring(app, what, name, obj, options, lines) -> None:
+    """Links of Markdown; and what is returned is described, without a type."""
+    for i, line in enumerate(lines):
+        lines[i] = re.sub(r"\[([^]]+)\]\((http\S+?)\)", r"`\1 <\2>`__", line)
+        if i and lines[i - 1].strip() == "Returns:":
+            lines[i] = re.sub(r"^(\s*)", r"\1: ", lines[i])
+
+
+def write_notebooks(app, exception) -> None:
+    """Each page with code as a notebook, next to its HTML, with links to the site."""
+
+    def link(match) -> str:
+        site = urljoin(html_baseurl + page, match[1]).replace(".md", ".html")
+        return f"]({address(page, match[1]) or site}"
+
+    for page in app.env.found_docs if exception is None else ():
+        text = Path(app.env.doc2path(page)).read_text()
+        if "```{code-cell}" not in text or page == "index":
+            continue
+        text = re.sub(
+            r"```\{literalinclude\} (.*)\n(?::.*\n)+```", r"[The code](\1)", text
+        )
+        text = re.sub(r"\]\((?!http|#)([^)\s]+)", link, text)
+        notebook = jupytext.reads(text, fmt="md:myst")
+        jupytext.write(notebook, Path(app.outdir, f"{page}.ipynb"))
+
+
+def setup(app) -> None:
+    app.connect("builder-inited", write_gallery)
+    app.connect("doctree-read", link_to_repository)
+    app.connect("autodoc-process-docstring", fix_docstring, priority=400)
+    app.connect("build-finished", write_notebooks)

@@ -1,0 +1,1 @@
+"""Ways to start one training run on several hosts; `train` is the run."""

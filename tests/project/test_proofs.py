@@ -1,0 +1,51 @@
+"""The README's figure: every number of it is in a committed table.
+
+Covers: benchmarks, README.md.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ledgers, proofs
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_plan_has_the_bytes_that_its_algorithm_needs():
+    for name, counts in ledgers.measure().items():
+        _, _, needed = ledgers.ALGORITHMS[name]
+        # int8 sends a scale for each block of numbers, 1.6 percent more.
+        expected = [x * ledgers.MODEL for x in needed]
+        assert counts == pytest.approx(expected, rel=0.016), name
+
+
+def test_the_committed_ledgers_are_those_of_the_plans():
+    committed = proofs.ledgers()
+    for name, counts in ledgers.measure().items():
+        assert committed[name] == [x / 1e6 for x in counts]
+
+
+def test_the_readme_counts_collectives_as_the_table_does():
+    tasks = proofs.collective_bytes().values()
+    pairs = [(task["drjax"], task["shard_map"]) for task in tasks]
+    equal, fewer = sum(a == b for a, b in pairs), sum(a < b for a, b in pairs)
+    text = (ROOT / "README.md").read_text()
+    assert f"in {equal} of {len(pairs)} operations" in text
+    assert (fewer, len(pairs) - equal - fewer) == (1, 1)  # fewer in one, more in one
+
+
+def test_memory_is_flat_and_engines_agree():
+    memory = proofs.memory()["drjax.jit, 1"]
+    assert max(memory) < 1.05 * min(memory)
+    for values in proofs.differences().values():
+        assert set(values) == {"xla", "ray", "beam", "flower"}
+        assert max(values.values()) < 1e-6
+
+
+def test_the_figure_shows_every_table():
+    text = (ROOT / "docs/images/proofs.svg").read_text()
+    panels = [axes.get_title("left") for axes in proofs.draw().axes]
+    assert len(panels) == 4
+    assert len(re.findall(r'<g id="axes_\d+">', text)) == 4
