@@ -98,18 +98,18 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
         if outer is None or not outer.mapped:
             if resized.value is None:
                 return scope_context(alone)
-            first, *others = sized = tuple(map(_traced_size, levels))
+            first, *others = sized = tuple(map(_as_traced, levels))
             return scope_context(Scope(first, mesh, (), sized if others else ()))
         return scope_context(Scope(outermost, mesh, outer.mapped, several))
 
     return enter
 
 
-def _traced_size(partition: Partition) -> Partition:
-    """The partition of a program, with the number of groups for which it is traced.
+def _as_traced(partition: Partition) -> Partition:
+    """Return the partition with the number of groups for which it is traced.
 
-    Another number than the program's own, while `make_plan(open_groups=True)` plans it
-    for n + 1 groups, to find what depends on n: see `resized` above.
+    While `make_plan(open_groups=True)` traces for n + 1 groups, to find what depends on
+    n, that is n + 1 for the plan's partition. Any other partition is returned as it is.
     """
     if resized.value is None or partition != resized.value[0]:
         return partition
@@ -162,7 +162,7 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
     if partition is not None:
         named = as_partition(partition)
         # In a mapped function it is an inner partition, which may be equal by chance.
-        named = named if scope.mapped else _traced_size(named)
+        named = named if scope.mapped else _as_traced(named)
         if named == scope.partition:
             return named, scope.mesh if mesh is None else mesh
         _check_not_mapped(block, named, scope)

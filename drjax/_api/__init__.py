@@ -10,9 +10,9 @@
     fold           reduce: an associative fold in the order of the groups
     pure_functions     what the functions given to these two may not do
     routes         take, put, shift: slices between groups
-    levels         over=: the levels of a program on which a block acts
+    levels         over=: the levels of a program on which a building block acts
     trace_map      the function given to map_fn, traced for one group
-    resolve        arguments of a block: its partition, its mesh, its leaves
+    resolve        arguments of a building block: its partition, its mesh, its leaves
     validate       the checks of arguments, and their messages
     checkify_groups                 the errors of jax.experimental.checkify
 

@@ -52,31 +52,49 @@ def _inwards(arguments, inner, over, block: Callable) -> PyTree:
     """Run `broadcast` or `scatter` over several levels: over the outermost one first.
 
     Args:
-      arguments: The arguments of the block, by name.
-      inner: `inner(**arguments)` runs the block over all levels but the outermost, in
-        each group of that one.
+      arguments: The arguments of the building block, by name.
+      inner: `inner(**arguments)` runs the building block over all levels but the
+        outermost, in each group of that one.
       over: The names of the levels, outermost first.
       block: `broadcast` or `scatter`.
 
     Returns:
-      The tree that the block returns, with the leading axes of all levels.
+      The tree that the building block returns, with the leading axes of all levels.
     """
     x = block(arguments["x"], over=over[0], **mesh_argument(arguments))
     return inner(**{**arguments, "x": x})
 
 
 def _broadcast_inwards(arguments, inner, over):
-    """Run `broadcast` over several levels: the `outer` of `over_levels`.
+    """Broadcast over the outermost level, then in each of its groups over the others.
 
-    The arguments are those of `_inwards`.
+    It is the `outer` of `over_levels`.
+
+    Args:
+      arguments: The arguments of `broadcast`, by name.
+      inner: `inner(**arguments)` runs `broadcast` over all levels but the outermost, in
+        each group of that one.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree that `broadcast` returns, with the leading axes of all levels.
     """
     return _inwards(arguments, inner, over, broadcast)
 
 
 def _scatter_inwards(arguments, inner, over):
-    """Run `scatter` over several levels: the `outer` of `over_levels`.
+    """Scatter over the outermost level, then in each of its groups over the others.
 
-    The arguments are those of `_inwards`.
+    It is the `outer` of `over_levels`.
+
+    Args:
+      arguments: The arguments of `scatter`, by name.
+      inner: `inner(**arguments)` runs `scatter` over all levels but the outermost, in
+        each group of that one.
+      over: The names of the levels, outermost first.
+
+    Returns:
+      The tree that `scatter` returns, with the leading axes of all levels.
     """
     return _inwards(arguments, inner, over, scatter)
 
@@ -180,7 +198,7 @@ def map_fn(
       arg: Tree of partitioned arrays `[n, *s]`. A plain tuple is unpacked into the
         arguments of `fn`; a list or a NamedTuple is one argument.
       over: As for `drjax.broadcast`. With `over="pods"` the function sees one pod, and
-        blocks inside it act on the levels within.
+        building blocks inside it act on the levels within.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
 
@@ -396,7 +414,7 @@ def shard(
 
 
 # ---------------------------------------------------------------------------------
-# What several blocks need
+# What several building blocks need
 
 
 def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> PyTree:
@@ -474,7 +492,7 @@ def _indices(
 def _mapped_partitions(
     block: str, over: Over, partition: PartitionLike
 ) -> tuple[Partition, ...]:
-    """The partitions of surrounding mapped functions to which a block refers.
+    """The partitions of surrounding mapped functions to which a building block refers.
 
     Args:
       block: The name of the building block, for errors.

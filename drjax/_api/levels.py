@@ -1,21 +1,22 @@
 """The argument `over=` of the building blocks: the levels on which they act.
 
-Input: a building block for one partition. Output: the block for programs with levels,
-`@drjax.program(pods=2, groups=4)`, whose partitioned values are `[pods, groups, *s]`.
+Input: a building block for one partition. Output: the building block for programs with
+levels, `@drjax.program(pods=2, groups=4)`, whose partitioned values are
+`[pods, groups, *s]`.
 
-A level inside another one is a map over the outer one, in which the block acts on the
-inner one. With P the groups of pod p:
+A level inside another one is a map over the outer one, in which the building block acts
+on the inner one. With P the groups of pod p:
 
-    over="pods"      the block itself, on axis 0
-    over="groups"    map_fn over pods of (the block over groups)
+    over="pods"      the building block itself, on axis 0
+    over="groups"    map_fn over pods of (the building block over groups)
     over both        sum_p sum_{i in P} x_pi: over groups in each pod, then over pods
 
 So each rule is that of the primitives. On a mesh with the axes of both levels, the
 lowering merges the two sums (`_primitives/levels_lowering.py`) to one collective.
 
-Invariants: in a program with one partition, a block costs one lookup more. Sharp edge:
-a level below another one is mapped over even where `over=` names it alone: its values
-have the leading axes of all levels above.
+Invariants: in a program with one partition, a building block costs one lookup more.
+Sharp edge: a level below another one is mapped over even where `over=` names it alone:
+its values have the leading axes of all levels above.
 """
 
 import contextlib
@@ -41,16 +42,18 @@ def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F
     """Make the decorator that adds the levels of programs to a building block.
 
     Args:
-      *partitioned: The names of the block's partitioned arguments, trees of arrays,
-        which a map over an outer level maps over. It closes over the other arguments.
-      outer: `outer(arguments, inner, over)` runs the block over several levels, whose
-        names are `over`, outermost first: `arguments` are the arguments of the block,
-        by name, and `inner(**arguments)` runs it over all but the first level, in each
-        group of that one. None: the block acts on one level at a time.
+      *partitioned: The names of the building block's partitioned arguments, trees of
+        arrays, which a map over an outer level maps over. It closes over the other
+        arguments.
+      outer: `outer(arguments, inner, over)` runs the building block over several
+        levels, whose names are `over`, outermost first: `arguments` are the arguments
+        of the building block, by name, and `inner(**arguments)` runs it over all but
+        the first level, in each group of that one. None: the building block acts on one
+        level at a time.
 
     Returns:
-      A decorator. The block has a parameter `over`, which only the decorator reads: the
-      block itself always acts on the ambient partition.
+      A decorator. The building block has a parameter `over`, which only the decorator
+      reads: the building block itself always acts on the ambient partition.
     """
 
     def decorate(block: F) -> F:
@@ -104,7 +107,7 @@ def reduce_parts(
     """Reduce over several levels: parts over the innermost one, combined outwards.
 
     Args:
-      name: The name of the block, for errors.
+      name: The name of the building block, for errors.
       over: The names of the levels to reduce over, outermost first.
       partitioned: The names of the partitioned arguments.
       arguments: The arguments of `parts`, by name.
@@ -126,7 +129,7 @@ def reduce_parts(
 
 
 def mesh_argument(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The argument `mesh=` of a block, as keywords for the blocks that it calls."""
+    """The argument `mesh=` of a building block, as keywords for those that it calls."""
     return {"mesh": arguments.get("mesh")}
 
 
@@ -140,9 +143,9 @@ def map_over(
     """Map a building block over a level, to run it on the levels inside.
 
     Args:
-      name: The name of the block, for errors and for the name of the map.
+      name: The name of the building block, for errors and for the name of the map.
       partition: The level to map over, n groups.
-      work: `work(arguments)` runs the block on the arguments of one group.
+      work: `work(arguments)` runs the building block on the arguments of one group.
       partitioned: The names of the arguments to map over, trees of arrays `[n, *s]`.
       arguments: The arguments by name. Those that are None are not mapped over.
 
@@ -196,9 +199,9 @@ def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
     """Select the levels of a program that `over=` names, outermost first.
 
     Args:
-      name: The name of the block, for errors.
+      name: The name of the building block, for errors.
       over: The argument: the name of a level, or a sequence of names; None: all.
-      levels: The levels on which a block may act here, outermost first.
+      levels: The levels on which a building block may act here, outermost first.
 
     Returns:
       The partitions.
@@ -231,7 +234,7 @@ def _next_level(partition: Partition) -> Partition:
 
 
 def _mask_as_array(name: str, value: Any) -> Any:
-    """Convert the argument `where=` or `by=` of a block to an array, if it is a list.
+    """Convert an argument to an array, if it is a list given as `where=` or `by=`.
 
     As a list it would be a pytree of numbers, which cannot be mapped over.
 
@@ -248,9 +251,9 @@ def _explicit_levels(name: str, arguments: dict[str, Any], over: Over, scope: Sc
     """The context manager of the levels that the argument `partition=` names.
 
     Args:
-      name: The name of the block, for errors.
-      arguments: The arguments of the block, by name. If `partition` is a program with
-        several levels, it is removed.
+      name: The name of the building block, for errors.
+      arguments: The arguments of the building block, by name. If `partition` is a
+        program with several levels, it is removed.
       over: The argument `over=`.
       scope: The current scope.
 
@@ -282,10 +285,10 @@ def _check_alone(name: str, over: Over) -> None:
 
 
 def _one_level_error(name: str, levels: Sequence[Partition]) -> DrjaxValueError:
-    """Make the error for a block that acts on one level, called for several.
+    """Make the error for a building block that acts on one level, called for several.
 
     Args:
-      name: The name of the block.
+      name: The name of the building block.
       levels: The levels.
     """
     options = " or ".join(f"over={p.name!r}" for p in levels)

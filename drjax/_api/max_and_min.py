@@ -231,7 +231,7 @@ def reduce_argmin(
     return _reduce_arg("reduce_argmin", x, where, mesh, partition)
 
 
-# The primitive of each block, and its identity for a dtype.
+# The primitive of each building block, and its identity for a dtype.
 _EXTREMA: dict[str, tuple[Any, Any]] = {
     "reduce_max": (reduce_max_p, lowest),
     "reduce_min": (reduce_min_p, highest),

@@ -35,7 +35,7 @@ def program(
 
     Several keywords are levels, outermost first: `pods=2, groups=4` are two pods of
     four groups each. Partitioned values have the leading axes `[pods, groups]`, and
-    each block takes `over=`, the levels on which it acts.
+    each building block takes `over=`, the levels on which it acts.
 
     Args:
       mesh: The mesh to run on. Default: the mesh in context (`jax.set_mesh`).

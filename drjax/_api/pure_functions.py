@@ -1,6 +1,6 @@
 """The checks of users' functions given to `reduce` and `reduce_columns`.
 
-Such a function sees whole arrays, and is traced within the block.
+Such a function sees whole arrays, and is traced within the building block.
 
 Input: a trace of such a function, and the sentences of its errors. Output: its jaxpr
 and what it closes over, or an error.
@@ -28,12 +28,12 @@ from drjax._sharding.layout import Layout
 
 @dataclass(frozen=True)
 class PureFunctionErrors:
-    """The checks of a function that a block traces, and the texts of their errors.
+    """The checks of a function that a building block traces, and their errors' texts.
 
     Attributes:
-      what: The function and the block, at the beginning of each error.
+      what: The function and the building block, at the beginning of each error.
       layout: The layout of the groups.
-      sees: What the function sees, and what to do instead of calling a block.
+      sees: What the function sees, and what to do instead of calling a building block.
       has: What it has, and what to do instead of a collective.
       effects: How often effects would run, and what to do instead.
     """
@@ -108,8 +108,9 @@ class PureFunctionErrors:
 def without_other_axes(x, layout: Layout, partitioned: bool = True):
     """Reshard a leaf, so that no Explicit mesh axis shards what belongs to one group.
 
-    For blocks that distribute coordinates over the partition's axes instead, or compute
-    with whole slices. JAX transposes this step, as it is outside the block's primitive.
+    For building blocks that distribute coordinates over the partition's axes instead,
+    or compute with whole slices. JAX transposes this step, as it is outside the
+    building block's primitive.
 
     Args:
       x: The leaf, with the type of an operand: `[n, *s]`, or `[*s]` of a global one.

@@ -112,10 +112,10 @@ def _mean_outwards(arguments, inner, over):
 
 
 def _weighted_mean_outwards(arguments, inner, over):
-    """Weighted average over several levels, also that of `reduce_mean` with a mask.
+    """Average over several levels with weights: the `outer` of `over_levels`.
 
-    Both sums, of weighted values and of weights, are over all of the levels, and
-    divided once.
+    It is also that of `reduce_mean` with `where=`, `by=` or `num=`. Both sums, of
+    weighted values and of weights, are over all of the levels, and divided once.
 
     Args:
       arguments: The arguments of the reduction, by name.
@@ -123,7 +123,7 @@ def _weighted_mean_outwards(arguments, inner, over):
       over: The names of the levels, outermost first.
 
     Returns:
-      The tree of means.
+      The tree of means; where the weights sum to 0, it has the argument `default`.
     """
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
     default = check_default(block, arguments.pop("default", None))
@@ -147,7 +147,7 @@ def _weighted_mean_outwards(arguments, inner, over):
 
 
 # ---------------------------------------------------------------------------------
-# The blocks
+# The building blocks
 
 
 @over_levels("x", "where", "by", outer=_sum_outwards)
@@ -370,7 +370,7 @@ def reduce_weighted_mean(
 
 
 # ---------------------------------------------------------------------------------
-# What several blocks need
+# What several building blocks need
 
 
 def _weighted_mean(

@@ -31,8 +31,8 @@ def resolve(block: str, mesh, partition) -> dict[str, Any]:
 
     Returns:
       `{"partition": partition, "mesh": mesh}`, the parameters with which the building
-      block binds its primitives. The mesh is None if the block runs locally: there is
-      no mesh, or it has none of the partition's axes.
+      block binds its primitives. The mesh is None if the building block runs locally:
+      there is no mesh, or it has none of the partition's axes.
 
     Raises:
       ScopeError: There is no partition, or the building block may not be called in the

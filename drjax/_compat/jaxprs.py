@@ -275,10 +275,10 @@ def is_bound_to_devices(jaxpr) -> bool:
 
     Such a jaxpr cannot do without the mesh on which it was traced.
     """
-    return holds(jaxpr, ("sharding_constraint", "shard_map"))
+    return has_primitive(jaxpr, ("sharding_constraint", "shard_map"))
 
 
-def holds(jaxpr, names: tuple[str, ...]) -> bool:
+def has_primitive(jaxpr, names: tuple[str, ...]) -> bool:
     """Whether a jaxpr has an equation of a primitive with one of these names.
 
     Args:
@@ -287,7 +287,7 @@ def holds(jaxpr, names: tuple[str, ...]) -> bool:
     """
     return any(
         eqn.primitive.name in names
-        or any(holds(inner, names) for inner in jaxprs_in(eqn.params))
+        or any(has_primitive(inner, names) for inner in jaxprs_in(eqn.params))
         for eqn in open_jaxpr(jaxpr).eqns
     )
 

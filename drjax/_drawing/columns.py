@@ -253,8 +253,8 @@ def items_of(plan: Plan, prefix: str = "") -> list:
 def _frame(loop: Loop, number: int, location: str) -> Frame:
     """Make the frame of a loop, around the columns of its bodies.
 
-    A scan has one frame. A while or cond has a frame with one more inside for each
-    body.
+    A scan has one frame. Any other loop (while, cond, program) has a frame with one
+    more inside for each body.
 
     Args:
       loop: The loop.

@@ -154,12 +154,12 @@ class _Layout:
 
         Args:
           kind: One of the kinds of a `Box`, such as `server`.
-          x: The left edge.
-          y: The top.
+          x: The left edge, in points.
+          y: The top, in points.
           lines: The lines of text, a tuple of strings.
-          location: The round that it belongs to; empty for none.
-          width: The width; None: that of the text.
-          height: The height; None: that of the text.
+          location: The round that it belongs to; of a band its name; empty for none.
+          width: The width, in points; None: that of the text.
+          height: The height, in points; None: that of the text.
         """
         size = width or text_width(lines), height or text_height(lines)
         self.boxes.append(Box(kind, x, y, *size, lines, location))

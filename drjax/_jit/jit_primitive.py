@@ -426,7 +426,7 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
     Returns:
       The list of results.
     """
-    if not _compat.holds(jaxpr, ("custom_vjp_call",)):
+    if not _compat.has_primitive(jaxpr, ("custom_vjp_call",)):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
     with planning(options.bound):
         forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)

@@ -138,9 +138,13 @@ def _describe(x: Any) -> Node:
 
 
 def _key(key: Any) -> Any:
-    """Return the key of a dict if JSON can hold it; raise `PlanFileError` if not.
+    """Return a dict's key if it comes back from JSON equal and of the same type.
 
-    Strings, ints, finite floats and bools pass.
+    Such keys are exactly of type `str`, `int`, `float` (finite) or `bool`.
+
+    Raises:
+      PlanFileError: It is None, of a subclass, such as `np.float64` or an enum, or of
+        any other type.
     """
     if _is_key(key):
         return key

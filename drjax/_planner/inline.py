@@ -319,7 +319,10 @@ def _variable(atom, consts: dict):
 
 
 def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> list:
-    """Append the equations of a jaxpr to `eqns`, and those of its calls in their place.
+    """Append the equations of a jaxpr to `eqns`, prepared for unbatching.
+
+    Calls are replaced by their equations, identities dropped, broadcasts made explicit,
+    and the conditions of `while` loops made scalar.
 
     Args:
       jaxpr: The open jaxpr.
@@ -328,9 +331,8 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
       consts: For each constant its value; the constants of inlined calls are added to
         this dict.
       call: The equation that has `jaxpr` as a parameter: a call, or a `scan`, `while`
-        or `cond`. The equations of `jaxpr` then get fresh variables, as another
-        equation may have the same jaxpr, and its source line if they have none. None
-        for a whole program.
+        or `cond`. The equations of `jaxpr` then get fresh variables, as it may be that
+        of others, and those without a source line that of `call`. None: a program.
 
     Returns:
       The list of variables, or literals, that are the results of `jaxpr`.

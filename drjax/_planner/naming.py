@@ -94,7 +94,7 @@ class Names:
         """
         return self._names[var]
 
-    def _unique_for(self, var, name: str) -> None:
+    def _set_unique_name(self, var, name: str) -> None:
         """Name a variable by `name`, with a suffix if that is taken, such as `name_2`.
 
         It replaces any earlier name of the variable, which stays reserved.
@@ -130,7 +130,7 @@ class Names:
                 name = f"{eqn.primitive.name}.{i}"
             else:
                 name = eqn.primitive.name.removeprefix("drjax_")
-            self._unique_for(var, name)
+            self._set_unique_name(var, name)
 
     def constant(self, var, index: int) -> None:
         """Name a constant of the program by its position among the constants.
@@ -139,7 +139,7 @@ class Names:
           var: The variable that is the constant.
           index: Its position, from 0.
         """
-        self._unique_for(var, f"constant.{index}")
+        self._set_unique_name(var, f"constant.{index}")
 
     def rename(self, var, name: str) -> None:
         """Replace the name of a variable by `name`, with a suffix if that is taken.
@@ -147,7 +147,7 @@ class Names:
         For example, a result of the program is renamed to `result['w']`. The earlier
         name stays reserved.
         """
-        self._unique_for(var, name)
+        self._set_unique_name(var, name)
 
     def fresh(self, name: str) -> str:
         """Reserve and return a unique name for a value that is no variable.

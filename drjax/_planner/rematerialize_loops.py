@@ -34,14 +34,13 @@ partitioned constants of the backward scan. `_sink` moves the cheap equations th
 compute them into the steps, so that they are not live during the whole loop.
 
 Invariants: communication is neither added nor repeated. Arithmetic of S is done twice.
-Sharp edges: `_sink` counts every primitive with an unbatching rule as cheap, but a
-`dot_general`. A rewritten scan has no jaxpr in its parameters: its body is in
+Sharp edges: `_sink` counts a primitive with an unbatching rule as cheap unless it is in
+`_EXPENSIVE`, so a new rule for a costly primitive needs its name there, too. A
+rewritten scan has no jaxpr in its parameters: its body is in
 `InlinedJaxpr.known_bodies` alone.
 """
 
 from typing import Any
-
-from jax import lax
 
 from drjax import _compat
 from drjax._jaxprs.walk import (
@@ -385,20 +384,32 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     return _replace_scans(program, {id(scan.eqn): (eqn, body)})
 
 
-def _is_cheap(eqn) -> bool:
-    """Whether an equation costs little compared with the memory of its result.
+# Primitives with an unbatching rule that cost more than the memory of their result:
+# their arithmetic for each element grows with the operands, or is long.
+_EXPENSIVE = frozenset(
+    """cholesky conv_general_dilated dot_general eigh fft lu random_gamma
+    reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
+    select_and_scatter_add sort svd top_k triangular_solve""".split()
+)
 
-    It has no effects, and is a `broadcast`, `scatter`, `partition_index` or `iota`, or
-    any primitive with an unbatching rule but `dot_general`. A `map_fn` or `jit` is
-    cheap if all equations of its jaxpr are.
+
+def _is_cheap(eqn) -> bool:
+    """Whether `_sink` may repeat an equation in each step of a loop.
+
+    It has no effects, and costs little compared with the memory of its result: it is a
+    `broadcast`, `scatter`, `partition_index` or `iota`, or any primitive with an
+    unbatching rule but those in `_EXPENSIVE`, such as a `dot_general`, a convolution or
+    a decomposition of matrices. A `map_fn` or `jit` is cheap if all equations of its
+    jaxpr are.
     """
-    if eqn.effects or eqn.primitive is lax.dot_general_p:
+    name = eqn.primitive.name
+    if eqn.effects or name in _EXPENSIVE:
         return False
-    if eqn.primitive is map_fn_p or eqn.primitive.name == "jit":
+    if eqn.primitive is map_fn_p or name == "jit":
         # Inlining does not enter mapped functions, so calls remain in them.
         return all(map(_is_cheap, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
     return eqn.primitive in (broadcast_p, scatter_p, partition_index_p) or (
-        eqn.primitive.name in UNBATCHING_RULES or eqn.primitive.name == "iota"
+        name in UNBATCHING_RULES or name == "iota"
     )
 
 

@@ -149,7 +149,7 @@ class LocalWork:
         needs += [self._values.slice_of(*x) for x in outgoing]
         needs += [SliceOperand(v) for v in forwarded]
         # Where groups are, blocks of them are folded.
-        needs += [self._values.copy_of(v) for e in folds for v in closed_over_by(e)]
+        needs += [self._values.whole_of(v) for e in folds for v in closed_over_by(e)]
         # Of an expanded array a group takes the operand that it expands.
         needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
         slices = [x for x in needs if isinstance(x, SliceOperand)]

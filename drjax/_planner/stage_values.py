@@ -250,7 +250,7 @@ class StageValues:
         # Communication down is an input of each stage, not a value that groups store.
         if eqn is not None and self.kinds.signature(eqn) is not None:
             if eqn.primitive is primitives.broadcast_p:
-                return self.copy_of(eqn.invars[0])
+                return self.whole_of(eqn.invars[0])
             if eqn.primitive is primitives.scatter_p:
                 return ScatteredOperand(eqn.invars[0], 0)
             if eqn.primitive is primitives.partition_index_p:
@@ -259,11 +259,11 @@ class StageValues:
             return SliceOperand(atom)
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             if axis not in eqn.params["broadcast_dimensions"] and len(eqn.invars) == 1:
-                return ExpandedOperand(eqn, axis, self.copy_of(eqn.invars[0]))
+                return ExpandedOperand(eqn, axis, self.whole_of(eqn.invars[0]))
         # A global value where slices are needed is an implicit scatter.
         return ScatteredOperand(atom, axis)
 
-    def copy_of(self, atom) -> ConstantOperand | BroadcastOperand:
+    def whole_of(self, atom) -> ConstantOperand | BroadcastOperand:
         """How a local stage obtains the whole of a global operand.
 
         Args:
@@ -314,7 +314,7 @@ class StageValues:
         unbatched = self.kinds.unbatched(eqn)
         assert unbatched is not None
         return [
-            self.copy_of(atom) if axis is None else self.slice_of(atom, axis)
+            self.whole_of(atom) if axis is None else self.slice_of(atom, axis)
             for atom, axis in zip(eqn.invars, unbatched.in_axes, strict=True)
         ]
 

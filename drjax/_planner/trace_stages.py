@@ -108,7 +108,7 @@ def trace_combine_stage(eqn, closed_over: Sequence[Any], values: StageValues) ->
       A stage of the values that the function closes over, but for scalar constants, of
       the leaves of the left state, and of those of the right one.
     """
-    consts = [values.copy_of(v) for v in closed_over]
+    consts = [values.whole_of(v) for v in closed_over]
     copies = list(dict.fromkeys(x for x in consts if isinstance(x, BroadcastOperand)))
     outputs = list(map(values.value, eqn.outvars))
     sides = [values.state(v, side) for side in ("left", "right") for v in eqn.outvars]

@@ -496,7 +496,7 @@ register_linear(
         reduce_sum_p, fused_lowering.reduce_sum_rule(execute_reduce_sum)
     ),
 )
-levels_lowering.merge_levels(
+levels_lowering.register_merging(
     reduce_sum_p, _local_sum, lambda y, axes: lax.psum(vary(y, axes), axes), is_sum=True
 )
 register_linear(

@@ -208,7 +208,7 @@ for _primitive, _reduce, _identity, _largest in (
     registration.register_execution(
         _primitive, _execute, fused_lowering.extremum_rule(_primitive, _execute)
     )
-    levels_lowering.merge_levels(
+    levels_lowering.register_merging(
         _primitive, _local, functools.partial(across_devices, largest=_largest)
     )
     _primitive.def_abstract_eval(_abstract_eval)

@@ -48,7 +48,9 @@ class _Reduction:
       local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
         `[*s]`; `indices` are the group indices of its slots, None without padding.
       across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
-      is_sum: Whether it is the sum, which may be computed within a map.
+      is_sum: Whether it is the sum. Only of a sum can the lowering of the `map_fn` that
+        computes the slices return the device's partial sums itself, so that no
+        `[n, *s]` is stored (`fused_lowering.py`).
     """
 
     local: Callable
@@ -59,26 +61,31 @@ class _Reduction:
 _REDUCTIONS: dict[Primitive, _Reduction] = {}
 
 
-def merge_levels(
+def register_merging(
     primitive: Primitive, local: Callable, across: Callable, is_sum: bool = False
 ) -> None:
-    """Let a reduction merge with the same one over an inner level.
+    """Register that a reduction may merge with the same one over an inner level.
 
     Args:
       primitive: The reduction, with the parameters `partition` and `mesh`.
       local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
         `[*s]`; `indices` are the group indices of its slots, None without padding.
       across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
-      is_sum: Whether it is the sum, which may be computed within a map.
+      is_sum: Whether it is the sum. Only of a sum can the lowering of the `map_fn` that
+        computes the slices return the device's partial sums itself, so that no
+        `[n, *s]` is stored (`fused_lowering.py`).
     """
     _REDUCTIONS[primitive] = _Reduction(local, across, is_sum)
 
 
 def is_sum(primitive: Primitive) -> bool:
-    """Whether a reduction is the sum, which may be computed within a map.
+    """Whether a reduction is the sum.
+
+    Only of a sum can the lowering of the `map_fn` that computes the slices return the
+    device's partial sums itself, so that no `[n, *s]` is stored (`fused_lowering.py`).
 
     Args:
-      primitive: A reduction for which `merge_levels` was called.
+      primitive: A reduction for which `register_merging` was called.
     """
     return _REDUCTIONS[primitive].is_sum
 

@@ -77,7 +77,7 @@ def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
     if not layout.sharded or jaxpr is None:
         return False
     return _compat.check_vma() or (
-        len(other_axes(layout)) > 1 and _compat.holds(jaxpr, _INDEXING)
+        len(other_axes(layout)) > 1 and _compat.has_primitive(jaxpr, _INDEXING)
     )
 
 

@@ -1,10 +1,9 @@
 """Padding of n groups that m devices do not divide: the work of the padded slots.
 
 Input: a layout, the group indices of a device's slots, and their slices. Output: slices
-for all slots, or work that runs only for slots with groups.
-
-The slots themselves are appended in `execute.py`, by `_pad_slices`, as slices of zeros,
-and cut off the results there.
+for all slots, or work that runs only for slots with groups. Padded slots are appended,
+as slices of zeros, and cut off the results in `execute.py`, and masked before each
+reduction by `Layout.mask_padding` (`layout.py`).
 
 Each device has k = ceil(n / m) slots. The last devices have fewer groups: one of them
 has n mod k, the others after it none. Padding may decide neither values, nor control
@@ -17,9 +16,6 @@ flow, nor effects:
 * A device without groups skips the work, by a `cond` on its first group index.
 * Work with effects runs for exactly the groups of a device. Their number is one of
   three that are known when the work is traced, so there is a branch for each.
-
-Results of padded slots are masked by every reduction, with `Layout.mask_padding`, and
-cut off elsewhere.
 """
 
 from collections.abc import Callable, Sequence

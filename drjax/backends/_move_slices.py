@@ -21,13 +21,17 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
 
     Args:
       move: The move.
-      slices: An array `[n, *s]`, of numpy or JAX, random keys included.
-      index: Of a take or put_add, int32 `[k]`.
+      slices: All slices of the source, an array of numpy or JAX, random keys included:
+        `[n, *s]`; of a put_add `[k, *s]`.
+      index: int32 `[k]`. A take has one for each slice of its result, clamped to the
+        bounds. A put_add has one for each of `slices`, and drops slices whose index is
+        out of bounds. A permute has none.
       groups: Of a put_add the number of groups of the plan.
 
     Returns:
-      An array `[k, *s]` of the dtype of `slices`; if they are added, one of numpy, with
-      as many slices as the result has.
+      An array of the dtype of `slices`: of a permute `[n, *s]`, and of a take
+      `[k, *s]`. Of a put_add a numpy array of `groups` slices; if the result is a
+      population of N, of N slices.
     """
     if move.op == "permute":
         return slices[np.asarray(move.sources, np.int32)]

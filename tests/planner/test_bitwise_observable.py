@@ -1,4 +1,7 @@
-"""Slices that a later round compares with a reduction's result: bitwise equal.
+"""What rounds and steps of loops do not rematerialize.
+
+That are slices which a later round compares with a reduction's result, as they must be
+bitwise equal; and costly work.
 
 Covers: drjax._planner.bitwise_observable, drjax._planner.rematerialize_loops.
 """
@@ -10,6 +13,7 @@ import pytest
 from jax import lax
 
 import drjax
+from drjax._jaxprs.walk import deep_equations
 from drjax._planner import bitwise_observable
 from drjax._planner.inline import inline_calls
 from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
@@ -196,3 +200,42 @@ def test_only_they_are_kept():
     plan = drjax.make_plan(of_least_loss_with_gradient)(*ARGS)
     taken = [v.shape for v in plan.rounds[1].local.inputs if v.partitioned]
     assert sorted(taken) == [(), ARGS[1].shape[1:]]
+
+
+def costly_svd(x):
+    return jnp.linalg.svd(x, compute_uv=False)[:7]
+
+
+def costly_convolution(x):
+    return lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME")[0, 0]
+
+
+COSTLY = {
+    "svd": costly_svd,
+    "conv_general_dilated": costly_convolution,
+    "sort": jnp.sort,
+}
+
+
+@pytest.mark.parametrize("primitive", COSTLY)
+def test_costly_work_that_no_step_changes_is_done_once(primitive):
+    """A loop reads its results as constants, and does the work in no step."""
+    work = COSTLY[primitive]
+
+    @program
+    def fn(w, x):
+        constant = drjax.map_fn(work, x)
+
+        def step(w, _):
+            products = drjax.map_fn(jnp.vdot, (drjax.broadcast(w), constant))
+            return w - 0.1 * drjax.reduce_mean(products), None
+
+        return lax.scan(step, w, length=3)[0]
+
+    w = jnp.ones(jax.eval_shape(work, ARGS[1][0]).shape)
+    (a_round,) = drjax.make_plan(fn)(w, ARGS[1]).rounds
+    (step,) = a_round.loops[0].bodies[0].rounds
+    count = lambda stage: sum(
+        eqn.primitive.name == primitive for eqn in deep_equations(stage.jaxpr)
+    )
+    assert (count(a_round.local), count(step.local)) == (1, 0)

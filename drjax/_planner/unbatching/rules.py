@@ -21,6 +21,10 @@ Invariants: a rule is exact, not an approximation, and reads parameters and shap
 If all operands are None there is no rule to apply. Sharp edges: a primitive without a
 rule is refused, so a missing rule costs a plan, while a wrong one costs a result. A
 contraction of the group axis is communication: `implicit_communication.py`.
+
+To add a rule, write `f(eqn, axes) -> UnbatchedEquation | None`, and add it to
+`UNBATCHING_RULES` at the end. `rematerialize_loops.py` takes the primitive to be cheap,
+unless its name is in `_EXPENSIVE` there.
 """
 
 import math

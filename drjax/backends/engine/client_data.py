@@ -177,6 +177,7 @@ class Requests:
             )
         self._header = {
             "tree": tree,
+            # Whether the plan has 64-bit values, so that clients need x64.
             "wide": bool(lazy) and lazy[0].source.wide,
             "slices": [
                 (x.leaf, list(x.steps)) if isinstance(x, Lazy) else None

@@ -217,6 +217,11 @@ def _description_for_workers(plan: Plan, pairs: Sequence[KeptPair]) -> dict[str,
 
     Workers check the slices that they load themselves before the first call against it.
     Of several kept arguments, the slice is a tuple.
+
+    Returns:
+      A dict: `tree`, the structure of the slice; `wide`, whether it has 64-bit values;
+      for each leaf, `names` and `types` for errors and checks; and `raw`, its dtype and
+      shape as numpy has it, with random keys as integers.
     """
     count = iter(range(len(plan.inputs)))
     trees = [pair.tree.unflatten([next(count) for _ in pair.inputs]) for pair in pairs]
