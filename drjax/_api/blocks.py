@@ -26,6 +26,7 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
+    Tree,
     bind_global,
     bind_partitioned,
     group_axis_size,
@@ -126,12 +127,12 @@ def _index_outwards(arguments, inner, over):
 
 @over_levels("x", outer=_broadcast_inwards)
 def broadcast(
-    x: PyTree,
+    x: Tree,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Give each of the n groups a copy of a global value. No communication.
 
     Args:
@@ -164,13 +165,13 @@ def broadcast(
 
 @over_levels("arg", outer=_map_inwards)
 def map_fn(
-    fn: Callable,
+    fn: Callable[..., Tree],
     arg: PyTree,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Apply a function to each group's values. No communication.
 
     Args:
@@ -221,13 +222,13 @@ def map_fn(
 
 @over_levels("x", outer=_gather_outwards)
 def gather(
-    x: PyTree,
+    x: Tree,
     *,
     result: str | None = None,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """All groups' slices as a global value. One all-gather on a mesh.
 
     Args:
@@ -261,12 +262,12 @@ def gather(
 
 @over_levels("x", outer=_scatter_inwards)
 def scatter(
-    x: PyTree,
+    x: Tree,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Give slice i of a global value to group i. No communication.
 
     Args:
@@ -359,8 +360,8 @@ def partition_size(*, over: Over = None, partition: PartitionLike = None) -> int
 
 
 def shard(
-    tree: PyTree, mesh: MeshLike = None, *, partition: PartitionLike = None
-) -> PyTree:
+    tree: Tree, mesh: MeshLike = None, *, partition: PartitionLike = None
+) -> Tree:
     """Place host data `[n, ...]` over the mesh axes of the partition.
 
     Args:

@@ -84,3 +84,20 @@ def test_the_result_of_jit_has_the_signature_and_methods_of_a_jit():
         step(START, speed=0.5)  # pyright: ignore[reportCallIssue]
     scale: float = train(START).weights  # pyright: ignore[reportAssignmentType]
     assert jnp.shape(scale) == (3,)
+
+
+@drjax.program(clients=2)
+def a_round(state: State, data: jax.Array) -> State:
+    def local(state: State, x: jax.Array) -> State:
+        return State(state.weights - x, state.steps)
+
+    copies = assert_type(drjax.broadcast(state), State)
+    trained = assert_type(drjax.map_fn(local, (copies, data)), State)
+    assert_type(drjax.gather(trained), State)
+    assert_type(drjax.reduce_max(data), jax.Array)
+    assert_type(drjax.take(data, [1, 0]), jax.Array)
+    return assert_type(drjax.reduce_mean(trained), State)
+
+
+def test_blocks_keep_the_type_of_a_tree():
+    assert a_round(START, jnp.ones((2, 3))).weights.sum() == 0
