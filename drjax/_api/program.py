@@ -17,8 +17,11 @@ from drjax._context import program_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError, MeshError
 from drjax._partition import Partition
 
-P, Q = ParamSpec("P"), ParamSpec("Q")
-R, R_co, S = TypeVar("R"), TypeVar("R_co", covariant=True), TypeVar("S")
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
 
 
 class Decorated(Protocol[P, R_co]):

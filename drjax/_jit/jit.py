@@ -28,7 +28,8 @@ from drjax.backends.xla import step_size
 from drjax.backends.xla.step_size import GroupsPerStep
 
 P = ParamSpec("P")
-R, R_co = TypeVar("R"), TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Jitted(Decorated[P, R_co], Protocol[P, R_co]):

@@ -28,7 +28,8 @@ from drjax.backends.xla import step_size
 _RUNS, _SECONDS = 10, 0.5  # the most runs to measure, and seconds after which to stop
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Tuned(Generic[P, R]):
