@@ -8,7 +8,7 @@ decorator is made. Sharp edge: the scope ends when the function returns.
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -56,16 +56,6 @@ class Decorated(Protocol[P, R_co]):
     def __get__(self, instance: Any, owner: Any = None, /) -> Callable[P, R_co]: ...
 
 
-class Program(Decorated[P, R_co], Protocol[P, R_co]):
-    """For type checkers: what `drjax.program` returns.
-
-    Attributes:
-      partition: The partition that it declares; of several levels all, outermost first.
-    """
-
-    partition: Partition | tuple[Partition, ...]
-
-
 _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_mesh")
 
 
@@ -75,7 +65,7 @@ def program(
     mesh_axes: str | tuple[str, ...] | Mapping[str, Any] | None = None,
     use_abstract_mesh: bool | None = None,
     **partition: Any,
-) -> Callable[[Callable[P, R]], Program[P, R]]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare that a function is a MapReduce program over a partition of n groups.
 
     One keyword names the partition and gives its size: `partition_size=3`,
@@ -128,7 +118,7 @@ def program(
     _check_mesh(mesh)
     enter = program_scope(levels, mesh)
 
-    def decorate(fn: Callable[P, R]) -> Program[P, R]:
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         _check_plain_function(fn)
 
         @functools.wraps(fn)
@@ -136,9 +126,8 @@ def program(
             with enter():
                 return fn(*args, **kwargs)
 
-        result = cast(Program[P, R], call)
-        result.partition = attribute
-        return result
+        setattr(call, "partition", attribute)  # noqa: B010  (a wrapper has no such field)
+        return call
 
     return decorate
 

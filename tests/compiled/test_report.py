@@ -73,7 +73,7 @@ def test_functions_that_it_takes():
     on = jax.NamedSharding(mesh, P("clients"))
     data = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=on)
     model = jax.ShapeDtypeStruct((6,), jnp.float32)
-    bound = drjax.program(clients=8, mesh=mesh)(rounds.__wrapped__)
+    bound = drjax.program(clients=8, mesh=mesh)(getattr(rounds, "__wrapped__"))  # noqa: B009
     jitted = jax.jit(rounds, donate_argnums=0)
     planned = drjax.jit(rounds, groups_per_step=1)
     # The mesh of this one is that of its results.
