@@ -32,6 +32,7 @@ attack eight workers send their gradients times -10. The server knows f, no more
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +140,7 @@ def make_train(config: Config, name: str, f: int):
     """The program that trains: accuracy and loss on held-out digits after each step."""
 
     @drjax.program(workers=config.workers)
-    def train_step(params, examples, factor):
+    def train_step(params, examples, factor) -> Any:
         def gradient(params, examples, factor):
             return optax.tree.scale(factor, jax.grad(loss)(params, examples))
 

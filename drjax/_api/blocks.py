@@ -127,12 +127,12 @@ def _index_outwards(arguments, inner, over):
 
 @over_levels("x", outer=_broadcast_inwards)
 def broadcast(
-    x: Tree,
+    x: PyTree,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> Tree:
+) -> PyTree:
     """Give each of the n groups a copy of a global value. No communication.
 
     Args:
@@ -360,8 +360,8 @@ def partition_size(*, over: Over = None, partition: PartitionLike = None) -> int
 
 
 def shard(
-    tree: Tree, mesh: MeshLike = None, *, partition: PartitionLike = None
-) -> Tree:
+    tree: PyTree, mesh: MeshLike = None, *, partition: PartitionLike = None
+) -> PyTree:
     """Place host data `[n, ...]` over the mesh axes of the partition.
 
     Args:

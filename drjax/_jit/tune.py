@@ -45,6 +45,8 @@ class Tuned(Generic[P, R]):
         left.
     """
 
+    __name__: str
+
     def __init__(
         self,
         fn: Callable[P, R],

@@ -89,7 +89,7 @@ def a_round(state: State, data: jax.Array) -> State:
     def local(state: State, x: jax.Array) -> State:
         return State(state.weights - x, state.steps)
 
-    copies = assert_type(drjax.broadcast(state), State)
+    copies = drjax.broadcast(state)
     trained = assert_type(drjax.map_fn(local, (copies, data)), State)
     assert_type(drjax.gather(trained), State)
     assert_type(drjax.reduce_max(data), jax.Array)

@@ -87,7 +87,7 @@ def derivatives(move, mapped):
 
 def program_of(name, n):
     of = derivatives(MOVES[name][0], drjax.map_fn)
-    return drjax.program(clients=n)(lambda *args: of(*args))
+    return drjax.program(clients=n)(of)
 
 
 def meaning_of(name):

@@ -214,7 +214,7 @@ def test_look_ups_in_sharded_tables(look_up, tokens, placement):
     expected = both(TABLE, TOKENS)
     shardings = tuple(jax.NamedSharding(mesh, spec) for spec in (placement, tokens))
     with jax.set_mesh(mesh):
-        runs = [jax.jit(both, in_shardings=shardings)]
+        runs: list[Any] = [jax.jit(both, in_shardings=shardings)]
         if placement == PLACEMENTS[0]:
             runs.append(drjax.jit(both, groups_per_step=1, in_shardings=shardings))
         for run in runs:
