@@ -16,9 +16,9 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import find_mesh, make_layout
 
 PyTree = Any
-# For type checkers, a block returns the type of its tree. The leaves of its results are
-# arrays of JAX; those of its arguments rarely are anything else, but for `broadcast`, of
-# numbers, and `shard`, of NumPy arrays, whose results therefore are of any type.
+# For type checkers, a block returns the type of its tree. Leaves of results are arrays
+# of JAX, and those of arguments too; but `broadcast` also takes numbers, and `shard`
+# NumPy arrays, so that their results are of any type.
 Tree = TypeVar("Tree")
 MeshLike = jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 PartitionLike = Any
