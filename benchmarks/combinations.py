@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
-from benchmarks import hlo
+from drjax.compiled import Report
 
 N, DEVICES = 32, 8
 OURS, PLANNED, BASELINE, PLAIN = "drjax", "drjax.jit", "shard_map", "jax.numpy"
@@ -386,6 +386,7 @@ def _measure_task(
     compiled: dict[str, Any] = {
         k: jax.jit(f).lower(x).compile() for k, f in functions.items()
     }
+    sent = {k: Report.of(run) for k, run in compiled.items()}
     results = {k: np.asarray(f(x)) for k, f in compiled.items()}
     for name, result in results.items():
         tolerance = 0.02 if "int8" in task else 1e-4 * np.abs(results[PLAIN]).max()
@@ -405,16 +406,11 @@ def _measure_task(
         {
             "task": task,
             "implementation": name,
-            "bytes": {
-                kind: size
-                for kind, (_, size) in hlo.summary(
-                    hlo.collectives(run.as_text())
-                ).items()
-            },
-            "temp": run.memory_analysis().temp_size_in_bytes,
+            "bytes": {kind: x.bytes for kind, x in sorted(sent[name].by_kind.items())},
+            "temp": sent[name].temp_bytes,
             "time": ratio(name),
         }
-        for name, run in compiled.items()
+        for name in compiled
     ]
 
 

@@ -81,8 +81,7 @@ def measure_memory(workers: dict, settings: Settings, case: dict) -> list[report
         {
             "implementation": name,
             **case,
-            **worker.ask(
-                "build",
+            **worker.build(
                 slot=name,
                 implementation=name,
                 small=settings.small,

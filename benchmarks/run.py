@@ -27,6 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import peer, report
+from drjax.compiled import read_hlo, totals
 
 LOCAL = (
     report.OURS,
@@ -96,6 +97,18 @@ class Worker:
             raise RuntimeError(f"{do} {arguments}: {answer['error']}")
         return answer["result"]
 
+    def build(self, **arguments: Any) -> dict[str, Any]:
+        """What the command `build` answers, with collectives in place of HLO text.
+
+        For each kind: how many there are, and their bytes together, each counted once.
+        """
+        answer = self.ask("build", **arguments)
+        if text := answer.pop("hlo", None):
+            kinds = totals(read_hlo(text), lambda c: c.kind)
+            sent = {k: [x.count, x.bytes] for k, x in sorted(kinds.items())}
+            answer["collectives"] = sent
+        return answer
+
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
@@ -116,8 +129,7 @@ def measure_case(
     for turn in range(settings.builds):
         run = turn >= settings.builds - settings.compiles
         for name in shuffled(names, turn):
-            built = workers[name].ask(
-                "build",
+            built = workers[name].build(
                 slot=name,
                 implementation=_source(name),
                 small=settings.small,

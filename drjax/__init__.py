@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from drjax import backends as backends
+from drjax import compiled as compiled
 from drjax import primitives as primitives
 from drjax._api.blocks import broadcast as broadcast
 from drjax._api.blocks import gather as gather
@@ -38,6 +39,7 @@ from drjax._partition import Partition as Partition
 from drjax._plan_file.load import load_plan as load_plan
 from drjax._planner.check import check as check
 from drjax._planner.make_plan import make_plan as make_plan
+from drjax.compiled.report import collectives as collectives
 from drjax.contrib.federated_language import (
     export_federated_language as export_federated_language,
 )

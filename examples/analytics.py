@@ -279,7 +279,8 @@ def engine_round() -> Round:
     analyze = make_analysis(config)
 
     def step(shared, own, data):
-        return analyze(*shared, data), own
+        models, edges, hashes = shared
+        return analyze(models, edges, hashes, data), own
 
     shared = train_ensemble(config), bucket_edges(config), draw_hashes(config)
     return Round(step, shared, (), draw_records(config, config.records, 0))

@@ -48,7 +48,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import drjax
-from benchmarks import hlo
+from drjax.compiled import Report
 from drjax.plan import Plan
 from examples.common import results
 from examples.common.devices import make_mesh
@@ -215,7 +215,7 @@ def run_small_round(config: Config):
         step = drjax.jit(train_round, groups_per_step=config.groups_per_step)
         compiled = step.lower(*args).compile()
         params, *_ = compiled(*args)
-    counted = sum(x.bytes for x in hlo.collectives(compiled.as_text()))
+    counted = sum(x.bytes for x in Report.of(compiled).collectives)
     ledger = drjax.make_plan(train_round)(*args).communication(len(mesh.devices))
     # One device reduces by itself: its compiled collectives communicate nothing.
     expected = ledger.reduced_per_device() if len(mesh.devices) > 1 else counted

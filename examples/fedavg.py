@@ -202,7 +202,8 @@ def make_step(config: Config, method: Method, held_out: digits.Digits):
         ids = clients.cohort(key, config.clients, config.cohort)
         examples, mask = jax.tree.map(lambda x: x[ids], population)
         keys = clients.client_keys(key, ids)
-        params, server_state = train_round(*state, examples, mask, keys)
+        params, server_state = state
+        params, server_state = train_round(params, server_state, examples, mask, keys)
         return (params, server_state), test(params, held_out)
 
     return start, drjax.jit(step, groups_per_step=config.groups_per_step)

@@ -32,6 +32,7 @@ attack eight workers send their gradients times -10. The server knows f, no more
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,7 @@ def make_step(config: Config, name: str, f: int):
     """The program of a step of gradient descent."""
 
     @drjax.program(workers=config.workers)
-    def train_step(params, examples, factor):
+    def train_step(params, examples, factor) -> Any:
         def gradient(params, examples, factor):
             return optax.tree.scale(factor, jax.grad(loss)(params, examples))
 

@@ -25,6 +25,7 @@ collectives are those of the compiled program.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
-from benchmarks import hlo
+from drjax.compiled import Collective, Report, totals
 from examples.common import results, text
 from examples.common.devices import make_mesh
 from examples.common.transformer import Transformer, TransformerConfig, mean_loss
@@ -124,7 +125,7 @@ def bytes_per_device(state) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
 
 
-def ring_bytes(collectives: list[hlo.Collective], devices: int) -> float:
+def ring_bytes(collectives: Sequence[Collective], devices: int) -> float:
     """What a device sends if the devices form a ring: with all parts, m - 1 of m."""
     times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": devices}
     sizes = [times[x.kind] * x.bytes for x in collectives]
@@ -147,7 +148,7 @@ def train(config: Config, loss, params, batches, result, progress):
         losses.append(float(value))
         progress.update()
     size = bytes_per_device(state)
-    return losses, size, hlo.collectives(compiled.as_text())
+    return losses, size, Report.of(compiled).collectives
 
 
 def train_alone(config: Config, loss, params, batches, progress) -> list[float]:
@@ -240,7 +241,7 @@ def main(config: Config) -> results.Results:
         curves[name] = losses
         # Three numbers of four bytes for each parameter, and Adam's count.
         exact = 12 * count / (m if result else 1) + 4
-        counted = hlo.summary(collectives)
+        counted = totals(collectives, lambda c: c.kind)
         shown = [
             "{1:,} ({0})".format(*counted[kind]) if kind in counted else ""
             for kind in KINDS

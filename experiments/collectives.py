@@ -26,9 +26,10 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks import report
-from experiments import machine
+from drjax.compiled import read_hlo
+from drjax.compiled.hlo import Module
+from experiments import counts, machine
 from experiments.config import Machine
-from experiments.hlo import Module
 from experiments.variants import GROUPS
 
 X, Y = "X", "Y"
@@ -339,8 +340,8 @@ class Sizes:
     """Folder of the table."""
 
 
-def compiled(layer: Layer, sizes: Sizes, mesh: Mesh) -> Module:
-    """The layer as the compiler makes it, in bfloat16."""
+def compiled(layer: Layer, sizes: Sizes, mesh: Mesh) -> str:
+    """The HLO text of the layer in bfloat16."""
 
     def typed(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
@@ -354,16 +355,20 @@ def compiled(layer: Layer, sizes: Sizes, mesh: Mesh) -> Module:
     xs = typed((n, sizes.batch, sizes.width), P(GROUPS, *layer.x))
     with jax.set_mesh(mesh):
         program = jax.jit(outputs(layer, n)).lower(weights, xs).compile()
-    return Module(program.as_text() or "", dict(mesh.shape))
+    return program.as_text() or ""
 
 
-def row(name: str, module: Module) -> list[str]:
+def row(name: str, text: str, mesh: Mesh) -> list[str]:
     """A line of the table."""
-    kinds = Counter(m.kind for m in module.collectives)
-    size = sum(m.bytes * m.times for m in module.collectives)
-    count, overlapped = module.overlaps(_PERMUTE)
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    return [name, f"{module.flops:.4g}", counts, f"{size / 1e6:.4g}",
+    sent = counts.count_collectives(read_hlo(text, dict(mesh.shape)))
+    kinds, size = Counter(), 0
+    for record in sent:
+        kinds[record["kind"]] += record["in the program"]
+        size += record["bytes in a round"]
+    module = Module(text)
+    count, overlapped = counts.overlaps(module, _PERMUTE)
+    shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return [name, f"{counts.flops(module):.4g}", shown, f"{size / 1e6:.4g}",
             f"{overlapped} of {count}" if count else ""]  # fmt: skip
 
 
@@ -380,7 +385,7 @@ def main(sizes: Sizes) -> None:
     ]
     rows = []
     for name, layer in tqdm(LAYERS.items()):
-        rows.append(row(name, compiled(layer, sizes, mesh)))
+        rows.append(row(name, compiled(layer, sizes, mesh), mesh))
     text = report.table(titles, rows)
     sizes.out.mkdir(parents=True, exist_ok=True)
     (sizes.out / "collectives.md").write_text(text + "\n")

@@ -28,6 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import peer
+from experiments import counts
 from experiments.config import Config, changes, from_command_line, load, settings
 
 Record = dict[str, Any]
@@ -134,7 +135,9 @@ def measured(
         if process.returncode:
             raise RuntimeError(f"{variant} failed: {errors[-3000:]}")
     records = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    return records[0] | {"CPU s": sum(record["CPU s"] for record in records)}
+    return counts.counted(records[0]) | {
+        "CPU s": sum(record["CPU s"] for record in records)
+    }
 
 
 def _free_port() -> int:

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 import drjax
 from experiments import machine, model, text, variants
 from experiments.config import Config, Variant, read
-from experiments.hlo import Collective, Module
 
 Record = dict[str, Any]
 PACKAGES = ("drjax", "jax", "jaxlib", "libtpu", "flax")
@@ -59,38 +57,18 @@ def measure(config: Config, variant: Variant) -> Record:
                 raise
             return result | {"out of memory": _first_line(error)}
         result["compile CPU s"] = time.process_time() - begin
-        result |= _read(compiled, dict(mesh.shape))
+        memory: Any = compiled.memory_analysis()
+        result |= {
+            "argument bytes": memory.argument_size_in_bytes,
+            "temp bytes": memory.temp_size_in_bytes,
+            "peak bytes": memory.peak_memory_in_bytes,
+            "hlo": compiled.as_text(),  # read by `counts`, where drjax is our own
+        }
         if config.execute:
             result["losses"], result["round s"] = _execute(
                 compiled, config, laid, data_sharding
             )
     return result
-
-
-def _read(compiled: Any, mesh: dict[str, int]) -> Record:
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text(), mesh)
-    return {
-        "argument bytes": memory.argument_size_in_bytes,
-        "temp bytes": memory.temp_size_in_bytes,
-        "peak bytes": memory.peak_memory_in_bytes,
-        "flops": module.flops,
-        "collectives": count_collectives(module.collectives),
-    }
-
-
-def count_collectives(collectives: list[Collective]) -> list[Record]:
-    """By kind and axes: how many in the program, how many in a run, bytes."""
-    static, dynamic, size = Counter(), Counter(), Counter()
-    for x in collectives:
-        key = x.kind, x.axes
-        static[key] += 1
-        dynamic[key] += x.times
-        size[key] += x.times * x.bytes
-    return [
-        {"kind": kind, "axes": list(axes), "in the program": static[kind, axes],
-         "in a round": dynamic[kind, axes], "bytes in a round": size[kind, axes]}
-        for kind, axes in sorted(static)
-    ]  # fmt: skip
 
 
 def _execute(

@@ -26,6 +26,7 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
+    Tree,
     bind_global,
     bind_partitioned,
     group_axis_size,
@@ -182,13 +183,13 @@ def broadcast(
 
 @over_levels("arg", outer=_map_inwards)
 def map_fn(
-    fn: Callable,
+    fn: Callable[..., Tree],
     arg: PyTree,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Apply a function to each group's values. No communication.
 
     Args:
@@ -239,13 +240,13 @@ def map_fn(
 
 @over_levels("x", outer=_gather_outwards)
 def gather(
-    x: PyTree,
+    x: Tree,
     *,
     result: str | None = None,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """All groups' slices as a global value. One all-gather on a mesh.
 
     Args:
@@ -279,12 +280,12 @@ def gather(
 
 @over_levels("x", outer=_scatter_inwards)
 def scatter(
-    x: PyTree,
+    x: Tree,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Give slice i of a global value to group i. No communication.
 
     Args:

@@ -22,6 +22,7 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
+    Tree,
     group_axis_size,
     map_leaves,
     resolve,
@@ -42,8 +43,8 @@ from drjax._sharding.layout import Layout, make_layout
 
 @over_levels("x", "where")
 def reduce(
-    combine: Callable[[PyTree, PyTree], PyTree],
-    x: PyTree,
+    combine: Callable[[Tree, Tree], Tree],
+    x: Tree,
     init: PyTree,
     *,
     where: Mask = None,
@@ -51,7 +52,7 @@ def reduce(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Fold the groups' states by an associative function, in the order of the groups.
 
     The result is that of `functools.reduce(combine, states, init)`: a logsumexp, a

@@ -26,6 +26,7 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
+    Tree,
     bind_partitioned,
     map_leaves,
     resolve,
@@ -67,7 +68,7 @@ def _extremum_outwards(block: str) -> Callable:
 
 @over_levels("x", "where", "by", outer=_extremum_outwards("reduce_max"))
 def reduce_max(
-    x: PyTree,
+    x: Tree,
     *,
     where: Mask = None,
     by: Segments = None,
@@ -76,7 +77,7 @@ def reduce_max(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Maximum over the groups, elementwise. One all-reduce on a mesh.
 
     Args:
@@ -113,7 +114,7 @@ def reduce_max(
 
 @over_levels("x", "where", "by", outer=_extremum_outwards("reduce_min"))
 def reduce_min(
-    x: PyTree,
+    x: Tree,
     *,
     where: Mask = None,
     by: Segments = None,
@@ -122,7 +123,7 @@ def reduce_min(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Minimum over the groups, elementwise. One all-reduce on a mesh.
 
     Args:
@@ -159,13 +160,13 @@ def reduce_min(
 
 @over_levels("x", "where")
 def reduce_argmax(
-    x: PyTree,
+    x: Tree,
     *,
     where: Mask = None,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """The index of the group with the maximum, elementwise.
 
     Two all-reduces on a mesh, two rounds of a plan: of the maximum, and of the indices
@@ -196,13 +197,13 @@ def reduce_argmax(
 
 @over_levels("x", "where")
 def reduce_argmin(
-    x: PyTree,
+    x: Tree,
     *,
     where: Mask = None,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """The index of the group with the minimum, elementwise.
 
     Two all-reduces on a mesh, two rounds of a plan: of the minimum, and of the indices

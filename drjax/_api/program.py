@@ -8,7 +8,7 @@ decorator is made. Sharp edge: the scope ends when the function returns.
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -16,6 +16,45 @@ from drjax._api.validate import check_plain_function
 from drjax._context import program_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError, MeshError
 from drjax._partition import Partition
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
+
+
+class Decorated(Protocol[P, R_co]):
+    """For type checkers: a decorated function, which has its own signature.
+
+    In a class it is a method, as the functions that it stands for. Only type checkers
+    see `__get__`, whose cases are: of the class, a method, a class method, and a static
+    method.
+    """
+
+    __name__: str
+
+    @property
+    def __wrapped__(self) -> Callable[P, R_co]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any, /) -> Callable[P, R_co]: ...
+    @overload
+    def __get__(
+        self: "Decorated[Concatenate[S, Q], R_co]", instance: S, owner: Any = None, /
+    ) -> Callable[Q, R_co]: ...
+    @overload
+    def __get__(
+        self: "Decorated[Concatenate[type[S], Q], R_co]",
+        instance: S,
+        owner: Any = None,
+        /,
+    ) -> Callable[Q, R_co]: ...
+    @overload
+    def __get__(self, instance: Any, owner: Any = None, /) -> Callable[P, R_co]: ...
+
 
 _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_mesh")
 
@@ -26,7 +65,7 @@ def program(
     mesh_axes: str | tuple[str, ...] | Mapping[str, Any] | None = None,
     use_abstract_mesh: bool | None = None,
     **partition: Any,
-) -> Callable[[Callable], Callable]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare that a function is a MapReduce program over a partition of n groups.
 
     One keyword names the partition and gives its size: `partition_size=3`,
@@ -79,11 +118,11 @@ def program(
     _check_mesh(mesh)
     enter = program_scope(levels, mesh)
 
-    def decorate(fn: Callable) -> Callable:
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         _check_plain_function(fn)
 
         @functools.wraps(fn)
-        def call(*args, **kwargs):
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             with enter():
                 return fn(*args, **kwargs)
 

@@ -34,6 +34,7 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
+    Tree,
     group_axis_size,
     partitioned_leaves,
     resolve,
@@ -152,7 +153,7 @@ def _weighted_mean_outwards(arguments, inner, over):
 
 @over_levels("x", "where", "by", outer=_sum_outwards)
 def reduce_sum(
-    x: PyTree,
+    x: Tree,
     where: Mask = None,
     *,
     by: Segments = None,
@@ -164,7 +165,7 @@ def reduce_sum(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Sum a partitioned value over the groups. One all-reduce on a mesh.
 
     Args:
@@ -241,7 +242,7 @@ def reduce_sum(
 
 @over_levels("x", "where", "by", outer=_mean_outwards)
 def reduce_mean(
-    x: PyTree,
+    x: Tree,
     where: Mask = None,
     *,
     by: Segments = None,
@@ -252,7 +253,7 @@ def reduce_mean(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Average a partitioned value over the groups. One all-reduce on a mesh.
 
     Args:
@@ -312,7 +313,7 @@ def reduce_mean(
 
 @over_levels("x", "w", "where", "by", outer=_weighted_mean_outwards)
 def reduce_weighted_mean(
-    x: PyTree,
+    x: Tree,
     w: PyTree,
     *,
     where: Mask = None,
@@ -324,7 +325,7 @@ def reduce_weighted_mean(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Weighted average over the groups: sum_i w_i x_i / sum_i w_i.
 
     Args:

@@ -5,7 +5,7 @@ of its primitives, and leaves that have the types of operands on that mesh.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,6 +16,10 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import find_mesh, make_layout
 
 PyTree = Any
+# For type checkers, a block returns the type of its tree. Leaves of results are arrays
+# of JAX, and those of arguments too; but `broadcast` also takes numbers, and `shard`
+# NumPy arrays, so that their results are of any type.
+Tree = TypeVar("Tree")
 MeshLike = jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 PartitionLike = Any
 

@@ -25,6 +25,7 @@ from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
     PyTree,
+    Tree,
     bind_global,
     bind_partitioned,
     map_leaves,
@@ -48,13 +49,13 @@ from drjax._sharding.layout import make_layout
 
 @over_levels("x")
 def take(
-    x: PyTree,
+    x: Tree,
     index: ArrayLike | Sequence[int],
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Give group j the slice of group `index[j]`: `x[index]`, partitioned.
 
     With an index of n groups, x may be of a population, `[N, *s]`: the groups are a
@@ -105,7 +106,7 @@ def take(
 
 @over_levels("x", "into")
 def put(
-    x: PyTree,
+    x: Tree,
     index: ArrayLike | Sequence[int],
     into: PyTree = None,
     *,
@@ -113,7 +114,7 @@ def put(
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Write the slice of group j to group `index[j]`: `into.at[index].set(x)`.
 
     The groups may be a cohort of a population, `into` of `[N, *s]`; or x, of `[k, *s]`,
@@ -185,13 +186,13 @@ def put(
 
 @over_levels("x")
 def shift(
-    x: PyTree,
+    x: Tree,
     k: int,
     *,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """Move slices by k groups around a ring: `jnp.roll(x, k, axis=0)`.
 
     On a mesh, one `ppermute` or two; for `abs(k)` groups or fewer on a device, of k

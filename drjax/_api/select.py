@@ -18,7 +18,7 @@ from drjax._api.participation import Mask, check_where
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
-    PyTree,
+    Tree,
     bind_partitioned,
     map_leaves,
     resolve,
@@ -37,14 +37,14 @@ from drjax._sharding.layout import make_layout
 
 @over_levels("x", "where")
 def select(
-    x: PyTree,
+    x: Tree,
     i: ArrayLike,
     *,
     where: Mask = None,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
-) -> PyTree:
+) -> Tree:
     """One group's values as global values. One all-reduce on a mesh.
 
     Args:

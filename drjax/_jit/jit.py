@@ -10,12 +10,13 @@ them alive.
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from drjax import _compat
+from drjax._api.program import Decorated
 from drjax._errors import DrjaxValueError
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._jit.tune import Tuned
@@ -26,7 +27,39 @@ from drjax.backends import xla
 from drjax.backends.xla import step_size
 from drjax.backends.xla.step_size import GroupsPerStep
 
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
+
+class Jitted(Decorated[P, R_co], Protocol[P, R_co]):
+    """For type checkers: what `drjax.jit` returns, the result of a `jax.jit`.
+
+    Its methods also take `jax.ShapeDtypeStruct`s in place of arrays.
+    """
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced: ...
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any: ...
+    def clear_cache(self) -> None: ...
+
+
+@overload
+def jit(
+    fn: Callable[P, R],
+    groups_per_step: Literal["tune"],
+    residuals: str = "recompute",
+    memory_budget: int | None = None,
+    **jit_kwargs: Any,
+) -> Tuned[P, R]: ...
+@overload
+def jit(
+    fn: Callable[P, R],
+    groups_per_step: int | str | None = None,
+    residuals: str = "recompute",
+    memory_budget: int | None = None,
+    **jit_kwargs: Any,
+) -> Jitted[P, R]: ...
 def jit(
     fn: Callable,
     groups_per_step: int | str | None = None,

@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
@@ -28,7 +28,11 @@ from drjax.backends.xla import step_size
 _RUNS, _SECONDS = 10, 0.5  # the most runs to measure, and seconds after which to stop
 
 
-class Tuned:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Tuned(Generic[P, R]):
     """A function that `drjax.jit` compiles for the number of groups that is fastest.
 
     The number is measured at the first call with arguments of new types.
@@ -41,14 +45,19 @@ class Tuned:
         left.
     """
 
+    __name__: str
+
     def __init__(
-        self, fn: Callable, compiled: Callable[[int, bool], Any], budget: int | None
+        self,
+        fn: Callable[P, R],
+        compiled: Callable[[int, bool], Any],
+        budget: int | None,
     ):
         self._compiled, self._budget = compiled, budget
         self._runs: dict[Any, Any] = {}  # by the signature of the arguments
         functools.update_wrapper(self, fn, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._fastest_run(args, kwargs)(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

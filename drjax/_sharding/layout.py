@@ -45,6 +45,44 @@ _logger = logging.getLogger("drjax")
 # Finding the mesh
 
 
+def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
+    """The sizes of the axes of a compiled function's mesh by name, major first.
+
+    Args:
+      mesh: The mesh that the user passed, or None for the one in context, or else that
+        of one of the shardings.
+      shardings: A tree of the shardings of the function's arguments and results.
+
+    Returns:
+      The sizes; an empty dictionary if there is no mesh.
+
+    Raises:
+      MeshError: `mesh` is no mesh.
+    """
+    _check_is_mesh(mesh)
+    mesh = _mesh_in_context() if mesh is None else mesh
+    if mesh is None:
+        named = jax.tree.leaves(shardings)
+        meshes = [x.mesh for x in named if isinstance(x, NamedSharding)]
+        mesh = max(meshes, key=lambda m: m.size, default=None)
+    return {} if mesh is None else dict(mesh.shape)
+
+
+def _check_is_mesh(mesh: Any) -> None:
+    """Raise `MeshError` unless the argument `mesh=` is a mesh or None."""
+    if not (mesh is None or isinstance(mesh, Mesh | AbstractMesh)):
+        raise MeshError(
+            "mesh= needs a jax.sharding.Mesh or AbstractMesh, got "
+            f"{type(mesh).__name__}: {mesh!r}."
+        )
+
+
+def _mesh_in_context() -> Any:
+    """The mesh of `jax.set_mesh` or of a `with mesh:` block; None if there is none."""
+    context = jax.sharding.get_abstract_mesh()
+    return _compat.legacy_mesh() if context.empty else context
+
+
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
     """The mesh to shard a partition over, or None: the program then runs locally.
 
@@ -69,15 +107,11 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
     mapped = current_scope().mapped
     if planned.value and not mapped:
         return None
+    _check_is_mesh(mesh)
     if mesh is None:
-        mesh = context if not context.empty else _compat.legacy_mesh()
+        mesh = _mesh_in_context()
         if mesh is None:
             return None
-    elif not isinstance(mesh, Mesh | AbstractMesh):
-        raise MeshError(
-            "mesh= needs a jax.sharding.Mesh or AbstractMesh, got "
-            f"{type(mesh).__name__}: {mesh!r}."
-        )
     elif not context.empty:
         if mesh.shape_tuple != context.shape_tuple:
             raise MeshError(

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import drjax
-from benchmarks import hlo
 from drjax._partition import as_partition
 from tests.helpers.cases import checkerboard, some
-from tests.helpers.compiled import compiled, count, hlo_text
+from tests.helpers.compiled import compiled
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 from tests.helpers.raising import raises
 
@@ -315,21 +314,21 @@ MODEL = jnp.asarray(RNG.randn(3, 16), jnp.float32)
 def test_a_reduction_over_both_is_one_collective(block, kind):
     with in_mesh(make_mesh(BOTH, kind)):
         x = drjax.shard(X, partition=PROGRAM)
-        text = hlo_text(two(TABLE[block][0]), x)
+        report = drjax.collectives(two(TABLE[block][0]))(x)
     if kind == EXPLICIT and jax.__version_info__ < (0, 12):
         # There, JAX gathers what is sharded over the inner axis, in and out of a map.
-        assert count(text)["all-reduce"] == 2
+        assert report.counts["all-reduce"] == 2
         return
-    assert count(text) == {"all-reduce": 1}
-    (collective,) = hlo.collectives(text)
+    assert report.counts == {"all-reduce": 1}
+    (collective,) = report.collectives
     assert collective.bytes == 12
 
 
 def test_the_gradient_of_a_loss_is_one_collective_for_each_result():
     with in_mesh(make_mesh(BOTH)):
         data = drjax.shard(X, partition=PROGRAM)
-        text = hlo_text(jax.grad(loss), MODEL, data)
-        assert count(text) == {"all-reduce": 1}
+        report = drjax.collectives(jax.grad(loss))(MODEL, data)
+        assert report.counts == {"all-reduce": 1}
         result = jax.jit(jax.value_and_grad(loss))(MODEL, data)
     assert_close(result[0], jnp.mean(jnp.sum(jnp.tanh(X @ MODEL) ** 2, -1)))
     plain = lambda m: jnp.mean(jnp.sum(jnp.tanh(X @ m) ** 2, -1))
@@ -340,8 +339,8 @@ def test_the_gradient_of_a_loss_is_one_collective_for_each_result():
 def test_a_reduction_over_one_level_is_a_collective_over_its_axis(over, bytes_):
     with in_mesh(make_mesh(BOTH)):
         x = drjax.shard(X, partition=PROGRAM)
-        text = hlo_text(two(lambda x: drjax.reduce_sum(x, over=over)), x)
-    (collective,) = hlo.collectives(text)
+        report = drjax.collectives(two(lambda x: drjax.reduce_sum(x, over=over)))(x)
+    (collective,) = report.collectives
     assert (collective.kind, collective.bytes) == ("all-reduce", bytes_)
 
 
@@ -352,7 +351,7 @@ def test_a_sum_that_is_used_at_both_levels_is_two_collectives():
 
     with in_mesh(make_mesh(BOTH)):
         x = drjax.shard(X, partition=PROGRAM)
-        assert count(hlo_text(two(fn), x)) == {"all-reduce": 2}
+        assert drjax.collectives(two(fn))(x).counts == {"all-reduce": 2}
         sums, total = jax.jit(two(fn))(x)
     assert_close(sums, X.sum(1))
     assert_close(total, X.sum((0, 1)))

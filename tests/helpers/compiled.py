@@ -1,13 +1,12 @@
 """What the compiler made of a function, in the mesh in context."""
 
-import collections
 import contextlib
 import logging
 from typing import Any
 
 import jax
 
-from benchmarks import hlo
+import drjax
 
 
 def compiled(f, *args) -> Any:
@@ -20,17 +19,12 @@ def hlo_text(f, *args) -> str:
 
 def temp_bytes(f, *args) -> int:
     """Memory of one device besides arguments and results."""
-    return compiled(f, *args).memory_analysis().temp_size_in_bytes
+    return drjax.collectives(f)(*args).temp_bytes
 
 
 def flops(f, *args) -> float:
     """Floating-point operations of one device."""
     return compiled(f, *args).cost_analysis()["flops"]
-
-
-def count(text: str) -> dict[str, int]:
-    """How often each kind of collective stands in an HLO text."""
-    return dict(collections.Counter(c.kind for c in hlo.collectives(text)))
 
 
 @contextlib.contextmanager

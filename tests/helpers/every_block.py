@@ -1,5 +1,7 @@
 """A program out of every building block, and its arguments."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ def make_program(n: int, block=None, **keywords):
     block = block or {}
 
     @drjax.program(clients=n, **keywords)
-    def everything(x, data):
+    def everything(x, data) -> Any:
         y = drjax.broadcast(x, **block)
         number = drjax.partition_index(**block)
         weight = drjax.map_fn(lambda i: 1.0 + i, number, **block)

@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from benchmarks import hlo
 from drjax.backends import in_process, reference
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import hlo_text, temp_bytes
+from tests.helpers.compiled import temp_bytes
 from tests.helpers.meshes import EXPLICIT, make_mesh
 
 N, COHORT, D = 40, 8, 6
@@ -100,7 +99,7 @@ def test_resident_data_stays_where_it_is():
         args = np.ones(d, np.float32), data, IDS
         for fn in (f, jax.value_and_grad(lambda *args: f(*args).sum(), 0)):
             run = drjax.jit(fn)
-            moved = sum(c.bytes for c in hlo.collectives(hlo_text(run, *args)))
+            moved = sum(c.bytes for c in drjax.collectives(run)(*args).collectives)
             assert moved <= 2 * COHORT * d * 4
             assert temp_bytes(run, *args) <= 4 * COHORT * d * 4
         near(drjax.jit(f)(*args), f(*args))

@@ -14,7 +14,7 @@ import pytest
 
 import drjax
 from tests.helpers.cases import some
-from tests.helpers.compiled import count, hlo_text, temp_bytes
+from tests.helpers.compiled import temp_bytes
 from tests.helpers.maml import make_parallel_maml_loss, maml_args, task_loss
 from tests.helpers.meshes import in_mesh, in_mesh_of, make_mesh
 
@@ -62,11 +62,9 @@ def test_the_ledger_counts_what_the_compiler_sends():
     ledger = drjax.make_plan(fn)(*args).communication(devices=8)
     assert ledger.down() == 2 * 8 * 8 * 4 + 4
     assert ledger.up() == ledger.reduced_per_device() == 2 * 8 * 8 * 4
-    from benchmarks.hlo import collectives
-
     with in_mesh(make_mesh({"clients": 8})):
-        result = collectives(hlo_text(drjax.jit(fn), *args))
-    assert sum(c.bytes for c in result) == ledger.reduced_per_device()
+        report = drjax.collectives(drjax.jit(fn))(*args)
+    assert report.total.bytes == ledger.reduced_per_device()
     assert "total: 516 bytes down and 512 up for each group" in str(ledger)
 
 
@@ -200,8 +198,8 @@ def test_one_all_reduce_for_each_round():
     with in_mesh_of({"clients": 8}):
         for name, rounds in (("maml", 1), ("crossing", 2), ("rounds", 2)):
             fn, args = PROGRAMS[name](N)
-            text = hlo_text(drjax.jit(fn, groups_per_step=1), *args)
-            assert count(text) == {"all-reduce": rounds}, name
+            report = drjax.collectives(drjax.jit(fn, groups_per_step=1))(*args)
+            assert report.counts == {"all-reduce": rounds}, name
 
 
 def test_jit_options():

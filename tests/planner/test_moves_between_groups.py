@@ -11,7 +11,6 @@ import pytest
 import drjax
 from drjax.backends import reference
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import make_mesh
 
 N = 4
@@ -148,7 +147,7 @@ def test_a_roll_is_a_shift(n):
         run = drjax.jit(program(ring), groups_per_step=1)
         result = run(x, 2 * x)
         sharded = [drjax.shard(y, partition={"clients": n}) for y in (x, 2 * x)]
-        kinds = count(hlo_text(run, *sharded))
+        kinds = drjax.collectives(run)(*sharded).counts
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, result, want)
     # Results for 7 groups on 4 devices are whole on each.
@@ -173,5 +172,6 @@ def test_nothing_is_gathered():
         return drjax.map_fn(jnp.sin, x)[index]
 
     with jax.set_mesh(make_mesh({"clients": N})):
-        text = hlo_text(drjax.jit(f), drjax.shard(X, partition={"clients": N}), INDEX)
-    assert {*count(text)} <= {"reduce-scatter", "all-reduce"}
+        x = drjax.shard(X, partition={"clients": N})
+        report = drjax.collectives(drjax.jit(f))(x, INDEX)
+    assert {*report.counts} <= {"reduce-scatter", "all-reduce"}

@@ -5,7 +5,6 @@ Counted in the HLO after compilation for eight devices.
 Covers: drjax._primitives.collectives, drjax._primitives.fused_lowering.
 """
 
-import re
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 import drjax
-from tests.helpers.compiled import count, flops, hlo_text
+from tests.helpers.compiled import flops, hlo_text
 from tests.helpers.meshes import EXPLICIT, in_mesh, make_mesh
 
 X = jnp.ones(4)
@@ -24,18 +23,7 @@ N = 16
 def collectives(f, *args, mesh=None, n=N):
     """How often each kind of collective stands in the compiled `f(*args)`."""
     with in_mesh(mesh or make_mesh({"clients": 8})):
-        return count(hlo_text(f, *args))
-
-
-def in_loops(text: str) -> list[dict[str, int]]:
-    """The collectives of each loop body that has any, in no order."""
-    bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-    result = []
-    for block in text.split("\n\n"):
-        name = re.match(r"\s*(?:ENTRY )?%([\w.\-]+)", block)
-        if name and name[1] in bodies and count(block):
-            result.append(count(block))
-    return result
+        return drjax.collectives(f)(*args).counts
 
 
 def make_loss(n=N):
@@ -221,12 +209,14 @@ def test_one_all_reduce_in_each_body_of_a_scan_over_rounds(n, checkpoint):
         return jnp.sum(jax.lax.scan(body, x, None, length=5)[0])
 
     with in_mesh(make_mesh({"clients": 8})):
-        value, grad = hlo_text(total, X), hlo_text(jax.grad(total), X)
-    assert count(value) == ONE and in_loops(value) == [ONE]
+        reports = [drjax.collectives(f)(X) for f in (total, jax.grad(total))]
     # With checkpoint, the rematerialized value shares one all-reduce with
     # the gradient.
-    assert count(grad) == {"all-reduce": 2}
-    assert in_loops(grad) == [ONE, ONE]
+    for report, loops in zip(reports, (1, 2), strict=True):
+        assert report.counts == {"all-reduce": loops}
+        assert [(c.times, c.loops[0].trip_count) for c in report.collectives] == (
+            [(5, 5)] * loops
+        )
 
 
 # ---------------------------------------------------------------------------------

@@ -13,11 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from benchmarks import hlo
 from drjax._primitives.device_sums import _decode, _encode
 from drjax.plan import Wire
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
 
@@ -124,7 +122,7 @@ def test_collectives(run):
     x = np.ones((n, d), np.float32)
 
     def of(fn):
-        return hlo.collectives(hlo_text(run(drjax.program(clients=n)(fn)), x))
+        return drjax.collectives(run(drjax.program(clients=n)(fn)))(x).collectives
 
     def sizes(fn):
         return {c.kind: c.bytes for c in of(fn)}
@@ -151,8 +149,8 @@ def test_leaves_share_one_message():
     program = drjax.program(clients=n)(lambda x: drjax.reduce_mean(x, wire="int8"))
     with jax.set_mesh(make_mesh({"clients": 8})):
         for run in (jax.jit, drjax.jit):
-            text = hlo_text(run(program), tree(n))
-            assert count(text) == {"all-to-all": 1, "all-gather": 1}
+            report = drjax.collectives(run(program))(tree(n))
+            assert report.counts == {"all-to-all": 1, "all-gather": 1}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float4_e2m1fn"])

@@ -14,9 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from benchmarks import hlo
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import hlo_text
 from tests.helpers.folds import (
     FOLDS,
     MESHES,
@@ -127,8 +125,8 @@ def test_communication():
     )
     with jax.set_mesh(make_mesh({"clients": m})):
         x = drjax.shard(np.ones((n, d), np.float32), partition={"clients": n})
-        forward = hlo.collectives(hlo_text(f, x))
-        gradient = hlo.collectives(hlo_text(jax.value_and_grad(loss_of(f)), x))
+        forward = drjax.collectives(f)(x).collectives
+        gradient = drjax.collectives(jax.value_and_grad(loss_of(f)))(x).collectives
     want = [("all-gather", m * (2 * d + 1) * 4)]
     assert [(c.kind, c.bytes) for c in forward] == want
     assert [(c.kind, c.bytes) for c in gradient] == want
@@ -146,11 +144,11 @@ def test_communication_of_derivatives():
         want = {"all-gather": m * d * 4, "all-reduce": d * 4}
         tangent = lambda x, c: jax.jvp(f, (x, c), (x, c))
         for derivative in (tangent, jax.value_and_grad(loss, (0, 1))):
-            result = hlo.collectives(hlo_text(derivative, x, c))
+            result = drjax.collectives(derivative)(x, c).collectives
             assert {c.kind: c.bytes for c in result} == want and len(result) == 2
         inner = jax.grad(loss)
         second = jax.grad(lambda x, c: jnp.sum(inner(x, c) ** 2))
-        sizes = [c.bytes for c in hlo.collectives(hlo_text(second, x, c))]
+        sizes = [c.bytes for c in drjax.collectives(second)(x, c).collectives]
         assert max(sizes) == n * d * 4 and len(sizes) < 8
 
 

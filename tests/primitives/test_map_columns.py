@@ -14,9 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from benchmarks import hlo
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import hlo_text
 from tests.helpers.groups import TREES, assert_trees_equal, four
 from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import KEYS3, X3, raises, three
@@ -139,9 +137,9 @@ def test_communication():
     f = drjax.program(clients=n)(lambda x: drjax.reduce_columns(jnp.median, x))
     with jax.set_mesh(make_mesh({"clients": 8})):
         x = drjax.shard(np.ones((n, d), np.float32), partition={"clients": n})
-        forward = hlo.collectives(hlo_text(f, x))
+        forward = drjax.collectives(f)(x).collectives
         both = jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2))
-        gradient = hlo.collectives(hlo_text(both, x))
+        gradient = drjax.collectives(both)(x).collectives
     sizes = {"all-to-all": n * d * 4 // 8, "all-gather": d * 4}
     assert {c.kind: c.bytes for c in forward} == sizes and len(forward) == 2
     # The backward pass sends the cotangents of all groups back, and nothing else.
@@ -184,7 +182,7 @@ def test_one_all_reduce_adds_the_coordinates():
     )
     with jax.set_mesh(make_mesh({"clients": 8})):
         x = drjax.shard(data(16, 100), partition={"clients": 16})
-        sizes = {c.kind: c.bytes for c in hlo.collectives(hlo_text(f, x))}
+        sizes = {c.kind: c.bytes for c in drjax.collectives(f)(x).collectives}
     assert sizes == {"all-to-all": 16 * 104 * 4 // 8, "all-reduce": 16 * 16 * 4}
 
 

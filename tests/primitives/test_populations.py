@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 import drjax
-from benchmarks import hlo
 from drjax.backends import in_process, reference
 from drjax.backends.xla import reuse_accumulators
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import hlo_text, temp_bytes
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
 
@@ -89,7 +87,7 @@ def derivatives(move, mapped):
 
 def program_of(name, n):
     of = derivatives(MOVES[name][0], drjax.map_fn)
-    return drjax.program(clients=n)(lambda *args: of(*args))
+    return drjax.program(clients=n)(of)
 
 
 def meaning_of(name):
@@ -174,15 +172,15 @@ def test_no_more_than_the_cohort_is_sent(jit):
     mesh, i = make_mesh({"clients": 8}), jnp.arange(n) * 3
     with jax.set_mesh(mesh):
         p = drjax.shard(np.ones((size, d), np.float32), partition={"clients": size})
-        text = hlo_text(jit(f), p, i)
-        assert hlo.summary(hlo.collectives(text)) == {
-            "all-gather": (1, n * slice_bytes),
-            "reduce-scatter": (1, n * slice_bytes // 8),
+        report = drjax.collectives(jit(f))(p, i)
+        assert {c.kind: c.bytes for c in report.collectives} == {
+            "all-gather": n * slice_bytes,
+            "reduce-scatter": n * slice_bytes // 8,
         }
-        assert temp_bytes(jit(f), p, i) < 2 * n * slice_bytes
+        assert report.total.count == 2 and report.temp_bytes < 2 * n * slice_bytes
         gradient = jit(jax.grad(lambda p, i: f(p, i).sum()))
-        sent = hlo.summary(hlo.collectives(hlo_text(gradient, p, i)))
-    assert sum(total for _, total in sent.values()) <= 3 * n * slice_bytes
+        report = drjax.collectives(gradient)(p, i)
+    assert report.total.bytes <= 3 * n * slice_bytes
 
 
 def test_the_ledger_has_the_moves():

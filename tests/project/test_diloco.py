@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import drjax
-from benchmarks import hlo
+from drjax.compiled import read_hlo
 from examples import diloco
 from tests.helpers import cases
 from tests.helpers.compiled import hlo_text
@@ -124,7 +124,7 @@ def test_a_synchronization_reduces_its_fragment_and_no_more(name):
     with in_mesh(make_mesh({"workers": K})), jax.numpy_rank_promotion("allow"):
         state = diloco.place(diloco.first_state(method, fragments(method)), K)
         args = state, jnp.asarray(DATA), jnp.asarray(0)
-        compiled = hlo.collectives(hlo_text(train_round, *args))
+        compiled = read_hlo(hlo_text(train_round, *args))
         ledger = drjax.make_plan(train_round)(*args).communication(devices=K)
     assert [(x.kind, x.bytes) for x in compiled] == [("all-reduce", x) for x in sizes]
     assert ledger.reduced_per_device() == sum(sizes)

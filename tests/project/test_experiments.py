@@ -6,6 +6,7 @@ Covers: experiments.
 import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import datasets
 import jax
@@ -15,7 +16,7 @@ import pytest
 
 from examples.common.text import load_articles
 from examples.common.transformer import TransformerConfig
-from experiments import config, run, text, worker
+from experiments import config, counts, run, text, worker
 from experiments.config import Config, Machine, Round
 from tests.helpers import cases
 
@@ -30,6 +31,11 @@ TINY = Config(
     round=Round(groups=8, steps=2, batch=2, length=8, lr=0.1),
     execute=2,
 )
+
+
+def measure(settings: Config, variant: Any) -> run.Record:
+    """A worker's record, in this process."""
+    return counts.counted(worker.measure(settings, variant))
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +101,7 @@ def test_two_axes_give_the_same_losses(variant, baseline):
         TINY, model=dataclasses.replace(TINY.model, batch_axis="fsdp"),
         machine=Machine(group=4, fsdp=2),
     )  # fmt: skip
-    result = worker.measure(two, variant)
+    result = measure(two, variant)
     assert result["mesh"] == {"groups": 2, "fsdp": 2, "model": 2}
     np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
 
@@ -140,7 +146,7 @@ def test_flags_override_files(tmp_path):
 @pytest.fixture(scope="module")
 def baseline():
     with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
-        return worker.measure(TINY, "shard_map")
+        return measure(TINY, "shard_map")
 
 
 @pytest.mark.slow
@@ -149,7 +155,7 @@ def baseline():
 )
 def test_every_way_gives_the_same_losses(variant, baseline):
     work = 4 if variant in ("python loop", "rolled loop") else 1  # of all groups
-    result = worker.measure(TINY, variant)
+    result = measure(TINY, variant)
     np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
     assert result["losses"][1] != result["losses"][0]
     assert result["flops"] == pytest.approx(work * baseline["flops"], rel=0.01)
@@ -159,7 +165,7 @@ def test_every_way_gives_the_same_losses(variant, baseline):
 @pytest.mark.parametrize("variant", cases.some(["drjax", "drjax jit"], "drjax jit"))
 def test_a_model_with_a_shard_map_of_its_own(variant, baseline):
     own = dataclasses.replace(TINY.model, attention_axis="model")
-    result = worker.measure(dataclasses.replace(TINY, model=own), variant)
+    result = measure(dataclasses.replace(TINY, model=own), variant)
     np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
     assert result["flops"] == pytest.approx(baseline["flops"], rel=0.01)
 
@@ -171,7 +177,7 @@ def test_models_averaged_by_a_sharded_server(variant, baseline):
         TINY, round=dataclasses.replace(TINY.round, average="models"),
         machine=Machine(server="sharded"), donate=True,
     )  # fmt: skip
-    result = worker.measure(less, variant)
+    result = measure(less, variant)
     np.testing.assert_allclose(result["losses"], baseline["losses"], rtol=1e-5)
     kinds = {c["kind"] for c in result["collectives"] if "groups" in c["axes"]}
     assert "all-gather" in kinds
@@ -255,16 +261,16 @@ def test_devices_that_cannot_be_divided():
     with pytest.raises(
         ValueError, match="8 devices cannot be divided into groups of 3"
     ):
-        worker.measure(Config(machine=machine), "drjax")
+        measure(Config(machine=machine), "drjax")
 
 
 def test_a_tpu_without_its_compiler_or_with_rounds_to_run(monkeypatch):
     on_tpus = dataclasses.replace(TINY, machine=Machine(platform="tpu"))
     with pytest.raises(ValueError, match="leave execute at 0"):
-        worker.measure(on_tpus, "drjax")
+        measure(on_tpus, "drjax")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install libtpu"):
-        worker.measure(dataclasses.replace(on_tpus, execute=0), "drjax")
+        measure(dataclasses.replace(on_tpus, execute=0), "drjax")
 
 
 @pytest.mark.slow
@@ -276,7 +282,7 @@ def test_a_tpu_program():
         model=TINY.model, round=Round(groups=4, steps=2, batch=2, length=8),
         machine=Machine(platform="tpu", topology="v2:2x2"),
     )  # fmt: skip
-    ours, baseline = (worker.measure(on_tpus, v) for v in ("drjax", "shard_map"))
+    ours, baseline = (measure(on_tpus, v) for v in ("drjax", "shard_map"))
     assert ours["flops"] == baseline["flops"] > 0
     assert ours["collectives"] == baseline["collectives"]
     assert ours["temp bytes"] <= 1.02 * baseline["temp bytes"]
@@ -297,7 +303,7 @@ def test_groups_of_a_tpu_need_no_more_memory_than_one(monkeypatch):
             round=Round(groups=groups, steps=2, batch=2, length=8),
             machine=Machine(platform="tpu", topology="v2:2x2"),
         )  # fmt: skip
-        return worker.measure(on_tpus, "drjax jit")["temp bytes"]
+        return measure(on_tpus, "drjax jit")["temp bytes"]
 
     devices = 8
     assert temp_bytes(64 * devices) <= 1.1 * temp_bytes(devices)

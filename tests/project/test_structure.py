@@ -33,7 +33,7 @@ LAYERS = (
     {"_planner"},
     {"_plan_file", "_drawing"},
     {"backends"},
-    {"_jit", "contrib", "__main__"},
+    {"_jit", "compiled", "contrib", "__main__"},
 )
 # A plan draws, prints and saves itself, when asked to.
 ASKED_FOR = {"_drawing.draw", "_drawing.print_plan", "_plan_file.save"}

@@ -15,7 +15,6 @@ from jax.experimental import io_callback
 
 import drjax
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import count, hlo_text
 from tests.helpers.meshes import make_mesh
 
 # n groups on so many devices: some devices with fewer, one without any, most without.
@@ -200,16 +199,16 @@ def test_keys(n, devices, effects):
 
 @pytest.mark.parametrize("n", [6, 10])
 def test_no_collective_more_than_for_even_sizes(n):
-    def text(n):
+    def report(n):
         loss = drjax.program(clients=n)(
             lambda w, x: drjax.reduce_mean(
                 drjax.map_fn(lambda w, x: jnp.sin(w * x), (drjax.broadcast(w), x))
             )
         )
-        return hlo_text(jax.value_and_grad(loss), 2.0, slices(n))
+        return drjax.collectives(jax.value_and_grad(loss))(2.0, slices(n))
 
     with jax.set_mesh(meshes(4)):
-        assert count(text(n)) == count(text(8)) == {"all-reduce": 1}
+        assert report(n).counts == report(8).counts == {"all-reduce": 1}
 
 
 @pytest.mark.sampled

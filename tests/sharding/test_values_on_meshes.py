@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def test_legacy_context(name):
     check(8, legacy(make_mesh(*MESHES[name])))
 
 
-def eager_results(**keywords):
+def eager_results(**keywords) -> Any:
     @drjax.program(clients=8, **keywords)
     def f(x, data):
         y = drjax.map_fn(jnp.multiply, (drjax.broadcast(x), data))

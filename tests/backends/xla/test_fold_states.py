@@ -13,9 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from benchmarks import hlo
 from tests.helpers.cases import checkerboard
-from tests.helpers.compiled import hlo_text, temp_bytes
+from tests.helpers.compiled import temp_bytes
 from tests.helpers.folds import (
     FOLDS,
     MESHES,
@@ -106,7 +105,7 @@ def test_memory_is_that_of_one_step():
             run = drjax.jit(drjax.program(clients=n)(f), groups_per_step=2)
             x = drjax.shard(np.ones((n,), np.float32), partition={"clients": n})
             used.append(temp_bytes(run, x))
-            sent = [(c.kind, c.bytes) for c in hlo.collectives(hlo_text(run, x))]
+            sent = [(c.kind, c.bytes) for c in drjax.collectives(run)(x).collectives]
             assert sent == [("all-gather", m * d * 4)]
     assert used[0] == used[1] < 16 * d * 4
 
@@ -131,7 +130,7 @@ def test_a_gradient_sends_one_state_of_each_device(mesh):
     gradient = jax.value_and_grad(f)
     want, plan = jax.jit(gradient)(x), drjax.make_plan(gradient)(x)
     sent = lambda run: {
-        (c.kind, c.bytes) for c in hlo.collectives(hlo_text(jax.jit(run), x))
+        (c.kind, c.bytes) for c in drjax.collectives(jax.jit(run))(x).collectives
     }
     with in_mesh(make_mesh({"clients": m}, EXPLICIT if mesh == "explicit" else AUTO)):
         expected = sent(gradient)

@@ -1,0 +1,403 @@
+"""`drjax.collectives`: what a compiled function communicates, and its memory.
+
+Input: a function and its arguments, or a compiled function. Output: a `Report`, which
+prints itself. Nothing runs.
+
+Sharp edges of HLO, from which the numbers are read:
+
+* A variadic collective is one, with the bytes of all its results.
+* An asynchronous pair is one, at its `-start`. The start of an all-gather, a
+  collective-permute or a reduce-scatter yields (operands, results, contexts...); that
+  of an all-reduce yields its results alone. `async-start` wraps a computation that
+  holds the collective itself.
+* TPUs write a reduce-scatter as a fusion `all-reduce-scatter` around an all-reduce,
+  and spread a collective over several fusions, the links of a chain.
+* Transfers between TPU slices, over the data center's network, are no collectives in
+  HLO, and are not counted.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from drjax._drawing.print_plan import bytes_as_text
+from drjax._errors import DrjaxTypeError
+from drjax._sharding.layout import axis_sizes
+from drjax.compiled.hlo import Instruction, Module, Running, shape_bytes, split
+from drjax.compiled.replica_groups import axes_of, devices_of
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+)
+Key = TypeVar("Key")
+_CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
+
+
+@dataclass(frozen=True)
+class WhileLoop:
+    """A loop of a compiled function.
+
+    Attributes:
+      name: Its name in the HLO text, such as `while.3`.
+      trip_count: How often its body runs each time that the loop runs; None: that is
+        not known, as of a `jax.lax.while_loop`.
+    """
+
+    name: str
+    trip_count: int | None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({_known(self.trip_count)} times)"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled function, as each device runs it.
+
+    Attributes:
+      kind: Its HLO opcode, one of `all-reduce`, `all-gather`, `all-to-all`,
+        `ragged-all-to-all`, `reduce-scatter`, `collective-permute`,
+        `collective-broadcast`.
+      bytes: The bytes of its results on one device, each time that it runs.
+      axes: The mesh axes along which it communicates, major first; None: it is along no
+        axes of the mesh, or the mesh is not known.
+      devices: How many devices communicate with each other; of a permute, 2.
+      loops: The loops around it, outermost first.
+      times: How often it runs in one call; None: the trip count of a loop is not known.
+      name: Its name in the HLO text.
+      op_name: The JAX operation that it is from, such as `jit(step)/while/body/psum`;
+        empty if the compiler does not say.
+    """
+
+    kind: str
+    bytes: int
+    axes: tuple[str, ...] | None
+    devices: int
+    loops: tuple[WhileLoop, ...]
+    times: int | None
+    name: str
+    op_name: str
+
+
+class Total(NamedTuple):
+    """Some collectives together.
+
+    Attributes:
+      count: How many of them the compiled function has.
+      bytes: The bytes of their results on one device, each counted once.
+      times: How often they run in one call; None: a trip count is not known.
+      bytes_per_call: The bytes of their results on one device in one call, in which
+        each counts as often as it runs; None: a trip count is not known.
+    """
+
+    count: int
+    bytes: int
+    times: int | None
+    bytes_per_call: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The collectives of a compiled function, and its memory on one device. Print it.
+
+    Attributes:
+      name: The function's name.
+      mesh: The sizes of the mesh axes by name, major first; empty if no mesh is known.
+      devices: The number of devices that run it together.
+      collectives: The collectives.
+      argument_bytes: Bytes of the arguments on one device.
+      output_bytes: Bytes of the results on one device.
+      alias_bytes: Those of the results' bytes that are in the memory of donated
+        arguments.
+      temp_bytes: Bytes of memory for intermediate results on one device.
+      peak_bytes: The most bytes of values that live at once on one device, arguments
+        and results included. Alignment, fragments and what the compiler does not reuse
+        are in `temp_bytes` only, which may be larger on CPUs.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    devices: int
+    collectives: tuple[Collective, ...]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled, mesh: Any = None) -> "Report":
+        """Read a compiled function: `jax.jit(fn).lower(*args).compile()`.
+
+        Args:
+          compiled: The compiled function, for any platform, also for one that is not
+            there (`jax.experimental.topologies`).
+          mesh: As for `drjax.collectives`.
+
+        Raises:
+          DrjaxTypeError: It is no compiled function, or the backend has no HLO text of
+            it.
+        """
+        text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
+        memory = compiled.memory_analysis() if text else None
+        if text is None or memory is None:
+            raise DrjaxTypeError(
+                "drjax.compiled.Report.of needs a compiled function whose backend has "
+                "its HLO text and memory, jax.jit(fn).lower(*args).compile(), got "
+                f"{type(compiled).__name__}."
+            )
+        module = Module(text)
+        shardings = (compiled.input_shardings, compiled.output_shardings)
+        sizes = axis_sizes(mesh, shardings)
+        return cls(
+            module.name.removeprefix("jit_"),
+            sizes,
+            module.devices,
+            tuple(_read(module, sizes)),
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.alias_size_in_bytes,
+            memory.temp_size_in_bytes,
+            memory.peak_memory_in_bytes,
+        )
+
+    @property
+    def total(self) -> Total:
+        """All collectives together."""
+        return _total(self.collectives)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind the compiled function has."""
+        return {kind: total.count for kind, total in self.by_kind.items()}
+
+    @property
+    def by_kind(self) -> dict[str, Total]:
+        """The collectives of each kind together."""
+        return totals(self.collectives, lambda c: c.kind)
+
+    @property
+    def by_axes(self) -> dict[tuple[str, ...] | None, Total]:
+        """The collectives along the same mesh axes together."""
+        return totals(self.collectives, lambda c: c.axes)
+
+    @property
+    def by_loop(self) -> dict[WhileLoop | None, Total]:
+        """The collectives of the same innermost loop together; None: of no loop."""
+        return totals(self.collectives, lambda c: c.loops[-1] if c.loops else None)
+
+    def __str__(self) -> str:
+        title = f"{self.name}: on one device"
+        if self.devices > 1:
+            title = f"{self.name}: on one of {self.devices} devices"
+        mesh = ", ".join(f"{name}:{size}" for name, size in self.mesh.items())
+        title += f", mesh {mesh}" if mesh else ""
+        memory = (
+            ("arguments", self.argument_bytes),
+            ("results", self.output_bytes),
+            ("donated", self.alias_bytes),
+            ("temporary", self.temp_bytes),
+            ("peak", self.peak_bytes),
+        )
+        shown = ", ".join(f"{name} {bytes_as_text(n)}" for name, n in memory)
+        return "\n".join([title, *_table(self.collectives), f"  memory: {shown}"])
+
+
+def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
+    """Compile a function and list its collectives, their bytes, and its memory.
+
+    Args:
+      fn: A function, which `jax.jit` compiles; or anything with the method `lower` of a
+        `jax.jit`, such as the result of `jax.jit` or `drjax.jit`.
+      mesh: The mesh whose axes are named in the report. Default: the mesh in context,
+        or else that of the function's arguments and results.
+
+    Returns:
+      A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with their
+      shapes and shardings), compiles `fn` for them and returns a
+      `drjax.compiled.Report`: print it. Nothing runs. Bytes are those of the results of
+      collectives on one device; what links transfer depends on the algorithm and the
+      topology. A collective in a loop counts once, and says how often it runs. Both
+      branches of a conditional count.
+
+    Raises:
+      DrjaxTypeError: `fn` is no function, or (when called) the backend has no HLO text
+        of compiled functions.
+      MeshError: (when called) `mesh` is no mesh.
+
+    Example:
+      >>> import drjax, jax, jax.numpy as jnp
+      >>> @drjax.program(clients=4)
+      ... def mean_square(x):
+      ...     return drjax.reduce_mean(drjax.map_fn(jnp.square, x))
+      >>> report = drjax.collectives(mean_square)(jnp.ones((4, 8)))
+      >>> print(report.counts, report.output_bytes)  # without a mesh, nothing is sent
+      {} 32
+
+    Source: the HLO text of the compiled function, and XLA's `CompiledMemoryStats`.
+    """
+    lower = getattr(fn, "lower", None)
+    if not callable(fn):
+        raise DrjaxTypeError(
+            "drjax.collectives needs a function, or what jax.jit returns, got "
+            f"{type(fn).__name__}. Of a compiled function: drjax.compiled.Report.of."
+        )
+
+    def reporter(*args: Any, **kwargs: Any) -> Report:
+        lowered = (lower or jax.jit(fn).lower)(*args, **kwargs)
+        return Report.of(lowered.compile(), mesh)
+
+    return reporter
+
+
+def read_hlo(
+    text: str, mesh: Mapping[str, int] | None = None
+) -> tuple[Collective, ...]:
+    """The collectives in HLO text, as of another process: `compiled.as_text()`.
+
+    Args:
+      text: The HLO text, after partitioning.
+      mesh: The sizes of the mesh axes by name, major first. Default: no axis is named.
+
+    Raises:
+      ValueError: The text has an element type, or a way to write the devices of a
+        collective, that is not known.
+    """
+    return tuple(_read(Module(text), mesh or {}))
+
+
+def totals(
+    collectives: Iterable[Collective], key: Callable[[Collective], Key]
+) -> dict[Key, Total]:
+    """The collectives with the same key together, in the order of their first one.
+
+    Args:
+      collectives: The collectives.
+      key: From a collective to the key, such as `lambda c: c.kind`.
+    """
+    groups: dict[Key, list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault(key(collective), []).append(collective)
+    return {key: _total(group) for key, group in groups.items()}
+
+
+# ---------------------------------------------------------------------------------
+# Reading
+
+
+def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
+    """Yield the collectives of a parsed program.
+
+    Args:
+      module: The program.
+      mesh: The sizes of the mesh axes by name, major first.
+    """
+    chains = set()
+    on_mesh = module.devices == math.prod(mesh.values())
+    for running in module.running():
+        x = running.instruction
+        if (kind := _kind(running)) is None:
+            continue
+        if link := _CHAIN.search(x.attributes):
+            # The links of a chain are one collective.
+            chain = (*link.groups(), *(y.name for y in running.loops))
+            if chain in chains:
+                continue
+            chains.add(chain)
+        groups = devices_of(x.attributes, module.devices)
+        size = _result_bytes(x)
+        if kind == "reduce-scatter" and not x.opcode.startswith(kind):
+            # A TPU's: an all-reduce, of whose result a device uses its share only.
+            size = -(-size // len(groups[0]))
+        pairs = kind == "collective-permute"
+        op_name = re.search(r'op_name="([^"]*)"', x.attributes)
+        yield Collective(
+            kind,
+            size,
+            axes_of(groups, pairs, mesh) if on_mesh else None,
+            len(groups[0]),
+            tuple(WhileLoop(y.name, module.trip_count(y)) for y in running.loops),
+            running.times,
+            x.name,
+            op_name[1] if op_name else "",
+        )
+
+
+def _kind(running: Running) -> str | None:
+    """The kind of a collective; None: it is none, or the end of one."""
+    kind = running.instruction.opcode.removesuffix("-start")
+    if kind == "all-reduce" and running.computation.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
+    return kind if kind in KINDS else None
+
+
+def _result_bytes(x: Instruction) -> int:
+    """The bytes of a collective's results on one device."""
+    shape = x.shape
+    if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
+        # (operands, results, contexts...)
+        parts = split(shape[1:])
+        shape = parts[1] if len(parts) > 1 else shape
+    return shape_bytes(shape)
+
+
+# ---------------------------------------------------------------------------------
+# Totals, and text
+
+
+def _total(group: Sequence[Collective]) -> Total:
+    known = [(c.times, c.bytes) for c in group if c.times is not None]
+    complete = len(known) == len(group)
+    return Total(
+        len(group),
+        sum(c.bytes for c in group),
+        sum(times for times, _ in known) if complete else None,
+        sum(times * size for times, size in known) if complete else None,
+    )
+
+
+def _table(collectives: Sequence[Collective]) -> list[str]:
+    """Lines of text: collectives of the same kind, axes and loops in one line."""
+    if not collectives:
+        return ["  no collectives"]
+    lines = [
+        (
+            "collective",
+            "mesh axes",
+            "loops",
+            "count",
+            "bytes",
+            "times",
+            "bytes in a call",
+        )
+    ]
+    together = totals(collectives, lambda c: (c.kind, c.axes, c.loops))
+    for (kind, axes, loops), total in together.items():
+        per_call = total.bytes_per_call
+        lines.append(
+            (
+                kind,
+                "?" if axes is None else ", ".join(axes) or "none",
+                " > ".join(map(str, loops)) or "none",
+                str(total.count),
+                bytes_as_text(total.bytes),
+                _known(total.times),
+                "?" if per_call is None else bytes_as_text(per_call),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, x, widths)).rstrip() for x in lines]
+
+
+def _known(number: int | None) -> str:
+    return "?" if number is None else str(number)
