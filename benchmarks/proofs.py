@@ -57,11 +57,12 @@ def number(cell: str) -> float:
 
 def memory() -> dict[str, list[float]]:
     """Temporary megabytes for n = 8, 64, 512 and 4096, by implementation."""
-    return {
-        line[2]: [number(cell) / 1e3 for cell in line[3:]]
-        for line in lines(MEMORY, 7, "## Temporary memory")
-        if line[:2] == [TASK, DEVICES]
-    }
+    # Wide tables are split: the last number of groups has a table of its own.
+    section, result = "## Temporary memory", {}
+    for line in lines(MEMORY, 6, section) + lines(MEMORY, 4, section):
+        if line[:2] == [TASK, DEVICES]:
+            result.setdefault(line[2], []).extend(number(x) / 1e3 for x in line[3:])
+    return result
 
 
 def collective_bytes() -> dict[str, dict[str, float]]:

@@ -91,7 +91,7 @@ html_theme_options = {
 sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
 sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
 
-GALLERY = "fedavg scaffold maml dp_fedavg robust compression gossip".split()
+GALLERY = "fedavg scaffold diloco maml dp_fedavg robust compression gossip".split()
 
 
 def write_gallery(app) -> None:

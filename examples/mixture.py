@@ -204,12 +204,13 @@ def main(config: Config) -> results.Results:
         numbers[f"{name}, weights"] = mixture.weights.tolist()
         sent = k * (1 + x.shape[1] + x.shape[1] ** 2) + 1
         shown = (f"{error:.0e}" for error in errors)
-        table.append([name, *x.shape, k, *shown, sent])
+        data = f"{name}: {len(x)} x {x.shape[1]}, {k} components"
+        table.append([data, *shown, sent])
         fits = {"clients": mixture, "scikit-learn": expected}
         figure = draw(x, fits, likelihoods)  # the last one has all likelihoods
     result = results.Results(
         title=f"{config.clients} clients and scikit-learn after {config.steps} steps",
-        columns=["", "points", "d", "K", *Mixture._fields, "numbers sent"],
+        columns=["", *Mixture._fields, "numbers sent"],
         table=table,
         measured="The largest difference of any weight, mean or covariance is "
         f"{worst:.0e}.",

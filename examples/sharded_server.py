@@ -243,25 +243,33 @@ def main(config: Config) -> results.Results:
         exact = 12 * count / (m if result else 1) + 4
         counted = totals(collectives, lambda c: c.kind)
         shown = [
-            "{1:,} ({0})".format(*counted[kind]) if kind in counted else ""
+            f"{counted[kind].count} {kind} of {counted[kind].bytes:,}"
             for kind in KINDS
+            if kind in counted
         ]
         sent = f"{ring_bytes(collectives, m):,.0f}"
-        cells = f"{size:,}", f"{exact:,.0f}", *shown, sent
+        cells = f"{size:,}", f"{exact:,.0f}", "; ".join(shown), sent
         table.append([name, *cells, f"{losses[-1]:.4f}"])
     curves["one device"] = train_alone(config, loss, params, batches, progress)
     progress.close()
     last = f"{curves['one device'][-1]:.4f}"
-    table.append(["one device, JAX alone", *[""] * 6, last])
+    table.append(["one device, JAX alone", *[""] * 4, last])
     far = max(
         np.abs(np.subtract(x, curves["one device"])).max() for x in curves.values()
     )
     result = results.Results(
         title=f"The server's state of {count:,} parameters on {m} devices",
-        columns=["", "bytes per device", "12 P / m + 4", *KINDS, "sent", "last loss"],
+        columns=[
+            "",
+            "bytes per device",
+            "12 P / m + 4",
+            "collectives, bytes",
+            "sent",
+            "last loss",
+        ],
         table=table,
         measured=f"Bytes of state on each of {m} devices: {table[0][1]} replicated, "
-        f"{table[1][1]} sharded; a device sends {table[0][6]} and {table[1][6]} bytes "
+        f"{table[1][1]} sharded; a device sends {table[0][4]} and {table[1][4]} bytes "
         f"in a step. The losses differ by {far:.0e} at most.",
         paper="12 P / m bytes for P parameters in 32 bits and Adam, and no more "
         "communication than data parallelism (Rajbhandari et al. 2020, sections 5 and "
