@@ -237,10 +237,9 @@ def temporary_bytes(config: Config, train_round, args) -> dict[str, list[int]]:
     }
     return {
         name: [
-            step.lower(hyper, params, examples, validation, keys[:rounds])
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
+            drjax.collectives(step)(
+                hyper, params, examples, validation, keys[:rounds]
+            ).temp_bytes
             for rounds in lengths(config)
         ]
         for name, step in ways.items()
