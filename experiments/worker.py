@@ -124,6 +124,9 @@ def main(variant: Any, number: str = "0", processes: str = "1", port: str = "") 
         jax.distributed.initialize(address, int(processes), int(number))
     record = {"versions": versions(), **measure(config, variant)}
     record["CPU s"] = time.process_time()
+    if number != "0":
+        # The same program, and more than a pipe holds: the driver reads one at a time.
+        record.pop("hlo", None)
     print("\n" + json.dumps(record), flush=True)
 
 

@@ -69,8 +69,8 @@ class Collective:
         `ragged-all-to-all`, `reduce-scatter`, `collective-permute`,
         `collective-broadcast`.
       bytes: The bytes of its results on one device, each time that it runs.
-      axes: The mesh axes along which it communicates, major first; None: it is along no
-        axes of the mesh, or the mesh is not known.
+      axes: The mesh axes along which it communicates, major first; (): each device is
+        alone. None: it is along no axes of the mesh, or the mesh is not known.
       devices: How many devices communicate with each other; of a permute, 2.
       loops: The loops around it, outermost first.
       times: How often it runs in one call; None: the trip count of a loop is not known.
@@ -303,7 +303,7 @@ def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
       mesh: The sizes of the mesh axes by name, major first.
     """
     chains = set()
-    on_mesh = module.devices == math.prod(mesh.values())
+    on_mesh = bool(mesh) and module.devices == math.prod(mesh.values())
     for running in module.running():
         x = running.instruction
         if (kind := _kind(running)) is None:

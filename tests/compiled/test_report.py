@@ -192,6 +192,14 @@ def test_other_instructions_are_not_collectives(line):
     assert read_hlo(in_entry(line)) == ()
 
 
+def test_a_collective_of_one_device():
+    """The compiler keeps some, which send nothing."""
+    text = in_entry("  %a = f32[4]{0} all-reduce(%p), to_apply=%add", devices=1)
+    for mesh, axes in (({}, None), ({"clients": 1}, ()), ({"clients": 2}, None)):
+        (collective,) = read_hlo(text, mesh)
+        assert (collective.axes, collective.devices) == (axes, 1)
+
+
 def test_an_asynchronous_collective_counts_once():
     text = (
         "%wrapped (p: f32[8]) -> f32[1] {\n"
