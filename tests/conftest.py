@@ -33,13 +33,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
-    """Of the parameters of a `sampled` test, two thirds are slow."""
+    """Of the parameters of a `sampled` test, a third is slow, and a third in the grids."""
     seen = collections.Counter()
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             name = item.nodeid.split("[")[0]
             if seen[name] % 3:
                 item.add_marker(pytest.mark.slow)
+            if seen[name] % 3 == 2:
+                item.add_marker(pytest.mark.grid)
             seen[name] += 1
 
 
