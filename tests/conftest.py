@@ -33,7 +33,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
-    """Of the parameters of a `sampled` test, a third is slow, and a third in the grids."""
+    """Of the parameters of a `sampled` test, a third is slow, a third in the grids."""
     seen = collections.Counter()
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
