@@ -45,6 +45,7 @@ from matplotlib.figure import Figure
 import drjax
 from examples.common import results
 from examples.common.devices import make_mesh
+from examples.common.network import apply, init
 from examples.common.rounds import Round
 
 
@@ -124,10 +125,6 @@ def estimate_quantiles(histogram, edges, shares, accuracy: float):
     return upper * (1 - accuracy)
 
 
-def apply(model, x):
-    return jax.nn.relu(x @ model["hidden"]) @ model["output"]
-
-
 LOW, HIGH = 1e-2, 1e4  # of values in the buckets between the first and the last
 ITEMS, FEATURES, LABELS = 2**16, 8, 10
 SHARES = (0.5, 0.9, 0.99, 0.999)
@@ -157,14 +154,10 @@ def train_ensemble(config: Config, width: int = 16, steps: int = 100):
     """Small networks, each trained on 300 records of its own."""
     data = draw_records(config, 300 * config.models, 1)
     x, y = (data[k].reshape(config.models, 300, *data[k].shape[1:]) for k in "xy")
-    normal, adam = jax.nn.initializers.he_normal(), optax.adam(1e-2)
+    adam = optax.adam(1e-2)
 
     def train(key, x, y):
-        one, other = jax.random.split(key)
-        model = {
-            "hidden": normal(one, (FEATURES, width)),
-            "output": normal(other, (width, LABELS)),
-        }
+        model = init(jax.random.split(key), FEATURES, width, LABELS)
 
         def loss(model):
             losses = optax.softmax_cross_entropy_with_integer_labels

@@ -72,10 +72,8 @@ class Config:
     """Seed of the initial policy, the noise and the episodes."""
 
 
-SOLVED = (
-    475.0  # the threshold of CartPole-v1 in Gymnasium 1.4.0, and its longest episode
-)
-LONGEST = 500
+# Of CartPole-v1 in Gymnasium 1.4.0: the threshold, and the longest episode.
+SOLVED, LONGEST = 475.0, 500
 
 
 class Policy(nnx.Module):

@@ -36,6 +36,7 @@ import drjax
 from drjax.plan import Ledger
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
+from examples.common.network import apply, init, loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +69,6 @@ class Config:
     """Pods, and groups of a pod, of a device that run at once; all by default."""
     seed: int = 0
     """Seed of the initial model, the partition and the batches."""
-
-
-def loss(params, batch):
-    logits = apply(params, batch.x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.y).mean()
-
-
-def apply(params, x):
-    return jax.nn.relu(x @ params["hidden"]) @ params["output"]
 
 
 # --8<-- [start:algorithm]
@@ -139,11 +131,7 @@ def train(config: Config, often: int, seldom: int, examples, held_out) -> Run:
 
     step = drjax.jit(step, groups_per_step=config.groups_per_step)
     keys = jax.random.split(jax.random.key(config.seed), 3)
-    normal = jax.nn.initializers.he_normal()
-    params = {
-        "hidden": normal(keys[0], (784, config.width)),
-        "output": normal(keys[1], (config.width, 10)),
-    }
+    params = init(keys, 784, config.width)
     ledger = drjax.make_plan(train_round)(params, examples, keys[2]).communication()
     scores = []
     points = config.steps // config.seldom

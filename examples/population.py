@@ -41,6 +41,7 @@ from tqdm import tqdm
 import drjax
 from examples.common import digits, results
 from examples.common.devices import make_mesh
+from examples.common.network import apply, init, loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,15 +129,6 @@ def explore_toy(h, key):
     return jnp.clip(h + jax.random.uniform(key, (2,), minval=-0.2, maxval=0.2), 0, 1)
 
 
-def apply(params, x):
-    return jax.nn.relu(x @ params["hidden"]) @ params["output"]
-
-
-def loss(params, batch):
-    logits = apply(params, batch.x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.y).mean()
-
-
 def make_train(config: Config):
     """SGD with momentum; the score is minus the loss on validation digits."""
 
@@ -173,21 +165,16 @@ def start_digits(config: Config):
     rng = np.random.default_rng(config.seed)
     h = {"rate": 10 ** rng.uniform(-4, 0, config.members)}
     h["decay"] = 10 ** rng.uniform(-6, -1, config.members)
-    normal = jax.nn.initializers.he_normal()
 
-    def init(key):
-        one, two = jax.random.split(key)
-        params = {
-            "hidden": normal(one, (784, config.width)),
-            "output": normal(two, (config.width, 10)),
-        }
+    def start(key):
+        params = init(jax.random.split(key), 784, config.width)
         state = optax.chain(
             optax.add_decayed_weights(0.0), optax.sgd(0.1, momentum=0.9)
         )
         return params, state.init(params)
 
     keys = jax.random.split(jax.random.key(config.seed), config.members)
-    return jax.vmap(init)(keys), jax.tree.map(jnp.float32, h)
+    return jax.vmap(start)(keys), jax.tree.map(jnp.float32, h)
 
 
 def iterate(config: Config, program, members, data, rounds: int):

@@ -44,6 +44,7 @@ from tqdm import tqdm
 import drjax
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
+from examples.common.network import apply, init, loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +108,6 @@ def unbounded(inner: float, outer: float, n: int) -> Hyper:
     """The hyperparameters for these rates and for n equal weights."""
     logit = lambda x: jnp.log(x / (1 - x))
     return Hyper(jnp.zeros(n), logit(jnp.float32(inner)), logit(jnp.float32(outer / 2)))
-
-
-def apply(params, x):
-    return jax.nn.relu(x @ params["hidden"]) @ params["output"]
-
-
-def loss(params, examples):
-    logits = apply(params, examples.x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, examples.y).mean()
 
 
 # --8<-- [start:algorithm]
@@ -255,11 +247,7 @@ def main(config: Config) -> results.Results:
     mesh = make_mesh(config.devices, "clients")
     examples, noisy, validation, test = make_data(config)
     keys = jax.random.split(jax.random.key(config.seed))
-    normal = jax.nn.initializers.he_normal()
-    params = {
-        "hidden": normal(keys[0], (784, config.width)),
-        "output": normal(keys[1], (config.width, 10)),
-    }
+    params = init(keys, 784, config.width)
     train_round = make_round(config)
     new = round_keys(config, config.passes)  # the batches of no pass
     fit = lambda hyper: train(train_round, hyper, params, examples, validation, new)

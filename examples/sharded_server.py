@@ -25,7 +25,6 @@ collectives are those of the compiled program.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
-from drjax.compiled import Collective, Report, totals
+from drjax.compiled import Report
 from examples.common import results, text
 from examples.common.devices import make_mesh
 from examples.common.transformer import Transformer, TransformerConfig, mean_loss
@@ -125,15 +124,16 @@ def bytes_per_device(state) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
 
 
-def ring_bytes(collectives: Sequence[Collective], devices: int) -> float:
+def ring_bytes(report: Report) -> float:
     """What a device sends if the devices form a ring: with all parts, m - 1 of m."""
-    times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": devices}
-    sizes = [times[x.kind] * x.bytes for x in collectives]
-    return sum(sizes) * (devices - 1) / devices
+    m = report.devices
+    times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": m}
+    sizes = [times[kind] * total.bytes for kind, total in report.by_kind.items()]
+    return sum(sizes) * (m - 1) / m
 
 
 def train(config: Config, loss, params, batches, result, progress):
-    """Losses, bytes of the state on each device, and the collectives of a step."""
+    """Losses, bytes of the state on each device, and the report of a step."""
     optimizer = optax.adam(config.rate)
     state = init_server(config, params, optimizer, result)
     step = drjax.jit(
@@ -148,7 +148,7 @@ def train(config: Config, loss, params, batches, result, progress):
         losses.append(float(value))
         progress.update()
     size = bytes_per_device(state)
-    return losses, size, Report.of(compiled).collectives
+    return losses, size, Report.of(compiled)
 
 
 def train_alone(config: Config, loss, params, batches, progress) -> list[float]:
@@ -204,8 +204,8 @@ def draw(sizes, curves) -> Figure:
 RESULTS = {"replicated": None, "sharded": "sharded"}
 KINDS = "all-reduce", "reduce-scatter", "all-gather"
 REMARKS = (
-    "Collectives of a step: bytes of their results on one device, and in parentheses "
-    "how many there are, one for each array of the model. If the state is one vector "
+    "Collectives of a step: how many there are, one for each array of the model, and "
+    "the bytes of their results on one device. If the state is one vector "
     "(ravel_pytree), it is one of each kind. Four bytes are the loss.",
     "Sent in rings: (m - 1) / m of the bytes for a reduce-scatter or an all-gather, "
     "and twice that for an all-reduce.",
@@ -235,19 +235,19 @@ def main(config: Config) -> results.Results:
     table, curves, progress = [], {}, tqdm(total=4 * config.steps, unit="step")
     for name, (objective, start, result) in runs.items():
         with jax.set_mesh(mesh):
-            losses, size, collectives = train(
+            losses, size, report = train(
                 config, objective, start, batches, result, progress
             )
         curves[name] = losses
         # Three numbers of four bytes for each parameter, and Adam's count.
         exact = 12 * count / (m if result else 1) + 4
-        counted = totals(collectives, lambda c: c.kind)
+        counted = report.by_kind
         shown = [
             f"{counted[kind].count} {kind} of {counted[kind].bytes:,}"
             for kind in KINDS
             if kind in counted
         ]
-        sent = f"{ring_bytes(collectives, m):,.0f}"
+        sent = f"{ring_bytes(report):,.0f}"
         cells = f"{size:,}", f"{exact:,.0f}", "; ".join(shown), sent
         table.append([name, *cells, f"{losses[-1]:.4f}"])
     curves["one device"] = train_alone(config, loss, params, batches, progress)

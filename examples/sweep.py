@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 import drjax
 from examples.common import digits, results
 from examples.common.devices import make_mesh
+from examples.common.network import apply, init, loss
 from examples.common.rounds import Round
 
 
@@ -54,15 +55,6 @@ class Config:
     """Models of a device that train at once; all by default."""
     seed: int = 0
     """Seed of the initial model, the batches and the settings."""
-
-
-def loss(params, batch):
-    logits = apply(params, batch.x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.y).mean()
-
-
-def apply(params, x):
-    return jax.nn.relu(x @ params["hidden"]) @ params["output"]
 
 
 def train(config: Config, settings, start, data, key):
@@ -127,12 +119,8 @@ def engine_round() -> Round:
         return sweep(data, *shared)[0], own
 
     few = jax.tree.map(lambda x: x[:200], (train_set, validation))
-    normal = jax.nn.initializers.he_normal()
     key = jax.random.key(config.seed)
-    start = {
-        "hidden": normal(key, (784, config.width)),
-        "output": normal(key, (config.width, 10)),
-    }
+    start = init((key, key), 784, config.width)
     return Round(step, (start, few, key), (), draw(config))
 
 
@@ -144,11 +132,7 @@ def main(config: Config) -> results.Results:
     pick = lambda i: jax.tree.map(lambda x: jnp.asarray(x[i]), data)
     train_set, validation = pick(~held), pick(held)
     keys = jax.random.split(jax.random.key(config.seed), 3)
-    normal = jax.nn.initializers.he_normal()
-    start = {
-        "hidden": normal(keys[0], (784, config.width)),
-        "output": normal(keys[1], (config.width, 10)),
-    }
+    start = init(keys, 784, config.width)
     settings = draw(config)
     args = settings, start, (train_set, validation), keys[2]
     sweep = make_sweep(config)
