@@ -49,55 +49,25 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import host_sharding, make_layout
 
 
-def _inwards(arguments, inner, over, block: Callable) -> PyTree:
-    """Run `broadcast` or `scatter` over several levels: over the outermost one first.
+def _inwards(block: str) -> Callable:
+    """Make the function that runs a building block over several levels.
 
     Args:
-      arguments: The arguments of the building block, by name.
-      inner: `inner(**arguments)` runs the building block over all levels but the
-        outermost, in each group of that one.
-      over: The names of the levels, outermost first.
-      block: `broadcast` or `scatter`.
+      block: "broadcast" or "scatter".
 
     Returns:
-      The tree that the building block returns, with the leading axes of all levels.
+      The `outer` argument of `over_levels`: it runs the building block over the
+        outermost level, then in each group of that one over the inner levels. Its
+        result is the tree that the building block returns, with the leading axes of
+        all levels.
     """
-    x = block(arguments["x"], over=over[0], **mesh_argument(arguments))
-    return inner(**{**arguments, "x": x})
 
+    def outer(arguments, inner, over):
+        run = broadcast if block == "broadcast" else scatter
+        x = run(arguments["x"], over=over[0], **mesh_argument(arguments))
+        return inner(**{**arguments, "x": x})
 
-def _broadcast_inwards(arguments, inner, over):
-    """Broadcast over the outermost level, then in each of its groups over the others.
-
-    It is the `outer` of `over_levels`.
-
-    Args:
-      arguments: The arguments of `broadcast`, by name.
-      inner: `inner(**arguments)` runs `broadcast` over all levels but the outermost, in
-        each group of that one.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The tree that `broadcast` returns, with the leading axes of all levels.
-    """
-    return _inwards(arguments, inner, over, broadcast)
-
-
-def _scatter_inwards(arguments, inner, over):
-    """Scatter over the outermost level, then in each of its groups over the others.
-
-    It is the `outer` of `over_levels`.
-
-    Args:
-      arguments: The arguments of `scatter`, by name.
-      inner: `inner(**arguments)` runs `scatter` over all levels but the outermost, in
-        each group of that one.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The tree that `scatter` returns, with the leading axes of all levels.
-    """
-    return _inwards(arguments, inner, over, scatter)
+    return outer
 
 
 def _gather_outwards(arguments, inner, over):
@@ -123,7 +93,7 @@ def _map_inwards(arguments, inner, over):
     """Run `map_fn` over several levels: the `outer` of `over_levels`.
 
     A map over all levels but the outermost, in each group of that one, is a map over
-    all, so `inner` does everything. The arguments are those of `_inwards`.
+    all, so `inner` does everything. The arguments are those of `_gather_outwards`.
     """
     return inner(**arguments)
 
@@ -131,7 +101,7 @@ def _map_inwards(arguments, inner, over):
 def _index_outwards(arguments, inner, over):
     """Run `partition_index` over several levels: the `outer` of `over_levels`.
 
-    The arguments are those of `_inwards`.
+    The arguments are those of `_gather_outwards`.
 
     Returns:
       The index of each innermost group among all, int32 with the leading axes of all
@@ -143,7 +113,7 @@ def _index_outwards(arguments, inner, over):
     return first.reshape(-1, *[1] * (within.ndim - 1)) * size + within
 
 
-@over_levels("x", outer=_broadcast_inwards)
+@over_levels("x", outer=_inwards("broadcast"))
 def broadcast(
     x: PyTree,
     *,
@@ -278,7 +248,7 @@ def gather(
     return bind_partitioned("gather", x, mesh, partition, bind)
 
 
-@over_levels("x", outer=_scatter_inwards)
+@over_levels("x", outer=_inwards("scatter"))
 def scatter(
     x: Tree,
     *,

@@ -497,7 +497,10 @@ register_linear(
     ),
 )
 levels_lowering.register_merging(
-    reduce_sum_p, _local_sum, lambda y, axes: lax.psum(vary(y, axes), axes), is_sum=True
+    reduce_sum_p,
+    levels_lowering.Merging(
+        _local_sum, lambda y, axes: lax.psum(vary(y, axes), axes), is_sum=True
+    ),
 )
 register_linear(
     reduce_mean_p,

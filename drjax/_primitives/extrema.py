@@ -208,8 +208,9 @@ for _primitive, _reduce, _identity, _largest in (
     registration.register_execution(
         _primitive, _execute, fused_lowering.extremum_rule(_primitive, _execute)
     )
+    _across = functools.partial(across_devices, largest=_largest)
     levels_lowering.register_merging(
-        _primitive, _local, functools.partial(across_devices, largest=_largest)
+        _primitive, levels_lowering.Merging(_local, _across)
     )
     _primitive.def_abstract_eval(_abstract_eval)
     ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)

@@ -41,7 +41,7 @@ from drjax._sharding.layout import Layout, make_layout
 
 
 @dataclass(frozen=True)
-class _Reduction:
+class Merging:
     """How a reduction is split between a device and the collective.
 
     Attributes:
@@ -55,27 +55,20 @@ class _Reduction:
 
     local: Callable
     across: Callable
-    is_sum: bool
+    is_sum: bool = False
 
 
-_REDUCTIONS: dict[Primitive, _Reduction] = {}
+_REDUCTIONS: dict[Primitive, Merging] = {}
 
 
-def register_merging(
-    primitive: Primitive, local: Callable, across: Callable, is_sum: bool = False
-) -> None:
+def register_merging(primitive: Primitive, merging: Merging) -> None:
     """Register that a reduction may merge with the same one over an inner level.
 
     Args:
       primitive: The reduction, with the parameters `partition` and `mesh`.
-      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
-        `[*s]`; `indices` are the group indices of its slots, None without padding.
-      across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
-      is_sum: Whether it is the sum. Only of a sum can the lowering of the `map_fn` that
-        computes the slices return the device's partial sums itself, so that no
-        `[n, *s]` is stored (`fused_lowering.py`).
+      merging: How it is split between a device and the collective.
     """
-    _REDUCTIONS[primitive] = _Reduction(local, across, is_sum)
+    _REDUCTIONS[primitive] = merging
 
 
 def is_sum(primitive: Primitive) -> bool:
