@@ -34,14 +34,14 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
     """Of the parameters of a `sampled` test, a third is slow, a third in the grids."""
+    from tests.helpers.cases import marks_of  # uses JAX, which is configured by now
+
     seen = collections.Counter()
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             name = item.nodeid.split("[")[0]
-            if seen[name] % 3:
-                item.add_marker(pytest.mark.slow)
-            if seen[name] % 3 == 2:
-                item.add_marker(pytest.mark.grid)
+            for mark in marks_of(seen[name] % 3):
+                item.add_marker(mark)
             seen[name] += 1
 
 

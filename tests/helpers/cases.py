@@ -379,17 +379,23 @@ def some(names, *chosen, marks=GRID):
     return [x if x in chosen else pytest.param(x, marks=marks) for x in names]
 
 
+def marks_of(rest: int) -> tuple:
+    """Marks of one of several parameters: 0 is a default test, the others are slow.
+
+    Every second one of these is left to the grids.
+    """
+    return () if rest == 0 else GRID if rest % 2 == 0 else (pytest.mark.slow,)
+
+
 def checkerboard(every: int = 2, /, **axes):
     """Parametrize a test over all combinations; only each `every`-th is not slow.
 
-    By default each value of an axis meets each `every`-th value of the next one. Every
-    second one of the others is left to the grids.
+    By default each value of an axis meets each `every`-th value of the next one.
     """
     params = []
     for positions in itertools.product(*map(range, map(len, axes.values()))):
         values = [[*axis][i] for axis, i in zip(axes.values(), positions, strict=True)]
-        rest = sum(positions) % every
-        marks = (pytest.mark.slow if rest % 2 else GRID) if rest else ()
+        marks = marks_of(sum(positions) % every)
         # Two processes print a set in two orders, and must collect the same tests.
         assert not any(isinstance(x, set) for x in values)
         name = "-".join(getattr(x, "__name__", str(x)) for x in values)
