@@ -90,7 +90,7 @@ def make_analysis(config: Config):
         # Bucket i has the values in (edges[i - 1], edges[i]].
         bucket = jnp.searchsorted(edges, record["value"])
         counters = hash_item(record["item"], hashes, config.width_bits)
-        one_hot = lambda i, size: (jnp.arange(size) == i[..., None]).astype(jnp.int32)
+        one_hot = lambda i, size: jax.nn.one_hot(i, size, dtype=jnp.int32)
         return one_hot(bucket, len(edges) + 1), one_hot(counters, 2**config.width_bits)
 
     def evaluate(models, record):
