@@ -106,6 +106,49 @@ def _fold(combine, x, init):
     return init
 
 
+def _max(x, where=None, default=None):
+    if where is None:
+        return jnp.max(x, axis=0)
+    largest = jnp.max(jnp.where(_columns(where, x), x, -jnp.inf), axis=0)
+    return jnp.where(jnp.any(where), largest, default)
+
+
+def _weighted_mean(x, w):
+    return jnp.sum(x * _columns(w, x), axis=0) / jnp.sum(w)
+
+
+def _mean_by(x, by, num):
+    means = []
+    for k in range(num):
+        count = jnp.sum(by == k)
+        total = jnp.sum(jnp.where(_columns(by == k, x), x, 0), axis=0)
+        means.append(jnp.where(count > 0, total / jnp.maximum(count, 1), 0.5))
+    return jnp.stack(means)
+
+
+def _two_levels(x, g):
+    y = x + jnp.sin(x * g)
+    near = y.mean(1)
+    z = jnp.cos(y - near[:, None])
+    return z.sum((0, 1)), near.max(0), (near[0] * z[1, -1])
+
+
+def _drjax_levels(x, g):
+    pods, n = x.shape[:2]
+
+    @drjax.program(pods=pods, peers=n)
+    def program(x, g):
+        y = drjax.map_fn(lambda x, g: x + jnp.sin(x * g), (x, drjax.broadcast(g)))
+        near = drjax.reduce_mean(y, over="peers")
+        back = drjax.broadcast(near, over="peers")
+        z = drjax.map_fn(lambda y, m: jnp.cos(y - m), (y, back))
+        last = drjax.select(drjax.select(z, -1, over="peers"), 1, over="pods")
+        first = drjax.select(near, 0, over="pods")
+        return drjax.reduce_sum(z), drjax.reduce_max(near, over="pods"), first * last
+
+    return program(x, g)
+
+
 def _put(x, index, into=None, add=False):
     if into is None:
         into = jnp.zeros((partition_size(), *x.shape[1:]), x.dtype)
@@ -132,11 +175,15 @@ PLAIN = types.SimpleNamespace(
     sharded_gather=lambda x: x,
     reduce_sum=_each(_sum),
     reduce_mean=_each(_mean),
-    reduce_max=_each(lambda x: jnp.max(x, axis=0)),
+    reduce_max=_each(_max),
     reduce_min=_each(lambda x: jnp.min(x, axis=0)),
-    reduce_weighted_mean=_each(
-        lambda x, w: jnp.sum(x * _columns(w, x), axis=0) / jnp.sum(w)
-    ),
+    reduce_weighted_mean=_each(_weighted_mean),
+    encoded_sum=lambda x, **_: _sum(x),
+    encoded_mean=lambda x, **_: _mean(x),
+    encoded_weighted_mean=lambda x, w, **_: _weighted_mean(x, w),
+    secure_sum=_each(_sum),
+    mean_by=_mean_by,
+    two_levels=_two_levels,
     select=_each(lambda x, i: x[i]),
     jit=lambda fn, **options: jax.jit(fn),
 )
@@ -146,6 +193,12 @@ PLAIN = types.SimpleNamespace(
 OPTIONS = {
     "sum_by": lambda x, by, num: drjax.reduce_sum(x, by=by, num=num),
     "max_by": lambda x, by, num: drjax.reduce_max(x, by=by, num=num, default=-9.0),
+    "mean_by": lambda x, by, num: drjax.reduce_mean(x, by=by, num=num, default=0.5),
+    "secure_sum": lambda x: drjax.reduce_sum(x, secure=True),
+    "encoded_sum": drjax.reduce_sum,
+    "encoded_mean": drjax.reduce_mean,
+    "encoded_weighted_mean": drjax.reduce_weighted_mean,
+    "two_levels": _drjax_levels,
     "sharded_sum": lambda x: drjax.reduce_sum(x, result="sharded"),
     "sharded_gather": lambda x: drjax.gather(x, result="sharded"),
 }

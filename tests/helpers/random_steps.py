@@ -321,7 +321,7 @@ def changed(x, g, h, j):
     return works[j % len(works)]()
 
 
-@step("p1 g0 g1", "g1", variants=8)
+@step("p1 g0 g1", "g1", variants=11)
 def combined(x, g, h, j):
     """Other ways to combine groups than their plain sum."""
     x, n = blocks.map_fn(jnp.sin, x), len(x)
@@ -337,6 +337,9 @@ def combined(x, g, h, j):
         lambda: h * blocks.reduce_argmax(x)[0].astype(x.dtype),
         lambda: blocks.sharded_sum(x) * h,
         lambda: blocks.reduce_mean(blocks.scatter(h * blocks.sharded_gather(x))),
+        lambda: blocks.reduce_max(_apart(x), where=ids > 0, default=0.5) * g,
+        lambda: blocks.mean_by(x, ids, 2).sum(0) + h,
+        lambda: blocks.secure_sum(x) * g if n > 1 else h,
     )
     return bounded(works[j % len(works)]())
 
@@ -362,6 +365,32 @@ def folded(x, g, h, j):
         lambda: blocks.reduce(jnp.logaddexp, y, jnp.full_like(h, -50)) * g,
     )
     return bounded(works[j % len(works)]())
+
+
+@step("p1 g0 g1", "g1", variants=6)
+def encoded(x, g, h, j):
+    """Sums in few bits, of small integers: rounding the sums gives their values."""
+
+    def whole(x):
+        return x + lax.stop_gradient(jnp.round(x) - x)
+
+    x, n = whole(3 * bounded(x)), len(x)
+    ones = blocks.map_fn(lambda x: jnp.ones((), x.dtype), x)
+    works = (
+        lambda: blocks.encoded_sum(x, wire="bfloat16"),
+        lambda: blocks.encoded_sum(x, wire="int8"),
+        lambda: blocks.encoded_sum(x, wire=("int8", 2)),
+        lambda: blocks.encoded_sum(x, wire="int8", result="sharded"),
+        lambda: n * blocks.encoded_mean(x, wire="int8"),
+        lambda: n * blocks.encoded_weighted_mean(x, ones, wire="bfloat16"),
+    )
+    return bounded(whole(works[j % len(works)]()) * g + h)
+
+
+@step("gn g1", "g1", variants=3)
+def levels(x, g, j):
+    """A program of two levels, side by side with the random one."""
+    return bounded(blocks.two_levels(jnp.stack([x, 1 + jnp.sin(x)]), g)[j % 3])
 
 
 @step("p1 g0", "g1", variants=3)
