@@ -54,6 +54,7 @@ import drjax
 from examples.common import plots, results, text
 from examples.common.checkpoint import Checkpoints
 from examples.common.devices import make_mesh
+from examples.common.rounds import Round
 from examples.common.transformer import Transformer, TransformerConfig, mean_loss
 
 
@@ -370,6 +371,33 @@ def train(config: Config, task: Task, method: Method):
         checkpoints.close()
         modules = np.asarray(evaluate(state.params, windows)[1])
     return state, history, modules, ledger
+
+
+def engine_round() -> Round:
+    """A round of two inner steps of a tiny model: `examples.engines` runs it."""
+    config = Config(
+        model=TransformerConfig(d_model=8, layers=1, heads=2),
+        workers=4,
+        batch=2,
+        length=16,
+    )
+    # Backends are compared, and an outer gradient is a difference of parameters: in a
+    # small one their rounding shows. With Adam's usual epsilon a gradient that is
+    # nothing but rounding would move a parameter as far as any other.
+    inner = optax.adamw(0.05, eps=1e-2)
+    outer = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
+    method = Method("DiLoCo", inner, outer, config.workers, 2)
+    task = Task(config)
+    train_round, fragments, _ = task.make_round(method)
+    state = first_state(method, fragments)
+
+    def step(shared, own, data):
+        params, outer, number = shared
+        state, _ = train_round(State(params, outer, *own), data, number)
+        return state[:2], state[2:]
+
+    data = task.deal(config.workers)[:, :2000]
+    return Round(step, (state.params, state.outer, np.int32(0)), state[2:], data)
 
 
 # Douillard et al. 2023, Table 2: C4, 150M parameters, 8 workers, H = 500.

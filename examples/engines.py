@@ -38,6 +38,7 @@ ENGINES = "reference", "xla", "ray", "beam", "flower"
 EXAMPLES = {
     "fedavg": ENGINES,
     "scaffold": ENGINES,
+    "diloco": ENGINES,
     "robust": ENGINES[:-1],
     "sweep": ENGINES,
     "federated_sklearn": ENGINES,

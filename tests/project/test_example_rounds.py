@@ -6,16 +6,13 @@ Covers: examples.
 import pytest
 
 from examples import engines
+from tests.helpers.cases import some
 from tests.helpers.example_rounds import check_round, names
 
-# Others compile for seconds; of these, one has no state that stays, and one has.
-FAST = "analytics", "personalization"
+ENOUGH = "analytics"  # others compile for seconds
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in names("xla")],
-)
+@pytest.mark.parametrize("name", some(names("xla"), ENOUGH, marks=pytest.mark.slow))
 def test_a_saved_round_runs_on_xla(name, tmp_path):
     check_round("xla", name, tmp_path)
 

@@ -93,7 +93,7 @@ def the_same(one, other):
 
 
 @pytest.mark.sampled
-@checkerboard(4, name=EXAMPLES)
+@checkerboard(7, name=EXAMPLES)
 def test_a_short_run_writes_its_results(name, tmp_path, capsys):
     result = run(name, tmp_path, devices=8, groups_per_step=1)
     written = json.loads((tmp_path / "results.json").read_text())
