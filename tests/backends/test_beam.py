@@ -363,7 +363,7 @@ def test_the_example(tmp_path):
     check_example("beam", tmp_path)
 
 
-@pytest.mark.parametrize("name", example_rounds.names("beam"))
+@pytest.mark.parametrize("name", example_rounds.parameters("beam"))
 def test_a_round_of_each_example(name, tmp_path):
     example_rounds.check_round("beam", name, tmp_path)
 

@@ -269,7 +269,7 @@ def test_the_example_in_a_simulation(tmp_path):
     check_example("flower", tmp_path)
 
 
-@pytest.mark.parametrize("name", example_rounds.names("flower"))
+@pytest.mark.parametrize("name", example_rounds.parameters("flower"))
 def test_a_round_of_each_example(name, tmp_path, monkeypatch):
     """As in a simulation, but with clients in this process."""
     from examples.flower import simulation

@@ -276,6 +276,6 @@ def test_the_example(tmp_path):
     check_example("ray", tmp_path)
 
 
-@pytest.mark.parametrize("name", example_rounds.names("ray"))
+@pytest.mark.parametrize("name", example_rounds.parameters("ray"))
 def test_a_round_of_each_example(name, tmp_path, actors):
     example_rounds.check_round("ray", name, tmp_path, actors)

@@ -6,11 +6,25 @@ from typing import Any
 import jax
 
 from examples import engines
+from tests.helpers.cases import some
+
+# Each example runs on one engine in each gate, and on the others in `.ci/run --full`.
+CHOSEN = {
+    "xla": ("analytics",),  # others compile for seconds
+    "ray": ("diloco", "robust"),
+    "beam": ("federated_sklearn", "scaffold"),
+    "flower": ("fedavg", "personalization", "sweep"),
+}
 
 
 def names(engine: str) -> list[str]:
     """The examples whose round runs on the engine."""
-    return [name for name, some in engines.EXAMPLES.items() if engine in some]
+    return [name for name, known in engines.EXAMPLES.items() if engine in known]
+
+
+def parameters(engine: str, **options) -> list:
+    """Their names, as parameters of a test."""
+    return some(names(engine), *CHOSEN[engine], **options)
 
 
 def check_round(engine: str, name: str, folder: Path, workers: Any = 1) -> None:
