@@ -410,7 +410,7 @@ class Actors(Keeping):
 
     def forget(self, handle: Any) -> None:
         # Not by ray.cancel: an actor may then wait for the place of the canceled task
-        # in the order of its tasks for ever, and is taken for dead.
+        # in the order of its tasks forever, and is taken for dead.
         task = self._placement.abandon(handle)
         if task is not None:  # and Ray has not ended
             _ask(task.worker.skip, task.number)

@@ -124,7 +124,8 @@ def test_workflows_may_only_read_and_pin_actions(path):
 
 
 def test_hooks_are_documented_commands():
-    parts = [y for x in _commands("CONTRIBUTING.md") for y in x.split(" && ")]
+    lines = _commands("CONTRIBUTING.md")
+    parts = [part for line in lines for part in re.split(r" && | \| xargs ", line)]
     (repository,) = _yaml(".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"
     for hook in repository["hooks"]:

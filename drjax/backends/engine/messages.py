@@ -111,7 +111,7 @@ class Block:
         # Most blocks are full: no copy for them.
         if valid.all():
             return self
-        # A real group's slices, as zeros could make a group's work loop for ever or
+        # A real group's slices, as zeros could make a group's work loop forever or
         # raise.
         index[~valid] = np.flatnonzero(self.valid)[0]
         return Block(self.groups[index], valid, [x[index] for x in self.slices])

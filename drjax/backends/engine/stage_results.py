@@ -77,7 +77,7 @@ class StageResults:
           alive: Which groups take part, bool `[n]`, without those that failed in this
             block.
         """
-        # A group that failed in this very block is not alive any more.
+        # A group that failed in this block itself is not alive any more.
         good = block.valid & alive[block.groups]
         # A block whose groups have all failed has no slices.
         if good.any():

@@ -416,7 +416,7 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
         return loaded.run(task, shared)
     finally:
         _state.groups = None
-        # A `skip` may have come too late; its number would stay in the set for ever.
+        # A `skip` may have come too late; its number would stay in the set forever.
         _skipped.discard(task.number)
 
 

@@ -118,7 +118,7 @@ class RunningFold:
         """Combine the fold with that of the next chunk; this one is unchanged."""
         first = lambda total, new: list(new)
         both = lambda total, new: _reshard_like(self.work.combine(total, new), new)
-        # A branch, as a state of zeros may make the user's function loop for ever.
+        # A branch, as a state of zeros may make the user's function loop forever.
         value = lax.cond(self.empty, first, both, self.value, x.leaves)
         if x.real is not None:
             pairs = zip(value, self.value, strict=True)

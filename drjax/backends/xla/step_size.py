@@ -103,7 +103,7 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
     """Find the largest number of groups at once, up to `count`, that fits in memory.
 
     The search assumes that memory grows with the number of groups, guesses that it does
-    so linearly, and compiles at most eight times. So of very many groups it may miss
+    so linearly, and compiles at most eight times. So of a great many groups it may miss
     the largest number by a little, but the number that it returns was compiled and seen
     to fit.
 
