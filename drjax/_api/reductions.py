@@ -182,7 +182,8 @@ def reduce_sum(
         `("int8", 128)`. Devices add in float32; each block of consecutive numbers has a
         float32 scale, but for bfloat16. Both the devices' sums and their total are
         rounded. Derivatives are those of the plain sum. Nothing is encoded on one
-        device. Default: the dtype of the leaf.
+        device. On an engine, workers encode the sums of their blocks of groups.
+        Default: the dtype of the leaf.
       result: "sharded": on a mesh each device has a part of the result, by a
         reduce-scatter, along the first axis of each leaf whose size the devices divide.
         Leaves without such an axis, and results without a mesh, are returned whole, as

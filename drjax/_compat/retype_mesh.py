@@ -267,11 +267,11 @@ class _Retyped:
           context: A `JaxprEqnContext`.
         """
         if context not in self._contexts:
-            new = self._mesh(context.cur_abstract_mesh)
-            if new != context.cur_abstract_mesh:
-                with context.manager, jax.sharding.use_abstract_mesh(new):
-                    context = core.JaxprEqnContext()
-            self._contexts[context] = context
+            mesh, copy = self._mesh(context.cur_abstract_mesh), context
+            if mesh != context.cur_abstract_mesh:
+                with context.manager, jax.sharding.use_abstract_mesh(mesh):
+                    copy = core.JaxprEqnContext()
+            self._contexts[context] = copy
         return self._contexts[context]
 
     def _eqn(self, eqn):

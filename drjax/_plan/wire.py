@@ -11,7 +11,7 @@ from drjax._errors import DrjaxValueError
 from drjax._partition import integer_of
 
 # The dtypes of `Wire`: bits of a number, and how many numbers share a scale by default.
-# To add one: an entry here, one in `_LARGEST` and a case in `_encode` and `_decode` of
+# To add one: an entry here, one in `_LARGEST` and a case in `encode` and `decode` of
 # `_primitives/device_sums.py`, and a case in tests/primitives/test_device_sums.py.
 _WIRES = {
     "bfloat16": (16, 1),

@@ -155,9 +155,11 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
     """
     params, (x, indices, updates) = eqn.params, (v.aval for v in eqn.invars)
     dims, mode = params["dimension_numbers"], params["mode"]
-    group_axis, *others = dims.scatter_dims_to_operand_dims
     if axis is None or axis in dims.update_window_dims or dims.operand_batching_dims:
         return None
+    if not dims.scatter_dims_to_operand_dims:  # `x.at[:].add(y)`: nothing moves
+        return None
+    group_axis, *others = dims.scatter_dims_to_operand_dims
     n = updates.shape[axis]
     indexed = not others and (*dims.inserted_window_dims,) == (group_axis,)
     whole = drop(axis, updates.shape) == drop(group_axis, x.shape)

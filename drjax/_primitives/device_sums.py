@@ -199,17 +199,17 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
     m = layout.devices
     # Part j of each `[m, c]` has the numbers that device j adds up.
     parts = [_divide(x, axis, m, wire) for x, axis in zip(xs, axes, strict=True)]
-    sent = _encode(jnp.concatenate(parts, axis=1), wire)
+    sent = encode(jnp.concatenate(parts, axis=1), wire)
     received = lax.all_to_all(vary(sent, layout.axes), layout.axes, 0, 0, tiled=True)
-    total = jnp.sum(_decode(received, wire), axis=0)
+    total = jnp.sum(decode(received, wire), axis=0)
     sums = _split(total, [part.shape[1] for part in parts])
     # Those that each device needs whole are encoded again.
     whole = [i for i, axis in enumerate(axes) if axis is None]
     if whole:
-        own = _encode(jnp.concatenate([sums[i] for i in whole]), wire)
+        own = encode(jnp.concatenate([sums[i] for i in whole]), wire)
         # With VMA checking, the type says that all devices have the same result.
         to = "invarying" if _compat.check_vma() else "varying"
-        every = _decode(lax.all_gather(own, layout.axes, to=to), wire)
+        every = decode(lax.all_gather(own, layout.axes, to=to), wire)
         gathered = _split(every, [parts[i].shape[1] for i in whole])
         for i, x in zip(whole, gathered, strict=True):
             sums[i] = x
@@ -274,7 +274,7 @@ def _undivide(sums, x, axis: int | None, m: int):
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
 
 
-def _encode(x, wire: Wire):
+def encode(x, wire: Wire):
     """Encode float32 numbers as bytes.
 
     A block with an infinity or NaN decodes to NaNs.
@@ -307,11 +307,11 @@ def _encode(x, wire: Wire):
     return jnp.concatenate([codes, _bytes(scale)], axis=-1)
 
 
-def _decode(x, wire: Wire):
-    """Decode bytes to float32 numbers: the inverse of `_encode`, but for rounding.
+def decode(x, wire: Wire):
+    """Decode bytes to float32 numbers: the inverse of `encode`, but for rounding.
 
     Args:
-      x: uint8 `[..., k]`, as `_encode` returns it.
+      x: uint8 `[..., k]`, as `encode` returns it.
       wire: How the numbers are encoded.
 
     Returns:

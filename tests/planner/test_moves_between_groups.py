@@ -87,6 +87,29 @@ def test_gradients(name, mesh):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("runner", [jax.jit, drjax.jit])
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda y: y.at[...].add(1.0),
+        lambda y: y.at[:].set(jnp.cos(y)),
+        lambda y: y.at[:, :].add(jnp.cos(y)),
+        lambda y: y.at[:, 1:].multiply(2.0),
+    ],
+)
+def test_updates_of_all_groups_move_nothing(update, runner):
+    @drjax.program(clients=N)
+    def f(x):
+        y = update(drjax.map_fn(jnp.sin, x))
+        return drjax.reduce_sum(drjax.map_fn(jnp.square, y)).sum()
+
+    plain = lambda x: (update(jnp.sin(x)) ** 2).sum()
+    for derivative in (lambda f: f, jax.grad):
+        want = derivative(plain)(X)
+        np.testing.assert_allclose(runner(derivative(f))(X), want, rtol=1e-5)
+    assert not [m for r in drjax.make_plan(f)(X).rounds for m in r.moves]
+
+
 def test_parts_that_are_put_together():
     """Any order of all parts is one move; of some parts, or some twice, it is none."""
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax._primitives.device_sums import _decode, _encode
+from drjax._primitives.device_sums import decode, encode
 from drjax.plan import Wire
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
@@ -159,7 +159,7 @@ def test_blocks_are_rounded_each_by_its_largest_number(dtype):
     scale = np.float32(10.0) ** np.arange(-30, 30, 3)
     x = (random.randn(20, 8) * scale[:, None]).astype(np.float32)
     x[3] = 0
-    y = np.asarray(jax.jit(lambda x: _decode(_encode(x, wire), wire))(x.ravel()))
+    y = np.asarray(jax.jit(lambda x: decode(encode(x, wire), wire))(x.ravel()))
     largest = np.abs(x).max(1, keepdims=True)
     bound = {"int8": 1 / 254, "float8_e4m3fn": 1 / 28, "float4_e2m1fn": 1 / 6}[dtype]
     assert np.all(np.abs(y.reshape(x.shape) - x) <= 1.001 * bound * largest)
@@ -167,14 +167,14 @@ def test_blocks_are_rounded_each_by_its_largest_number(dtype):
     np.testing.assert_allclose(
         np.abs(y.reshape(x.shape)).max(1), largest[:, 0], rtol=1e-6
     )
-    assert _encode(jnp.asarray(x.ravel()), wire).nbytes == wire.nbytes(x.size)
+    assert encode(jnp.asarray(x.ravel()), wire).nbytes == wire.nbytes(x.size)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float4_e2m1fn"])
 def test_what_is_not_finite_spreads_in_its_block_alone(dtype):
     wire = Wire(dtype, 4)
     x = jnp.array([1.0, np.nan, 2, 3, 1, 1, 1, 1, np.inf, 0, 0, 1])
-    y = _decode(_encode(x, wire), wire)
+    y = decode(encode(x, wire), wire)
     np.testing.assert_array_equal(np.isnan(y), [True] * 4 + [False] * 4 + [True] * 4)
 
 
@@ -183,8 +183,8 @@ def test_four_bits_are_those_of_the_dtype():
 
     every = np.linspace(-6, 6, 385, dtype=np.float32)  # halves of steps among them
     x = np.stack([every, np.full_like(every, 6)], -1).ravel()  # each scale is 1
-    y = _decode(
-        _encode(jnp.asarray(x), Wire("float4_e2m1fn", 2)), Wire("float4_e2m1fn", 2)
+    y = decode(
+        encode(jnp.asarray(x), Wire("float4_e2m1fn", 2)), Wire("float4_e2m1fn", 2)
     )
     want = every.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(y)[::2], want)

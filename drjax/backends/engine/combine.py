@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax.backends.engine.encoded_partials import decoded
 from drjax.plan import Fold, Reduce, Round
 
 # None: no group took part. Of a fold a list of stacks, `[blocks, *s]`.
@@ -72,8 +73,8 @@ def _add(op: str, total: Any, partial: Any) -> Any:
       op: The operation: sum, mean, max or min.
       total: The partial reduction over all earlier blocks, which is overwritten; None
         if no group took part.
-      partial: The partial reduction over the new block, an array; None if no group took
-        part.
+      partial: The partial reduction over the new block, an array or an
+        `EncodedPartial`; None if no group took part.
 
     Returns:
       The partial reduction over both; None if no group took part. It shares no memory
@@ -84,7 +85,7 @@ def _add(op: str, total: Any, partial: Any) -> Any:
         return total
     if op == FOLD:
         return [*(total or []), *(partial if isinstance(partial, list) else [partial])]
-    reduce_op, partial = REDUCE_OPS[op], np.asarray(partial)
+    reduce_op, partial = REDUCE_OPS[op], decoded(partial)
     # Before it is added: in float32 the error of a running sum grows with the number
     # of blocks.
     partial = partial.astype(reduce_op.wide(partial.dtype), copy=False)

@@ -153,7 +153,8 @@ class BlockResult:
 
     Attributes:
       partials: The partial reduction over the block for each of the round's reductions
-        but gathers, a list of arrays; None in place of each if no group takes part. If
+        but gathers, a list of arrays, or an `EncodedPartial` of one with `wire=`; None
+        in place of each if no group takes part. If
         the round has folds, then the block's first group, `[1]`, and the leaves of the
         block's state, `[1, *s]`.
         Empty if the block has no results.
@@ -168,7 +169,7 @@ class BlockResult:
         arrays `[c, ...]` there; None if there are none.
     """
 
-    partials: Sequence[np.ndarray | None]
+    partials: Sequence[Any]
     slices: list[np.ndarray]
     failed: dict[int, str]
     pid: int

@@ -26,7 +26,9 @@ from drjax._plan_file.exported_stage import batched_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends.engine.combine import FOLD
+from drjax.backends.engine.encoded_partials import EncodedPartial, decoded, is_encoded
 from drjax.backends.engine.messages import BlockResult, File, rounds_of
+from drjax.plan import Reduce, Wire
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
 
@@ -47,6 +49,8 @@ class Partial:
       shape: The planned shape, a tuple of ints.
       dtype: The planned dtype.
       secure: The `Reduce.secure` of the reduction.
+      encoded: What the reply's array decodes to, `(wire, shape)`, if it is the codes of
+        an encoded partial reduction; else None.
     """
 
     op: str
@@ -54,6 +58,7 @@ class Partial:
     shape: tuple[int, ...]
     dtype: np.dtype
     secure: int = 0
+    encoded: tuple[Wire, tuple[int, ...]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,23 +93,40 @@ def partials_of(file: File) -> list[list[Partial]]:
             if named:
                 # From the code, not the values: 16-bit floats are added up in float32.
                 avals = batched_of(a_round.local).function.out_avals[: len(named)]
-            demands = [r.secure for r in a_round.partials]
-            demands += [0] * (len(named) - len(demands))
+            reduces = [
+                *a_round.partials,
+                *[None] * (len(named) - len(a_round.partials)),
+            ]
             partials = [
-                # States are stacked.
-                Partial(
-                    op,
-                    name,
-                    (1,) * (op == FOLD) + tuple(aval.shape),
-                    np.dtype(aval.dtype),
-                    secure,
-                )
-                for (op, name), aval, secure in zip(named, avals, demands, strict=True)
+                _planned(op, name, aval, reduce)
+                for (op, name), aval, reduce in zip(named, avals, reduces, strict=True)
             ]
             if a_round.folds:
                 partials.insert(len(a_round.partials), _PLACE)
             planned.append(partials)
     return planned
+
+
+def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
+    """The array of a reply for an output of a stage.
+
+    Args:
+      op: The reduction, text, or `FOLD`.
+      name: The name of the value that is reduced.
+      aval: The shape and dtype of the output of the stage.
+      reduce: The reduction in the plan; None for a leaf of a fold's state.
+
+    Returns:
+      A `Partial`: of an encoded partial reduction its codes, and states are stacked.
+    """
+    shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
+    if reduce is None:
+        return Partial(op, name, (1, *shape), dtype)
+    if reduce.wire is not None and is_encoded(reduce):
+        codes = (reduce.wire.nbytes(math.prod(shape)),)
+        encoded = reduce.wire, shape
+        return Partial(op, name, codes, np.dtype(np.uint8), encoded=encoded)
+    return Partial(op, name, shape, dtype, reduce.secure)
 
 
 def failure(group: int, why: str) -> BlockResult:
@@ -178,9 +200,13 @@ def _validated(
         raise BadReply("it masks its group out without saying why")
     if _PLACE in expected and arrays[expected.index(_PLACE)] != group:
         raise BadReply("it has the place of another group in a fold")
+    results = [
+        EncodedPartial(x, *partial.encoded) if partial.encoded else x
+        for partial, x in zip(partials, arrays[2:], strict=True)
+    ]
     if check_nans:
-        _check_finite(partials, arrays[2:])
-    return BlockResult(arrays[2:], [], {}, pid, seconds)
+        _check_finite(partials, [*map(decoded, results)])
+    return BlockResult(results, [], {}, pid, seconds)
 
 
 def _header(data: Any) -> tuple[Any, Any, int]:

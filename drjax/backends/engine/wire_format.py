@@ -63,11 +63,12 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
     Args:
       block: The block, of which the group indices and the mask are included.
       result: Its result. Partial reductions that are None are left out: if no group of
-        a block takes part, all are.
+        a block takes part, all are. Of an encoded one the codes are included, uint8
+        `[k]`: how they are encoded is known from the plan.
     """
     failed = {str(group): why for group, why in result.failed.items()}
     # All or none are None: a block either has a group that takes part or not.
-    partials = [x for x in result.partials if x is not None]
+    partials = [getattr(x, "codes", x) for x in result.partials if x is not None]
     header = {"failed": failed, "pid": result.pid, "seconds": result.seconds}
     header["partials"] = len(partials)
     return to_bytes(header, [block.groups, block.valid, *partials, *result.slices])

@@ -27,6 +27,7 @@ import numpy as np
 
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
+from drjax.backends.engine.encoded_partials import encode_partials
 from drjax.backends.engine.messages import (
     Block,
     BlockResult,
@@ -67,6 +68,7 @@ class LoadedPlan:
             CompiledStage(r.local, len(r.partials), k)
             for r, k in zip(rounds, states, strict=True)
         ]
+        self._reduces = [r.partials for r in rounds]
         # After the sums come the index of the block's first group and its states.
         self.demands = [
             [*(x.secure for x in r.partials), *[0] * (k + bool(k))]
@@ -136,6 +138,10 @@ class LoadedPlan:
         if not block.valid.any() or (failed and not task.drop):
             outs = []
         partials, slices = outs[: stage.partials], outs[stage.partials :]
+        if partials:
+            reduces = self._reduces[task.stage]
+            encoded = encode_partials(reduces, partials[: len(reduces)])
+            partials = [*encoded, *partials[len(reduces) :]]
         if stage.states and partials:
             # Driver and combiners put the blocks' states in order by this index.
             first = block.groups[np.flatnonzero(block.valid)[:1]]

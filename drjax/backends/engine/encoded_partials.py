@@ -1,0 +1,91 @@
+"""Partial reductions with `wire=`, encoded on their way from a worker to the driver.
+
+Input: the partial reduction of a block, and the `Wire` of its reduction in the plan.
+Output: an `EncodedPartial`, whose bytes are those that the ledger counts; and from it
+the numbers again, as float32.
+
+Invariants: a worker encodes a block's partial reduction once, and whoever combines it
+with others decodes it first; combined ones are never encoded. A NaN or infinity decodes
+to NaNs, so that it stays visible.
+
+Sharp edges: the error depends on the block size. That of a mesh depends on the number
+of devices: the numbers of an engine and of a mesh differ by both errors.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drjax._primitives.device_sums import decode, encode
+from drjax.plan import Reduce, Wire
+
+
+@dataclass(frozen=True)
+class EncodedPartial:
+    """The partial reduction of a block, encoded.
+
+    Attributes:
+      codes: Codes and scales, uint8 `[k]`.
+      wire: How the numbers are encoded.
+      shape: The shape `[*s]` of the partial reduction, a tuple of ints.
+    """
+
+    codes: np.ndarray
+    wire: Wire
+    shape: tuple[int, ...]
+
+
+def encode_partials(
+    reduces: Sequence[Reduce], partials: Sequence[np.ndarray]
+) -> list[Any]:
+    """Encode the partial reductions of a block whose reductions have a `wire`.
+
+    Those of secure sums are not encoded: their masks are of the numbers themselves.
+
+    Args:
+      reduces: Reductions of the plan.
+      partials: The partial reduction of each over the block, arrays `[*s]`.
+
+    Returns:
+      A list: for each an `EncodedPartial`, or the array as it is.
+    """
+    pairs = zip(reduces, partials, strict=True)
+    return [_encoded(r.wire, x) if is_encoded(r) else x for r, x in pairs]
+
+
+def is_encoded(reduce: Reduce) -> bool:
+    """Whether the workers of an engine encode partial reductions of a reduction."""
+    return reduce.wire is not None and not reduce.secure
+
+
+def _encoded(wire: Wire | None, x: np.ndarray) -> EncodedPartial:
+    """Encode an array of floats `[*s]`, padded with zeros to whole blocks."""
+    assert wire is not None
+    flat = np.ravel(x).astype(np.float32)
+    padded = np.pad(flat, (0, -flat.size % wire.block))
+    return EncodedPartial(np.asarray(_encode(padded, wire)), wire, x.shape)
+
+
+def decoded(partial: Any) -> np.ndarray:
+    """Decode a partial reduction to float32 `[*s]`; an array is returned as it is."""
+    if not isinstance(partial, EncodedPartial):
+        return np.asarray(partial)
+    numbers = np.asarray(_decode(partial.codes, partial.wire))
+    count = int(np.prod(partial.shape))
+    return numbers[:count].reshape(partial.shape)
+
+
+# Compiled once for each size and wire; not in the precision of the user's process.
+@functools.partial(jax.jit, static_argnums=1)
+def _encode(x, wire: Wire):
+    return encode(jnp.asarray(x), wire)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _decode(codes, wire: Wire):
+    return decode(jnp.asarray(codes), wire)
