@@ -88,7 +88,7 @@ def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Remove the entry at position `axis` from `values`.
+    """Return `values` without the entry at position `axis`, as a tuple.
 
     Args:
       axis: The position, for instance a dimension of an array.
