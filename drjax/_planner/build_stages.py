@@ -178,6 +178,8 @@ def _server_stages(
 ) -> list[Stage]:
     """Trace the server's stage of each round, and the one after the last round.
 
+    The server computes in each round what that round or a later one needs.
+
     Args:
       rounds: The assignment of equations to rounds; `rounds.server` lists for each
         round its equations on global values.

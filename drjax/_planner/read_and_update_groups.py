@@ -77,6 +77,7 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
 
     Args:
       eqn: An equation of any primitive, such as a `scatter` or `dynamic_update_slice`.
+        Its first operand alone is partitioned.
       axis: The group axis of its first operand.
 
     Returns:

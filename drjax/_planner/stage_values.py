@@ -312,7 +312,8 @@ class StageValues:
         """Whether groups compute or store the slices of an operand.
 
         False for literals, global values, and the results of broadcasts, scatters and
-        `partition_index`: each group derives its slice from other inputs of a stage.
+        `partition_index`: of these, each group derives its slice from other inputs of a
+        stage.
 
         Args:
           atom: The operand, a variable or literal.
