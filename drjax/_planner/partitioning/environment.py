@@ -223,9 +223,10 @@ class Environment:
         )
 
     def implicit_communication(self, eqn) -> ImplicitCommunication | None:
-        """The communication that an equation of `lax` implies, as a sum of groups does.
+        """Recognize an equation that implies communication, as a sum of groups does.
 
-        It depends on which operands are partitioned, as far as inferred.
+        It depends on which operands are partitioned, as far as inferred, so the answer
+        may change while kinds are inferred.
 
         Args:
           eqn: The equation, of any primitive.
