@@ -15,17 +15,20 @@ from drjax import _compat
 
 
 def literal_value(literal: Literal) -> Any:
-    """The value of a literal: a number or array that has a dtype."""
+    """Return the value of a literal: a number or array that has a dtype."""
     # JAX's numbers in literals have dtypes; but a bool of Python has no subclass.
     return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
 
 
 def as_arrays(values: Sequence[Any], dtypes: Sequence[Any]) -> list[jax.Array]:
-    """The results of a jaxpr as arrays: a literal evaluates to its bare value.
+    """Convert the results of an evaluated jaxpr to arrays.
+
+    A result that is a literal evaluates to a number, which has no dtype of its own.
 
     Args:
       values: The results: arrays, tracers or numbers.
-      dtypes: The dtype of each, for those that are numbers.
+      dtypes: For each result its dtype, to which numbers are converted; arrays and
+        tracers stay as they are.
     """
     return [
         x if isinstance(x, jax.Array) else jnp.asarray(x, dtype)

@@ -20,7 +20,7 @@ def is_key(dtype: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def key_impl(dtype: Any) -> str:
-    """The name of the implementation of keys of a dtype, such as "threefry2x32"."""
+    """Return the name of the implementation of keys of a dtype, such as "rbg"."""
     impls: list[str] = []
     # JAX names the implementation of a key, not of a dtype: trace with an abstract key.
     record = lambda key: impls.append(str(jax.random.key_impl(key)))
@@ -29,7 +29,7 @@ def key_impl(dtype: Any) -> str:
 
 
 def key_dtype(impl: str) -> Any:
-    """The dtype of typed keys of the implementation with the name `impl`."""
+    """Return the dtype of typed keys of the implementation with the name `impl`."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
@@ -78,7 +78,9 @@ def on_raw(fn: Callable[[Any], Any], x: Any) -> Any:
 
 
 def raw_type(value: Value) -> jax.ShapeDtypeStruct:
-    """The shape and dtype in which stages exchange a value; of keys, those of raw data.
+    """Return the shape and dtype in which stages exchange a value.
+
+    Random keys are exchanged as raw data: uint32, with one more dimension at the end.
 
     Args:
       value: The value of a plan. If it is partitioned, the type is that of one group's

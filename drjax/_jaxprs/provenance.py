@@ -12,16 +12,17 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def _user_frame(eqn):
-    """The innermost frame outside of JAX and drjax in an equation's traceback, or None.
+    """Return the innermost frame outside of JAX and drjax in an equation's traceback.
 
-    It is JAX's `Frame`, with `file_name`, `start_line` and `function_name`.
+    It is JAX's `Frame`, with `file_name`, `start_line` and `function_name`; None if the
+    traceback has no such frame.
     """
     frames = _compat.user_frames(eqn)
     return next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
 
 
 def source_line(eqn) -> str:
-    """The user's code that an equation comes from, as the text `file:line (function)`.
+    """Return the user's code that an equation comes from, as `file:line (function)`.
 
     "an unknown line" if the equation has no traceback with user code.
     """

@@ -22,7 +22,7 @@ def definitions(eqns: Iterable[Any]) -> dict[Any, Any]:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are variables, in order; `Literal`s are left out."""
+    """Return the atoms that are variables, in order; `Literal`s are left out."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 

@@ -160,10 +160,12 @@ class _Planned:
     def __call__(self, *args, **kwargs):
         """Trace and plan the function for these arguments, and bind `planned_p`.
 
+        `planned_p` is the primitive behind `drjax.jit`: it runs the plan of its jaxpr.
+
         Args:
           *args: Positional arguments of the function, pytrees. Leaves that are not JAX
             arrays are static.
-          **kwargs: Its keyword arguments.
+          **kwargs: Its keyword arguments, likewise.
 
         Returns:
           The result of the function, a pytree of arrays.
@@ -210,10 +212,13 @@ _cache: Any = weakref.WeakKeyDictionary()
 
 
 def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
-    """The `_Planned` of a function and its options, cached while the function lives.
+    """Return the `_Planned` of a function and its options; cached while `fn` lives.
 
-    Functions that are compared by value (methods, some callable objects) get a new
-    `_Planned` at each call, as an equal function may outlive the first.
+    The `_Planned` is the callable that `drjax.jit` passes to `jax.jit`, which caches
+    what it compiles by the identity of this object. The first call for a function and
+    options makes and records it. Functions that are compared by value (methods, some
+    callable objects) get a new one at each call, as an equal function may outlive the
+    first.
 
     Args:
       fn: The function.

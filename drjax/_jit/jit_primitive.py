@@ -57,7 +57,9 @@ class Options:
     bound: bool = False
 
     def of(self, count: int) -> "Options":
-        """The options of a program derived from this one, such as its derivative.
+        """Return the options of a program derived from this one, as its derivative is.
+
+        They are equal but for `names`.
 
         Args:
           count: The number of inputs of its jaxpr, such as residuals and tangents. They
@@ -142,16 +144,17 @@ def _traced(jaxpr, options: Options, avals: tuple):
 
 
 def _execute(*args, jaxpr, options: Options, types):
-    """Execution rule: run the plan of the jaxpr.
+    """Execution rule of `planned_p`: run the plan of the jaxpr.
 
     Args:
-      *args: The operands.
+      *args: The operands, arrays or tracers.
       jaxpr: The closed jaxpr of the program.
       options: How its plan is built and run.
       types: Not used.
 
     Returns:
-      The list of results.
+      The list of results. In a user's `shard_map`, they vary over all Manual mesh axes
+      over which an operand does.
     """
     avals = tuple(map(_compat.typeof, args))
     traced = _traced(jaxpr, options, avals)
@@ -163,22 +166,29 @@ def _execute(*args, jaxpr, options: Options, types):
 
 
 def varying_axes(avals: Sequence[Any]) -> frozenset[str]:
-    """The Manual mesh axes over which a value of any of these types varies.
+    """Return the Manual mesh axes over which a value of any of these types varies.
 
-    In a user's `shard_map(check_vma=True)`, all results of the primitive vary over
-    those of its operands.
+    In a user's `shard_map(check_vma=True)`, all results of `planned_p`, the primitive
+    behind `drjax.jit`, vary over those of its operands.
+
+    Args:
+      avals: The types of values.
+
+    Returns:
+      The names of the axes; an empty set outside of a `shard_map`.
     """
     return frozenset().union(*map(_compat.varying, avals))
 
 
 def _abstract_eval(*avals, jaxpr, options: Options, types):
-    """Type rule: the types of the results, and the effects.
+    """Type rule of `planned_p`: infer the types of the results, and the effects.
 
     Args:
       *avals: The types of the operands.
       jaxpr: The closed jaxpr of the program.
       options: How its plan is built and run.
-      types: The types of the results; None: they are taken from the traced plan.
+      types: The types of the results, which are returned; None: they are taken from the
+        plan, for which the jaxpr is planned and traced.
 
     Returns:
       `(list of the types of the results, set of effects)`.
@@ -225,16 +235,17 @@ def _without_sharding(aval):
 
 
 def _bind(fn: Callable, args: Sequence[Any], options: Options):
-    """Trace a flat function, and bind `planned_p` for its jaxpr.
+    """Trace a flat function, and bind `planned_p`, which plans and runs it.
 
     Args:
       fn: Takes and returns flat sequences of arrays. What it closes over becomes the
         first operands.
       args: Its arguments, arrays or tracers.
-      options: The options of the program that it is derived from.
+      options: The options of the program that it is derived from. The inputs get names
+        by position.
 
     Returns:
-      The list of results.
+      The list of results of `fn`.
     """
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = trace(fn, avals, options.name, options.bound)
@@ -246,9 +257,10 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
 
 
 def _jvp(primals, tangents, *, jaxpr, options: Options, types):
-    """JVP rule: compute the results and their tangents, by two equations.
+    """JVP rule of `planned_p`: compute the results and their tangents.
 
-    Partial evaluation, as in a checkpoint, can then evaluate the results alone.
+    Two equations do so. One of them computes the results alone, so that partial
+    evaluation, as in a checkpoint, can evaluate it without the tangents.
 
     Args:
       primals: The operands.
@@ -268,7 +280,12 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
 
 
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    """Linearization rule: bind the primitive for the results and for their tangents.
+    """Linearization rule of `planned_p`: compute the results, and the linear part.
+
+    The linear part is the function from tangents of the operands to those of the
+    results. It binds `planned_p` again. It rematerializes the values that it needs of
+    the forward computation; of a program with effects, which must run once, they are
+    saved.
 
     Args:
       is_vjp: Whether the linear part will be transposed.
@@ -300,11 +317,14 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
 
 
 def _tangent_types(outs, nonzeros_out) -> tuple:
-    """The types of the nonzero tangents of results, as a tuple.
+    """Return the types of the tangents that are not symbolic zeros.
 
     Args:
       outs: The results, arrays or tracers.
       nonzeros_out: For each result whether its tangent is not a symbolic zero.
+
+    Returns:
+      A tuple with a type for each true entry of `nonzeros_out`.
     """
     return tuple(
         _compat.typeof(out).to_tangent_aval()
@@ -322,8 +342,9 @@ def _tangent_types(outs, nonzeros_out) -> tuple:
 def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types):
     """Linearize a program; its linear part rematerializes the residuals that it needs.
 
-    The linear part is the JVP without its primal results. Dead-code elimination leaves
-    of the primal computation what the tangents depend on.
+    The linear part, from tangents of the operands to those of the results, is the JVP
+    without its primal results. Dead-code elimination leaves of the primal computation
+    what the tangents depend on.
 
     Args:
       nonzeros: For each operand whether its tangent is not a symbolic zero.
@@ -391,13 +412,14 @@ def _linearize_saving_residuals(
 
 
 def _bind_jaxpr(jaxpr, args, options: Options, types=None):
-    """Bind the primitive for a derived jaxpr; its constants become operands.
+    """Bind `planned_p` for a derived jaxpr; its constants become the first operands.
 
     Args:
       jaxpr: The closed jaxpr, such as that of a derivative. It may have constants, as
         users' derivative rules close over arrays.
       args: Its operands.
-      options: The options of the program that it is derived from.
+      options: The options of the program that it is derived from. The inputs get names
+        by position.
       types: The types of its results; None: they are taken from the plan.
 
     Returns:
@@ -438,7 +460,7 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
 
 
 def _transpose(cts, *args, jaxpr, options: Options, types):
-    """Transpose rule: bind the primitive for the transposed jaxpr.
+    """Transpose rule of `planned_p`: bind the primitive for the transposed jaxpr.
 
     Args:
       cts: For each result its cotangent, an array or a symbolic zero.
@@ -448,7 +470,8 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
       types: Not used.
 
     Returns:
-      A list with the cotangent of each operand, an array; None if it is not linear.
+      A list with the cotangent of each linear operand, an array; None for any other
+      operand.
     """
     linear = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, lin in zip(args, linear, strict=True) if not lin]
@@ -482,7 +505,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
-    """Batching rule: bind the primitive for the batched jaxpr.
+    """Batching rule of `planned_p`: bind the primitive for the batched jaxpr.
 
     Args:
       axis_data: JAX's `AxisData` of the vmap, with its axis name and size.
@@ -501,7 +524,7 @@ def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
 
 
 def _check(enabled, *args, jaxpr, options: Options, types):
-    """Checkify rule: bind the primitive for the jaxpr with checks.
+    """Checkify rule of `planned_p`: bind the primitive for the jaxpr with checks.
 
     Args:
       enabled: The set of error classes that checkify looks for.

@@ -68,9 +68,14 @@ class Tuned(Generic[P, R]):
         return self._fastest_run(args, kwargs).lower(*args, **kwargs)
 
     def _fastest_run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The `jax.jit` that is the fastest for arguments of these types.
+        """Return the `jax.jit` that is the fastest for arguments of these types.
 
-        It is measured once for each `_arguments_key`.
+        The first call for a combination of types, shardings and mesh in context
+        measures, and records the `jax.jit`; later calls return the same one.
+
+        Raises:
+          DrjaxValueError: It has to measure, but the arguments are traced or have no
+            values, or one group does not fit in memory.
         """
         key = _arguments_key(args, kwargs)
         if key not in self._runs:
@@ -80,6 +85,8 @@ class Tuned(Generic[P, R]):
     def _fastest_count(self, args: tuple, kwargs: dict[str, Any]) -> int:
         """Measure how many groups of a device should run at once.
 
+        It compiles the function for several numbers, and runs it for each that fits.
+
         Args:
           args: The positional arguments of the call.
           kwargs: The keyword arguments of the call.
@@ -88,7 +95,8 @@ class Tuned(Generic[P, R]):
           The number of groups with the least time, among those that fit in memory.
 
         Raises:
-          DrjaxValueError: The arguments are traced, or one group does not fit.
+          DrjaxValueError: The arguments are traced or have no values, or one group does
+            not fit.
         """
         leaves = jax.tree.leaves((args, kwargs))
         types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -117,12 +125,19 @@ class Tuned(Generic[P, R]):
 
 
 def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-    """The number of slots for groups of a device: the most groups that can run at once.
+    """Return the most groups that can run at once on a device.
+
+    That is the number of slots of a device, places for one group each, of which the
+    last ones of the last devices may be padding. The function is traced and planned for
+    it, not compiled.
 
     Args:
       run: The `jax.jit` of a planned function.
       args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
+
+    Returns:
+      The number; 1 if the function has no plan with groups.
     """
     for eqn in run.trace(*args, **kwargs).jaxpr.eqns:
         if eqn.primitive is planned_p:
@@ -132,7 +147,10 @@ def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
 
 
 def _least_seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
-    """The least time of several calls in seconds, without that of compiling.
+    """Measure the least time of several calls in seconds, without that of compiling.
+
+    A first call, which is not timed, compiles. At most `_RUNS` calls are timed, and no
+    more once they have taken `_SECONDS` in total.
 
     Args:
       run: The `jax.jit` of a planned function.
@@ -149,7 +167,11 @@ def _least_seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
 
 
 def _arguments_key(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A hashable key of calls that are measured once: types, shardings and the mesh."""
+    """Return a hashable key of a call's arguments: one measurement serves equal keys.
+
+    It has the tree structure, the shapes, dtypes and shardings of arrays, the classes
+    of other leaves, and the mesh in context.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
     kinds = [
         (x.shape, str(x.dtype), getattr(x, "sharding", None))

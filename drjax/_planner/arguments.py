@@ -67,12 +67,16 @@ def flat_inputs(
 
 
 def _fix_of_shape(value: Value, shape: tuple, got: tuple) -> str:
-    """What a user can do about an argument of another shape than planned, as text.
+    """Return what a user can do about an argument of another shape than planned.
 
     Args:
       value: The input of the plan.
       shape: Its planned shape, group axis included.
       got: The shape of the argument.
+
+    Returns:
+      A sentence for the error: plan again; or, if only the number of groups differs,
+      plan with `open_groups=True`.
     """
     others = [x[: value.axis] + x[value.axis + 1 :] for x in (shape, got)]
     if value.partitioned and len(shape) == len(got) and others[0] == others[1]:

@@ -52,8 +52,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     They must not be rematerialized, as a compiler may round differently a second time.
     They are the operands of extrema over the groups, of gathers, of folds, of moves
     between groups, and of sums that select the slice of one group, and the variables
-    whose values these operands hold. So are operands of loops and branches whose bodies
-    observe them.
+    whose values these operands hold. So are operands of a loop or branch that are
+    bitwise-observable in one of its bodies.
 
     Args:
       program: The inlined jaxpr.

@@ -124,7 +124,9 @@ def build_plan(
 
 
 def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
-    """The `Value` of a variable that is required to have a kind.
+    """Return the `Value` of a variable that is required to have a kind.
+
+    A value that does not exist yet is created and recorded in `values`.
 
     Args:
       values: The `Value` of each variable of the inlined jaxpr.
@@ -141,12 +143,15 @@ def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
 def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
 ) -> set[Any]:
-    """The set of global variables that local stages, folds, moves and loops take.
+    """Collect the global variables that local stages, folds, moves and loops take.
 
     Args:
       kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
-      rounds: The assignment of equations to rounds, with their moves and loops.
+      rounds: The assignment of equations to rounds, with their folds, moves and loops.
       parts: For each round what its local stage takes, computes and returns.
+
+    Returns:
+      A new set of variables, which the server must compute.
     """
     taken = {x.var for p in parts for x in (*p.broadcast, *p.scatter)}
     for eqns in rounds.folds.values():
@@ -172,6 +177,8 @@ def _server_stages(
     rounds: RoundAssignment, values: StageValues, live: set[Any], num_rounds: int
 ) -> list[Stage]:
     """Trace the server's stage of each round, and the one after the last round.
+
+    The server computes in each round what that round or a later one needs.
 
     Args:
       rounds: The assignment of equations to rounds; `rounds.server` lists for each
@@ -233,7 +240,11 @@ def _reduces(
 
 
 def _source(operand, values: StageValues, parts: LocalStageParts, index: int) -> Value:
-    """The `Value` that the local stage of a round returns to be reduced or folded.
+    """Return the `Value` of a local stage's output that is reduced or folded.
+
+    Of slices that an earlier round has computed, it is a value of this round, as the
+    stage takes and returns them unchanged; else it is the value of the operand's
+    slices.
 
     Args:
       operand: The variable whose slices are reduced.
@@ -249,13 +260,20 @@ def _source(operand, values: StageValues, parts: LocalStageParts, index: int) ->
 
 
 def _fold(eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
-    """The `Fold` of an equation that folds the groups' states.
+    """Build the plan's `Fold` of an equation that folds the groups' states.
+
+    A fold reduces the states of all groups to one, by an associative function of two
+    states, which is traced as a stage of its own.
 
     Args:
-      eqn: The equation.
+      eqn: The equation, a `reduce_fold`.
       values: The `Value` (name, shape and dtype) of each variable.
       parts: What the local stage of the round takes, computes and returns.
       index: The index of the round, from 0.
+
+    Returns:
+      The function as a stage, and the values of the neutral state, of the groups'
+      states and of the results.
     """
     states, closed_over = states_of(eqn), closed_over_by(eqn)
     init = eqn.invars[len(closed_over) : len(closed_over) + len(states)]
@@ -269,12 +287,17 @@ def _fold(eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
 
 
 def _move(eqn, kinds: Environment, values: StageValues) -> Move:
-    """The `Move` of an equation that moves slices between groups.
+    """Build the plan's `Move` of an equation that moves slices between groups.
 
     Args:
-      eqn: The equation.
+      eqn: The equation, a `permute`, `take` or `put_add`.
       kinds: The kinds of the program, of which only the partition is read.
       values: The `Value` (name, shape and dtype) of each variable.
+
+    Returns:
+      The name of the move, the values of its operand and of its result, and the
+      permutation or the value of the index. The operand is an output of the local
+      stage; or, if it is over another partition (a population), a global value.
     """
     x, *index = eqn.invars
     of_groups = partitions_of(eqn)[0] == kinds.partition
@@ -292,15 +315,21 @@ def _move(eqn, kinds: Environment, values: StageValues) -> Move:
 
 
 def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> Loop:
-    """Build the `Loop` of a `scan`, `while` or `cond`, with a plan for each body.
+    """Build the `Loop` of a `scan`, `while`, `cond` or `program`.
 
     Args:
-      eqn: The equation, a loop of rounds.
+      eqn: The equation, a loop of rounds. A `program` runs one body, over another
+        partition.
       kinds: The kinds of the jaxpr that contains it; `kinds.loops[eqn]` has those of
         its operands, results and bodies.
-      values: The `Value` of each variable of that jaxpr, and their names.
+      values: The `Value` of each variable of that jaxpr, and their names. A name for
+        the loop is reserved.
       rematerialize: Whether rounds of the bodies rematerialize the results of earlier
         rounds instead of saving them.
+
+    Returns:
+      The loop, with a value for each operand and result of `eqn`, and a plan for each
+      body.
     """
     op, loop = eqn.primitive.name, kinds.loops[eqn]
     operands = zip(eqn.invars, loop.operand_kinds, strict=True)
@@ -329,10 +358,18 @@ def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> 
 
 
 def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
-    """The body of a scan, which runs one step.
+    """List the arguments and results of the body of a scan, which runs one step.
 
-    It takes constants, carried values and one step of each stack, and returns the
-    carried values and one step of each stacked result.
+    Args:
+      eqn: The scan.
+      names: The names of its operands: constants, carried values, stacks.
+      result_kinds: The kinds of its results: carried values, stacked results.
+
+    Returns:
+      `(arguments, results, fields)`. `arguments` has one list: the names of the body's
+      arguments, where that of one step of a stack `x` is `x[step]`. `results` has one
+      list: the kinds of its results, where one step of a stack has its group axis one
+      earlier. `fields` is a dict of further fields of the `Loop`.
     """
     consts, carry, xs = split_scan(eqn, names)
     n_carry = len(carry)
@@ -350,7 +387,20 @@ def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
 
 
 def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
-    """The bodies of a while: its condition, which returns a global bool, and a step."""
+    """List the arguments and results of a while's bodies: its condition, and a step.
+
+    Args:
+      eqn: The while.
+      names: The names of its operands: constants of the condition, constants of the
+        step, carried values.
+      result_kinds: The kinds of its results, the carried values.
+
+    Returns:
+      `(arguments, results, fields)`. `arguments` has for each of the two bodies the
+      names of its arguments; `results` has for each the kinds of its results, where
+      that of the condition is a global bool. `fields` is a dict of further fields of
+      the `Loop`.
+    """
     cond_consts, body_consts, carry = split_while(eqn, names)
     fields = {"consts": (len(cond_consts), len(body_consts)), "carry": len(carry)}
     # Body 0 is the condition.
@@ -360,14 +410,37 @@ def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
 
 def _cond(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     # The first operand is the index, which no branch takes.
-    """The bodies of a cond: its branches, which take all operands but the index."""
+    """List the arguments and results of the branches of a cond.
+
+    Args:
+      eqn: The cond.
+      names: The names of its operands: the index of the branch, then the operands that
+        every branch takes.
+      result_kinds: The kinds of its results.
+
+    Returns:
+      `(arguments, results, fields)`. `arguments` has for each branch the names of its
+      arguments, all but the index; `results` has for each the kinds of its results.
+      `fields` is {}: the `Loop` has no further fields.
+    """
     count = len(eqn.params["branches"])
     return [names[1:]] * count, [result_kinds] * count, {}
 
 
 def _program(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     # The kinds of its results are those of another partition, in the body.
-    """The body of a program over another partition, with the operands and results."""
+    """List the arguments and results of the body of a program over another partition.
+
+    Args:
+      eqn: The `program` equation.
+      names: The names of its operands.
+      result_kinds: The kinds of its results, all global.
+
+    Returns:
+      `(arguments, results, fields)`: one list with the names, one with the kinds, and
+      {}. The caller replaces the kinds of the results by those over the other
+      partition.
+    """
     return [names], [result_kinds], {}
 
 

@@ -27,11 +27,12 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
     that is partitioned already becomes a copy.
 
     Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+      kinds: The kind of each variable, global or partitioned along an axis, with the
+        inlined jaxpr as `kinds.program`. Neither is modified.
 
     Returns:
-      The rewritten inlined jaxpr, with the same arguments and result variables; None if
-      there is no such equation or scatter.
+      A new inlined jaxpr, with the same arguments and result variables, whose kinds are
+      to be inferred again; None if there is no such equation or scatter.
     """
     if kinds.partition is None:
         return None

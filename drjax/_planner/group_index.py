@@ -76,7 +76,12 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
 def _is_group_index(eqn, partition: Partition | None) -> bool:
     """Whether an equation of a per-group jaxpr is the `partition_index` of `partition`.
 
-    False for the `partition_index` of an inner program over another partition.
+    False for the `partition_index` of a program over another partition, which a mapped
+    function calls.
+
+    Args:
+      eqn: The equation, of any primitive.
+      partition: The partition of the plan; None: it has none, and the answer is False.
     """
     return (
         eqn.primitive is partition_index_p
@@ -87,7 +92,15 @@ def _is_group_index(eqn, partition: Partition | None) -> bool:
 
 
 def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
-    """Whether a per-group jaxpr has this partition's `partition_index` at any depth."""
+    """Whether a per-group jaxpr has the `partition_index` of `partition` at any depth.
+
+    Mapped functions inside it over an equal partition are not searched: in them, it is
+    the index of other groups.
+
+    Args:
+      jaxpr: The jaxpr of one group, open or closed.
+      partition: The partition of the plan; None: it has none, and the answer is False.
+    """
     outside = lambda eqn: not _is_inner_scope(eqn, partition)
     return any(
         _is_group_index(eqn, partition) for eqn in deep_equations(jaxpr, outside)
@@ -95,9 +108,16 @@ def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
 
 
 def _is_inner_scope(eqn, partition: Partition | None) -> bool:
-    """Whether an equation maps over an inner program's partition that equals this one.
+    """Whether `partition_index` means another group index inside of an equation.
 
-    In it, the group index is that of the inner program.
+    That is so in a `map_fn` over a partition that equals the plan's. In a jaxpr of one
+    group, such a `map_fn` is that of an inner program, one that the mapped function
+    calls. Its partition equals the outer one, so only its position tells the two group
+    indices apart.
+
+    Args:
+      eqn: An equation of a per-group jaxpr, of any primitive.
+      partition: The partition of the plan; None: it has none, and the answer is False.
     """
     return eqn.primitive is map_fn_p and eqn.params["partition"] == partition
 
@@ -108,7 +128,18 @@ def _is_inner_scope(eqn, partition: Partition | None) -> bool:
 
 
 def _scan(eqn, operands, run):
-    """Scan again, with the group index bound in the step."""
+    """Rebuild a scan with the group index bound in its step.
+
+    Args:
+      eqn: The scan, whose jaxpr uses the group index.
+      operands: An array or tracer for each operand: constants, initial carried values,
+        stacks.
+      run: From a jaxpr to a function that evaluates it with the group index bound, and
+        returns the list of its results.
+
+    Returns:
+      The list of results of the scan: carried values, then stacked results.
+    """
     consts, carry, xs = split_scan(eqn, operands)
     n_carry = len(carry)
     # Through the public function, as parameters of the primitive differ by version.
@@ -124,7 +155,18 @@ def _scan(eqn, operands, run):
 
 
 def _while(eqn, operands, run):
-    """Loop again, with the group index bound in the condition and the step."""
+    """Rebuild a while with the group index bound in its condition and step.
+
+    Args:
+      eqn: The while, of which a jaxpr uses the group index.
+      operands: An array or tracer for each operand: constants of the condition,
+        constants of the step, initial carried values.
+      run: From a jaxpr to a function that evaluates it with the group index bound, and
+        returns the list of its results.
+
+    Returns:
+      The list of the final carried values.
+    """
     params = eqn.params
     cond_consts, body_consts, init = split_while(eqn, operands)
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
@@ -141,16 +183,38 @@ def _while(eqn, operands, run):
 
 
 def _cond(eqn, operands, run):
-    """Branch again, with the group index bound in each branch."""
+    """Rebuild a cond with the group index bound in each branch.
+
+    Args:
+      eqn: The cond, of which a branch uses the group index.
+      operands: An array or tracer for each operand: the index of the branch, then the
+        operands of all branches.
+      run: From a jaxpr to a function that evaluates it with the group index bound, and
+        returns the list of its results.
+
+    Returns:
+      The list of results of the branch.
+    """
     index, *operands = operands
     # switch, not cond: the primitive has an integer index, also for two branches.
     return jax.lax.switch(index, [run(b) for b in eqn.params["branches"]], *operands)
 
 
 def _map(eqn, operands, run):
-    """Map again over the groups of an inner program, with the outer group index bound.
+    """Rebuild a `map_fn` of an inner program with the outer group index bound.
 
-    The body closes over the index, which is broadcast to the inner groups.
+    The inner mapped function closes over the index, which is broadcast to the inner
+    groups.
+
+    Args:
+      eqn: The `map_fn` of a program that a mapped function calls, over another
+        partition.
+      operands: An array or tracer for each operand, with the inner groups along axis 0.
+      run: From a jaxpr to a function that evaluates it with the group index bound, and
+        returns the list of its results.
+
+    Returns:
+      The list of results of the `map_fn`.
     """
     params = dict(eqn.params)
     layout = make_layout(params["partition"], params["mesh"])

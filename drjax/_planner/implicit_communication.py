@@ -58,9 +58,13 @@ class ImplicitCommunication:
     out_axes: tuple[int | None, ...] = ()
 
     def result_axes(self, eqn) -> tuple[int | None, ...]:
-        """The group axis of each result of the equation `eqn`; None: it is global.
+        """Return the group axis of each result of the equation; None: it is global.
 
-        Unlike `out_axes`, the tuple always has one element for each result.
+        Unlike `out_axes`, which is () if all results are global, the tuple always has
+        one element for each result.
+
+        Args:
+          eqn: The equation, of which only the number of results is read.
         """
         return self.out_axes or (None,) * len(eqn.outvars)
 

@@ -92,7 +92,7 @@ class InlinedJaxpr:
       known_bodies: For each `scan`, `while` or `cond` equation the tuple of its inlined
         jaxprs, if `bodies` has inlined them or a pass has rewritten them. Default: {}.
       names: For each argument its name, if it is a whole program; {} for a body.
-      known_arguments: For each argument of a body that is a known index its value.
+      known_arguments: For each argument of a body whose value is known, that value.
     """
 
     def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
@@ -122,10 +122,10 @@ class InlinedJaxpr:
 
     @functools.cached_property
     def known_integers(self) -> KnownIntegers:
-        """The values of integer variables that are known while planning.
+        """The look-up of integer variables whose values are known while planning.
 
-        They depend only on constants and on known arguments: an index computed by
-        `jnp.arange`, for example.
+        `known_integers.value(var)` is the value; None unless it depends on constants
+        and known arguments only, as an index computed by `jnp.arange` does.
         """
         return KnownIntegers(self.eqns, ChainMap(self.consts, self.known_arguments))
 
@@ -146,9 +146,9 @@ class InlinedJaxpr:
         return self._memoized[key]
 
     def bodies(self, eqn) -> tuple["InlinedJaxpr", ...]:
-        """The inlined jaxprs of a `scan`, `while` or `cond`, an equation of this jaxpr.
+        """Return the bodies of a `scan`, `while` or `cond` of this jaxpr, inlined.
 
-        Each body is inlined at the first call for `eqn`.
+        The first call for `eqn` inlines and records them; later ones return the same.
 
         Returns:
           `(body,)` of a scan, `(condition, body)` of a while, the branches of a cond.
@@ -163,14 +163,14 @@ class InlinedJaxpr:
         return self.known_bodies[eqn]
 
     def _known_indices(self, operands: Sequence[Any]) -> dict[int, np.ndarray]:
-        """The values of a loop body's constants that are small, known integer arrays.
+        """Find the constants of a loop's body that are small, known integer arrays.
 
         A derivative computes the indices of a loop's body once, outside of the loop,
         and passes them in. Unbatching a gather in the body needs their values.
 
         Args:
-          operands: The operands of the loop for the first arguments of the body, as
-            `_loop_constants` returns them.
+          operands: The operands of the loop that are the first arguments of the body,
+            in order, and have the same value in each step.
 
         Returns:
           A dict from the position of an argument of the body to its value.
@@ -189,7 +189,7 @@ class InlinedJaxpr:
 
 
 def _loop_constants(eqn) -> Sequence[Sequence[Any]]:
-    """The operands of a loop that its bodies take unchanged in each step.
+    """List the operands of a loop that its bodies take unchanged in each step.
 
     Args:
       eqn: A `scan`, `while` or `cond`.
@@ -370,7 +370,7 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
 
 
 def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
-    """The jaxpr that an equation only calls, and the operands of the call.
+    """Return the jaxpr that an equation only calls, and the operands of the call.
 
     Args:
       eqn: The equation, of any primitive.

@@ -25,21 +25,24 @@ from drjax.plan import Plan, Stage
 
 
 def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
-    """Add the plans of the inner levels to the local stages of a plan.
+    """Add plans to the local stages whose mapped functions run programs of their own.
+
+    Such an inner program has groups inside each group, so the work of one group has
+    rounds, too. Its plan becomes `Stage.inner`.
 
     Args:
-      plan: The plan, whose stages have jaxprs.
+      plan: The plan, whose stages have jaxprs. It is not modified.
       make: `make(jaxpr, name, names, declared, results=names)` is the planner: it makes
         a plan, or raises `PlanError`.
 
     Returns:
-      The plan; its loops have such plans, too.
+      A plan in which these stages have plans; the stages of its loops, too.
     """
     return map_stages(lambda stage: _with_inner(stage, make), plan)
 
 
 def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
-    """Add the plan of the inner level to a local stage, if it has one.
+    """Add the plan of the inner programs to a stage that runs building blocks.
 
     Args:
       stage: A stage of the server or of the groups.
@@ -47,8 +50,9 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
         raises `PlanError` if there is no plan.
 
     Returns:
-      The stage with a plan as its `inner`. `stage` itself if it runs no building
-      blocks, or if these have no plan of one level.
+      A copy of the stage with a plan as its `inner`. `stage` itself if it runs no
+      building blocks, if one of them is over Manual mesh axes, or if there is no plan
+      over one partition.
     """
     if not uses_blocks(stage.jaxpr) or _is_manual(stage.jaxpr):
         return stage

@@ -56,10 +56,12 @@ def make_plan(
       partitioned: Which arguments have one slice for each group: a tree of bools that
         is a prefix of the arguments. Default: inferred from their uses; an array that
         is used slice by slice is partitioned unless another use needs it whole.
-      open_groups: Whether the plan has to run with any number of groups, as that of the
-        arguments of an engine. `fn` is then planned for n + 1 groups, too: what differs
-        depends on n. A number in the code of `fn`, such as `/ 100`, is not known to be
-        n: write `drjax.partition_size()`.
+      open_groups: Whether the plan must run with any number of groups, so that an
+        engine can give it arguments for more or fewer groups than it was planned for.
+        To check that nothing in the plan depends on n, `fn` is planned a second time,
+        for n + 1 groups, and the two plans are compared. A number in the code of `fn`,
+        such as `/ 100`, is the same in both: write `drjax.partition_size()`. Default:
+        the plan is for n groups only.
 
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
@@ -135,7 +137,8 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
 
     Returns:
       The jaxpr, the tree structure of its results, and for each of its arguments a name
-      and the declared kind.
+      and the kind, global or partitioned, that `partitioned` declares; None: it is
+      inferred.
 
     Raises:
       PlanError: The function needs the mesh in context, or `partitioned` does not fit
@@ -166,6 +169,10 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
 def inline_and_infer(closed, names, declared) -> Environment:
     """Inline a jaxpr, infer and check its kinds, and make its communication explicit.
 
+    The kind of a variable is global, or partitioned along an axis. If the jaxpr has
+    building blocks over several partitions, those of all but the first used move to
+    bodies of `program` equations.
+
     Args:
       closed: The closed jaxpr of a program.
       names: A name for each argument, for errors.
@@ -176,7 +183,9 @@ def inline_and_infer(closed, names, declared) -> Environment:
       which building blocks replace the equations that imply communication.
 
     Raises:
-      PlanError: The program has no plan.
+      PlanError: An argument is declared partitioned, but the program has no partition
+        or the argument no leading axis of its size; or the program mixes the slices of
+        different groups, or has an equation that cannot be planned.
     """
     with outside_meshes():
         # Inlining traces equations, and a mesh in context would be part of their types.
@@ -209,12 +218,13 @@ def _infer_and_make_explicit(
 ) -> Environment:
     """Infer and check the kinds until every communication is a building block.
 
-    Each pass makes the communication explicit that the kinds imply. Partitioning is
-    inferred again after it, as the new equations have kinds too and may imply more
-    communication.
+    The kind of a variable is global, or partitioned along an axis. Where kinds imply
+    communication, as in a `lax.reduce_sum` over the group axis, building blocks replace
+    the equation. Partitioning is inferred again after each such pass, as the new
+    equations have kinds too and may imply more communication.
 
     Args:
-      program: The inlined jaxpr.
+      program: The inlined jaxpr. It is not modified.
       partition: The partition of its building blocks, None if it has none.
       declared: For each argument the kind that it is declared to have; None: inferred.
 
@@ -262,13 +272,18 @@ def plan_of_jaxpr(
       closed: The closed jaxpr, traced without a mesh.
       name: The name of the plan.
       names: A name for each argument.
-      declared: For each argument the kind that it is declared to have; None: inferred.
+      declared: For each argument the kind, global or partitioned along an axis, that it
+        is declared to have; None: inferred.
       in_tree: The `PyTreeDef` of the arguments; None: they are flat.
       out_tree: The `PyTreeDef` of the results; None: they are flat.
       rematerialize: Whether groups rematerialize what a later round or a backward loop
         needs of their work, instead of saving it.
       results: A name for each result, if there is no `out_tree`; (): they are named by
         their equations.
+
+    Returns:
+      The plan. Local stages whose mapped functions run programs have plans of these as
+      `Stage.inner`.
 
     Raises:
       PlanError: The jaxpr has no plan.
@@ -301,10 +316,18 @@ def _equations(program: InlinedJaxpr) -> Iterator[Any]:
 
 
 def find_partitions(program: InlinedJaxpr) -> list[Partition]:
-    """The partitions of a program's building blocks, in the order of their first use.
+    """List the partitions of a program's building blocks, in order of their first use.
+
+    A move of slices between a population and a cohort of it is over two partitions. If
+    no other building block is over either of them, the cohort, the smaller one, is
+    listed.
 
     Args:
-      program: The inlined jaxpr of the program.
+      program: The inlined jaxpr of the program. The bodies of its loops are searched
+        too.
+
+    Returns:
+      A list without repetitions; [] if there is no building block.
 
     Raises:
       PlanError: The program has a mutable array, an equation bound to a mesh (unless
@@ -362,7 +385,7 @@ _INFERRED = object()
 
 
 def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
-    """The kind that `partitioned=` declares of each leaf of the arguments.
+    """Return the kind that `partitioned=` declares of each leaf of the arguments.
 
     Args:
       partitioned: A tree of bools that is a prefix of `args`, true for arguments with

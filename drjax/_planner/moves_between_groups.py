@@ -36,18 +36,20 @@ Axes = tuple[int | None, ...]
 def move_groups(
     eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
 ) -> tuple[Callable, Axes, Axes] | None:
-    """Rewrite an equation that moves the slices of all groups.
+    """Rewrite an equation that moves the slices of all groups with building blocks.
 
     Args:
       eqn: The equation, of any primitive.
       axes: For each operand its group axis; None: it is not partitioned.
       index: The values of its second operand, the indices `[n, 1]` of a gather or
-        scatter, if they are known while planning; else None.
+        scatter, as n integers, if they are known while planning; else None.
 
     Returns:
-      `(fn, in_axes, out_axes)`: a function `(partition, *operands) -> result`, and the
-      group axes of the operands and of the result. None if the equation moves no
-      slices, or if its index is partitioned.
+      `(fn, in_axes, out_axes)`. `fn(partition, *operands)` takes the operands of `eqn`
+      and returns its result, one array. `in_axes` and `out_axes` are the group axes of
+      the operands, as `fn` takes them, and of the result; None: a global value. None in
+      place of the triple if the equation moves no slices, if its index is partitioned,
+      or if the move has no building block.
     """
     if eqn.primitive is lax.rev_p:
         return _rev(eqn, axes[0])
@@ -61,15 +63,18 @@ def move_groups(
 
 
 def _rev(eqn, axis: int | None):
-    """Rewrite `y[::-1]` as a permute of the groups.
+    """Rewrite `y[::-1]`, reversed along the group axis, as a permute of the groups.
+
+    Each group reverses the other dimensions of its slice by itself.
 
     Args:
       eqn: A `rev`.
       axis: The group axis of its operand; None: it is not partitioned.
 
     Returns:
-      `(fn, in_axes, out_axes)` as of `move_groups`; None if the group axis is not
-      reversed.
+      `(fn, in_axes, out_axes)`: `fn(partition, y)` returns the reversed array;
+      `in_axes` and `out_axes` are `(axis,)`, the group axis of operand and result. None
+      in place of the triple if the group axis is not reversed.
     """
     if axis is None or axis not in eqn.params["dimensions"]:
         return None
@@ -87,11 +92,14 @@ def _rearrange(eqn, axis: int | None):
     """Rewrite a `jnp.roll` along the group axis as a permute of the groups.
 
     Args:
-      eqn: A `rearrange`, as which `rotations.py` writes a roll.
+      eqn: A `rearrange`: the planner's primitive for the parts of an array in another
+        order along one dimension, which replaces the equations of a roll.
       axis: The group axis of its operand; None: it is not partitioned.
 
     Returns:
-      `(fn, in_axes, out_axes)` as of `move_groups`; None if it rearranges another axis.
+      `(fn, in_axes, out_axes)`: `fn(partition, y)` returns the rearranged array;
+      `in_axes` and `out_axes` are `(axis,)`, the group axis of operand and result. None
+      in place of the triple if it rearranges another axis.
     """
     if axis is None or axis != eqn.params["dimension"]:
         return None
@@ -107,11 +115,26 @@ def _rearrange(eqn, axis: int | None):
 def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
     """Rewrite a `gather` of one whole slice for each group as a take, or a permute.
 
+    That is `y[index]` or `jnp.take(y, index, axis)`: group j gets slice `index[j]`. It
+    is a permute if the index is known and a permutation of the groups.
+
     Args:
-      eqn: The `gather`.
+      eqn: The `gather`, whose indices are global.
       axis: The group axis of its first operand; None: it is not partitioned.
-      known: The index of the group that each group reads, if all are known while
-        planning; else None.
+      known: The index of the group that each group reads, n integers, if all are known
+        while planning; else None.
+
+    Returns:
+      `(fn, in_axes, out_axes)`: `fn(partition, y, indices)` returns the result of
+      `eqn`; `in_axes` is `(axis, None)`, and `out_axes` has the position of the groups
+      in the result. None in place of the triple in each of these cases:
+
+      * the first operand is not partitioned;
+      * there are not as many indices as groups, or they index another axis too;
+      * it has batch dimensions;
+      * an index reads a part of a slice;
+      * the mode neither clips, nor fills in, nor promises that indices are in bounds;
+      * it would fill in a random key.
     """
     params, shape = eqn.params, eqn.invars[0].aval.shape
     dims, mode, out = params["dimension_numbers"], params["mode"], eqn.outvars[0].aval
@@ -147,11 +170,28 @@ def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
 def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
     """Rewrite a `scatter` or `scatter-add` whose updates are the groups' slices.
 
+    That is `z.at[index].add(y)` or `.set(y)`: the slice of group j of `y` updates slice
+    `index[j]` of `z`. It is a permute if the index is known and a permutation of the
+    groups; else `.add` is a put_add (each group gets the sum of the slices sent to it),
+    and `.set` a take of the slice of the last group that writes.
+
     Args:
-      eqn: The equation.
+      eqn: The equation, whose indices are global.
       axis: The group axis of its updates; None: they are not partitioned.
-      known: The index of the group that each update is for, if all are known while
-        planning; else None.
+      known: The index of the group that each update is for, n integers, if all are
+        known while planning; else None.
+
+    Returns:
+      `(fn, in_axes, out_axes)`: `fn(partition, z, indices, y)` returns the updated
+      array; `in_axes` is `(g, None, axis)` and `out_axes` is `(g,)`, where g is the
+      axis of `z` that is indexed, so that a global `z` is scattered. None in place of
+      the triple in each of these cases:
+
+      * the updates are not partitioned, or along a window dimension;
+      * updates, indices and slices of `z` are not as many as groups;
+      * it has batch dimensions;
+      * an index updates a part of a slice;
+      * the dtype has no arithmetic, as that of random keys.
     """
     params, (x, indices, updates) = eqn.params, (v.aval for v in eqn.invars)
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -191,5 +231,5 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
 
 
 def _is_plain(dtype) -> bool:
-    """Whether a dtype has arithmetic, which a put_add needs; random keys have none."""
+    """Whether values of a dtype can be added: numbers and bools, not random keys."""
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_

@@ -19,13 +19,14 @@ from drjax._planner.rounds import reduction
 
 
 def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
-    """A name for each leaf of `(args, kwargs)`, such as `model['w']` or `tasks.x`.
+    """Return a name for each leaf of `(args, kwargs)`, such as `model['w']`.
 
     It is the name of the parameter of `fn` and the path of the leaf in the argument.
+    Positional arguments that the signature of `fn` does not name are `arg0`, `arg1`,
+    ...; those of a `*xs` are `xs[0]`, `xs[1]`, ...
 
     Args:
-      fn: The function whose parameters name the arguments. If its signature is unknown,
-        positional arguments are named `arg0`, `arg1`, ...
+      fn: The function whose parameters name the arguments.
       args: The positional arguments of a call of `fn`, pytrees.
       kwargs: The keyword arguments of that call, pytrees.
 
@@ -54,10 +55,13 @@ def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
 
 
 def result_names(tree) -> list[str]:
-    """A name for each leaf of a result, such as `result['w']`, in their order.
+    """Return a name for each leaf of a result, such as `result['w']`.
 
     Args:
       tree: The tree structure of the result, a `PyTreeDef`.
+
+    Returns:
+      A list of names, in the order of the leaves.
     """
     # The paths of a tree are known of its leaves only, so it is filled with some.
     leaves = tree.unflatten(range(tree.num_leaves))
@@ -87,10 +91,11 @@ class Names:
         return name if count == 1 else self._unique(f"{name}_{count}")
 
     def of(self, var) -> str:
-        """The name of a variable.
+        """Return the name of a variable.
 
         Raises:
-          KeyError: The variable has not been named.
+          KeyError: The variable has no name: it is no argument, and neither `add` nor
+            `constant` nor `rename` has named it.
         """
         return self._names[var]
 
@@ -108,12 +113,14 @@ class Names:
 
         * a `map_fn`: the name of its function;
         * a reduction or gather: its name and that of its operand, such as `sum(x)`;
-        * a fold: that of its function, such as `fold(add)`;
+        * a fold, a reduction by a function of two states: that of the function, such as
+          `fold(add)`;
         * a `partition_index`: `group`;
         * any other: the name of its primitive.
 
         The results of a `scan`, `while` or `cond`, and of a `map_fn` or a fold with
-        several results, are numbered from 0: `scan.0`.
+        several results, are numbered from 0: `scan.0`. A name that is taken gets a
+        suffix.
         """
         for i, var in enumerate(eqn.outvars):
             if eqn.primitive is primitives.map_fn_p:
@@ -161,8 +168,9 @@ class Names:
 
 
 def function_name(name: str) -> str:
-    """The name of a function in plans: without outer underscores, or "function".
+    """Return the name that plans show for a function with this `__name__`.
 
-    A lambda, whose name `<lambda>` says nothing, is called "function".
+    It is `name` without leading and trailing underscores; for `<lambda>`, which says
+    nothing, it is "function".
     """
     return "function" if name == "<lambda>" else name.strip("_")

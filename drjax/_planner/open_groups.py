@@ -36,14 +36,22 @@ from drjax.plan import Loop, Plan, Round, Stage, Value
 def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> Plan:
     """Mark a plan as one for any number of groups, if nothing in it depends on n.
 
+    To find out, the program is planned a second time, for n + 1 groups, and the two
+    plans are compared.
+
     Args:
-      plan: The plan, for n groups.
-      make: The function that has made it, `make(*args, **kwargs)`.
-      args: The positional arguments of the program, for n groups.
-      kwargs: The keyword arguments.
+      plan: The plan, for n groups. It is not modified.
+      make: `make(*args, **kwargs)` plans the program, as it has made `plan`.
+      args: The positional arguments of the program, for n groups: pytrees of arrays or
+        `jax.ShapeDtypeStruct`s.
+      kwargs: The keyword arguments, likewise.
+
+    Returns:
+      A copy of `plan` with `open_groups=True`.
 
     Raises:
-      PlanError: The plan depends on n, or there is none for n + 1 groups.
+      PlanError: The plan depends on n, there is none for n + 1 groups, or the program
+        has no partition.
     """
     begin = f"{plan.name} has no plan for any number of groups (open_groups=True): "
     if plan.partition is None:
@@ -73,7 +81,7 @@ def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> 
 
 
 def fixed_by(plan: Plan) -> str | None:
-    """The first communication of a plan whose result depends on the number of groups.
+    """Find the first communication of a plan that depends on the number of groups.
 
     Args:
       plan: The plan. The bodies of its loops are searched, too.
@@ -98,7 +106,7 @@ def fixed_by(plan: Plan) -> str | None:
 
 
 def _resized_type(n: int, value: Value, leaf: Any) -> Any:
-    """The type of an argument of the program, for another number of groups.
+    """Return the type of an argument of the program, for another number of groups.
 
     Args:
       n: The other number of groups.
@@ -117,11 +125,15 @@ def _resized_type(n: int, value: Value, leaf: Any) -> Any:
 
 
 def _difference(plan: Plan, other: Plan) -> str | None:
-    """The first difference between two plans of a program, made for n and n + 1 groups.
+    """Find the first difference between two plans of a program, for n and n + 1 groups.
+
+    Args:
+      plan: The plan for n groups.
+      other: The plan for n + 1 groups.
 
     Returns:
-      What differs, as the subject of a sentence: `the number of rounds`; None if
-        nothing does.
+      What differs, as the subject of a sentence, such as `the number of rounds`; None
+      if nothing does.
     """
     if len(plan.rounds) != len(other.rounds):
         return "the number of rounds"
@@ -139,7 +151,18 @@ def _difference(plan: Plan, other: Plan) -> str | None:
 
 
 def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
-    """The first difference between two rounds, as `_difference` returns it."""
+    """Find the first difference between two rounds, of plans for n and n + 1 groups.
+
+    Their stages and loops are compared, and what they communicate.
+
+    Args:
+      a_round: The round of the plan for n groups.
+      other: The same round of the plan for n + 1 groups.
+
+    Returns:
+      What differs, as the subject of a sentence, such as `the number of loops`; None if
+      nothing does.
+    """
     stages = [(a_round.server, other.server), (a_round.local, other.local)]
     folds = zip(a_round.folds, other.folds, strict=False)
     stages += [(fold.combine, another.combine) for fold, another in folds]
@@ -163,11 +186,11 @@ def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
 
 
 def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | None:
-    """The name of the first field in which two records of a dataclass differ.
+    """Return the name of the first field in which two records of a dataclass differ.
 
     Args:
       x: One record.
-      y: The other one.
+      y: The other one, of the same class.
       but: The names of fields that are not compared.
 
     Returns:
@@ -180,9 +203,15 @@ def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | Non
 
 
 def _difference_of_stages(stage: Stage, other: Stage) -> str | None:
-    """The first difference between a stage of two plans, as `_difference` returns it.
+    """Find the first difference between two stages, of plans for n and n + 1 groups.
 
-    It names the first equation that differs, with its source line.
+    Args:
+      stage: The stage of the plan for n groups.
+      other: The same stage of the plan for n + 1 groups.
+
+    Returns:
+      What differs, as the subject of a sentence: the first equation that does, with its
+      source line; else the type of an input or output. None if nothing does.
     """
     pairs = itertools.zip_longest(
         _comparison_keys(stage.jaxpr), _comparison_keys(other.jaxpr)
@@ -210,9 +239,10 @@ def _comparison_keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
       jaxpr: The jaxpr, open or closed.
 
     Yields:
-      `(equation, key)` for each equation, after those of jaxprs in its parameters;
-      first `(None, key)` for the inputs and constants, and last for the results. In a
-      jaxpr inside an equation, that equation stands for None.
+      Pairs `(equation, key)`: first `(None, key)` for the inputs and constants, then
+      one for each equation, and last `(None, key)` for the results. The parts of a
+      jaxpr in an equation's parameters precede that equation, which takes the place of
+      None in them.
     """
     numbers: dict[Any, int] = {}
     inside = _compat.open_jaxpr(jaxpr)
@@ -235,5 +265,5 @@ def _comparison_keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _array_key(x: Any) -> Any:
-    """A hashable key of a number, or of an array by its dtype, shape and bits."""
+    """Return a hashable key of a number, or of an array: its dtype, shape and bits."""
     return value_key(np.asarray(to_raw(x)) if hasattr(x, "dtype") else x, lambda _: ())

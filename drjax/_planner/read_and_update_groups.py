@@ -43,13 +43,15 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
     """Rewrite an equation that reads some groups of its first operand by their index.
 
     Args:
-      eqn: An equation of any primitive, such as a `slice` or a `gather`.
+      eqn: An equation of any primitive, such as a `slice` or a `gather`. Its first
+        operand alone is partitioned.
       axis: The group axis of its first operand.
 
     Returns:
       A function `(partition, *operands) -> result`, which computes the result of `eqn`
       (a list for an `unstack`) with building blocks, as a global value. None if the
-      equation does not read groups by their index, or reads too many of them.
+      equation does not read groups by their index, or reads too many: more than half of
+      them by known bounds, as of a `slice`.
     """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
@@ -75,6 +77,7 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
 
     Args:
       eqn: An equation of any primitive, such as a `scatter` or `dynamic_update_slice`.
+        Its first operand alone is partitioned.
       axis: The group axis of its first operand.
 
     Returns:
@@ -92,8 +95,9 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
 def _select_many_groups(partition: Partition, x, axis: int, indices):
     """Select the slices of k groups as a global value, stacked along the group axis.
 
-    Of k groups, either every group adds k slices (zeros, if it is not selected) to a
-    sum: n k operations, or every group sends one slice to a gather: n slices of memory.
+    If k * k <= n, every group adds k slices (zeros, if it is not selected) to a sum: n
+    k operations. If not, all slices are gathered, n slices of memory, and k of them
+    taken.
 
     Args:
       partition: The partition, of n groups.
@@ -222,9 +226,14 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
 
 
 def _clamped(start, last: int):
-    """Clamp a start index, an integer `[]`, to 0..`last` as JAX does.
+    """Clamp a start index to 0..`last`, inclusive, as JAX does.
 
-    The result is int32, and a narrower `start` is converted before it is compared.
+    Args:
+      start: The index, an integer `[]`. If narrower than int32, it is converted first.
+      last: The greatest index.
+
+    Returns:
+      The index, int32 `[]`.
     """
     start = start if start.dtype.itemsize >= 4 else start.astype(jnp.int32)
     return jnp.clip(start, 0, last).astype(jnp.int32)
@@ -356,10 +365,10 @@ def _per_column(limits: Sequence[int], indices):
 
 
 def fill_value(dtype, value):
-    """The scalar, of type `dtype`, that a `gather` fills in for indices out of bounds.
+    """Return the scalar that a `gather` fills in for indices out of bounds.
 
     Args:
-      dtype: The dtype of the results of the `gather`.
+      dtype: The dtype of the results of the `gather`, and of the scalar.
       value: Its parameter `fill_value`, a scalar; None: the default of JAX for the
         dtype.
     """

@@ -117,15 +117,19 @@ class _Scan:
     def replace(self, consts, xs, body_consts, body_xs, first, names, more_consts, ys):
         """Build a scan with other operands, more equations, and the same carry.
 
+        The old scan and body are not modified.
+
         Args:
           consts: The variables that are constants of the new scan.
           xs: The variables that are its stacks.
-          body_consts: The arguments of the body for `consts`.
-          body_xs: The arguments of the body for one step of `xs`.
-          first: Equations that the body has before its own.
-          names: For each variable that these replace in the body its new variable.
-          more_consts: For each constant of `first` that the old body lacks its value.
-          ys: Pairs of a stacked result and its variable in the body.
+          body_consts: The arguments of the new body for `consts`.
+          body_xs: The arguments of the new body for one step of `xs`.
+          first: Equations that the new body has before those of the old one.
+          names: From each variable of the old body that is no longer an argument to the
+            variable of the new body that replaces it.
+          more_consts: For each constant that `first` uses and the old body lacks its
+            value.
+          ys: Pairs of a stacked result of the new scan and its variable in the body.
 
         Returns:
           `(scan, body)`: the new equation, and its body as an `InlinedJaxpr`.
@@ -194,9 +198,11 @@ class _ScanPair:
     def _only_scanned(self, var) -> bool:
         """Whether a stack is used, and only as a stack of scans of the same length.
 
+        False if it is a result of the program, a constant or an initial carried value
+        of a scan, or an operand of any other equation.
+
         Args:
-          var: A stacked result of the forward scan. A result of the program is not only
-            scanned.
+          var: A stacked result of the forward scan.
         """
         # A result of the program must be stacked anyway.
         if var in self.program.outvars:
@@ -213,18 +219,20 @@ class _ScanPair:
         )
 
     def _backward_slice(self, roots: list) -> tuple[list, list] | None:
-        """The equations of the forward body that a backward scan may rematerialize.
+        """Find the forward body's equations that a backward scan may rematerialize.
 
         Args:
           roots: The variables of the forward body to rematerialize.
 
         Returns:
-          `(eqns, starts)`: the equations that compute the roots, in order, and the
-          variables from which they start, without constants of the jaxpr. None in each
-          of these cases:
+          `(eqns, starts)`: the equations that compute the roots, in the order of the
+          body, and the variables of the body from which they start, without its
+          constants: its arguments, and results of communication. None in each of these
+          cases:
 
           * an equation with effects would run twice;
-          * a bitwise-observable variable would be rematerialized;
+          * a bitwise-observable variable would be rematerialized: the program may
+            compare its exact bits;
           * a start is partitioned, and is carried or is a result of communication.
         """
         body = self.forward.body
@@ -255,10 +263,11 @@ class _ScanPair:
         """Rewrite the program so that backward scans rematerialize the residuals.
 
         The forward scan returns, in place of the residuals, stacks of the global values
-        from which they are computed.
+        from which they are computed. These are recorded in `self.stacks`.
 
         Returns:
-          The rewritten inlined jaxpr, with other equations for these scans.
+          A new inlined jaxpr, with other equations for these scans, and the same
+          arguments and results.
         """
         forward = self.forward
         # One slice for all, so that a start that they share is stacked once. It exists:
@@ -300,8 +309,8 @@ class _ScanPair:
     def _backward(self, scan: _Scan) -> tuple[Any, InlinedJaxpr]:
         """Rewrite a backward scan: each step first rematerializes its residuals.
 
-        The scan takes the values from which these are computed in place of the
-        residuals.
+        In place of the residuals, the new scan takes the values from which they are
+        computed. `self.stacks` must be set, as `rewritten` does.
 
         Args:
           scan: A scan that has residuals among its stacks `xs`.
@@ -346,7 +355,9 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
       scan: A scan of this jaxpr.
 
     Returns:
-      The inlined jaxpr with the rewritten scan; None if the scan has no such constant.
+      A new inlined jaxpr with the rewritten scan, and without equations that are dead
+      then; None if no constant is partitioned along axis 0 and the result of a cheap
+      equation (`_is_cheap`).
     """
     program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
@@ -394,13 +405,13 @@ _EXPENSIVE = frozenset(
 
 
 def _is_cheap(eqn) -> bool:
-    """Whether `_sink` may repeat an equation in each step of a loop.
+    """Whether an equation may be evaluated in each step of a loop, to save memory.
 
     It has no effects, and costs little compared with the memory of its result: it is a
     `broadcast`, `scatter`, `partition_index` or `iota`, or any primitive with an
-    unbatching rule but those in `_EXPENSIVE`, such as a `dot_general`, a convolution or
-    a decomposition of matrices. A `map_fn` or `jit` is cheap if all equations of its
-    jaxpr are.
+    unbatching rule, unless its name is in `_EXPENSIVE`, as those of `dot_general`, of
+    convolutions and of decompositions of matrices are. A `map_fn` or `jit` is cheap if
+    all equations of its jaxpr are.
     """
     name = eqn.primitive.name
     if eqn.effects or name in _EXPENSIVE:

@@ -132,7 +132,10 @@ class LocalWork:
         self._last_use = {v: i for i in indices for v in self._live_into_round(i)}
 
     def parts(self, index: int) -> LocalStageParts:
-        """What the local stage of a round takes, computes and returns.
+        """Return what the local stage of a round takes, computes and returns.
+
+        The local stage is the work of one group in the round, between what it receives
+        and what it sends.
 
         Args:
           index: The index of the round, from 0.
@@ -166,10 +169,11 @@ class LocalWork:
         )
 
     def _count_rounds(self) -> int:
-        """Count the rounds, up to the last that communicates or has a local stage.
+        """Count the rounds, up to the last that communicates or has work of groups.
 
-        A partitioned result of the program has a local stage, even if it is an
-        argument, unless a move or a loop gives it.
+        A partitioned result of the program is an output of a local stage, even if it is
+        an argument, so its round counts, too; but not if a move between groups or a
+        loop gives the result.
         """
         rounds = self._rounds
         indices = [*rounds.reduces, *rounds.folds, *rounds.moves, *rounds.loops]
@@ -186,7 +190,7 @@ class LocalWork:
         return 1 + max(indices, default=-1)
 
     def _equations_of_round(self, index: int) -> list[Any]:
-        """The equations of a round's local stage, rematerialized ones included.
+        """List the equations of a round's local stage, rematerialized ones included.
 
         Args:
           index: The index of the round, from 0.
@@ -217,8 +221,9 @@ class LocalWork:
     def _may_rematerialize(self, var) -> bool:
         """Whether a later round may rematerialize the slices of a partitioned variable.
 
-        It may unless the variable is an argument, bitwise-observable, or the result of
-        an equation with effects, of a move or of a loop.
+        It may unless the variable is an argument, bitwise-observable (the program may
+        compare its exact bits), or the result of an equation with effects, of a move
+        between groups or of a loop.
         """
         # Arguments have no definition, effects run once, and others communicate.
         eqn = self._values.definition.get(var)
@@ -227,11 +232,11 @@ class LocalWork:
         return not _gives_slices(eqn, self._kinds)
 
     def _computed_in_round(self, index: int) -> dict[Any, None]:
-        """The variables that the local stage of a round computes, in program order.
+        """List the variables that a round's local stage computes, in program order.
 
         An equation with several results may be rematerialized for one of them while
-        another is bitwise-observable: that result is not computed a second time, but
-        read from the round that computed it.
+        another is bitwise-observable (the program may compare its exact bits). That
+        result is not computed a second time, but read from the round that computed it.
 
         Args:
           index: The index of the round, from 0.
@@ -247,14 +252,18 @@ class LocalWork:
         )
 
     def _live_into_round(self, index: int) -> set[Any]:
-        """The set of partitioned variables whose slices a round reads as inputs.
+        """Collect the partitioned variables whose slices a round reads as inputs.
 
-        They are arguments of the program or results of earlier rounds: operands of its
-        equations, and what reductions, loops and results take after the round, but for
-        the variables that the round computes itself.
+        They are operands of its equations, and what reductions, folds, moves, loops and
+        results of the program take after it, without the variables that the round
+        computes itself. So they are arguments of the program or results of earlier
+        rounds.
 
         Args:
           index: The index of the round, from 0.
+
+        Returns:
+          A new set of variables.
         """
         operands = [x for e in self._equations[index] for x in self._values.operands(e)]
         needed = {x.var for x in operands if isinstance(x, SliceOperand)}
@@ -264,8 +273,9 @@ class LocalWork:
     def _is_saved(self, var, index: int) -> bool:
         """Whether a local stage returns the slices of a variable that it computes.
 
-        It does if a reduction, a loop or a result of the program takes them after the
-        round, or if the round defines the variable and a later one needs it.
+        It does if a reduction, a fold, a move, a loop or a result of the program takes
+        them after the round, or if the round defines the variable and a later one reads
+        it. A round that only rematerializes it does not.
 
         Args:
           var: The variable.
@@ -324,7 +334,14 @@ def _leaving(
 
 
 def _gives_slices(eqn, kinds: Environment) -> bool:
-    """Whether an equation communicates slices: a move between groups, or a loop."""
+    """Whether an equation's slices come from communication, not from a local stage.
+
+    So it is with a move of slices between groups and with a loop of rounds.
+
+    Args:
+      eqn: The equation, of any primitive.
+      kinds: The kinds of the variables of the program that contains it.
+    """
     return is_move(eqn, kinds) or kinds.is_loop(eqn)
 
 
@@ -337,5 +354,5 @@ def _is_work(eqn) -> bool:
 
 
 def _unique(items) -> list:
-    """A list of hashable items without repetitions, in order of first occurrence."""
+    """Return a list of hashable items without repetitions, by first occurrence."""
     return list(dict.fromkeys(items))

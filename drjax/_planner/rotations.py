@@ -36,10 +36,11 @@ class Rearrange(Primitive):
         """Rearrange an array by equations of `lax`, as stages have no such primitive.
 
         Args:
-          *args: The array.
-          dimension: The dimension along which it is divided.
-          segments: For each part, in the new order, its first index in the array and
-            its size.
+          *args: The array, and nothing else.
+          dimension: The dimension along which it is divided into parts.
+          segments: For each part of the result, in order, its first index in the array
+            and its size.
+          **_: Not used.
 
         Returns:
           The rearranged array.
@@ -72,7 +73,10 @@ class _Pieces:
         return sum(k for _, k in self.segments)
 
     def cut(self, start: int, stop: int) -> "_Pieces":
-        """The pieces of the slice from index `start` to `stop` along the dimension."""
+        """Return new pieces: those from index `start` to `stop`, exclusive.
+
+        The indices count along the dimension of this variable, from 0.
+        """
         cut, position = [], 0
         for first, k in self.segments:
             low, high = max(start - position, 0), min(stop - position, k)
@@ -83,14 +87,18 @@ class _Pieces:
 
 
 def recognize_rotations(eqns: Sequence[Any]) -> list:
-    """Replace the last equation of each roll, or of its transpose, by a `rearrange`.
+    """Replace the last equation of a `jnp.roll`, or of its transpose, by a `rearrange`.
+
+    A `rearrange` has all parts of an array along one dimension, in another order. It
+    has the same result variable as the equation that it replaces, and the array as
+    operand.
 
     Args:
-      eqns: The equations, definitions before uses.
+      eqns: The equations, definitions before uses. They are not modified.
 
     Returns:
-      The list of equations. The others of a roll stay, and are dead without another
-      use.
+      A new list of equations. The other equations of a roll stay; they are dead unless
+      something else uses them.
     """
     known: dict[Any, _Pieces] = {}
     kept = []
@@ -110,10 +118,14 @@ def recognize_rotations(eqns: Sequence[Any]) -> list:
 
 
 def sources_of(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """The index in the array of each index of the rearranged dimension.
+    """Return, for each index of a rearranged dimension, the index that it comes from.
 
     Args:
-      segments: For each part its first index in the array, and its size.
+      segments: For each part of the result, in order, its first index in the array and
+        its size.
+
+    Returns:
+      A tuple: result index i is index `sources[i]` of the array.
     """
     return tuple(
         i for first, k in segments for i in range(first or 0, (first or 0) + k)
@@ -121,7 +133,10 @@ def sources_of(segments: Sequence[Segment]) -> tuple[int, ...]:
 
 
 def _is_rotation(pieces: _Pieces) -> bool:
-    """Whether pieces are all parts of their array, each once, in another order."""
+    """Whether pieces are all parts of their array, each once, in another order.
+
+    There must be at least two parts, and no zeros among them.
+    """
     segments = [s for s in pieces.segments if s[0] is not None]
     if len(segments) < max(2, len(pieces.segments)):
         return False
@@ -130,10 +145,14 @@ def _is_rotation(pieces: _Pieces) -> bool:
 
 
 def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Merge segments that follow each other in the array, or are both zeros, to one.
+    """Merge adjacent segments that continue each other in the array, or are both zeros.
 
     Args:
-      segments: Pairs of a first index, None for zeros, and a size.
+      segments: Pairs of a first index in the array, None for zeros, and a size, in
+        order.
+
+    Returns:
+      The merged segments, in the same order.
     """
     joined: list[Segment] = []
     for first, k in segments:
@@ -154,16 +173,18 @@ def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def _pieces_of(var, dimension: int, known: dict) -> _Pieces | None:
-    """A variable as pieces along a dimension, for the operand of a slice or split.
+    """Return the operand of a slice or split as pieces along a dimension.
+
+    Pieces are consecutive parts of another variable, along one dimension.
 
     Args:
       var: The variable or literal.
       dimension: The dimension.
-      known: For each variable that is known to consist of pieces these.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
 
     Returns:
-      Its pieces: the whole variable as one piece, if none are known. None if its known
-        pieces lie along another dimension, or if it is a literal.
+      The known pieces of `var`. If it has none, the whole of it as one piece of itself.
+      None if its known pieces lie along another dimension, or if it is a literal.
     """
     if isinstance(var, Literal):
         return None
@@ -174,11 +195,13 @@ def _pieces_of(var, dimension: int, known: dict) -> _Pieces | None:
 
 
 def _pieces_of_all(atoms: Sequence[Any], known: dict) -> list[_Pieces]:
-    """The operands of a concatenation or a sum as pieces of one array.
+    """Return the operands of a concatenation or a sum as pieces of one array.
+
+    Pieces are consecutive parts of another variable, and zeros, along one dimension.
 
     Args:
       atoms: The operands, variables or literals.
-      known: For each variable that is known to consist of pieces these.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
 
     Returns:
       For each operand its pieces; [] unless all have pieces of the same array along the
@@ -195,13 +218,21 @@ def _pieces_of_all(atoms: Sequence[Any], known: dict) -> list[_Pieces]:
 
 
 def _only_true(flags: Sequence[bool]) -> int | None:
-    """The position of the only true flag; None if none or several are true."""
+    """Return the position of the only true flag; None if none or several are true."""
     chosen = [i for i, flag in enumerate(flags) if flag]
     return chosen[0] if len(chosen) == 1 else None
 
 
 def _slice(eqn, known):
-    """The piece that a `slice` with step 1 takes, if it cuts one dimension only."""
+    """Describe the result of a `slice` as a piece, a part of another variable.
+
+    Args:
+      eqn: The `slice`.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
+
+    Returns:
+      A list of its one `_Pieces`; None unless it cuts one dimension only, with step 1.
+    """
     x, p = eqn.invars[0], eqn.params
     bounds = [*zip(p["start_indices"], p["limit_indices"], strict=True)]
     whole = [(0, size) for size in x.aval.shape]
@@ -213,7 +244,16 @@ def _slice(eqn, known):
 
 
 def _split(eqn, known):
-    """The pieces that a `split` divides its operand into, one for each result."""
+    """Describe each result of a `split` as a piece, a part of another variable.
+
+    Args:
+      eqn: The `split`.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
+
+    Returns:
+      A list with the `_Pieces` of each result; None if the operand has pieces along
+      another dimension.
+    """
     pieces = _pieces_of(eqn.invars[0], eqn.params["axis"], known)
     if pieces is None:
         return None
@@ -225,7 +265,16 @@ def _split(eqn, known):
 
 
 def _concatenate(eqn, known):
-    """The pieces of a `concatenate` of pieces of one array along their dimension."""
+    """Describe the result of a `concatenate` as pieces, the parts of another variable.
+
+    Args:
+      eqn: The `concatenate`.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
+
+    Returns:
+      A list of its one `_Pieces`; None unless all operands are pieces of one array
+      along the dimension in which they are joined.
+    """
     dimension = eqn.params["dimension"]
     parts = _pieces_of_all(eqn.invars, known)
     if not parts or parts[0].dimension != dimension:
@@ -235,7 +284,16 @@ def _concatenate(eqn, known):
 
 
 def _pad(eqn, known):
-    """The pieces of a `pad` with zeros at the ends of the dimension of its operand."""
+    """Describe the result of a `pad` with zeros as pieces: the operand's, and zeros.
+
+    Args:
+      eqn: The `pad`.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
+
+    Returns:
+      A list of its one `_Pieces`, with zeros before and after. None unless the operand
+      has pieces, and zeros are added at the ends of their dimension alone.
+    """
     x, value = eqn.invars
     config = eqn.params["padding_config"]
     dimension = _only_true([any(c) for c in config])
@@ -254,7 +312,17 @@ def _pad(eqn, known):
 
 
 def _add(eqn, known):
-    """The pieces of a sum, if of two pieces at one position one is always zeros."""
+    """Describe a sum as pieces, if of two operands at each position one is zeros.
+
+    Args:
+      eqn: The `add` or `add_any`.
+      known: From each variable that consists of pieces of another one to its `_Pieces`.
+
+    Returns:
+      A list of its one `_Pieces`, which has at each position the piece that is not
+      zeros. None if both have one at some position, if their sizes differ, or unless
+      both are pieces of the same array along the same dimension.
+    """
     parts = _pieces_of_all(eqn.invars, known)
     if not parts or parts[0].size != parts[1].size:
         return None

@@ -35,19 +35,22 @@ _MOVE_NAMES = {primitive: name for name, primitive in MOVES.items()}
 
 
 def move_name(primitive) -> str | None:
-    """The name, in plans, of a primitive that moves slices; None for any other."""
+    """Return the name, in plans, of a primitive that moves slices between groups.
+
+    "permute", "take" or "put_add"; None for any other primitive.
+    """
     return _MOVE_NAMES.get(primitive)
 
 
 def reduction(primitive) -> str | None:
-    """The name, in plans, of a primitive that combines groups; None for any other.
+    """Return the name, in plans, of a primitive that combines all groups' slices.
 
     Args:
       primitive: Any primitive, of drjax or of JAX.
 
     Returns:
       "sum", "mean", "max", "min", or the name of another registered reduction of drjax;
-      "gather" for `gather_p`.
+      "gather" for `gather_p`. None for any other primitive, also for a fold.
     """
     if primitive is primitives.gather_p:
         return "gather"
@@ -58,6 +61,10 @@ def reduction(primitive) -> str | None:
 class RoundAssignment:
     """The round of each variable and equation of an inlined jaxpr, counted from 0.
 
+    A round is one exchange between the server and the groups. An equation is in the
+    first round in which all of its operands are available; what it communicates is
+    available from the next round on.
+
     Args:
       kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
 
@@ -65,10 +72,13 @@ class RoundAssignment:
       local: From the index of a round to the list of its equations on partitioned
         values. Rounds without such equations are missing.
       server: From the index of a round to the list of its equations on global values.
-      reduces: To the list of the reductions and gathers that end it.
-      folds: To the list of its folds of the groups' states.
-      moves: To the list of its moves of slices between groups.
-      loops: To the list of the loops of rounds that run at its end.
+      reduces: From the index of a round to the list of the reductions and gathers after
+        its local stage. This and the following ones lack rounds without any, too.
+      folds: From the index of a round to the list of its folds: reductions of the
+        groups' states by a function of two states.
+      moves: From the index of a round to the list of its moves of slices between
+        groups.
+      loops: From the index of a round to the list of the loops of rounds at its end.
     """
 
     def __init__(self, kinds: Environment):
@@ -109,12 +119,18 @@ class RoundAssignment:
             eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
 
     def round_of(self, atom) -> int:
-        """The first round in which a variable is available; 0 for a literal."""
+        """Return the index of the first round in which a variable is available, from 0.
+
+        An argument, a constant or a literal is available in round 0; what is
+        communicated in a round, in the next one.
+        """
         return 0 if isinstance(atom, Literal) else self._available.get(atom, 0)
 
 
 def is_reduction(eqn, kinds: Environment) -> bool:
     """Whether an equation reduces or gathers the groups of the plan's partition.
+
+    A fold, a reduction by a function of two states, does not count: see `is_fold`.
 
     Args:
       eqn: The equation, of any primitive.
@@ -127,7 +143,9 @@ def is_reduction(eqn, kinds: Environment) -> bool:
 
 
 def is_fold(eqn, kinds: Environment) -> bool:
-    """Whether an equation folds the states of the groups of the plan's partition.
+    """Whether an equation is a fold over the groups of the plan's partition.
+
+    A fold reduces the groups' states to one state, by a function of two states.
 
     Args:
       eqn: The equation, of any primitive.
@@ -138,20 +156,37 @@ def is_fold(eqn, kinds: Environment) -> bool:
 
 
 def states_of(eqn) -> list:
-    """The operands of a fold that are leaves of the groups' states."""
+    """Return the last `n_states` operands of a fold: the leaves of the groups' states.
+
+    The operands of a fold are, in this order, what its function of two states closes
+    over, the leaves of the neutral state, and the leaves of the groups' states, which
+    are partitioned.
+
+    Args:
+      eqn: The fold, a `reduce_fold`.
+    """
     return eqn.invars[len(eqn.invars) - eqn.params["n_states"] :]
 
 
 def closed_over_by(eqn) -> list:
-    """The operands of a fold that its function of two states closes over."""
+    """Return the first operands of a fold: what its function of two states closes over.
+
+    The leaves of the neutral state and those of the groups' states follow them.
+
+    Args:
+      eqn: The fold, a `reduce_fold`.
+
+    Returns:
+      A list of variables or literals; [] if the function closes over nothing.
+    """
     return eqn.invars[: len(eqn.invars) - 2 * eqn.params["n_states"]]
 
 
 def is_move(eqn, kinds: Environment) -> bool:
-    """Whether an equation moves slices between groups of the plan's partition.
+    """Whether an equation moves slices to or from groups of the plan's partition.
 
-    So it is if it moves them between these groups and those of a larger partition, a
-    population of which they are a cohort.
+    It may move them between these groups, or between them and those of a larger
+    partition, a population of which they are a cohort.
 
     Args:
       eqn: The equation, of any primitive.

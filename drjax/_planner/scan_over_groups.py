@@ -33,6 +33,8 @@ def scan_as_map(
 ) -> tuple[Callable, tuple[int | None, ...], tuple[int | None, ...]] | None:
     """Rewrite a scan whose steps are the groups as a `map_fn` and reductions.
 
+    A step may use the carried values only to add to them; then steps are independent.
+
     Args:
       eqn: A scan.
       axes: For each operand its group axis; None: it is not partitioned.
@@ -40,8 +42,8 @@ def scan_as_map(
     Returns:
       `(fn, in_axes, out_axes)`: `fn(partition, *operands)` returns the list of results
       of the scan; `in_axes` and `out_axes` are the group axes of operands and results,
-      None for global ones. None instead if the steps are not the groups, or depend on
-      each other.
+      None for global ones. None in place of the triple if the steps are not the groups,
+      or depend on each other.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
@@ -89,7 +91,7 @@ def scan_as_map(
 
 
 def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
-    """What a step of a scan adds to each carried value, if it does nothing else.
+    """Find what a step of a scan adds to each carried value, if it does nothing else.
 
     Args:
       body: The open jaxpr of one step.
@@ -99,8 +101,8 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
 
     Returns:
       For each carried value the variable of `body` that is added to it, or None if the
-      step returns the value as it is. None instead of the list if a step changes a
-      carried value in another way, or also uses it, or the sum, elsewhere.
+      step returns the value as it is. None in place of the list if a step changes a
+      carried value in another way, or uses one that it adds to, or the sum, elsewhere.
     """
     definition = definitions(body.eqns)
     uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)

@@ -46,13 +46,16 @@ def separate(
 ) -> InlinedJaxpr:
     """Move the building blocks of other partitions to bodies of `program` equations.
 
+    A `program` equation is one whose body has a plan of its own, over another
+    partition; its operands and results are global values of the plan.
+
     Args:
-      program: The inlined jaxpr.
+      program: The inlined jaxpr. It is not modified.
       own: The partition of the plan.
       others: The other partitions.
 
     Returns:
-      The inlined jaxpr, with the same arguments and results.
+      An inlined jaxpr with the same arguments and results.
     """
     return _separate_with_slices(program, own, [*others], set())
 
@@ -60,17 +63,19 @@ def separate(
 def _separate_with_slices(
     program: InlinedJaxpr, own, others: list, slices: set
 ) -> InlinedJaxpr:
-    """Separate the blocks of other partitions, in a program or in the body of a loop.
+    """Move blocks of other partitions to bodies, in a program or in the body of a loop.
 
     Args:
-      program: The inlined jaxpr.
+      program: The inlined jaxpr. It is not modified.
       own: The partition of the plan.
-      others: The other partitions.
+      others: The other partitions. For each in turn, its building blocks move to bodies
+        of `program` equations, which run a plan over it.
       slices: The arguments that may be partitioned over `own`; those of a whole program
         need not be listed.
 
     Returns:
-      The inlined jaxpr, with blocks over `others` in the bodies of `program` equations.
+      An inlined jaxpr with the same arguments and results, and no building blocks over
+      `others` outside of such bodies.
     """
     for other in others:
         program = _Separation(program, own, other, others, slices).result()
@@ -80,12 +85,17 @@ def _separate_with_slices(
 class _Separation:
     """The separation of the building blocks over one other partition.
 
+    Equations are numbered by stages: the least numbers that do not decrease from an
+    operand's definition to its use, odd for what goes to a body over the other
+    partition, even for all else. Each odd stage becomes one `program` equation, which
+    runs its equations as a plan over the other partition.
+
     Args:
       program: The inlined jaxpr.
       own: The partition of the plan.
       other: The partition whose blocks are moved to bodies.
       others: All partitions but the plan's own.
-      slices: The arguments that may be partitioned over `own`.
+      slices: The arguments that may be partitioned over `own`. The set is copied.
     """
 
     def __init__(self, program: InlinedJaxpr, own, other, others, slices: set):
@@ -99,7 +109,12 @@ class _Separation:
         self.stages = self._stages()
 
     def result(self) -> InlinedJaxpr:
-        """The rewritten inlined jaxpr: one `program` equation for each odd stage."""
+        """Build the inlined jaxpr with one `program` equation for each odd stage.
+
+        Equations are in the order of their stages, and keep their order within an even
+        stage. A loop with blocks of the other partition stays, with rewritten bodies,
+        if it also has blocks of the plan's own or takes its slices.
+        """
         program, bodies = self.program, dict(self.program.known_bodies)
         for eqn, used in zip(program.eqns, self.used, strict=True):
             if {self.own, self.other} <= used and eqn.primitive.name in CONTROL:
@@ -123,11 +138,19 @@ class _Separation:
         )
 
     def _partitions_used(self, eqn) -> set[Partition]:
-        """The partitions whose groups an equation needs: those whose blocks it binds.
+        """Return the partitions whose building blocks an equation binds, at any depth.
 
-        A loop that takes slices of the plan's partition needs this one, too, as no body
-        of another partition may take them whole. As a side effect, `slices` gets the
-        results that may be slices, so equations are visited in order, each once.
+        The plan's own partition is added for a loop that takes its slices and binds
+        blocks of another one, as no body over the other partition may take slices.
+
+        Side effect: the results of `eqn` that may be slices of the plan's own partition
+        are added to `self.slices`. So call it once for each equation, in order.
+
+        Args:
+          eqn: The equation, of any primitive.
+
+        Returns:
+          A set of partitions; empty for an equation without building blocks.
         """
         used, kinds = self._used_by(eqn), signature(eqn.primitive)
         takes = any(v in self.slices for v in variables(eqn.invars))
@@ -143,10 +166,19 @@ class _Separation:
         return used
 
     def _slices_in(self, eqn, body: InlinedJaxpr) -> set[Any]:
-        """The arguments of a loop's body that may have slices of the plan's partition.
+        """Return the arguments of a loop's body that may have slices of the plan's own.
 
-        Of a `cond` those whose operands may; of a `scan` or `while` all, if any operand
-        may: a carried value may become partitioned.
+        An operand of the loop may be partitioned over the plan's own partition if it is
+        in `self.slices`. Of a `cond`, the arguments are those for such operands. Of a
+        `scan` or `while` they are all arguments, if there is such an operand, as it may
+        make any carried value partitioned.
+
+        Args:
+          eqn: The loop: a `scan`, `while` or `cond`.
+          body: One of its bodies, whose arguments are those of the branch or step.
+
+        Returns:
+          A set of variables of `body`; empty if there is no such operand.
         """
         if eqn.primitive.name == "cond":
             pairs = zip(eqn.invars[1:], body.invars, strict=True)
@@ -155,7 +187,14 @@ class _Separation:
         return {*body.invars} if takes else set()
 
     def _used_by(self, eqn) -> set[Partition]:
-        """The partitions over which an equation binds building blocks, at any depth."""
+        """Return the partitions whose building blocks an equation binds, at any depth.
+
+        Of a `program` equation that is the partition of its body; of an equation
+        without building blocks, an empty set. Mapped functions are not entered.
+
+        Args:
+          eqn: The equation, of any primitive.
+        """
         if eqn.primitive in BLOCKS:
             return {*partitions_of(eqn)}
         if eqn.primitive is program_p:
@@ -166,9 +205,16 @@ class _Separation:
         return {p for p in self.partitions if any(uses_blocks(j, p) for j in jaxprs)}
 
     def _stages(self) -> list[int]:
-        """The stage of each equation, by the rule at the head of this file.
+        """Number the equations by stages; those of an odd stage become one body.
 
-        The equations of an odd stage become the body of a `program` equation.
+        To a body go the equations that bind building blocks of `self.other` and none of
+        `self.own`, and those between two of them: equations without blocks that depend
+        on one, are needed by another, and take no slices of `self.own`. Such an
+        equation has the least odd number that is no less than the numbers of its
+        operands' definitions; any other equation has the least even one, from 0 on.
+
+        Returns:
+          A number for each equation of `self.program.eqns`, in order.
         """
         eqns = self.program.eqns
         blocks = [self.other in used and self.own not in used for used in self.used]
@@ -196,15 +242,17 @@ class _Separation:
     def _body(self, stage: int, members: list, bodies: dict):
         """Make the `program` equation that replaces the equations of an odd stage.
 
+        Its body is an inlined jaxpr of these equations, with a plan over `self.other`.
+
         Args:
           stage: The stage, an odd number.
-          members: Its equations.
+          members: Its equations, in order.
           bodies: From each loop or `program` equation to its bodies; the new one is
             added.
 
         Returns:
           The equation. It takes what `members` take from outside, and returns those of
-          their results that other equations use.
+          their results that other equations or the program's results use.
         """
         defined = {v for eqn in members for v in eqn.outvars}
         taken = dict.fromkeys(v for eqn in members for v in variables(eqn.invars))

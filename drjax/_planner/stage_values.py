@@ -27,7 +27,7 @@ from drjax.plan import Value
 
 @dataclass(frozen=True, eq=False)
 class ConstantOperand:
-    """A literal or scalar constant as an operand: a part of the stage's code.
+    """A literal or scalar constant that a stage's equation takes: a part of its code.
 
     Attributes:
       value: The array or scalar.
@@ -38,7 +38,9 @@ class ConstantOperand:
 
 @dataclass(frozen=True)
 class BroadcastOperand:
-    """An operand of which each group has a copy, which is an input of the stage.
+    """A global variable that a local stage takes whole: each group has a copy.
+
+    The copy is an input of the stage.
 
     Attributes:
       var: The global variable that is copied.
@@ -49,7 +51,9 @@ class BroadcastOperand:
 
 @dataclass(frozen=True)
 class ScatteredOperand:
-    """An operand that is a group's slice of a global variable, an input of the stage.
+    """A global variable of which a local stage takes one group's slice.
+
+    The slice is an input of the stage.
 
     Attributes:
       var: The global variable.
@@ -62,7 +66,7 @@ class ScatteredOperand:
 
 @dataclass(frozen=True)
 class SliceOperand:
-    """An operand that is a group's slice of a partitioned variable.
+    """A partitioned variable of which a local stage takes one group's slice.
 
     The stage computes it, or takes it as an input, from an earlier round or an argument
     of the program.
@@ -162,14 +166,24 @@ class StageValues:
         self._operands: dict[Any, list[Operand]] = {}
 
     def value(self, var) -> Value:
-        """The `Value` of a variable, global or partitioned according to its kind."""
+        """Return the `Value` (name, shape, dtype) that stages exchange for a variable.
+
+        It is global or partitioned according to the variable's kind; the shape of a
+        partitioned one is that of a slice. The first call for a variable creates the
+        value and records it, later calls return the same one.
+        """
         if var not in self._values:
             axis = self.kinds[var].axis
             self._values[var] = new_value(self.names.of(var), var.aval, axis)
         return self._values[var]
 
     def scattered(self, var, axis: int) -> Value:
-        """The partitioned `Value` that results from scattering a global variable.
+        """Return the partitioned `Value` for the slices of a global variable.
+
+        Each group gets its slice when the variable is scattered. The first call for
+        `var` and `axis` reserves a name, such as `x[group]`, and creates and records
+        the value; later calls return the same one. Reserved names get suffixes in the
+        order of the calls, so this order is part of the plan.
 
         Args:
           var: The variable.
@@ -182,11 +196,12 @@ class StageValues:
         return self._values[key]
 
     def outgoing(self, var, axis: int) -> Value:
-        """The partitioned `Value` that a local stage returns for slices of `var`.
+        """Return the partitioned `Value` of a local stage's output of slices of `var`.
 
-        It is the value of `var` itself if groups compute or store its slices. A
+        It is the value of `var` itself if groups compute or store its slices. For a
         variable that is global, or the result of a broadcast, scatter or
-        `partition_index`, gets a second value.
+        `partition_index`, the first call reserves a name like that of `var`, with a
+        suffix, and creates and records a second value; later calls return the same one.
 
         Args:
           var: The variable, global or partitioned along `axis`.
@@ -201,9 +216,12 @@ class StageValues:
         return self._values[key]
 
     def forwarded(self, var, round_index: int) -> Value:
-        """The `Value` of slices that a local stage takes and returns unchanged.
+        """Return the `Value` of slices that a local stage takes and returns unchanged.
 
-        It is not the value of the input, so that each value is computed by one stage.
+        It is not the value of the input, so that each value is an output of one stage
+        only. The first call for a variable and round reserves a name like that of
+        `var`, with a suffix, and creates and records the value; later calls return the
+        same one.
 
         Args:
           var: The partitioned variable.
@@ -216,7 +234,10 @@ class StageValues:
         return self._values[key]
 
     def state(self, var, side: str) -> Value:
-        """The `Value` of an argument of a fold's function, which takes two states.
+        """Return the global `Value` of an argument of a fold's function of two states.
+
+        The first call for a variable and side reserves a name, such as `left of total`,
+        and creates and records the value; later calls return the same one.
 
         Args:
           var: The result of the fold that is the same leaf of a state, and has its
@@ -233,7 +254,7 @@ class StageValues:
     # Operands of local equations
 
     def slice_of(self, atom, axis: int) -> Operand:
-        """How a local stage obtains a group's slice of an operand along `axis`.
+        """Decide how a local stage obtains a group's slice of an operand along `axis`.
 
         Args:
           atom: The operand: a variable, global or partitioned along `axis`, or a
@@ -241,8 +262,15 @@ class StageValues:
           axis: The group axis.
 
         Returns:
-          An `Operand`: a constant, a copy or slice of a global value, a slice of a
-          partitioned value, the group index, or an expanded copy of a global value.
+          The first of these that applies:
+
+          * of a literal, a `ConstantOperand`;
+          * of the result of a broadcast, what `whole_of` returns for its operand;
+          * of the result of a scatter, the `ScatteredOperand` of its operand;
+          * of a `partition_index`, a `GroupIndexOperand`;
+          * of any other partitioned variable, a `SliceOperand`;
+          * of a global `broadcast_in_dim` along `axis`, an `ExpandedOperand`;
+          * of any other global variable, a `ScatteredOperand`.
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
@@ -264,14 +292,14 @@ class StageValues:
         return ScatteredOperand(atom, axis)
 
     def whole_of(self, atom) -> ConstantOperand | BroadcastOperand:
-        """How a local stage obtains the whole of a global operand.
+        """Decide how a local stage obtains the whole of a global operand.
 
         Args:
           atom: The operand: a global variable, or a literal.
 
         Returns:
-          A constant in the stage's code, for a literal or a scalar constant; else a
-          copy of the variable that is broadcast.
+          A `ConstantOperand`, a part of the stage's code, for a literal or a scalar
+          constant of the program; else a `BroadcastOperand`, a copy of the variable.
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
@@ -284,7 +312,8 @@ class StageValues:
         """Whether groups compute or store the slices of an operand.
 
         False for literals, global values, and the results of broadcasts, scatters and
-        `partition_index`: each group derives its slice from other inputs of a stage.
+        `partition_index`: of these, each group derives its slice from other inputs of a
+        stage.
 
         Args:
           atom: The operand, a variable or literal.
@@ -293,7 +322,9 @@ class StageValues:
         return isinstance(self.slice_of(atom, axis), SliceOperand)
 
     def operands(self, eqn) -> list[Operand]:
-        """How a local stage obtains each operand of an equation, for one group.
+        """Decide how a local stage obtains each operand of an equation, for one group.
+
+        The list is computed once for each equation, and cached: do not modify it.
 
         Args:
           eqn: An equation on partitioned values: a `map_fn`, or one that can be
@@ -325,7 +356,11 @@ def new_value(name: str, aval: Any, axis: int | None) -> Value:
     Args:
       name: Its name, unique in the plan.
       aval: The abstract value of the whole array, its group axis included.
-      axis: The group axis, which slices lack; None: the value is global.
+      axis: The group axis; None: the value is global.
+
+    Returns:
+      A `Value` with the shape of `aval`, or without dimension `axis`, that of a slice,
+      and the bytes of an array of this shape.
     """
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
     # Not converted to an int: jax.export may make dimensions symbolic.

@@ -38,12 +38,15 @@ def trace_server_stage(
 ) -> Stage:
     """Trace equations on global values as a stage of the server.
 
-    Its inputs are the variables that the equations use and do not define.
-
     Args:
       eqns: Its equations, definitions before uses.
       results: The variables that it returns: results of `eqns`, or constants.
       values: The `Value` (name, shape and dtype) of each variable.
+
+    Returns:
+      A stage named `server`. Its inputs are the variables that the equations use and do
+      not define, in the order of their first use, without constants of the program; its
+      outputs are `results`.
     """
     consts = values.program.consts
     defined = {v for e in eqns for v in e.outvars}
@@ -75,8 +78,10 @@ def trace_local_stage(
       index: The index of the round, from 0.
 
     Returns:
-      A stage named by its mapped functions. Its jaxpr takes the group index, int32
-      `[]`, then copies and slices of global values, and slices of this group.
+      A stage named by its mapped functions, `slices` if there are none. Its jaxpr takes
+      the group index, int32 `[]`, then copies of global values, slices of global
+      values, and slices of partitioned values for this group. It returns the slices of
+      the saved, outgoing and forwarded variables of `parts`, in this order.
     """
     inputs = [values.value(x.var) for x in parts.broadcast]
     inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
@@ -100,13 +105,14 @@ def trace_combine_stage(eqn, closed_over: Sequence[Any], values: StageValues) ->
     """Trace the function of two states of a fold as a stage.
 
     Args:
-      eqn: The fold.
+      eqn: The fold, a reduction of the groups' states by an associative function.
       closed_over: Those of its operands that the function closes over.
-      values: The `Value` of each variable, and of each of its copies.
+      values: The `Value` of each variable. Those of the two states are added to it.
 
     Returns:
-      A stage of the values that the function closes over, but for scalar constants, of
-      the leaves of the left state, and of those of the right one.
+      A stage named by the function. Its inputs are the values that the function closes
+      over, each once and without scalar constants, then the leaves of the left state,
+      and those of the right one; its outputs are the leaves of the combined state.
     """
     consts = [values.whole_of(v) for v in closed_over]
     copies = list(dict.fromkeys(x for x in consts if isinstance(x, BroadcastOperand)))
@@ -178,13 +184,17 @@ def _run_group(
 
 
 def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list[Any]:
-    """Bind an equation on partitioned values for one group; returns its results.
+    """Bind an equation on partitioned values for one group.
 
     Args:
       eqn: The equation: a `map_fn`, or one that can be unbatched.
       kinds: The kind of each variable of the program.
       group: The group index, int32 `[]`.
-      operands: For each operand of `eqn` the slice of the group, or all of it.
+      operands: For each operand of `eqn` the slice of the group; or the whole array, if
+        the equation of one group takes it whole.
+
+    Returns:
+      For each result of `eqn` the slice of the group, in a list.
     """
     if eqn.primitive is primitives.map_fn_p:
         # Evaluated, not bound: a stage has no building block of its plan's partition.
@@ -219,7 +229,7 @@ def _trace(
     run: Callable,
     takes_index: bool,
 ) -> Stage:
-    """Trace `run` as a stage, and check the types of its results.
+    """Trace `run` as a stage, without dead code, and assert the types of its results.
 
     Args:
       name: The name of the stage.
@@ -228,6 +238,9 @@ def _trace(
       run: `run(*arrays)` returns a list with an array for each of `outputs`. It takes
         an array for each of `inputs`, of a partitioned value the slice of one group.
       takes_index: Whether `run` takes the group index, int32 `[]`, before the inputs.
+
+    Returns:
+      The stage, with the closed jaxpr of `run`.
     """
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if takes_index:

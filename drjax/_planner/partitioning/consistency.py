@@ -20,17 +20,19 @@ from drjax._planner.partitioning.propagation_rules import rule_of
 
 
 def contradictions(env: Environment, eqn) -> list[Any]:
-    """The variables of an equation that are partitioned where it needs another kind.
+    """List an equation's variables that are partitioned where another kind is needed.
 
-    The other kind is global, or partitioned along another axis.
+    The needed kind is global, or partitioned along another axis. A global operand is
+    never listed, as it can be scattered.
 
     Args:
-      env: The kinds of the variables of the program that contains the equation.
-      eqn: The equation.
+      env: The inferred kinds of the variables of the program that contains the
+        equation.
+      eqn: The equation, of any primitive.
 
     Returns:
-      Operands first, then results; [] if there are none. If the equation mixes the
-      slices of different groups, all that are partitioned.
+      The variables, operands first, then results; [] if there are none. If the equation
+      mixes the slices of different groups, all of its partitioned operands and results.
     """
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
@@ -50,7 +52,8 @@ def check_partitioning(env: Environment) -> Environment:
     """Check that the inferred kinds fit each equation, also in the bodies of loops.
 
     Args:
-      env: The inferred kinds of a program's variables.
+      env: The inferred kinds of a program's variables (each global, or partitioned
+        along an axis), after the last phase of inference. It is not modified.
 
     Returns:
       `env` itself.

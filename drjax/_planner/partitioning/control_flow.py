@@ -43,11 +43,16 @@ InferBody = Callable[..., Environment]
 def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
     """Infer the kinds of a `scan`, `while` or `cond` and of its bodies.
 
+    A `program` equation, whose body is a program over another partition, is inferred
+    here, too: its operands and results are global.
+
     Args:
-      env: The kinds of the variables of the program that contains the equation.
+      env: The kinds of the variables of the program that contains the equation, so far.
+        It is read only; the caller records the result.
       eqn: The equation.
-      infer_body: `infer_body(body, argument_kinds, result_kinds)`: the environment of a
-        body, an `InlinedJaxpr`, from the kinds known of its arguments and results.
+      infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
+        environment of a body (the kinds of its variables), an `InlinedJaxpr`, from the
+        kinds known of its arguments and results.
 
     Returns:
       The kind that each operand must have, the kind of each result, and the environment
@@ -64,7 +69,24 @@ def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
 
 
 def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
-    """Infer a scan: carried values have one kind in all steps; stacks lose axis 0."""
+    """Infer the kinds of a scan: a fixed point over its carried values.
+
+    A carried value has one kind in all steps. If the body raises it, say from free to
+    partitioned, the body is inferred again with the raised kind. A stack has the steps
+    along axis 0, so a group axis k of a stack is axis k - 1 in the body.
+
+    Args:
+      eqn: The scan.
+      operands: The kind of each operand as far as known, else free: constants, initial
+        carried values, stacks.
+      results: The kind of each result, likewise: carried values, stacked results.
+      bodies: One function, `(argument_kinds, result_kinds) -> Environment`, which
+        infers the kinds of the variables of the body.
+
+    Returns:
+      The kind that each operand must have, the kind of each result, and the environment
+      of the body.
+    """
     (infer_step,) = bodies
     consts, init, stacks = split_scan(eqn, operands)
     n_carry = len(init)
@@ -91,7 +113,24 @@ def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
 
 
 def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
-    """Infer a while: the condition is global, as all groups leave the loop together."""
+    """Infer the kinds of a while: a fixed point over its carried values.
+
+    A carried value has one kind in all steps, before and after the step and in the
+    condition. The result of the condition is global, as all groups leave the loop
+    together.
+
+    Args:
+      eqn: The while.
+      operands: The kind of each operand as far as known, else free: constants of the
+        condition, constants of the body, initial carried values.
+      results: The kind of each result, the final carried values, likewise.
+      bodies: Two functions, `(argument_kinds, result_kinds) -> Environment`, which
+        infer the kinds of the variables of the condition and of the body.
+
+    Returns:
+      The kind that each operand must have, the kind of each result, and the
+      environments `(condition, body)`.
+    """
     infer_condition, infer_step = bodies
     cond_consts, body_consts, init = split_while(eqn, operands)
     n_cond, n_body = len(cond_consts), len(body_consts)
@@ -112,7 +151,24 @@ def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKi
 
 
 def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
-    """Infer a cond: the index is global; a result is partitioned if one branch's is."""
+    """Infer the kinds of a cond: a result is partitioned if one branch's result is.
+
+    Other branches then scatter theirs. The index of the branch is global, as all groups
+    take the same branch.
+
+    Args:
+      eqn: The cond.
+      operands: The kind of each operand as far as known, else free: the index, then the
+        operands of all branches.
+      results: The kind of each result, likewise.
+      bodies: For each branch a function,
+        `(argument_kinds, result_kinds) -> Environment`, which infers the kinds of its
+        variables.
+
+    Returns:
+      The kind that each operand must have, the kind of each result, and the environment
+      of each branch.
+    """
     ins, outs = operands[1:], results
     while True:
         branches = tuple(infer_branch(ins, outs) for infer_branch in bodies)
@@ -129,7 +185,21 @@ def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
 
 
 def _program(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
-    """Infer a program over another partition: for this one, all values are global."""
+    """Infer the kinds of a program over another partition: here, all values are global.
+
+    What is partitioned over the other partition is global to the program around it. In
+    the body all kinds are inferred from the start, with free arguments and results.
+
+    Args:
+      eqn: The `program` equation, whose parameter `over` is the other partition.
+      operands: The kinds of its operands, of which only the number is used.
+      results: The kinds of its results, of which only the number is used.
+      bodies: One function, `(argument_kinds, result_kinds, over) -> Environment`, which
+        infers the kinds of the variables of the body over the partition `over`.
+
+    Returns:
+      Global for each operand and result, and the environment of the body.
+    """
     (infer_program,) = bodies
     # What is partitioned over another partition is global to the program around it.
     free = [FREE] * len(operands), [FREE] * len(results)
@@ -146,14 +216,18 @@ def check_loop(env: Environment, eqn) -> None:
     The equations of the bodies are not checked.
 
     Args:
-      env: The inferred kinds of the variables of the program that contains the loop.
-      eqn: The loop: a `scan`, `while` or `cond`.
+      env: The inferred kinds of the variables of the program that contains the loop;
+        `env.loops[eqn]` has those that its bodies need.
+      eqn: The loop: a `scan`, `while`, `cond` or `program`.
 
     Raises:
-      PlanError: The steps of a scan, or the index of a cond, are the groups; a
-        partitioned operand must be global, or partitioned along another axis; a result
-        that the bodies make partitioned has another kind outside the loop; or a body
-        moves the group axis of a carried value, or one branch that of a result.
+      PlanError: In each of these cases:
+
+        * the groups are the steps of a scan, or the index of a cond is partitioned;
+        * an operand is partitioned where the loop needs a global value, or one that is
+          partitioned along another axis;
+        * the bodies make a result partitioned that has another kind outside the loop;
+        * a body moves the group axis of a carried value, or a branch that of a result.
     """
     loop = env.loops[eqn]
     name, kinds = eqn.primitive.name, [env[v] for v in eqn.invars]
@@ -182,15 +256,17 @@ def check_loop(env: Environment, eqn) -> None:
 
 
 def _required_of_bodies(eqn, loop: LoopKinds) -> list[tuple[Environment, list[Kind]]]:
-    """The kinds that the results of a loop's bodies must have.
+    """List the kinds that the results of a loop's bodies must have.
 
     Args:
-      eqn: The loop: a `scan`, `while` or `cond`.
-      loop: Its kinds.
+      eqn: The loop: a `scan`, `while`, `cond` or `program`.
+      loop: The kinds of its operands, results and bodies.
 
     Returns:
-      For each body but the condition of a `while`, which is global, its environment and
-      the kind of each of its results.
+      Pairs `(environment of a body, kind of each of its results)`: for the body of a
+      scan or while, and for each branch of a cond. There is no pair for the condition
+      of a while, whose result is global; and [] for a `program`, whose results may have
+      any kinds over its own partition.
     """
     results = list(loop.result_kinds)
     match eqn.primitive.name:
@@ -209,13 +285,14 @@ def _required_of_bodies(eqn, loop: LoopKinds) -> list[tuple[Environment, list[Ki
 
 
 def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind]]:
-    """The kinds of a loop body's arguments and results, as far as inferred.
+    """Return the kinds of a loop body's arguments and results, as far as inferred.
 
     Args:
       body: The kinds of the variables of the body.
 
     Returns:
-      `(kind of each argument, kind of each result)`.
+      `(kind of each argument, kind of each result)`, two lists; the kind of a variable
+      that is not inferred yet is free.
     """
     program = body.program
     ins, outs = program.invars, program.outvars
@@ -226,20 +303,29 @@ def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind
 def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:
     """Replace global kinds by free ones; partitioned and free kinds stay.
 
-    For the initial values of a loop and the results of branches: a global one may be
-    scattered if the loop or another branch needs a partitioned value.
+    It is applied to the initial values of a loop and to the results of branches. A
+    global one of these may still be scattered, if the loop or another branch needs a
+    partitioned value, so it must not decide that the kind is global.
+
+    Args:
+      kinds: A kind for each value.
+
+    Returns:
+      A new list with a kind for each value.
     """
     return [kind if kind.partitioned else FREE for kind in kinds]
 
 
 def _join(*columns: Sequence[Kind]) -> list[Kind]:
-    """The highest kind of each variable, in the order free < global < partitioned.
+    """Return the highest kind of each variable: free < global < partitioned.
 
     Args:
-      *columns: Sequences of kinds, one kind for each variable, in the same order.
+      *columns: Sequences of kinds. Each has one kind for each variable, in the same
+        order.
 
     Returns:
-      One kind for each variable. Of kinds partitioned along different axes, the first.
+      A list with one kind for each variable. If it is partitioned along different axes
+      in different sequences, the kind of the first of these.
     """
     joined = []
     for kinds in zip(*columns, strict=True):

@@ -82,10 +82,17 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
 
 
 def _declared_partitioned(env: Environment) -> set:
-    """The arguments' variables that `partitioned=` declares to be partitioned.
+    """Return the arguments that the user's `partitioned=` declares to be partitioned.
 
     If an equation that has no plan depends on one, the error mentions the declaration,
     which may be wrong.
+
+    Args:
+      env: The kinds of a program's variables, and the declared kinds of its arguments.
+
+    Returns:
+      The set of the arguments' variables. If `env` is that of a loop's body, the
+      arguments known to be partitioned from outside of the loop.
     """
     # The kinds of a loop body's arguments are inferred, not declared. `refusal` leaves
     # them out, as they have no names.
@@ -94,14 +101,18 @@ def _declared_partitioned(env: Environment) -> set:
 
 
 def _arguments_of(eqn, program: InlinedJaxpr) -> set:
-    """The named arguments of a program on which an equation depends, for its error.
+    """Collect the named arguments of a program on which an equation depends.
+
+    They are for the text of an error.
 
     Args:
       eqn: An equation of the program.
-      program: The program; only a whole one has names, the body of a loop has none.
+      program: The program. Only a whole one has named arguments; the body of a loop has
+        none.
 
     Returns:
-      The set of their variables; empty if there are none.
+      The set of the arguments' variables on which operands of `eqn` depend, through any
+      number of equations; empty if there are none.
     """
     _, starts = backward_slice(eqn.invars, definitions(program.eqns))
     return set(starts).intersection(program.names)

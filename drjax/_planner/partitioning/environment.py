@@ -96,19 +96,24 @@ class Environment:
     loops: dict[Any, LoopKinds] = field(default_factory=dict)
 
     def __getitem__(self, atom: Any) -> Kind:
-        """The kind of a variable or literal after inference: global or partitioned.
+        """Return the inferred kind of a variable or literal: global or partitioned.
 
-        Variables that are still free are global, and so are literals.
+        A variable that is still free, without an inferred kind, counts as global. A
+        scalar literal is global, too.
         """
         kind = self.cell(atom)
         # No use demands slices of a free variable, so the server computes it once.
         return GLOBAL if kind is FREE else kind
 
     def cell(self, atom: Any) -> Kind:
-        """The kind of a variable or literal, as far as it is inferred.
+        """Return the kind of a variable or literal, as far as it is inferred.
 
-        A variable whose kind is not inferred is free. A scalar literal is free, too; a
-        literal with a shape is global.
+        Args:
+          atom: A variable or literal of the program.
+
+        Returns:
+          Free for a variable whose kind is not inferred yet, and for a scalar literal,
+          which fits any kind; global for a literal with a shape.
         """
         if isinstance(atom, Literal):
             # A scalar literal fits a partitioned partner, as pointwise equations
@@ -118,18 +123,18 @@ class Environment:
         return self.cells.get(atom, FREE)
 
     def join(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> list[Any]:
-        """Set the kinds of variables that are still free.
+        """Set the kinds of variables that are still free, in `cells`.
 
-        The kind of any other variable stays, also if it differs from the new one: two
-        kinds that are not free have no join. `contradictions` detects this after
-        inference.
+        The kind of any other variable stays, also if it differs from the new one:
+        inference never replaces a kind. `contradictions` detects such differences
+        afterwards.
 
         Args:
           atoms: Variables, or literals, which are ignored.
           kinds: A kind for each of them; None or free changes nothing.
 
         Returns:
-          The variables that were free and are no longer.
+          The list of variables that were free and are no longer.
         """
         raised = []
         for atom, kind in zip(atoms, kinds, strict=True):
@@ -141,15 +146,23 @@ class Environment:
         return raised
 
     def group_axes(self, atoms: Sequence[Any]) -> tuple[int | None, ...]:
-        """The group axis of each variable, as far as inferred; None: not partitioned.
+        """Return the group axis of each variable, as far as inferred, as a tuple.
 
         Args:
           atoms: Variables, or literals, which are never partitioned.
+
+        Returns:
+          For each atom the axis along which it is partitioned; None if it is global, or
+          if its kind is not inferred yet.
         """
         return tuple([self.cell(atom).axis for atom in atoms])
 
     def signature(self, eqn) -> EquationKinds | None:
-        """The kinds that a building block over the partition takes and returns.
+        """Return the kinds that a building block over the partition takes and returns.
+
+        They follow from the equation alone, not from the inferred kinds. Of a move of
+        slices between a population and a cohort of it, the side that is not over the
+        partition of this environment is global, and so is the index.
 
         Args:
           eqn: The equation, of any primitive.
@@ -210,9 +223,10 @@ class Environment:
         )
 
     def implicit_communication(self, eqn) -> ImplicitCommunication | None:
-        """The communication that an equation of `lax` implies, as a sum of groups does.
+        """Recognize an equation that implies communication, as a sum of groups does.
 
-        It depends on which operands are partitioned, as far as inferred.
+        It depends on which operands are partitioned, as far as inferred, so the answer
+        may change while kinds are inferred.
 
         Args:
           eqn: The equation, of any primitive.
@@ -242,8 +256,10 @@ class Environment:
     def unbatched(self, eqn) -> UnbatchedEquation | None:
         """Unbatch an equation on partitioned values: derive the equation of one group.
 
-        It follows from the group axes of the operands; if no operand is partitioned,
-        from those of the results.
+        Which operands are partitioned, and along which axes, is read from the kinds
+        inferred so far. If no operand is partitioned, the results' group axes decide:
+        of the ways in which one operand could be partitioned, the first that gives the
+        results these axes.
 
         Args:
           eqn: The batched equation, of any primitive.
@@ -270,17 +286,17 @@ class Environment:
         return None
 
     def unbatching_candidates(self, eqn) -> list[UnbatchedEquation]:
-        """Unbatch an equation for each way in which an operand could be partitioned.
+        """Unbatch an equation for each way in which one operand could be partitioned.
 
-        The kinds of its variables are not read: an operand could be partitioned along
-        each of its axes of size n, the number of groups.
+        An operand could be partitioned along each of its axes of size n, the number of
+        groups. The inferred kinds are not read.
 
         Args:
           eqn: The equation, of any primitive.
 
         Returns:
-          The equation of one group for each operand and axis of size n to which the
-          primitive's unbatching rule applies. [] if there is none.
+          A list with the equation of one group for each operand and axis of size n to
+          which the primitive's unbatching rule applies. [] if there is none.
         """
         return unbatching_candidates(eqn, self._num_groups)
 
@@ -293,9 +309,10 @@ class Environment:
     def is_redundant_scatter(self, eqn) -> bool:
         """Whether an equation is a `scatter` of a value that is partitioned already.
 
-        The value has the group axis 0, so the scatter changes nothing. Derivatives have
+        The value has the group axis 0. Such a scatter changes nothing. Derivatives have
         it: the transpose of a gather scatters the cotangent of its result, which is
-        partitioned where the result was used in unbatchable equations.
+        partitioned where the result was used in equations that are the work of each
+        group.
 
         Args:
           eqn: The equation, of any primitive.
@@ -307,16 +324,18 @@ class Environment:
 
 
 def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
-    """The indices of a `gather` or `scatter` into one axis, if known while planning.
+    """Return the indices of a `gather` or `scatter` into one axis, if they are known.
 
-    With known indices, reading or updating groups may be a permutation of them.
+    If they are a permutation of the groups, reading or updating groups is a permute.
 
     Args:
       program: The inlined jaxpr that contains the equation.
       eqn: The equation, of any primitive.
 
     Returns:
-      The indices; None if they are unknown, or if it is another equation.
+      A tuple of k integers, from indices of shape `[k, 1]`, which depend on constants
+      only. None if they are not known, if they have another shape, or if `eqn` is no
+      `gather`, `scatter` or `scatter-add`.
     """
     if eqn.primitive.name not in ("gather", "scatter", "scatter-add"):
         return None
@@ -328,11 +347,11 @@ def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
 
 
 def _kind_of_end(own: bool) -> Kind:
-    """The kind of what a move between two partitions takes, or of what it returns.
+    """Return the kind of one side of a move of slices, its operand or its result.
 
     Args:
-      own: Whether it is partitioned over the plan's partition; if it is a population
-        over another partition, the plan has it as a global value.
+      own: Whether this side is over the partition that is planned: then it is
+        partitioned. If not, it is a population over another partition, a global value.
     """
     return PARTITIONED if own else GLOBAL
 
@@ -340,11 +359,13 @@ def _kind_of_end(own: bool) -> Kind:
 def _holds_blocks(program: InlinedJaxpr, eqn, partition: Partition) -> bool:
     """Whether the body of a loop binds a building block over a partition.
 
-    Building blocks count at any depth, except inside mapped functions; and so does a
-    `program` over another partition, which has rounds of its own.
+    A building block is a primitive of drjax that communicates. It counts at any depth,
+    except inside mapped functions. A `program` over another partition in a body counts,
+    too, as it has rounds of its own.
 
     Args:
-      program: The inlined jaxpr of the equation.
+      program: The inlined jaxpr of the equation. Of its loops it has the bodies that
+        are inlined already; for others, their jaxprs are searched.
       eqn: The loop: a `scan`, `while` or `cond`.
       partition: The partition.
     """

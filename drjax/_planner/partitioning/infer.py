@@ -74,17 +74,25 @@ def infer_partitioning(
 ) -> Environment:
     """Infer the kinds of all variables of an inlined jaxpr; they are not checked yet.
 
+    A kind is global, or partitioned along an axis; a variable without one is free. If
+    equations demand contradicting kinds of a variable, it is forced to be global, and
+    inference starts again.
+
     Args:
       program: The inlined jaxpr, of a whole program or of the body of a loop.
       partition: The partition of the program, None if it has no building block.
       argument_kinds: For each argument its kind; None or free: it is to be inferred.
       result_kinds: For each result the kind that it must have; None, free or left out:
         it is to be inferred.
-      last_phase: The last of `PHASES` to run.
+      last_phase: The last of `PHASES` to run: "forward" propagates kinds from operands
+        to results; "global" and "partitioned" also propagate demands for values of this
+        kind from results to operands. Default: all three run.
 
     Returns:
-      The environment. After the last of all phases, variables that are still free are
-      global; before it, a demand may still come from outside of a loop's body.
+      A new environment, a table of the kinds. After the last of all phases, its
+      `env[var]` is global for variables that are still free. After an earlier one, the
+      program around a loop's body may still demand a kind of them: read
+      `env.cell(var)`.
 
     Raises:
       PlanError: An equation mixes the slices of different groups.
@@ -106,18 +114,18 @@ def infer_partitioning(
 def _run_phases(
     env: Environment, result_kinds: Sequence[Kind | None], last_phase: str
 ) -> set[Any]:
-    """Infer the kinds of an environment's variables, phase by phase.
+    """Infer the kinds of an environment's variables phase by phase, and record them.
 
     Args:
       env: The kinds of the program's variables, so far; new ones are written to it.
       result_kinds: For each result of the program the kind that it must have; None,
         free or left out: it is to be inferred.
-      last_phase: The last of `PHASES` to run.
+      last_phase: The last of `PHASES` ("forward", "global", "partitioned") to run.
 
     Returns:
       The variables for which equations demand contradicting kinds: the caller forces
-      them to be global and starts again. An empty set if there are none, or if
-      `last_phase` is not the last of all phases.
+      them to be global and starts again with a new environment. An empty set if there
+      are none, or if `last_phase` is not the last of all phases.
 
     Raises:
       PlanError: An equation mixes the slices of different groups, whatever is demanded.
@@ -148,12 +156,14 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
 
     Args:
       env: The kinds of the program's variables, so far; new ones are written to it.
-      phase: The phase, one of `PHASES`.
-      settled: The variables whose kinds previous phases have inferred.
+      phase: One of `PHASES`: "forward" propagates kinds from operands to results;
+        "global" and "partitioned" also propagate demands for values of this kind from
+        results to operands.
+      settled: The variables whose kinds are known before this phase begins.
 
     Raises:
       _ConflictingDemands: In the last phase, an equation mixes groups, and some of its
-        partitioned operands are not in `settled`.
+        partitioned operands are not in `settled`: only demands made them partitioned.
       PlanError: An equation mixes groups otherwise.
     """
     eqns, neighbors = env.program.eqns, env.program.defs_and_uses
@@ -185,20 +195,23 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
 def _visit(
     env: Environment, eqn, loop: bool, phase: str, infer_body: InferBody
 ) -> list[Any]:
-    """Apply the propagation rule of an equation once.
+    """Apply the propagation rule of an equation once, and record the kinds that follow.
 
     Args:
       env: The kinds of the program's variables, so far; new ones are written to it.
       eqn: The equation.
-      loop: Whether the equation is a loop of rounds.
-      phase: The phase, one of `PHASES`. After the first one, kinds also propagate
-        backward, from results to operands.
-      infer_body: Infers the environment of a loop's body, from the body and the kinds
-        known of its arguments and of its results.
+      loop: Whether the equation is a loop of rounds, a `scan`, `while` or `cond` with
+        partitioned values or communication in its bodies.
+      phase: One of `PHASES`. In "forward", kinds propagate from operands to results
+        only. In "global" and "partitioned", demands for values of this kind also
+        propagate from results to operands.
+      infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
+        environment of a loop's body, from the kinds known of its arguments and of its
+        results.
 
     Returns:
-      The variables that were free and are no longer: operands and results of the
-      equation.
+      The list of operands and results of the equation that were free, without a kind,
+      and are no longer.
 
     Raises:
       PlanError: The equation mixes the slices of different groups.
@@ -219,12 +232,12 @@ def _visit(
 
 
 def _in_phase(kind: Kind | None, phase: str) -> Kind | None:
-    """`kind` if demands for this kind propagate in the phase, else None.
+    """Return `kind` if demands for this kind propagate in the phase, else None.
 
     Args:
       kind: The kind that is demanded of a variable; None: no demand.
-      phase: One of `PHASES`. Demands for a kind propagate in the phase with its name;
-        none do in "forward".
+      phase: One of `PHASES`. In "global", demands for global values propagate; in
+        "partitioned", those for partitioned values, along any axis; in "forward", none.
     """
     return kind if kind is not None and kind.name == phase else None
 
@@ -237,21 +250,26 @@ def _infer_body(
     result_kinds: Sequence[Kind],
     over: Partition | None = None,
 ) -> Environment:
-    """Infer the kinds of a loop's body, up to the phase of the program around it.
+    """Infer the kinds of a loop's body, in no more phases than the program around it.
 
-    Later phases must wait: the program around the loop may still demand a global value
-    of what the body would make partitioned.
+    Inference has three phases, `PHASES`: "forward" propagates kinds from operands to
+    results; then "global" propagates demands for global values back to operands; then
+    "partitioned" those for partitioned values. While the program around the loop is in
+    the second, it may still demand a global value of the body, which a third phase of
+    the body would have made partitioned too early.
 
     Args:
-      partition: The partition of the program.
-      phase: The phase of the program around the loop, one of `PHASES`.
+      partition: The partition of the program around the loop; None: it has none.
+      phase: The phase that this program is in: the last one to run for the body.
       body: The inlined jaxpr of the body.
       argument_kinds: The kind of each argument of the body, as far as known; else free.
       result_kinds: The kind of each result of the body, as far as known; else free.
-      over: The partition of the body, if it has another one.
+      over: The partition of the body, if it is a program over another one; None: it is
+        `partition`.
 
     Returns:
-      The environment of the body; the same object for the same arguments.
+      The environment of the body: the table of the kinds of its variables. It is
+      cached, and the same object for the same arguments, so callers must not modify it.
 
     Raises:
       PlanError: An equation of the body mixes the slices of different groups.

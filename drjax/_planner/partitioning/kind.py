@@ -50,27 +50,28 @@ FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
 
 
 def partitioned_along(axis: int) -> Kind:
-    """The kind of a partitioned value with this group axis."""
+    """Return the kind of a partitioned value whose groups lie along `axis`."""
     return Kind("partitioned", axis)
 
 
 def kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:
-    """For each group axis the kind of a value that has it; None: a global value."""
+    """Return a list of kinds: for an axis, partitioned along it; for None, global."""
     return [GLOBAL if axis is None else partitioned_along(axis) for axis in axes]
 
 
 def shift_axis(kind: Kind, by: int) -> Kind:
-    """The kind of one step of a scan's stack; or of the stack, from that of a step.
+    """Return the kind of one step of a scan's stack, or of the stack, from a step's.
 
-    A stack has the steps along a new axis 0, so the group axis moves by one. Kinds
-    without a group axis stay.
+    A stack has the steps along a new axis 0, so a group axis is greater by one in the
+    stack than in a step. Free and global kinds are returned unchanged.
 
     Args:
       kind: The kind of the stack, or of one step.
       by: -1 from the stack to one step, +1 from one step to the stack.
 
     Returns:
-      The kind. Free for one step of a stack whose steps are the groups.
+      The kind. Free for one step of a stack that is partitioned along axis 0, whose
+      steps are the groups.
     """
     if kind.axis is None:
         return kind
@@ -96,14 +97,15 @@ _SIGNATURES: dict[Any, Signature] = {
 
 
 def signature(primitive: Any) -> Signature | None:
-    """The kinds that a primitive of drjax takes and returns.
+    """Return the kinds that a primitive of drjax takes and returns.
 
     Args:
       primitive: Any primitive.
 
     Returns:
-      `(kinds of the operands, kind of each result)`, where the last kind is that of all
-      further operands; None if it is no primitive of drjax.
+      `(kinds of the operands, kind of each result)`. The tuple of operands' kinds may
+      be shorter than the operands: its last kind is that of all further ones. None if
+      it is no primitive of drjax, or a fold, whose kinds depend on its parameters.
     """
     # Plug-ins register reductions of their own, so the table above lists none.
     if of_primitive(primitive) is not None:

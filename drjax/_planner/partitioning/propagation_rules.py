@@ -40,17 +40,19 @@ class PropagationRule(abc.ABC):
 
     @abc.abstractmethod
     def kinds(self, env: Environment, eqn) -> EquationKinds | None:
-        """The kinds that partitioned operands and results must have after inference.
+        """Return the kinds that partitioned operands and results must have.
 
         Returns:
-          A kind for each operand and result, as far as they follow from the present
-          kinds. None if no operand or result is partitioned, or if the equation mixes
+          A kind for each operand and result, as far as they follow from the kinds in
+          `env`. None if no operand or result is partitioned, or if the equation mixes
           groups, so that none of them may be partitioned.
         """
 
     @abc.abstractmethod
     def results(self, env: Environment, eqn, infer_body: InferBody) -> Sequence[Kind]:
-        """The kind of each result that follows from the kinds of the operands.
+        """Return the kind of each result that follows from the kinds of the operands.
+
+        It writes no kinds of variables to `env`; the caller does.
 
         Returns:
           A kind for each result; free if none follows yet.
@@ -63,7 +65,10 @@ class PropagationRule(abc.ABC):
     def demands(
         self, env: Environment, eqn, infer_body: InferBody
     ) -> Sequence[Kind | None]:
-        """The kind that the equation demands of each operand, given its results' kinds.
+        """Return the kind that the equation demands of each operand.
+
+        Demands follow from the kinds of the results. It writes no kinds of variables to
+        `env`; the caller does.
 
         Returns:
           A kind for each operand; None or free: any kind will do.
@@ -180,12 +185,14 @@ class PerGroup(PropagationRule):
 def _reads_population(env: Environment, eqn) -> bool:
     """Whether an equation reads elements of an array that has no group axis.
 
-    That is `data[ids]`, an index for each group into an array of more elements than
-    there are groups. It stays work of the server: if groups did it, each would get a
-    copy of all of `data`. The result is smaller, and can be scattered.
+    That is `data[ids]`, with an array `data` of more elements than the result has, and
+    no axis of the size of the partition: a population, of which the groups are a
+    cohort. It stays work of the server: if groups did it, each would get a copy of all
+    of `data`. The result is smaller, and can be scattered.
 
     Args:
-      env: The kinds of the variables of the program that contains the equation.
+      env: The kinds of the variables of the program that contains the equation, of
+        which only the partition is read.
       eqn: The equation, of any primitive.
     """
     if eqn.primitive is not lax.gather_p or env.partition is None:
@@ -223,7 +230,8 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
 def has_free_operand(env: Environment, eqn) -> bool:
     """Whether an operand of an equation is free and could still become partitioned.
 
-    Scalars do not count: they have no axis for the groups.
+    A variable is free if inference has given it no kind yet. Scalars do not count: they
+    have no axis along which groups could lie.
     """
     # Scalars have no axis along which they could be partitioned.
     return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)

@@ -79,16 +79,17 @@ def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
 
     Args:
       axis: The dimension that is removed.
-      dims: Dimensions of the array, without `axis`.
+      dims: Dimensions of the array, `axis` not among them.
 
     Returns:
-      The same dimensions, as numbered in the array without `axis`.
+      The same dimensions, in the same order, as numbered in the array without `axis`:
+      those after `axis` are less by one.
     """
     return tuple(d - (d > axis) for d in dims)
 
 
 def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Remove the entry at position `axis` from `values`.
+    """Return `values` without the entry at position `axis`, as a tuple.
 
     Args:
       axis: The position, for instance a dimension of an array.

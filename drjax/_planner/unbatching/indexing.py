@@ -142,7 +142,7 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
 
 
 def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `lax.scatter` or `lax.scatter_add`, ...: each group updates its slice.
+    """Unbatch `lax.scatter`, `lax.scatter_add`, ...: each group updates its slice.
 
     Args:
       eqn: A scatter equation of `lax`.

@@ -190,15 +190,19 @@ def _rewrite(eqn, known: KnownIntegers) -> list:
 
 
 def _columns(indices, known: KnownIntegers) -> list | None:
-    """The columns of an array of indices: one for each dimension that they index.
+    """Divide an array of indices into columns, one for each dimension that they index.
+
+    Indices have shape `[..., k]` for k dimensions of the operand; a column is
+    `[..., 1]`.
 
     Args:
-      indices: The variable.
+      indices: The variable that holds them.
       known: The values of the program's variables that are known before it runs.
 
     Returns:
-      A variable or, if the indices are a constant, an array for each column,
-      `[..., 1]`; None if there are no such columns.
+      For each of the k dimensions the column: a variable, an operand of the
+      `concatenate` that defines `indices`; or, if `indices` is no result of an equation
+      and its value is known, a NumPy array. None if the indices have no such columns.
     """
     last, join = indices.aval.ndim - 1, known.definition.get(indices)
     if join is None:
@@ -213,11 +217,12 @@ def _columns(indices, known: KnownIntegers) -> list | None:
 
 
 def _variable(column, known: KnownIntegers):
-    """A column of indices as a variable that an equation can take.
+    """Return a column of indices as a variable that an equation can take.
 
     Args:
-      column: The variable, or the values of a constant column, an array.
-      known: The known values. An array becomes a new constant among `known.consts`.
+      column: The variable, or the values of a constant column, a NumPy array. For an
+        array, a new variable is made, and recorded as a constant in `known.consts`.
+      known: The values of the program's variables that are known before it runs.
     """
     if not isinstance(column, np.ndarray):
         return column
@@ -227,7 +232,7 @@ def _variable(column, known: KnownIntegers):
 
 
 def _counting_dimension(column: np.ndarray | None, size: int, shared) -> int | None:
-    """The dimension along which a column of indices counts 0, 1, ..., size - 1.
+    """Return the dimension along which a column of indices counts 0, 1, ..., size - 1.
 
     Args:
       column: The indices into one dimension of the operand, `[..., 1]`; None: they are

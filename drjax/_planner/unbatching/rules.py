@@ -292,6 +292,8 @@ def _bitcast(eqn, axis):
 def _batch_of(dims: int) -> Callable:
     """Build the rule of work on the last `dims` dimensions, such as of matrices.
 
+    The other dimensions are a batch, along one of which the groups may lie.
+
     Returns:
       A rule: from an equation and the group axis of each operand (None: not
       partitioned) to the equation of one group; None if the groups lie along these
@@ -492,8 +494,8 @@ def _convolution(eqn, axes: Axes) -> UnbatchedEquation | None:
 
     Returns:
       The equation of one group. None if the groups lie along other dimensions, if both
-      operands are partitioned, or if a `batch_group_count` (`feature_group_count`, for
-      the features) above one may mix groups.
+      operands are partitioned, if `batch_group_count` is above one, or if the kernel is
+      partitioned and `feature_group_count` is above one.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     batch, (left, right) = params["batch_group_count"] == 1, axes
