@@ -135,8 +135,8 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 def write_file(path: Path | str, data: bytes) -> None:
     """Write a file as a whole, and create the folders that it is in.
 
-    A file of this name is replaced at once, when the new one is complete. If the path
-    is a link, the file that it leads to is replaced.
+    A local file of this name is replaced at once, when the new one is complete. If the
+    path is a link, the file that it leads to is replaced.
 
     Args:
       path: A local `Path`, or a URL as text.
@@ -229,7 +229,7 @@ class Folder(Protocol):
         ...
 
     def location(self, name: str) -> str:
-        """Return the path or URL of the file `name` in the folder as text, for errors."""
+        """Return the path or URL of the file `name` as text, for errors."""
         ...
 
     def names(self) -> list[str]:
@@ -241,7 +241,11 @@ class Folder(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the contents of the file `name`; raise `OSError` if it cannot be read."""
+        """Return the contents of the file `name`.
+
+        Raises:
+          OSError: The file cannot be read.
+        """
         ...
 
     def create(self, name: str, data: bytes) -> None:

@@ -415,8 +415,8 @@ def _communicated(
 ) -> Iterator[Message]:
     """Yield a `Message` for each value that a plan communicates, round by round.
 
-    In each round, the values come in the order in which they are communicated; those of
-    an inner level and of loops have messages of their own.
+    Of each round, they come in this order: broadcasts, scatters, the messages of an
+    inner level, reductions, folds, moves, and the messages of the bodies of loops.
 
     Args:
       plan: The plan, the plan of a loop's body, or that of an inner level.

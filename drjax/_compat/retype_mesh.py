@@ -195,7 +195,7 @@ class _Retyped:
         return self._known[id(jaxpr)]
 
     def _copy(self, jaxpr):
-        """Copy a jaxpr, open or closed, with its constants; `jaxpr` records the copy."""
+        """Copy a jaxpr, open or closed, with its constants, without recording it."""
         raw = open_jaxpr(jaxpr)
         changed = raw.replace(
             constvars=list(map(self._atom, raw.constvars)),

@@ -224,7 +224,7 @@ class Ledger:
         return tuple(dict.fromkeys((*first, *inner)))
 
     def _is_outermost(self, over: str | None) -> bool:
-        """Return whether `over`, the name of a level or None, means the outermost level."""
+        """Return whether `over`, a level's name or None, means the outermost level."""
         return over is None or over == self.levels[0]
 
     def _crosses_level(self, message: Message, over: str | None) -> bool:

@@ -14,7 +14,7 @@ from drjax.plan import Fold, Loop, Plan, Round, Stage
 
 
 def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
-    """Replace each stage of a plan, also in the bodies of its loops; return the new plan.
+    """Copy a plan with each stage replaced, also in the bodies of its loops.
 
     Rounds, communication and values stay. The plan of an inner level, `stage.inner`, is
     not visited: `fn` may replace it.
