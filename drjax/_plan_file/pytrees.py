@@ -50,7 +50,7 @@ class Tree:
         return _unflatten(self.node, iter(leaves))
 
     def paths(self) -> Iterator[str]:
-        """Iterate over the paths of all leaves, in the format of `jax.tree_util.keystr`."""
+        """Iterate over the paths of all leaves, as text of `jax.tree_util.keystr`."""
         return _paths(self.node, "")
 
     def __eq__(self, other) -> bool:
