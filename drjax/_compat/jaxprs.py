@@ -64,9 +64,13 @@ def jaxpr_consts(jaxpr) -> Sequence[Any]:
 def without_consts(jaxpr):
     """Turn the constants of a closed jaxpr into its first inputs; cached.
 
+    Args:
+      jaxpr: The closed jaxpr.
+
     Returns:
-      `(jaxpr, consts)`: the closed jaxpr without constants, and the tuple of their
-      values. If there are none, the same jaxpr and ().
+      `(lifted, consts)`: a closed jaxpr without constants, which takes their values
+      first and then the inputs of `jaxpr`; and the tuple of these values. `jaxpr`
+      itself and () if there are none.
     """
     consts = jaxpr_consts(jaxpr)
     if not consts:
@@ -351,8 +355,9 @@ def select_outputs(jaxpr, outvars: list):
       outvars: The variables to compute: inputs, or results of any of its equations.
 
     Returns:
-      `(live, used)`: `live` is the closed jaxpr from the inputs that it needs to
-      `outvars`, and `used` says for each input of `jaxpr` whether it is one of them.
+      `(live, used)`: a closed jaxpr that returns `outvars`, and takes only the inputs
+      of `jaxpr` that they depend on; and for each input of `jaxpr` whether `live` takes
+      it, a list of bools.
     """
     raw = open_jaxpr(jaxpr)
     debug_info = raw.debug_info.with_unknown_names()
@@ -448,7 +453,14 @@ def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, A
 
 
 def with_equations(jaxpr, eqns: list):
-    """Copy a jaxpr, open or closed, with the list `eqns` in place of its equations."""
+    """Copy a jaxpr, open or closed, with other equations.
+
+    Its constants, inputs and results stay.
+
+    Args:
+      jaxpr: The jaxpr.
+      eqns: The list of equations that replace its own. They must compute its results.
+    """
     raw = open_jaxpr(jaxpr)
     changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
     if MERGED:

@@ -166,9 +166,10 @@ class _Retyped:
     """Copies jaxprs, as if traced under a mesh with other axis types, or under none.
 
     The mesh is part of the types of variables, of the context of each equation, and of
-    parameters: shardings, meshes, types and jaxprs, also within tuples and dicts.
-    Python functions (rules of `custom_jvp` and `custom_vjp`) stay as they are, so a
-    copy is for use after all derivatives have been taken.
+    parameters: shardings, meshes, types and jaxprs, also within tuples and dicts. All
+    of these are replaced. Python functions (rules of `custom_jvp` and `custom_vjp`)
+    stay as they are, so a copy is for use after all derivatives have been taken. Each
+    variable and jaxpr is copied once, and the copy is recorded.
 
     Args:
       mesh: A function from an `AbstractMesh` in the jaxpr to the one that replaces it.

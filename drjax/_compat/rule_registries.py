@@ -23,13 +23,13 @@ def register_linearization(primitive, rule: Callable) -> None:
 
     Args:
       primitive: The primitive.
-      rule: `rule(is_vjp, nonzeros, *primals, **params)` returns `(results,
-        nonzeros_out, residuals, linear)`. `is_vjp` says whether the linear part will be
-        transposed. `primals` are the operands and `params` the parameters of the
-        equation. `nonzeros` and `nonzeros_out` say for each operand and for each result
-        whether its tangent is not a symbolic zero. `residuals` is a pytree of arrays.
-        `linear(residuals, *tangents)` takes the tangents of all operands, and returns
-        those of all results; either may be symbolic zeros.
+      rule: `rule(is_vjp, nonzeros, *primals, **params)` returns
+        `(results, nonzeros_out, residuals, linear)`. `is_vjp` says whether the linear
+        part will be transposed. `primals` are the operands and `params` the parameters
+        of the equation. `nonzeros` and `nonzeros_out` say for each operand and for each
+        result whether its tangent is not a symbolic zero. `residuals` is a pytree of
+        arrays. `linear(residuals, *tangents)` takes the tangents of all operands, and
+        returns those of all results; either may be symbolic zeros.
     """
     if not MERGED:
         ad.primitive_linearizations[primitive] = rule

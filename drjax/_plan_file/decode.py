@@ -197,7 +197,9 @@ class _PlanReader:
         """Build a round of a plan from its JSON data.
 
         Args:
-          data: The entry of the round in the manifest.
+          data: The entry of the round in the manifest: `server`, `broadcast`,
+            `scatter`, `groups` (the local stage), `reduces`, `loops`, perhaps `moves`
+            and `folds`.
           values: A function from names to the tuple of the plan's `Value`s with these
             names.
           size: n, the number of groups; 0 without a partition.
@@ -229,7 +231,8 @@ class _PlanReader:
         """Build a fold, with the stage of its function, from its JSON data.
 
         Args:
-          data: The entry of the fold in the manifest.
+          data: The entry of the fold: its function `combine`, a stage; names of values
+            `init`, `sources` and `results`; and `commutative`.
           values: A function from names to the tuple of the plan's `Value`s with these
             names.
 
@@ -243,7 +246,8 @@ class _PlanReader:
         """Build a loop, with a plan for each of its bodies, from its JSON data.
 
         Args:
-          data: The entry of the loop in the manifest.
+          data: The entry of the loop, which has the attributes of a `Loop` as keys; its
+            `bodies` are entries of plans.
           values: A function from names to the tuple of `Value`s with these names, of
             the plan that has the loop.
 
@@ -283,12 +287,10 @@ def _partition(data: dict[str, Any] | None) -> Partition | None:
 def _check_order(plan: Plan) -> None:
     """Check that each value of a plan is produced before it is used.
 
-    The bodies of loops and the plans of inner levels are not checked: each is a plan of
-    its own, which `_PlanReader.plan` checks when it builds it.
+    Bodies of loops and inner levels are left out, as they are plans of their own.
 
     Raises:
-      ValueError: A value is used that no input and no earlier step of the plan
-        produces.
+      ValueError: A value is used that no input and no earlier step produces.
     """
     known = {v.name for v in plan.inputs}
 
@@ -341,7 +343,7 @@ class _StageReader:
     Args:
       path: The file, for errors.
       members: The contents of the file's members, by name.
-      origin: How the stages were exported: the dict that `_origin` returns.
+      origin: The versions, platforms, precision and random keys of the export, a dict.
       run: Whether the stages are to be run. If not, their code is not read.
 
     Attributes:

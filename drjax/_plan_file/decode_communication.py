@@ -23,7 +23,8 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     """Build a reduction from its JSON data.
 
     Args:
-      data: The entry of the reduction in the manifest.
+      data: The entry of the reduction in the manifest: `op`, its name; `values`, the
+        names of its operand and its result; and perhaps `wire`, `sharded` and `secure`.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
 
@@ -70,7 +71,8 @@ def fold(data: dict[str, Any], values: Values, combine: Stage) -> Fold:
     """Build a fold from its JSON data, and check that its states have one type.
 
     Args:
-      data: The entry of the fold in the manifest.
+      data: The entry of the fold in the manifest: names of values, `init`, `sources`
+        and `results`; and `commutative`.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
       combine: The stage of the function that combines two states.
@@ -98,7 +100,9 @@ def move(data: dict[str, Any], values: Values, size: int) -> Move:
     """Build a move of slices between groups from its JSON data.
 
     Args:
-      data: The entry of the move in the manifest.
+      data: The entry of the move in the manifest: `op`, its name; `values`, the names
+        of its source, of its index if it has one, and of its result; and `sources`, the
+        permutation of a permute.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
       size: n, the number of groups; 0 without a partition.

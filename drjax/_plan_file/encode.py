@@ -161,6 +161,12 @@ class _Writer:
             added for each.
           names: A function from `Value`s to the list of their names, which also adds
             their entries to the plan's table of values.
+
+        Returns:
+          A dict with `name`, `inputs`, `outputs` and `member`, which is None if the
+          stage has no outputs. If it has, also with `consts` and `custom_calls`, and
+          for a local stage `in_turn`: whether the groups of a batch run one after
+          another.
         """
         data = {
             "name": stage.name,
@@ -282,6 +288,10 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
       reduce: The reduction.
       names: A function from `Value`s to the list of their names, which also adds their
         entries to the plan's table of values.
+
+    Returns:
+      `{"op": ..., "values": [source, result]}`, with `wire`, `sharded` and `secure`
+      only where they are not the default.
     """
     data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
     # Only where they are used, so that earlier versions read other files.
@@ -298,6 +308,10 @@ def _move(move: Move, names) -> dict[str, Any]:
       move: The move.
       names: A function from `Value`s to the list of their names, which also adds their
         entries to the plan's table of values.
+
+    Returns:
+      `{"op": ..., "values": [source, index if there is one, result], "sources":
+      [...]}`.
     """
     return {
         "op": move.op,

@@ -185,8 +185,8 @@ class Exporter:
             `_sequential`.
 
         Returns:
-          A function from `(*consts, mask, groups, *inputs)` to the list `[*partials,
-          *states, *slices]`. It takes:
+          A function from `(*consts, mask, groups, *inputs)` to the list
+          `[*partials, *states, *slices]`. It takes:
 
           * `consts`: The hoisted constants of the stage: its random keys and its arrays
             of 1 kB or more.

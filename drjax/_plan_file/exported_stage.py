@@ -142,9 +142,9 @@ class ExportedStage:
       per_group: The function of a server stage, `(*consts, *inputs) -> outputs`; or of
         one group in a local stage, `(*consts, group index, *inputs) -> outputs`.
       batched: The function of b groups in a local stage, for any b: `(*consts, mask,
-        group indices, *inputs) -> (*partial reductions, *folded states, *slices)`. The
-        mask, bool `[b]`, says which groups take part in reductions and folds. None for
-        a server stage.
+        group indices, *inputs) -> (*partial reductions, *folded states,
+        *slices)`. The mask, bool `[b]`, says which groups take part in reductions and
+        folds. None for a server stage.
       sequential: Whether the groups of a batch run one after another.
       text: The jaxpr of `per_group` as text, for humans.
       consts: Large arrays and random keys, which the functions take as their first

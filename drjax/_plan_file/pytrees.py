@@ -94,9 +94,9 @@ def _describe(x: Any) -> Node:
 
     Returns:
       The description: `"leaf"`, `"none"`, or an object with one key, whose value has
-      the descriptions of the children: `{"tuple": [...]}`, `{"list": [...]}`, `{"dict":
-      [[key, description], ...]}`, or for a namedtuple or a registered class `{"record":
-      [name, [[field, description], ...]]}`.
+      the descriptions of the children: `{"tuple": [...]}`, `{"list": [...]}`,
+      `{"dict": [[key, description], ...]}`, or for a namedtuple or a registered class
+      `{"record": [name, [[field, description], ...]]}`.
 
     Raises:
       PlanFileError: A node cannot be described without its class.

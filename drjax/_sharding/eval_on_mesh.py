@@ -29,10 +29,11 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
 
     * Arrays that are made without operands (zeros, iota) get the mesh in their types.
     * A `dot_general` that contracts dimensions which both operands have sharded gets an
-      `out_sharding`, which JAX demands: that of the other dimensions, by one
-      all-reduce.
-    * Operands of `add_any` and `select_n` are resharded to one sharding: of a value
-      that a product and another equation use, the cotangents may differ in theirs.
+      `out_sharding`, which JAX demands. It keeps the sharding of the other dimensions;
+      the contraction is completed by one all-reduce.
+    * Operands of `add_any` and `select_n` are resharded to one sharding, which JAX
+      demands. They may differ: if several equations use a value, each of them gives a
+      cotangent for it, with a sharding of its own.
 
     Args:
       jaxpr: The closed jaxpr of a stage of a plan.

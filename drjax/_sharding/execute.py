@@ -159,10 +159,10 @@ def auto_partition(
     Args:
       layout: A sharded layout: n groups on m devices, each with k slots (places for one
         group each; if m does not divide n, the last slots are padding).
-      run: The function of all slots. It takes the operands: partitioned ones as `[k *
-        m, *s]`, whose padded slots hold copies of the slice of group 0, and global ones
-        as `[*s]`. It returns a pair of lists: values with one slice for each device,
-        `[m, *s]`, and partitioned results, `[k * m, *s]`.
+      run: The function of all slots. It takes the operands: partitioned ones as
+        `[k * m, *s]`, whose padded slots hold copies of the slice of group 0, and
+        global ones as `[*s]`. It returns a pair of lists: values with one slice for
+        each device, `[m, *s]`, and partitioned results, `[k * m, *s]`.
       args: The operands, `[n, *s]` or `[*s]`.
       partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
 
@@ -199,8 +199,8 @@ def all_group_indices(layout: Layout):
 def first_group_indices(layout: Layout):
     """Make an array of the group index of each device's first slot, int32 `[m]`.
 
-    Each of m devices has k slots, of one group each, so device i begins with group `i *
-    k`; if that is n or more, for n groups, the device has no group. On a mesh, the
+    Each of m devices has k slots, of one group each, so device i begins with group
+    `i * k`; if that is n or more, for n groups, the device has no group. On a mesh, the
     array has the type of a partitioned operand with one slice for each device.
     """
     indices = lax.iota(jnp.int32, layout.devices) * layout.per_device

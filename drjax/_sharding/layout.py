@@ -241,15 +241,16 @@ class Layout:
 
     @property
     def has_empty_devices(self) -> bool:
-        """Whether some device has no group at all: all of its slots are padding."""
+        """Whether some device has no group, so that all of its slots are padding."""
         return self.partition.size <= self.per_device * (self.devices - 1)
 
     @property
     def partial_count(self) -> int:
         """The number of groups on the one device that has both groups and padding.
 
-        It is n mod k, for n groups and k slots on each device; 0 if there is no such
-        device.
+        A device has k slots, which are places for one group each. The groups fill the
+        slots of the devices in order, so that one device may be filled partly, with n
+        mod k groups. 0 if there is no such device.
         """
         return self.partition.size % self.per_device
 
@@ -296,7 +297,10 @@ class Layout:
 
     @property
     def num_slots(self) -> int:
-        """The number of all slots, k * m: each of m devices has k slots for groups."""
+        """The number of all slots: k * m, for k slots on each of m devices.
+
+        A slot is a place for one group; the last ones may be padding.
+        """
         return self.per_device * self.devices
 
     @property

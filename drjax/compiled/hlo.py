@@ -176,9 +176,9 @@ class Module:
     def _trip_count(self, loop: Instruction) -> int | None:
         """Compute how often the body of a loop runs, each time that the loop runs.
 
-        The compiler may have written the number. Otherwise the loop must be `while i <
-        b`, with constants for the start of `i`, for `b`, and for what each step adds to
-        `i`.
+        The compiler may have written the number. Otherwise the loop must be
+        `while i < b`, with constants for the start of `i`, for `b`, and for what each
+        step adds to `i`.
 
         Args:
           loop: A `while` instruction.

@@ -142,7 +142,8 @@ class Report:
         Args:
           compiled: The compiled function, for any platform, also for one that is not
             there (`jax.experimental.topologies`).
-          mesh: As for `drjax.collectives`.
+          mesh: The mesh whose axes are named in the report. Default: the mesh in
+            context, or else that of the function's arguments and results.
 
         Raises:
           DrjaxTypeError: It is no compiled function, or the backend has no HLO text of
@@ -263,7 +264,7 @@ def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
 def read_hlo(
     text: str, mesh: Mapping[str, int] | None = None
 ) -> tuple[Collective, ...]:
-    """The collectives in HLO text, as of another process: `compiled.as_text()`.
+    """Read the collectives from HLO text, as of another process: `compiled.as_text()`.
 
     Args:
       text: The HLO text, after partitioning.
@@ -279,11 +280,15 @@ def read_hlo(
 def totals(
     collectives: Iterable[Collective], key: Callable[[Collective], Key]
 ) -> dict[Key, Total]:
-    """The collectives with the same key together, in the order of their first one.
+    """Add up the collectives that have the same key.
 
     Args:
       collectives: The collectives.
       key: From a collective to the key, such as `lambda c: c.kind`.
+
+    Returns:
+      A dict from each key to the `Total` of its collectives, in the order of the first
+      collective of each.
     """
     groups: dict[Key, list[Collective]] = {}
     for collective in collectives:
