@@ -25,7 +25,7 @@ _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
 
 
 def locate(path: Any) -> Path | str:
-    """Distinguish local paths from URLs: returns a `Path`, or the URL as text.
+    """Tell local paths from URLs: return a `Path`, or the URL as text.
 
     Args:
       path: A text, bytes, or an object that stands for a path: `os.PathLike`, or one of
@@ -33,7 +33,8 @@ def locate(path: Any) -> Path | str:
 
     Raises:
       TypeError: `path` has another type.
-      ValueError: The text is empty, or was a URL before `pathlib` took a slash from it.
+      ValueError: The text is empty, or it is a URL that `pathlib.Path` has changed,
+        such as `gs:/bucket/run` with one slash.
     """
     if isinstance(path, bytes):
         path = os.fsdecode(path)
@@ -105,9 +106,14 @@ def read_file(path: Path | str) -> bytes:
 def open_regular(path: Path) -> Any:
     """Open a local file for reading, as a binary file object; only a regular file.
 
+    Folders, pipes and devices are refused: they may have no end, or block because no
+    process writes to them.
+
+    Args:
+      path: The path of the file.
+
     Raises:
-      NotRegularError: The path is a folder, or a pipe or a device. Those may have no
-        end, or block because no process writes to them.
+      NotRegularError: The path is that of a folder, a pipe or a device.
       OSError: The file cannot be opened.
     """
     # Without O_NONBLOCK, to open a pipe waits for one who writes.
@@ -129,9 +135,12 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 def write_file(path: Path | str, data: bytes) -> None:
     """Write a file as a whole, and create the folders that it is in.
 
+    A local file of this name is replaced at once, when the new one is complete. If the
+    path is a link, the file that it leads to is replaced.
+
     Args:
       path: A local `Path`, or a URL as text.
-      data: The contents of the file; an earlier file is replaced.
+      data: The contents of the file.
 
     Raises:
       OSError: The file cannot be written. A local file is then as it was before.
@@ -172,7 +181,7 @@ def list_files(pattern: Path | str) -> list[str]:
 
 
 def file_system_of(path: str) -> tuple[Any, str]:
-    """Split a local path or a URL into a file system and a path in it.
+    """Return the file system of a local path or a URL, and the path in it.
 
     Args:
       path: The local path or the URL of a file, as text.
@@ -189,7 +198,7 @@ def file_system_of(path: str) -> tuple[Any, str]:
 
 
 def file_size(path: str) -> int:
-    """The size of a file in bytes.
+    """Return the size of a file in bytes.
 
     Args:
       path: The local path or the URL of the file, as text.
@@ -205,9 +214,10 @@ def file_size(path: str) -> int:
 
 
 class Folder(Protocol):
-    """The interface of a local or remote folder, whose files have names and no paths.
+    """The interface of a local or remote folder that holds files by name.
 
-    `LocalFolder` and `RemoteFolder` implement it, for instance for checkpoints.
+    A name has no path in it. `LocalFolder` and `RemoteFolder` implement the interface,
+    for instance for checkpoints.
     """
 
     def make(self) -> None:
@@ -219,18 +229,23 @@ class Folder(Protocol):
         ...
 
     def location(self, name: str) -> str:
-        """The path or URL of the file `name` in the folder as text, for errors."""
+        """Return the path or URL of the file `name` as text, for errors."""
         ...
 
     def names(self) -> list[str]:
-        """The names of the files and folders in the folder, in any order.
+        """List the names of the files and folders in the folder, in any order.
 
-        [] if a remote folder does not exist yet.
+        If the folder does not exist yet, a remote one returns [], and a local one
+        raises `FileNotFoundError`.
         """
         ...
 
     def read(self, name: str) -> bytes:
-        """The contents of the file `name`; raise `OSError` if it cannot be read."""
+        """Return the contents of the file `name`.
+
+        Raises:
+          OSError: The file cannot be read.
+        """
         ...
 
     def create(self, name: str, data: bytes) -> None:
@@ -263,15 +278,18 @@ class Folder(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove the file `name`; nothing happens if the folder has no such file."""
+        """Remove the file `name`; do nothing if the folder has no such file."""
         ...
 
 
 def part_names(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of the temporary files that `LocalFolder.write` leaves behind.
+    """Compile a pattern for the names of temporary files of `LocalFolder.write`.
+
+    A crash leaves such files behind, named `.NAME.DIGITS.part`, or `.NAME.part` by
+    earlier versions. The pattern finds them, to remove them.
 
     Args:
-      pattern: A regular expression of the names that the files would have got.
+      pattern: A regular expression for `NAME`, the names that the files would have got.
     """
     # Earlier versions of drjax wrote names without random digits.
     return re.compile(rf"\.(?:{pattern})(?:\.[0-9a-f]+)?\.part")
@@ -410,12 +428,14 @@ class RemoteFolder:
             )
 
     def _path_of(self, name: str) -> str:
-        """The path of the file `name` in fsspec's file system."""
+        """Return the path of the file `name` in fsspec's file system."""
         return f"{self._path}/{name}"
 
 
 def folder(path: Path | str) -> LocalFolder | RemoteFolder:
-    """The folder at a local path or a URL; it need not exist yet.
+    """Make the object for the folder at a local path or a URL; it need not exist yet.
+
+    It is not created: `make` does that.
 
     Args:
       path: A local `Path`, or a URL as text, as `locate` returns them.
@@ -436,6 +456,7 @@ def _write_remote(system: Any, path: str, url: str, write: Callable[[], Any]) ->
       path: The path of the file in this file system.
       url: The URL of the file, for errors.
       write: A function without arguments that writes the file; its result is not used.
+        It may be called twice.
 
     Raises:
       OSError: The file cannot be written.

@@ -388,11 +388,14 @@ class Plan:
 
 
 def _resized(plan: Plan, own: Partition | None, n: int) -> Plan:
-    """The plan for n groups of its partition, also in the bodies of its loops.
+    """Copy a plan for n groups of a partition, with the bodies of its loops.
+
+    Only the size of the partition changes: values have the shapes of slices.
 
     Args:
-      plan: The plan, or that of a loop's body; one over another partition stays.
-      own: The partition that gets n groups.
+      plan: The plan, or that of a loop's body. It is returned itself if it is over
+        another partition than `own`.
+      own: The partition that gets n groups; None if the plan has none.
       n: The number of groups.
     """
     if own is None or plan.partition != own:
@@ -410,12 +413,16 @@ def _communicated(
     times: tuple[int | str, ...],
     outer: tuple[Partition, ...],
 ) -> Iterator[Message]:
-    """The `Message`s of a plan, in the order of its rounds, also those inside.
+    """Yield a `Message` for each value that a plan communicates, round by round.
+
+    Of each round, they come in this order: broadcasts, scatters, the messages of an
+    inner level, reductions, folds, moves, and the messages of the bodies of loops.
 
     Args:
       plan: The plan, the plan of a loop's body, or that of an inner level.
-      prefix: The common prefix of its rounds: empty, for a body `2.scan.`, and for an
-        inner level `2.groups.`, with the name of its partition.
+      prefix: The text before the round's number in `Message.round`: empty, for the body
+        of a loop such as `2.scan.`, or for an inner level such as `2.tasks.`, with the
+        name of its partition.
       times: `Message.times` of its messages: one factor for each loop around the plan.
       outer: The partitions of the levels around it, outermost first.
     """

@@ -16,12 +16,15 @@ _CHECKED = 3 if hasattr(checkify, "CheckifyContext") else 2
 def register_error_check(primitive, rule: Callable) -> None:
     """Register how `jax.experimental.checkify` checks equations of `primitive`.
 
+    It writes to checkify's global registry. The errors of the equation are merged with
+    those of earlier equations.
+
     Args:
       primitive: The primitive.
-      rule: `rule(enabled, *args, **params)`, with the set of error classes that
-        checkify looks for, the operands and the parameters of the equation. It returns
-        `(error, results)`: the `checkify.Error` of this equation alone, and the list of
-        its results.
+      rule: `rule(enabled, *args, **params)`: `enabled` is the set of error classes that
+        checkify looks for, `args` are the operands and `params` the parameters of the
+        equation. It returns `(error, results)`: the `checkify.Error` of this equation
+        alone, and the list of its results.
     """
 
     def check(*args, **params):
@@ -43,16 +46,20 @@ def error_parts(error) -> tuple[dict, dict, dict, dict]:
       error: The `checkify.Error`. Its leaves are arrays or tracers.
 
     Returns:
-      `(happened, codes, trees, leaves)`, in the order of the constructor, with a
-      `CheckEffect` as key for each kind of error: `happened` has bool arrays, whether
-      the error happened; `codes` has integer arrays, its code; `leaves` has lists of
-      arrays, the leaves of the exception. `trees` has codes as keys, and the
+      `(happened, codes, trees, leaves)`, in the order of the constructor. Three of them
+      have as keys the `CheckEffect`s of the error, one for each kind of check:
+      `happened` maps a kind to a bool array, whether that check failed; `codes` to an
+      integer array, which identifies the exception; `leaves` to the list of arrays that
+      are the leaves of the exception. `trees` maps such a code, an int, to the
       `PyTreeDef` of the exception.
     """
     return error._pred, error._code, error._metadata, error._payload
 
 
 def register_nan_check(primitive) -> None:
-    """Let `checkify.nan_checks` check the results of equations of `primitive`."""
+    """Let `checkify.nan_checks` check the results of equations of `primitive`.
+
+    It writes to checkify's global registry.
+    """
     check = functools.partial(checkify.nan_error_check, primitive)
     checkify.error_checks[primitive] = check

@@ -8,10 +8,11 @@ import re
 
 
 def unbound_axis(error: Exception) -> str | None:
-    """The axis name that an error of JAX reports as unbound; None if it reports none.
+    """Return the axis name that an error of JAX reports as unbound, or None.
 
     Args:
-      error: An error that tracing raised: for a collective, a `NameError`.
+      error: An error that was raised while tracing. Of a collective over an unknown
+        axis name, JAX raises a `NameError`.
     """
     # The name is any text, and some of JAX's errors end with advice.
     pattern = r"unbound axis name: (.+?)(\. To fix this, please call .*)?$"
@@ -20,7 +21,13 @@ def unbound_axis(error: Exception) -> str | None:
 
 
 def is_about_a_mesh(error: Exception) -> bool:
-    """Whether an error of JAX is about a mesh: there is none, or the wrong one."""
+    """Return whether an error of JAX is about a mesh: there is none, or the wrong one.
+
+    It is judged by the text of the error, as JAX has no class for such errors.
+
+    Args:
+      error: The error.
+    """
     # Programs may have meshes of other sorts, so one of JAX's terms is needed, too.
     if isinstance(error, AssertionError):  # two cotangents: one type has axes
         return re.search(r"ShapedArray\(\S*@", str(error)) is not None

@@ -34,7 +34,7 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
 
     Returns:
       `(jaxpr, consts)`: the closed jaxpr, and the list of the arrays and tracers that
-      `fn` closes over. The inputs of the jaxpr are `consts`, and then the arguments.
+      `fn` closes over. The jaxpr takes `consts` first, and then the arguments of `fn`.
     """
     # Without the names of the arguments: finding them costs as much as a small trace.
     source = api_util.fun_sourceinfo(fn)
@@ -47,7 +47,7 @@ def trace_to_jaxpr(fn: Callable, avals: Sequence[Any], name: str):
 
 
 def open_jaxpr(jaxpr):
-    """The open jaxpr in a closed one, with `.invars`, `.outvars` and `.eqns`.
+    """Return the open jaxpr in a closed one, with `.invars`, `.outvars` and `.eqns`.
 
     An open jaxpr is returned unchanged. From JAX 0.11 on there is one class for both,
     and any jaxpr is returned unchanged.
@@ -56,7 +56,7 @@ def open_jaxpr(jaxpr):
 
 
 def jaxpr_consts(jaxpr) -> Sequence[Any]:
-    """The constants of a closed jaxpr, arrays; () if it has none, or if it is open."""
+    """Return the constants of a closed jaxpr, arrays; () if it has none or is open."""
     return getattr(jaxpr, "consts", ())
 
 
@@ -64,9 +64,13 @@ def jaxpr_consts(jaxpr) -> Sequence[Any]:
 def without_consts(jaxpr):
     """Turn the constants of a closed jaxpr into its first inputs; cached.
 
+    Args:
+      jaxpr: The closed jaxpr.
+
     Returns:
-      `(jaxpr, consts)`: the closed jaxpr without constants, and the tuple of their
-      values. If there are none, the same jaxpr and ().
+      `(lifted, consts)`: a closed jaxpr without constants, which takes their values
+      first and then the inputs of `jaxpr`; and the tuple of these values. `jaxpr`
+      itself and () if there are none.
     """
     consts = jaxpr_consts(jaxpr)
     if not consts:
@@ -76,22 +80,24 @@ def without_consts(jaxpr):
 
 
 def dce_jaxpr(jaxpr, used_outputs: Sequence[bool]):
-    """Eliminate dead code of a jaxpr, and the inputs that only dead code uses; cached.
+    """Copy a jaxpr without dead code, and without the inputs that only dead code uses.
+
+    JAX caches the copy.
 
     Args:
       jaxpr: A closed jaxpr without constants.
-      used_outputs: For each result whether the new jaxpr returns it.
+      used_outputs: For each result whether the copy returns it.
 
     Returns:
-      `(new closed jaxpr, list of bools)`; the bools say for each input of the old jaxpr
-      whether the new one takes it.
+      `(copy, used_inputs)`: the closed jaxpr from the inputs that it needs to those
+      results; and for each input of `jaxpr` whether the copy takes it, a list of bools.
     """
     new, used = pe.dce_jaxpr(jaxpr.jaxpr, list(used_outputs))
     return (new if MERGED else pe.close_jaxpr(new)), used
 
 
 def without_dead_code(jaxpr):
-    """Eliminate dead code of a closed jaxpr, but none of its inputs and results."""
+    """Copy a closed jaxpr without dead code; it keeps all inputs and results."""
     new, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
     return new if MERGED else Jaxpr(new, jaxpr.consts)
 
@@ -106,8 +112,8 @@ def backward_pass(jaxpr, args, cts):
       cts: For each result its cotangent, an array or a symbolic zero (`Zero`).
 
     Returns:
-      A list with a cotangent for each input, an array or a `Zero`. For inputs that are
-      not linear it has no meaning.
+      A list with an entry for each input: of an input with an `UndefinedPrimal`, its
+      cotangent, an array or a `Zero`. The other entries have no meaning.
     """
     return ad.backward_pass(jaxpr.jaxpr, False, jaxpr.consts, args, cts)
 
@@ -117,12 +123,14 @@ def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
 
     Args:
       jaxpr: A closed jaxpr.
-      nonzeros: For each input whether its tangent is not a symbolic zero.
+      nonzeros: For each input whether it has a tangent; if not, its tangent is a
+        symbolic zero.
 
     Returns:
-      `(closed jaxpr, list of bools)`; the bools say for each result whether its tangent
-      is not a symbolic zero. The new jaxpr takes the primals and the nonzero tangents;
-      it returns the results and their nonzero tangents.
+      `(new, nonzeros_out)`. The closed jaxpr `new` takes all inputs of `jaxpr`, and
+      then the tangents of those inputs that have one; it returns all results, and then
+      the tangents of those results that have one. `nonzeros_out`, a list of bools, says
+      which results have one.
     """
     return ad.jvp_jaxpr(jaxpr, list(nonzeros), False)
 
@@ -130,28 +138,34 @@ def jvp_jaxpr(jaxpr, nonzeros: Sequence[bool]):
 def linearize_jaxpr(jaxpr, nonzeros: Sequence[bool], is_vjp: bool):
     """Linearize a jaxpr: split it into a primal jaxpr and a linear tangent jaxpr.
 
-    There are two sorts of residuals. Flat ones are arrays. Structured ones, from JAX
-    0.11 on, are the pytrees that the linearization rules of some primitives return
-    separately.
+    The primal jaxpr runs first. It computes the results of `jaxpr`, and saves residuals
+    for the tangent jaxpr, which then maps tangents of inputs to tangents of results. A
+    result or an input has a tangent unless this is a symbolic zero.
+
+    There are two sorts of residuals. Flat ones are arrays that the tangent jaxpr uses;
+    some may be inputs of `jaxpr`, which the primal jaxpr need not return again.
+    Structured ones, from JAX 0.11 on, are pytrees that the linearization rules of some
+    primitives return separately; their leaves are always returned.
 
     Args:
       jaxpr: A closed jaxpr.
-      nonzeros: For each input whether its tangent is not a symbolic zero.
-      is_vjp: Whether the tangent jaxpr will be transposed.
+      nonzeros: For each input whether it has a tangent.
+      is_vjp: Whether the tangent jaxpr will be transposed, for reverse mode.
 
     Returns:
       `(primal, n_flat, nonzeros_out, forwarded, tangent)`:
 
-      * `primal`: The closed jaxpr that takes the inputs, and returns the results, the
-        flat residuals that are not themselves inputs, and the leaves of the structured
-        residuals.
-      * `n_flat`: The number of flat residuals that `primal` returns.
-      * `nonzeros_out`: For each result whether its tangent is not a symbolic zero.
-      * `forwarded`: For each flat residual that `tangent` takes, the position of the
-        input that it is; None if `primal` returns it.
-      * `tangent`: The closed jaxpr that takes all flat residuals, the nonzero tangents
-        of inputs, and the structured residuals; it returns the nonzero tangents of
-        results.
+      * `primal`: A closed jaxpr of the inputs of `jaxpr`. It returns the results of
+        `jaxpr`; then `n_flat` flat residuals, those that are not inputs; then the
+        leaves of the structured residuals.
+      * `n_flat`: The number of flat residuals among the results of `primal`.
+      * `nonzeros_out`: For each result of `jaxpr` whether it has a tangent.
+      * `forwarded`: An entry for each flat residual, in the order in which `tangent`
+        takes them: None if it is the next one of the `n_flat` that `primal` returns; or
+        the position of the input of `jaxpr` that it is.
+      * `tangent`: A closed jaxpr. It takes all flat residuals; then the tangents of the
+        inputs that have one; then the leaves of the structured residuals. It returns
+        the tangents of the results that have one.
     """
     split: Any = ad.linearize_jaxpr(jaxpr, tuple(nonzeros), is_vjp=is_vjp)
     primal, out, nzs_out, forwarded, tangent = split
@@ -164,12 +178,13 @@ def batch_jaxpr(jaxpr, axis_data, in_axes):
 
     Args:
       jaxpr: A closed jaxpr.
-      axis_data: JAX's `AxisData` of the vmap, which has its axis name and size; JAX
-        passes it to batching rules.
+      axis_data: JAX's `AxisData` of the vmap, which has the name and the size of its
+        axis; a batching rule receives it from JAX.
       in_axes: For each input its batch dimension; None: it is not batched.
 
     Returns:
-      `(batched closed jaxpr, for each result its batch dimension or None)`.
+      `(batched, out_axes)`: the batched closed jaxpr, and for each of its results the
+      batch dimension, or None if the result is not batched.
     """
     return batching.batch_jaxpr2(jaxpr, axis_data, tuple(in_axes))
 
@@ -179,20 +194,26 @@ def batch_jaxpr_first(jaxpr, axis_data, batched: Sequence[bool]):
 
     Args:
       jaxpr: A closed jaxpr.
-      axis_data: As for `batch_jaxpr`.
+      axis_data: JAX's `AxisData` of the vmap, which has the name and the size of its
+        axis; a batching rule receives it from JAX.
       batched: For each input whether it is batched.
 
     Returns:
-      The batched closed jaxpr.
+      The batched closed jaxpr. Each result has the batch as axis 0, also one that
+      depends on no batched input.
     """
     return batching.batch_jaxpr(jaxpr, axis_data, tuple(batched), True)[0]
 
 
 def without_name(axis_data):
-    """Copy JAX's `AxisData` of a vmap, without the name of its axis.
+    """Copy JAX's `AxisData` of a vmap over groups, without the name of its axis.
 
-    For the jaxpr of an inner program: by that name, it would take the index of the
-    groups of the vmap for that of its own groups.
+    It is for batching the jaxpr of an inner program, over another partition. A group
+    index in that program belongs to its own groups; with the name, it would become the
+    index in the surrounding vmap.
+
+    Args:
+      axis_data: The `AxisData`, which has the name and the size of the vmap's axis.
     """
     return dataclasses.replace(axis_data, name=core.no_axis_name)
 
@@ -202,16 +223,16 @@ def add_batch_dimension(x, axis_data, position: int):
 
     Args:
       x: The array.
-      axis_data: As for `batch_jaxpr`. If the batch is sharded over an Explicit mesh
-        axis, so is the new dimension.
-      position: The position of the new dimension.
+      axis_data: JAX's `AxisData` of the vmap, with the size of the new dimension. If
+        the batch is sharded over an Explicit mesh axis, so is the new dimension.
+      position: The position of the new dimension in the result.
     """
     axis = axis_data.explicit_mesh_axis
     return batching.broadcast(x, axis_data.size, position, axis)
 
 
 def effects_of(jaxpr) -> frozenset:
-    """The effects of a jaxpr, open or closed, that its caller can observe.
+    """Return the effects of a jaxpr, open or closed, that its caller can observe.
 
     An effect on mutable arrays that the jaxpr itself creates is left out.
     """
@@ -219,7 +240,9 @@ def effects_of(jaxpr) -> frozenset:
 
 
 def new_eqn(eqn, invars, outvars, params, effects):
-    """Copy an equation; its primitive and its source line stay.
+    """Copy an equation with other variables, parameters and effects.
+
+    Its primitive and its source line stay.
 
     Args:
       eqn: The equation.
@@ -234,17 +257,25 @@ def new_eqn(eqn, invars, outvars, params, effects):
 def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
     """Split a jaxpr into what is computed from known inputs, and the rest.
 
+    The known part runs first, and computes residuals for the unknown part. A residual
+    that is itself a known input is not returned again.
+
     Args:
       jaxpr: A closed jaxpr.
       unknown_in: For each input whether it is unknown.
 
     Returns:
-      `(known, unknown, unknown_out, residual types, forwarded)`. The closed jaxpr
-      `known` takes the known inputs; it returns the known results, and then the
-      residuals that it computes, of the residual types. The closed jaxpr `unknown`
-      takes all residuals, and then the unknown inputs; it returns the unknown results.
-      `unknown_out` says for each result whether it is unknown. `forwarded` has for each
-      residual its position among the known inputs, if it is one of them, else None.
+      `(known, unknown, unknown_out, res_avals, forwarded)`:
+
+      * `known`: A closed jaxpr of the known inputs. It returns the known results, and
+        then the residuals that are not known inputs.
+      * `unknown`: A closed jaxpr. It takes all residuals, and then the unknown inputs;
+        it returns the unknown results.
+      * `unknown_out`: For each result of `jaxpr` whether it is unknown.
+      * `res_avals`: The types of the residuals that `known` returns.
+      * `forwarded`: An entry for each residual, in the order in which `unknown` takes
+        them: its position among the known inputs if it is one of them; None if it is
+        the next one that `known` returns.
     """
     unknown_in = list(unknown_in)
     return pe.partial_eval_jaxpr_nounits_fwd(jaxpr, unknown_in, instantiate=False)
@@ -253,37 +284,42 @@ def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
 def unsplit_jaxpr(jaxpr):
     """Split a jaxpr of which nothing is known: all of it is the unknown part.
 
+    Args:
+      jaxpr: A closed jaxpr.
+
     Returns:
-      The tuple that `partial_eval_jaxpr` returns, with an empty known jaxpr and no
-      residuals.
+      A tuple of the same five parts that `partial_eval_jaxpr` returns: a known jaxpr
+      without inputs and results; `jaxpr`, as the unknown one; a list of True for each
+      result, as all are unknown; and two empty lists, as there are no residuals.
     """
     nothing = jax.make_jaxpr(lambda: ())()
     return nothing, jaxpr, [True] * len(jaxpr.out_avals), [], []
 
 
 def jaxprs_in(params) -> list:
-    """The jaxprs, open or closed, among an equation's parameters `eqn.params`.
+    """List the jaxprs, open or closed, among an equation's parameters `eqn.params`.
 
-    Jaxprs in tuples and lists count. [] if there is none.
+    Jaxprs in tuples and lists count; jaxprs inside these jaxprs do not. [] if there is
+    none.
     """
     return list(core.jaxprs_in_params(params))
 
 
 @weakref_lru_cache
 def is_bound_to_devices(jaxpr) -> bool:
-    """Whether a jaxpr has a `shard_map` or a sharding constraint, at any depth.
+    """Return whether a jaxpr has a `shard_map` or a sharding constraint, at any depth.
 
-    Such a jaxpr cannot do without the mesh on which it was traced.
+    Such a jaxpr cannot do without the mesh on which it was traced. Cached.
     """
     return has_primitive(jaxpr, ("sharding_constraint", "shard_map"))
 
 
 def has_primitive(jaxpr, names: tuple[str, ...]) -> bool:
-    """Whether a jaxpr has an equation of a primitive with one of these names.
+    """Return whether a jaxpr has an equation of a primitive with one of these names.
 
     Args:
-      jaxpr: The jaxpr, open or closed; its inner jaxprs at any depth are searched.
-      names: The names of primitives.
+      jaxpr: The jaxpr, open or closed; its inner jaxprs at any depth are searched, too.
+      names: The names of primitives, such as `("shard_map",)`.
     """
     return any(
         eqn.primitive.name in names
@@ -294,6 +330,8 @@ def has_primitive(jaxpr, names: tuple[str, ...]) -> bool:
 
 def bind_equation(eqn, operands, **params) -> list:
     """Bind the primitive of an equation to other operands, with its source line.
+
+    So the equation is evaluated for arrays, or staged for tracers.
 
     Args:
       eqn: The equation.
@@ -317,8 +355,9 @@ def select_outputs(jaxpr, outvars: list):
       outvars: The variables to compute: inputs, or results of any of its equations.
 
     Returns:
-      `(live, used)`: `live` is the closed jaxpr from the inputs that it needs to
-      `outvars`, and `used` says for each input of `jaxpr` whether it is one of them.
+      `(live, used)`: a closed jaxpr that returns `outvars`, and takes only the inputs
+      of `jaxpr` that they depend on; and for each input of `jaxpr` whether `live` takes
+      it, a list of bools.
     """
     raw = open_jaxpr(jaxpr)
     debug_info = raw.debug_info.with_unknown_names()
@@ -329,14 +368,15 @@ def select_outputs(jaxpr, outvars: list):
 
 
 def with_results(jaxpr, eqns: list):
-    """Copy a closed jaxpr with more equations, whose results are more results of it.
+    """Copy a closed jaxpr with more equations, and with their results as more results.
 
     Args:
       jaxpr: The closed jaxpr, without constants.
-      eqns: The equations, of variables of the jaxpr, with one result each.
+      eqns: The equations to append, with one result each. Their operands are variables
+        of the jaxpr, or results of earlier equations in the list.
 
     Returns:
-      The closed jaxpr, with the new results after its own.
+      The closed jaxpr: it returns the results of `jaxpr`, and then those of `eqns`.
     """
     raw = open_jaxpr(jaxpr)
     outvars = [*raw.outvars, *(eqn.outvars[0] for eqn in eqns)]
@@ -348,20 +388,23 @@ def with_results(jaxpr, eqns: list):
 
 
 def new_var(aval):
-    """A new variable of the type `aval`, for a jaxpr."""
+    """Make a new variable of the type `aval`, for a jaxpr."""
     return core.Var(aval)
 
 
 def stacked_aval(aval, length: int):
-    """The type of a stack of `length` values of the type `aval`, along a new axis 0."""
+    """Return the type of a stack of `length` values of type `aval`, along a new axis 0.
+
+    It has no sharding.
+    """
     return ShapedArray((length, *aval.shape), aval.dtype, aval.weak_type)
 
 
 def user_frames(eqn):
-    """The frames of users' code in the traceback of an equation, innermost first.
+    """Iterate over the frames of users' code in the traceback of an equation.
 
-    It is an iterator of JAX's `Frame`s. JAX and the standard library are left out;
-    drjax is not.
+    The frames are JAX's `Frame`s, innermost first. Those of JAX and of the standard
+    library are left out; those of drjax are not.
     """
     return source_info_util.user_frames(eqn.source_info.traceback)
 
@@ -372,7 +415,7 @@ def closed(jaxpr):
 
 
 def scan_sizes(eqn) -> tuple[int, int]:
-    """The numbers of constants and of carried values among the operands of a scan.
+    """Count the constants and the carried values among the operands of a scan.
 
     Args:
       eqn: The equation of the scan. Its operands are the constants, the carried values,
@@ -388,7 +431,10 @@ def scan_sizes(eqn) -> tuple[int, int]:
 
 
 def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, Any]:
-    """The parameters of a scan that hold its numbers of operands, for a changed scan.
+    """Make the parameters of a scan that say how many operands of each sort it has.
+
+    They are for a copy of the equation with other operands. Versions of JAX have
+    different parameters for these numbers.
 
     Args:
       eqn: The equation of the scan, which shows what parameters this version of JAX
@@ -407,7 +453,14 @@ def scan_size_params(eqn, n_consts: int, n_carry: int, n_xs: int) -> dict[str, A
 
 
 def with_equations(jaxpr, eqns: list):
-    """Copy a jaxpr, open or closed, with the list `eqns` in place of its equations."""
+    """Copy a jaxpr, open or closed, with other equations.
+
+    Its constants, inputs and results stay.
+
+    Args:
+      jaxpr: The jaxpr.
+      eqns: The list of equations that replace its own. They must compute its results.
+    """
     raw = open_jaxpr(jaxpr)
     changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
     if MERGED:

@@ -25,14 +25,15 @@ from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
 
 @contextlib.contextmanager
 def spmd_axes(axes: Sequence[str]):
-    """The context for tracing code that a `vmap(spmd_axis_name=axes)` will surround.
+    """Make a context for tracing code that a `vmap(spmd_axis_name=axes)` will surround.
 
-    Inside of such a vmap, each device along the mesh axes `axes` works on other batch
-    members. So in this context the derivative rule of a `shard_map` over all axes of
-    the mesh does not sum over `axes`.
+    Under such a vmap, the devices along the mesh axes `axes` work on different batch
+    members. So the derivative rule of a `shard_map` over all axes of the mesh must not
+    sum over `axes`; in this context, it does not.
 
     Args:
-      axes: The names of the mesh axes.
+      axes: The names of the mesh axes. They are added to those of a surrounding
+        context.
     """
     outer = core.trace_ctx.axis_env
     names = _SpmdAxes(outer.spmd_axis_names | set(axes))
@@ -73,8 +74,8 @@ class _SpmdAxes(frozenset):
 def with_manual_axes(jaxpr, axes: tuple[str, ...]):
     """Copy a jaxpr as if traced where these mesh axes are Manual: inside a `shard_map`.
 
-    Each `shard_map` in the jaxpr no longer maps over these axes, as the surrounding
-    `shard_map` does. Cached.
+    Types in the copy are on the mesh with `axes` Manual. A `shard_map` in the jaxpr no
+    longer maps over `axes`, as the surrounding `shard_map` will do that. Cached.
 
     Args:
       jaxpr: The jaxpr, open or closed.
@@ -85,7 +86,7 @@ def with_manual_axes(jaxpr, axes: tuple[str, ...]):
 
 @weakref_lru_cache
 def with_whole_shard_maps(jaxpr, axes: tuple[str, ...]):
-    """Copy a jaxpr so that each `shard_map` in it maps over these mesh axes, too.
+    """Copy a jaxpr so that each `shard_map` in it also maps over the mesh axes `axes`.
 
     A `vmap(spmd_axis_name=axes)` of the jaxpr needs that. Cached.
 
@@ -131,13 +132,15 @@ def _manual(axes: Sequence[str]) -> Callable:
 
 
 def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
-    """Whether an equation is a sharding constraint without effect on the new mesh.
+    """Return whether an equation is a sharding constraint that the new mesh voids.
 
-    It has none if all axes of the new mesh are Manual; vmap refuses such a constraint.
+    It has no effect if all axes of the new mesh are Manual. Such an equation is
+    removed, as vmap refuses it.
 
     Args:
       eqn: The equation.
-      change_mesh: A function from the old `AbstractMesh` to the new one.
+      change_mesh: A function from the `AbstractMesh` of the equation to the one that
+        replaces it.
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
@@ -149,9 +152,9 @@ def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
 
 
 def _on_default_device(x):
-    """Copy an array or typed keys through the host to the default device.
+    """Copy an array or typed random keys through the host to the default device.
 
-    So a constant loses its sharding, and with it its mesh.
+    So a constant loses its sharding, and with that its mesh.
     """
     if dtypes.issubdtype(x.dtype, dtypes.prng_key):
         data: Any = np.asarray(jax.random.key_data(x))
@@ -163,9 +166,10 @@ class _Retyped:
     """Copies jaxprs, as if traced under a mesh with other axis types, or under none.
 
     The mesh is part of the types of variables, of the context of each equation, and of
-    parameters: shardings, meshes, types and jaxprs, also within tuples and dicts.
-    Python functions (rules of `custom_jvp` and `custom_vjp`) stay as they are, so a
-    copy is for use after all derivatives have been taken.
+    parameters: shardings, meshes, types and jaxprs, also within tuples and dicts. All
+    of these are replaced. Python functions (rules of `custom_jvp` and `custom_vjp`)
+    stay as they are, so a copy is for use after all derivatives have been taken. Each
+    variable and jaxpr is copied once, and the copy is recorded.
 
     Args:
       mesh: A function from an `AbstractMesh` in the jaxpr to the one that replaces it.
@@ -183,12 +187,16 @@ class _Retyped:
         self._contexts: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr):
-        """Copy a jaxpr, open or closed; the same object always has the same copy."""
+        """Copy a jaxpr, open or closed; of one object there is one copy.
+
+        The first call makes and records it; later calls return the same one.
+        """
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
 
     def _copy(self, jaxpr):
+        """Copy a jaxpr, open or closed, with its constants, without recording it."""
         raw = open_jaxpr(jaxpr)
         changed = raw.replace(
             constvars=list(map(self._atom, raw.constvars)),
@@ -203,11 +211,12 @@ class _Retyped:
         return changed if jaxpr is raw else Jaxpr(changed, consts)
 
     def _const(self, value):
-        """Copy a constant of a jaxpr to the default device, if the new mesh is empty.
+        """Return a constant of a jaxpr as the copy of the jaxpr holds it.
 
         Args:
-          value: The constant, an array. It is returned unchanged if the new mesh is not
-            empty, or if its sharding has no mesh.
+          value: The constant, an array. If its sharding has a mesh and the new mesh is
+            empty, a copy on the default device is returned; otherwise the constant
+            itself.
         """
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
@@ -217,7 +226,9 @@ class _Retyped:
     def _atom(self, atom):
         """Copy a variable or literal, with its type on the new mesh.
 
-        The same variable always has the same copy. A `DropVar` is returned unchanged.
+        The first call for a variable creates its copy and records it; later calls
+        return the same one. The variable of a result without a use, a `DropVar`, is
+        returned unchanged.
         """
         if isinstance(atom, core.Literal):
             return core.Literal(self._literal(atom.val), self._aval(atom.aval))
@@ -242,10 +253,11 @@ class _Retyped:
         return value if aval is known else make(np.asarray(value), aval)
 
     def _aval(self, aval):
-        """Copy a type with the new mesh.
+        """Copy a type, with its sharding on the new mesh.
 
-        Of the type of a mutable array, the inner type changes. A type is returned
-        unchanged if it has no mesh, or if its mesh does not change.
+        Of the type of a mutable array, the inner type changes. A type that has no mesh,
+        or whose mesh stays, is returned unchanged. If the new mesh is empty, the copy
+        has no sharding.
         """
         inner = getattr(aval, "inner_aval", None)
         if inner is not None:
@@ -261,10 +273,11 @@ class _Retyped:
         return aval.update(sharding=aval.sharding.update(mesh=new))
 
     def _context(self, context):
-        """Copy the context in which an equation was traced, with the new mesh.
+        """Return the context in which an equation was traced, with the new mesh.
 
         Args:
-          context: A `JaxprEqnContext`.
+          context: The equation's `JaxprEqnContext`. It is returned itself if its mesh
+            stays.
         """
         if context not in self._contexts:
             mesh, copy = self._mesh(context.cur_abstract_mesh), context
@@ -278,8 +291,9 @@ class _Retyped:
         """Copy an equation, with its variables, parameters and context on the new mesh.
 
         Returns:
-          The copy. None if the equation changes only a sharding that the new mesh does
-          not have: then copies of its operands replace its results.
+          The copy. None if the equation has no meaning on the new mesh, as it only
+          changes or constrains a sharding: then the copies of its operands are recorded
+          as the copies of its results.
         """
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty

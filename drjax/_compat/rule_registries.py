@@ -25,10 +25,11 @@ def register_linearization(primitive, rule: Callable) -> None:
       primitive: The primitive.
       rule: `rule(is_vjp, nonzeros, *primals, **params)` returns
         `(results, nonzeros_out, residuals, linear)`. `is_vjp` says whether the linear
-        part will be transposed. `nonzeros` and `nonzeros_out` say for each operand and
-        for each result whether its tangent is not a symbolic zero. `residuals` is a
-        pytree of arrays. `linear(residuals, *tangents)` takes the tangents of all
-        operands, and returns those of all results; either may be symbolic zeros.
+        part will be transposed. `primals` are the operands and `params` the parameters
+        of the equation. `nonzeros` and `nonzeros_out` say for each operand and for each
+        result whether its tangent is not a symbolic zero. `residuals` is a pytree of
+        arrays. `linear(residuals, *tangents)` takes the tangents of all operands, and
+        returns those of all results; either may be symbolic zeros.
     """
     if not MERGED:
         ad.primitive_linearizations[primitive] = rule
@@ -50,9 +51,9 @@ def register_dce(primitive, rule: Callable) -> None:
     Args:
       primitive: The primitive.
       rule: `rule(used_outputs, eqn)` returns `(used_inputs, new_eqn)`. `used_outputs`
-        is a list of bools, for each result whether it is used; `used_inputs` is one for
-        the operands. `new_eqn` has the used operands and results only; None: it is
-        dead.
+        says for each result whether it is used, and `used_inputs` for each operand
+        whether `new_eqn` takes it; both are lists of bools. `new_eqn` is the equation
+        with only the used operands and results; None if it is dead.
     """
     pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
@@ -63,9 +64,9 @@ def register_partial_eval(primitive, rule: Callable) -> None:
     Args:
       primitive: The primitive.
       rule: `rule(trace, *tracers, **params)` takes JAX's `JaxprTrace`, the operands as
-        `JaxprTracer`s, known or unknown, and the parameters. It returns the list of
-        results: values if they are known, else tracers. `partial_eval_by_tracers`
-        computes such a list.
+        `JaxprTracer`s, known or unknown, and the parameters of the equation. It returns
+        the list of results: values if they are known, else tracers, whose equation is
+        recorded in the trace. `partial_eval_by_tracers` is the usual way to do that.
     """
     pe.custom_partial_eval_rules[primitive] = rule
 
@@ -74,10 +75,11 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
     """Let the policies of `jax.checkpoint` apply inside the jaxpr of a primitive.
 
     Args:
-      primitive: The primitive.
-      jaxpr_param: The name of its parameter that holds the closed jaxpr.
-      res_aval: `res_aval(params, aval)` converts the type of a residual inside the
-        jaxpr to its type outside, as a result of the equation; `params` are the
+      primitive: The primitive, whose equations evaluate a jaxpr in some way, for
+        instance for each group.
+      jaxpr_param: The name of the parameter that holds this closed jaxpr.
+      res_aval: `res_aval(params, aval)` returns the type that a residual has as a
+        result of the equation, given its type inside the jaxpr; `params` are the
         parameters of the equation.
     """
 
@@ -97,17 +99,23 @@ def partial_eval_by_tracers(
 ):
     """Run the known part of an equation, and stage the unknown part as one equation.
 
-    The unknown part takes the residuals of the known one.
+    The known part is bound now, and computes the results that do not depend on unknown
+    operands, and residuals. The unknown part is recorded in the trace: it takes the
+    residuals and the unknown operands.
 
     Args:
-      primitive: The primitive of the equation.
+      primitive: The primitive of the equation, which evaluates the jaxpr in
+        `params["jaxpr"]`.
       trace: JAX's `JaxprTrace`, which the partial evaluation rule gets.
       tracers: The operands, `JaxprTracer`s.
       unknown_in: For each operand whether it is unknown.
-      params: The parameters, of which `params["jaxpr"]` is the closed jaxpr.
-      split: This jaxpr, split: what `partial_eval_jaxpr` returns.
+      params: The parameters of the equation.
+      split: The tuple that `partial_eval_jaxpr` returned for that jaxpr and
+        `unknown_in`: `(known jaxpr, unknown jaxpr, for each result whether it is
+        unknown, types of the residuals that the known jaxpr returns, for each residual
+        the position of the known operand that it is, or None)`.
       to_outer: A function from the type of a value inside the jaxpr to its type as a
-        result of the equation.
+        result of the equation, such as from `[*s]` to `[n, *s]`.
 
     Returns:
       The list of results: values, or tracers if they are unknown.
@@ -149,7 +157,8 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 
     Args:
       primitive: The primitive.
-      hidden: `hidden(name, value)` says whether to leave out a parameter.
+      hidden: `hidden(name, value)` returns whether to leave out the parameter with this
+        name and value. The others are printed in the order of their names.
     """
 
     def rule(eqn, context, settings):
@@ -160,25 +169,26 @@ def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
 
 
 def register_lowering(primitive, fn: Callable) -> None:
-    """Lower equations of `primitive` as JAX would lower a function.
+    """Register that equations of `primitive` are lowered as a traced function.
 
     Args:
       primitive: The primitive.
       fn: The function, `fn(*args, **params)`, with the operands and the parameters of
-        the equation. It is traced. It returns a sequence of results, or a single result
-        if the primitive has one.
+        the equation. JAX traces it and lowers the result. It returns a sequence of
+        results, or a single result if the primitive has one.
     """
     rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
 
 
 def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
-    """Lower equations of `primitive` as a jaxpr.
+    """Register that equations of `primitive` are lowered as a jaxpr.
 
     Args:
       primitive: The primitive.
-      jaxpr_of: `jaxpr_of(*avals, **params)`, with the types of the operands and the
-        parameters of the equation, returns the closed jaxpr, from operands to results.
+      jaxpr_of: `jaxpr_of(*avals, **params)` takes the types of the operands and the
+        parameters of the equation. It returns a closed jaxpr from the operands to the
+        results, which is lowered in place of the equation.
     """
 
     def rule(ctx, *args, **params):
@@ -201,7 +211,10 @@ def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
 
 
 def register_lowering_rule(primitive, rule: Callable) -> None:
-    """Lower `primitive` by a rule that JAX calls for each equation, without a cache.
+    """Register a lowering rule that JAX calls for each equation of `primitive`.
+
+    JAX does not cache what the rule returns, so the rule may return different code for
+    equal equations.
 
     Args:
       primitive: The primitive.
@@ -213,11 +226,11 @@ def register_lowering_rule(primitive, rule: Callable) -> None:
 
 
 def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params):
-    """Lower a traceable function within a lowering rule.
+    """Trace a function inside a lowering rule, and emit its code there.
 
     Args:
       ctx: The `LoweringRuleContext` of the calling lowering rule.
-      fn: The function, `fn(*operands, **params)`.
+      fn: The function of arrays, `fn(*operands, **params)`.
       operands: For each operand the pair of its MLIR value and its type.
       multiple_results: Whether `fn` returns a sequence of results or a single one.
       **params: Keywords of `fn`.
@@ -231,11 +244,11 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
 
 
 def module_token(ctx):
-    """An object that identifies the MLIR module that is being lowered.
+    """Return an object that identifies the MLIR module that is being lowered.
 
     It is the same object for all equations of the module, and is deleted with the
-    module, so it can be a key of a `WeakKeyDictionary`. JAX's `ModuleContext` cannot be
-    that key, as it is copied for inner code, and has no weak references.
+    module, so it can be a key of a `WeakKeyDictionary`. JAX's `ModuleContext` cannot:
+    it is copied for inner code, and has no weak references.
 
     Args:
       ctx: The `LoweringRuleContext` that JAX passes to a lowering rule.
@@ -244,6 +257,9 @@ def module_token(ctx):
 
 
 def current_block():
-    """The MLIR block, of a function or branch, into which JAX now lowers equations."""
+    """Return the MLIR block into which JAX now lowers equations.
+
+    It is that of a function, or of a branch or loop in one.
+    """
     point: Any = ir.InsertionPoint.current
     return point.block

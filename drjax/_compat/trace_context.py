@@ -13,41 +13,44 @@ from jax._src import config, core, mesh
 
 
 def check_vma() -> bool:
-    """Whether the code being traced is inside a `shard_map(check_vma=True)`.
+    """Return whether the code being traced is inside a `shard_map(check_vma=True)`.
 
-    Only then do types say over which Manual axes a value varies.
+    Only then do types say over which Manual mesh axes a value varies (VMA).
     """
     return config._check_vma.value
 
 
 def without_vma():
-    """A context in which no VMA is checked, as in a `shard_map(check_vma=False)`."""
+    """Make a context in which no VMA is checked, as in a `shard_map(check_vma=False)`.
+
+    VMA are the varying manual axes: the Manual mesh axes over which a value differs.
+    """
     return config._check_vma(False)
 
 
 def disable_jit() -> bool:
-    """Whether the code runs under `jax.disable_jit`."""
+    """Return whether the code runs under `jax.disable_jit`."""
     return config.disable_jit.value
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of `x` is known: no tracer, or a tracer of a known value."""
+    """Return whether the value of `x` is known, also if a tracer holds it."""
     return core.is_concrete(x)
 
 
 def under_trace() -> bool:
-    """Whether a transformation or jit is active, so that nothing runs eagerly."""
+    """Return whether a transformation or jit is active: nothing runs eagerly."""
     return not isinstance(core.trace_ctx.trace, core.EvalTrace)
 
 
 def legacy_mesh() -> jax.sharding.Mesh | None:
-    """The mesh of a surrounding `with mesh:` block; None if there is none."""
+    """Return the mesh of a surrounding `with mesh:` block; None if there is none."""
     physical = mesh.thread_resources.env.physical_mesh
     return None if physical.empty else physical
 
 
 def concrete_mesh() -> jax.sharding.Mesh:
-    """The mesh that `jax.set_mesh` set, with its devices, also while tracing.
+    """Return the mesh that `jax.set_mesh` set, with its devices, also while tracing.
 
     It is an empty mesh if none is set.
     """
@@ -62,20 +65,23 @@ def replace_aval(aval, shape, sharding, varying):
       shape: The new shape.
       sharding: The new sharding, a `NamedSharding` on an abstract mesh.
       varying: The names of the Manual mesh axes over which a value of the new type
-        varies.
+        differs between devices.
     """
     mat = aval.manual_axis_type.update(varying=frozenset(varying))
     return aval.update(shape=shape, sharding=sharding, manual_axis_type=mat)
 
 
 def varying(aval) -> frozenset[str]:
-    """The Manual mesh axes over which a value of this type differs; empty if none."""
+    """Return the Manual mesh axes over which a value of this type differs."""
     return aval.manual_axis_type.varying
 
 
 @contextlib.contextmanager
 def without_mesh():
-    """A context without any mesh, of `jax.set_mesh` or of a `with mesh:` block."""
+    """Make a context without any mesh, of `jax.set_mesh` or of a `with mesh:` block.
+
+    The mesh is in context again after it.
+    """
     resources, legacy = mesh.thread_resources, config.mesh_context_manager
     env, entered = resources.env, legacy.swap_local(())
     resources.env = env.with_mesh(mesh.Mesh(np.empty((), object), ()))

@@ -71,17 +71,19 @@ class Frame:
 
 
 def text_width(lines: Lines) -> float:
-    """The width of a box around lines of text, in points; 0 without lines."""
+    """Return the width of a box around lines of text, in points; 0 without lines."""
     return 2 * PAD + LETTER * max(map(len, lines)) if lines else 0.0
 
 
 def text_height(lines: Lines) -> float:
-    """The height of a box around lines of text, in points; 0 without lines."""
+    """Return the height of a box around lines of text, in points; 0 without lines."""
     return 2 * PAD + LINE * len(lines) - 2 if lines else 0.0
 
 
 def stairs(side: tuple[Lines, ...]) -> float:
-    """The width in points of a staircase of boxes; each next one is shifted by `STEP`.
+    """Return the width of a staircase of boxes, in points.
+
+    Each next box is shifted by `STEP`, and all are as wide as the widest.
 
     Args:
       side: For each box its lines of text; at least one box.
@@ -96,7 +98,7 @@ def _short(text: str) -> str:
 
 
 def _type(value: Value) -> str:
-    """The dtype and the shape of a value as text, such as `float32[3]`."""
+    """Format the dtype and the shape of a value, such as `float32[3]`."""
     return str(value)[len(value.name) + 2 :]
 
 
@@ -107,9 +109,9 @@ def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], L
       named: `(label, value)` pairs.
 
     Returns:
-      `(pairs, summary)`. Of at most `SHOWN + 1` pairs, all pairs and (). Of more pairs,
-      those of the `SHOWN` largest values, and two lines of text: the number of the
-      others and their bytes.
+      `(pairs, summary)`. Of at most `SHOWN + 1` pairs, all of them, and (). Of more
+      pairs, those of the `SHOWN` largest values, and a tuple of two lines of text: the
+      number of the other values, and their bytes.
     """
     pairs = list(named)
     if len(pairs) <= SHOWN + 1:
@@ -121,15 +123,16 @@ def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], L
 
 
 def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
-    """The lines of text of each value that is sent: its label, then its type and size.
+    """Format the values that a round sends, each as lines of text for a box.
 
-    Of many values the largest are shown; a summary of the others comes last.
+    The lines are its label, and its type with its bytes. Of many values only the
+    largest are shown; one more box, the last, summarizes the others.
 
     Args:
       named: `(label, value)` pairs.
 
     Returns:
-      For each box of text a tuple of its lines.
+      For each box a tuple of its lines.
     """
     shown, more = _few(named)
     lines = [
@@ -139,14 +142,15 @@ def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
 
 
 def listed(title: Lines, values: Iterable[Value]) -> Lines:
-    """The lines of a box: a title, then names and types of the largest values.
+    """Format a box: a title, then the names and types of the largest values.
 
     Args:
       title: The lines of the title.
       values: The values to list.
 
     Returns:
-      The lines; () if there is no value. The last one summarizes values left out.
+      The lines; () if there is no value. If values are left out, a last line says how
+      many, and their bytes.
     """
     shown, more = _few((v.name, v) for v in values)
     room = [LONGEST - len(_type(v)) for _, v in shown]
@@ -163,7 +167,8 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     Args:
       plan: The plan, or the plan of a loop's body, that has the round.
       number: The number of the round in this plan, from 1.
-      location: The location of the round in the whole plan, such as `round 1`.
+      location: The location of the round in the whole plan, such as `round 1` or, in a
+        loop, `round 1, scan, branch 0, round 2`.
     """
     a_round = plan.rounds[number - 1]
     # Values that are live after this round are saved in the groups.
@@ -194,7 +199,11 @@ def _column(plan: Plan, number: int, location: str) -> Column:
 
 
 def _bytes_of(a_round: Round) -> str:
-    """The bytes of a group's communication in a round, as text: `↓ 16 B  ↑ 4 B`."""
+    """Format the bytes that one group communicates in a round: `↓ 16 B  ↑ 4 B  ↔ 8 B`.
+
+    They come from the server, go to it, and go to other groups. A direction in which
+    nothing is communicated is left out.
+    """
     down = [*a_round.broadcast, *(part for _, part in a_round.scatter)]
     up = [r.source for r in a_round.reduces]
     up += [v for fold in a_round.folds for v in fold.sources]
@@ -207,10 +216,13 @@ def _bytes_of(a_round: Round) -> str:
 
 
 def _inner_lines(stage: Stage) -> Lines:
-    """The lines on the inner level of a stage: its partition, and its rounds.
+    """Format the inner level of a local stage: its partition, and its rounds.
 
     Args:
-      stage: A stage of the groups. Without an inner level there is no line.
+      stage: A local stage. Without an inner level, there are no lines.
+
+    Returns:
+      The lines of text, a tuple.
     """
     if stage.inner is None:
         return ()
@@ -289,9 +301,11 @@ def _frame(loop: Loop, number: int, location: str) -> Frame:
 
 
 def columns_of(plan: Plan) -> list:
-    """The `Column`s and `Frame`s of a plan's picture, from left to right.
+    """Collect the columns and frames of a plan's whole picture, from left to right.
 
-    The first column is that of the plan's inputs, the last one that of its outputs.
+    Returns:
+      The list of `Column`s and `Frame`s. The first is the column of the plan's inputs,
+      the last that of its outputs.
     """
     ends = []
     for name, values in (("inputs", plan.inputs), ("outputs", plan.outputs)):
@@ -302,13 +316,16 @@ def columns_of(plan: Plan) -> list:
 
 
 def every(items: list) -> Iterator[tuple[Column | Frame, int]]:
-    """All columns and frames, also those inside frames, as `(item, depth)` pairs.
+    """Iterate over all columns and frames, also those inside frames.
+
+    A frame comes before what it has inside.
 
     Args:
       items: `Column`s and `Frame`s, from left to right.
 
     Returns:
-      An iterator. The depth is the number of frames around the item, 0 for `items`.
+      An iterator of `(item, depth)` pairs. The depth is the number of frames around the
+      item, 0 for `items`.
     """
     for item in items:
         yield item, 0

@@ -80,7 +80,7 @@ def _paint(picture: Picture, path: Path) -> None:
 
 
 def figure_of(picture: Picture) -> Any:
-    """Draw a picture as a `matplotlib.figure.Figure`; its units are points."""
+    """Draw a picture as a `matplotlib.figure.Figure`, whose axes are in points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(picture.width / 72, picture.height / 72))
@@ -95,7 +95,12 @@ def figure_of(picture: Picture) -> Any:
 
 
 def _paint_arrow(axes: Any, arrow: Arrow) -> None:
-    """Add an arrow to `axes`, a `matplotlib.axes.Axes` in points."""
+    """Draw an arrow into matplotlib axes.
+
+    Args:
+      axes: A `matplotlib.axes.Axes` in points, which is modified.
+      arrow: The arrow. Its kind determines its color, and whether it has a head.
+    """
     color = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
     if "bar" in arrow.kind:
         color = _DOWN if "down" in arrow.kind else _UP
@@ -111,7 +116,12 @@ def _paint_arrow(axes: Any, arrow: Arrow) -> None:
 
 
 def _paint_box(axes: Any, box: Box) -> None:
-    """Add a box with its text to `axes`, a `matplotlib.axes.Axes` in points."""
+    """Draw a box with its text into matplotlib axes.
+
+    Args:
+      axes: A `matplotlib.axes.Axes` in points, which is modified.
+      box: The box. Its kind determines its colors, and the size of its text.
+    """
     from matplotlib.patches import FancyBboxPatch
 
     order = {"band": 0, "frame": 1}.get(box.kind, 3)

@@ -150,14 +150,15 @@ class _Layout:
         self.name, self.groups = name, groups
 
     def add(self, kind, x, y, lines, location="", width=None, height=None) -> Box:
-        """Add a box, and return it.
+        """Add a box to `boxes`, and return it.
 
         Args:
           kind: One of the kinds of a `Box`, such as `server`.
           x: The left edge, in points.
           y: The top, in points.
           lines: The lines of text, a tuple of strings.
-          location: The round that it belongs to; of a band its name; empty for none.
+          location: The round that it belongs to, such as `round 1`; of a band its name;
+            empty for none.
           width: The width, in points; None: that of the text.
           height: The height, in points; None: that of the text.
         """
@@ -166,7 +167,7 @@ class _Layout:
         return self.boxes[-1]
 
     def picture(self) -> Picture:
-        """Place everything, and return the picture; to be called once."""
+        """Place all boxes and arrows, and return the picture; to be called once."""
         names = ["server", *(f"group {i}" for i in self.lanes)]
         left = MARGIN + text_width((max([*names, self.count], key=len),)) + 8
         right = self.place(self.items, left + 10, 0) - GAP + 10
@@ -190,11 +191,18 @@ class _Layout:
 
     @property
     def count(self) -> str:
-        """The number of groups as text if not all are drawn; else an empty string."""
+        """The text on how many groups there are, such as `… 1,000 in all`.
+
+        It is empty if all groups are drawn.
+        """
         return f"… {self.n:,} in all" if self.n > 3 else ""
 
     def legend(self, y: float) -> None:
-        """Add the legend, which explains the arrows down and up; `y` is its top."""
+        """Add the legend, which explains the arrows down and up.
+
+        Args:
+          y: The top of the legend, in points.
+        """
         x = MARGIN + PAD
         for kind, text in (
             ("down", "to every group, bytes for each"),
@@ -211,11 +219,11 @@ class _Layout:
 
         Args:
           items: The `Column`s and `Frame`s.
-          x: The left edge of the first one.
+          x: The left edge of the first one, in points.
           depth: The number of frames around them.
 
         Returns:
-          The left edge of the next column or frame, to the right of these.
+          The left edge of the next column or frame, to the right of these, in points.
         """
         for item in items:
             if isinstance(item, Frame):
@@ -231,11 +239,11 @@ class _Layout:
         return x
 
     def column(self, column: Column, x: float) -> None:
-        """Add the boxes and arrows of a column.
+        """Add the boxes and arrows of a column to `boxes` and `arrows`.
 
         Args:
           column: The texts of the column.
-          x: Its left edge.
+          x: Its left edge, in points.
         """
         kinds = ("server", "local") if column.kind == "stage" else ("value", "value")
         width, location = column.width, column.location
@@ -262,9 +270,9 @@ class _Layout:
           kind: `"down"`, from the server to the groups, or `"up"`, from them to the
             server.
           side: For each value its lines of text; at least one value.
-          left: The left edge of the staircase.
-          x: The left edge of the column.
-          width: The width of the column.
+          left: The left edge of the staircase, in points.
+          x: The left edge of the column, in points.
+          width: The width of the column, in points.
           location: The round that the boxes and arrows belong to, such as `round 1`.
         """
         wide, ends = max(map(text_width, side)), []

@@ -20,10 +20,11 @@ _PHRASES = {
 
 
 def _phrase(op: str, groups: str) -> str:
-    """The words for a communication in a printed plan, such as `mean over groups`.
+    """Return the words for a communication in a plan, such as `mean over groups`.
 
     Args:
-      op: The name of a reduction, such as `mean`, of a move, or `gather`.
+      op: The name of a reduction, such as `mean`; of a move, such as `permute`; or
+        `gather`.
       groups: What the groups are called, such as `groups` or `pods`.
     """
     phrase = _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
@@ -31,7 +32,7 @@ def _phrase(op: str, groups: str) -> str:
 
 
 def lines(plan: Any) -> Iterator[str]:
-    """The lines of `print(plan)`: name, partition, inputs, outputs, and all rounds.
+    """Yield the lines of `print(plan)`: name, partition, inputs, outputs, rounds.
 
     Args:
       plan: A `drjax.plan.Plan`.
@@ -48,12 +49,12 @@ def lines(plan: Any) -> Iterator[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """A number and a noun as text, with `s` for the plural: `2 rounds`."""
+    """Format a number and a noun, with `s` for the plural: `2 rounds`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def bytes_as_text(nbytes: int) -> str:
-    """A number of bytes as text for humans: `812 B`, `12.3 kB`.
+    """Format a number of bytes for humans: `812 B`, `12.3 kB`.
 
     Args:
       nbytes: The number, an int; or a symbolic expression, which is not rounded.
@@ -66,20 +67,24 @@ def bytes_as_text(nbytes: int) -> str:
 
 
 def _signature(values: tuple) -> str:
-    """The names and types of a plan's inputs or outputs, as one line of text.
+    """Format the names and types of a plan's inputs or outputs, as one line of text.
 
     Args:
       values: The `drjax.plan.Value`s; partitioned ones are marked `in each group`.
 
     Returns:
-      Text such as `model: float32[3], x: float32[5] in each group`, or `nothing`.
+      Text such as `model: float32[3], x: float32[5] in each group`; `nothing` without
+      values.
     """
     shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
     return ", ".join(shown) or "nothing"
 
 
 def _sent(x: Any) -> str:
-    """What one group sends in a reduction or move: `40 bytes a group`, with its dtype.
+    """Format what one group sends in a reduction, fold or move, such as `40 B a group`.
+
+    For a reduction, its options follow: how it is encoded, and whether its result is
+    sharded or the sum secure.
 
     Args:
       x: A `drjax.plan.Reduce`, `Fold` or `Move`.
@@ -93,7 +98,7 @@ def _sent(x: Any) -> str:
 
 
 def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
-    """The lines of text on the rounds of a plan, and on its last server stage.
+    """Yield the lines of text on the rounds of a plan, and on its last server stage.
 
     Args:
       plan: A `drjax.plan.Plan`, also that of a loop's body.
@@ -124,10 +129,11 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
 
 
 def _inner_lines(stage: Any) -> Iterator[str]:
-    """The lines of text on the rounds of the inner level, in a group of the outer one.
+    """Yield the lines of text on the inner level that runs in each group.
 
     Args:
-      stage: A `drjax.plan.Stage` of the groups.
+      stage: A `drjax.plan.Stage` of the groups. Without an inner level, there are no
+        lines.
     """
     if stage.inner is None:
         return
@@ -137,7 +143,7 @@ def _inner_lines(stage: Any) -> Iterator[str]:
 
 
 def _fold_line(fold: Any) -> str:
-    """The line of text on a fold: its function, the groups' states and its results.
+    """Format a fold as a line of text: its function, its states and its results.
 
     Args:
       fold: A `drjax.plan.Fold`.
@@ -150,7 +156,7 @@ def _fold_line(fold: Any) -> str:
 
 
 def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
-    """The lines of text on a loop: its name and steps, then the rounds of each body.
+    """Yield the lines of text on a loop: its name, its steps, and its bodies' rounds.
 
     Args:
       loop: A `drjax.plan.Loop`.
@@ -170,7 +176,7 @@ def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
 
 
 def _server_lines(stage: Any, inside: bool) -> list[str]:
-    """The line of text on a server stage, in a list; [] if the stage has no outputs.
+    """Format a server stage as a line of text, in a list; [] if it has no outputs.
 
     Args:
       stage: A `drjax.plan.Stage` of the server.
@@ -183,12 +189,15 @@ def _server_lines(stage: Any, inside: bool) -> list[str]:
 
 
 def _saved(a_round: Any) -> list:
-    """The outputs of a round's local stage that only later rounds read: `Value`s.
+    """List the outputs of a round's local stage that the round does not communicate.
 
     The groups save these slices for later rounds or loops, or the plan returns them.
 
     Args:
       a_round: A `drjax.plan.Round`.
+
+    Returns:
+      The list of `drjax.plan.Value`s.
     """
     communicated = (*a_round.reduces, *a_round.moves)
     sources = {x.source.name for x in communicated}

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 class Exported(Protocol):
     """What `drjax.plan` may know of an exported stage: custom calls and origin.
 
-    `drjax._plan_file.exported_stage.ExportedStage` has them, and the functions. This is
-    a Protocol, so that the plan, the lowest layer, need not import `_plan_file`.
+    `drjax._plan_file.exported_stage.ExportedStage` implements it, and also has the
+    functions. This is a Protocol, so that the plan, the lowest layer, need not import
+    `_plan_file`.
     """
 
     @property
@@ -19,7 +20,8 @@ class Exported(Protocol):
     def origin(self) -> dict[str, Any]:
         """How the functions were exported, as JSON data for a plan file's manifest.
 
-        The dict has the versions of the software, the platforms, the precision, and the
-        implementations of random keys.
+        The dict has `producer` (the versions of the software, by name),
+        `calling_convention` (an int), `platforms` (names), `x64` (whether there are
+        64-bit values), and `prng` (the names of the implementations of random keys).
         """
         ...

@@ -37,10 +37,11 @@ class Message:
         its name if only a run determines that number. A branch counts as run.
       sources: Of a permute, for each group the group whose slice it gets; else ().
       wire: Of a reduction how it is encoded; `nbytes` are those of the encoded slice.
-      secure: Of a reduction its `Reduce.secure`.
-      levels: The partitions over whose groups it is, outermost first: the last one has
-        the groups that send or receive it, and the others those around them.
-      population: Of a move between groups its `Move.population`.
+      secure: Of a secure sum, the least number of groups that it sums; else 0.
+      levels: The partitions of nested programs, outermost first. The groups of the last
+        one send or receive the value; they are inside groups of the others.
+      population: Of a move between a population and its cohort of groups, the number of
+        slices of the population; else 0.
     """
 
     round: str
@@ -65,7 +66,11 @@ class Message:
         return self.op in ("broadcast", "scatter")
 
     def line(self, width: int) -> str:
-        """The line of text on the message, with a column of `width` for its round."""
+        """Format the message as a line of text for the printed ledger.
+
+        Args:
+          width: The width of its first column, the round, in letters.
+        """
         times = "".join(f" × {t}" for t in self.times)
         head = f"{self.round:>{width}}  {self.op:9}"
         how = (f" as {self.wire}" if self.wire else "") + ", secure" * bool(self.secure)
@@ -79,10 +84,11 @@ class Message:
 class Ledger:
     """The communication of a plan. Print it to read it.
 
-    On m devices a broadcast costs nothing (every device has the server's value) and a
-    reduction is one message a device (of an encoded one, the total that follows is not
-    counted: an m-th part of it); a gather is as large as the device's slices, a
-    permute as those that leave the device, another move as the slices of all groups.
+    On m devices a broadcast costs nothing, as every device has the server's value. Of a
+    reduction, each device sends one value of the size of a slice (of an encoded one,
+    the total that the devices then exchange, an m-th part of that, is not counted). Of
+    a gather, a device sends the slices of its groups; of a permute, those of them that
+    leave the device; of another move, the slices of all groups.
 
     Attributes:
       partition: The plan's partition; None if it calls no building block.
@@ -142,10 +148,14 @@ class Ledger:
         return self._total(round, over, slices)
 
     def _slices_per_device(self, message: Message) -> int:
-        """The number of slices that a device puts into all collectives of a message.
+        """Count the slices that one device puts into all collectives of a message.
 
-        It multiplies the message's bytes in `reduced_per_device`. An inner level has
-        one collective for each of the device's outer groups. 0 on one device.
+        The message's bytes, times this number, are the bytes that a device reduces. A
+        message of an inner level is one collective for each of the device's groups of
+        the outer levels.
+
+        Returns:
+          The number; 0 if the groups of the message's level are on one device.
         """
         *outer, partition = message.levels
         devices = self._devices(partition.name, not outer)
@@ -157,7 +167,7 @@ class Ledger:
         return times * self._slices(message, partition.size, devices)
 
     def _devices(self, name: str | None, outermost: bool) -> int:
-        """The number of devices that share the groups of a level.
+        """Return the number of devices that share the groups of a level.
 
         Args:
           name: The name of the level; None if the plan has one level only.
@@ -168,7 +178,12 @@ class Ledger:
         return dict(self.devices_of).get(name, 1)
 
     def _slices(self, message: Message, size: int, devices: int) -> int:
-        """The number of slices that a device puts into one collective of a message.
+        """Count the slices that one device puts into one collective of a message.
+
+        A broadcast or scatter needs none, as each device has the server's value. A
+        reduction needs 1, a partial reduction. A gather needs the slices of the
+        device's groups, a permute those that leave the device, and a take or put_add
+        those of all groups (or, where an all-gather is smaller, those of the device).
 
         Args:
           message: The message.
@@ -209,13 +224,13 @@ class Ledger:
         return tuple(dict.fromkeys((*first, *inner)))
 
     def _is_outermost(self, over: str | None) -> bool:
-        """Whether `over`, the name of a level or None, is the outermost level."""
+        """Return whether `over`, a level's name or None, means the outermost level."""
         return over is None or over == self.levels[0]
 
     def _crosses_level(self, message: Message, over: str | None) -> bool:
-        """Whether a message crosses the border of a level.
+        """Return whether a message is communicated by the groups of a level.
 
-        That is: between its groups and their server, or from group to group.
+        That is: between these groups and their server, or from group to group.
 
         Args:
           message: The message.
@@ -231,11 +246,11 @@ class Ledger:
         Args:
           round: The number of the round, or text such as `2.scan.1`; None: all rounds.
           over: The name of the level; None: the outermost.
-          nbytes: A function from a `Message` to the bytes that count, each time; 0 for
-            messages that do not.
+          nbytes: A function from a `Message` to the bytes of it that count, each time
+            that it is sent; 0 if it does not count.
 
         Returns:
-          The sum. Loops with an unknown number of steps count once.
+          The sum. Loops with an unknown number of steps count as one step.
 
         Raises:
           DrjaxValueError: There is no such level.
@@ -261,10 +276,10 @@ class Ledger:
         return "\n".join([head, *lines, *totals])
 
     def _total_line(self, over: str | None) -> str:
-        """The line of text on the bytes of a level.
+        """Format the total bytes of a level, as the last line of the printed ledger.
 
         Args:
-          over: Its name; None: there is one level.
+          over: The name of the level; None: there is one level, which is not named.
         """
         devices = self._devices(over, self._is_outermost(over))
         between = self.between(over=over)
@@ -279,14 +294,17 @@ class Ledger:
 
 
 def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
-    """Check the numbers of devices that share the groups of levels.
+    """Check the argument of `Plan.communication`, and return it as a dict from levels.
 
     Args:
-      names: The names of the levels, outermost first.
-      devices: The argument of `Plan.communication`: a number, or a dict from names.
+      names: The names of the plan's levels, outermost first; empty for a plan without a
+        partition.
+      devices: The argument: the number of devices that share the groups of the
+        outermost level; or a dict from names of levels to such numbers.
 
     Returns:
-      A dict from names; {} if there are none.
+      A dict from names to numbers, with the levels that the argument names. Without
+      levels the name is "".
 
     Raises:
       DrjaxTypeError: A number is no integer.
@@ -303,7 +321,7 @@ def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
 
 
 def _checked_count(devices: Any) -> int:
-    """Check a number of devices, and return it as an `int`.
+    """Check a number of devices that a user passed, and return it as an `int`.
 
     Raises:
       DrjaxTypeError: It is not an integer.
@@ -322,5 +340,5 @@ def _checked_count(devices: Any) -> int:
 
 
 def _digits(number) -> str:
-    """A number as text with separators: `12,300`; a symbolic one as JAX prints it."""
+    """Format a number with separators, `12,300`; a symbolic one as JAX prints it."""
     return f"{number:,}" if isinstance(number, int) else str(number)

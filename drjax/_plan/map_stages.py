@@ -14,12 +14,15 @@ from drjax.plan import Fold, Loop, Plan, Round, Stage
 
 
 def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
-    """Replace each stage of a plan, also in the bodies of its loops.
+    """Copy a plan with each stage replaced, also in the bodies of its loops.
+
+    Rounds, communication and values stay. The plan of an inner level, `stage.inner`, is
+    not visited: `fn` may replace it.
 
     Args:
-      fn: From a stage, of the server, of groups or of a fold, to one with the same
-        inputs and outputs.
-      plan: The plan.
+      fn: From a stage (of the server, of the groups, or the function of a fold) to one
+        with the same inputs and outputs.
+      plan: The plan, which is not modified.
 
     Returns:
       The plan with the new stages.
@@ -45,10 +48,10 @@ def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
 
 
 def without_inner(plan: Plan) -> Plan:
-    """Remove the plans of inner levels from a plan's stages.
+    """Copy a plan without the plans of inner levels in its stages.
 
     For backends that run the work of an outer group as one jaxpr: the jaxpr of a stage
-    computes the inner rounds, too.
+    computes the inner rounds, too. A plan of one level is returned itself.
     """
     if len(plan.levels) < 2:
         return plan

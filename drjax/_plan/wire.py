@@ -54,7 +54,7 @@ class Wire:
         object.__setattr__(self, "block", block)
 
     def nbytes(self, count: int) -> int:
-        """The bytes of a number of encoded numbers, with their scales.
+        """The bytes of some numbers when they are encoded, with their scales.
 
         Args:
           count: How many numbers there are; they are padded to whole blocks.

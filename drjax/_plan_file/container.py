@@ -63,7 +63,7 @@ def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
 
 
 def _seal(data: bytes) -> dict[str, Any]:
-    """The manifest's entry for a member of the zip with the contents `data`.
+    """Return the manifest's entry for a member of the zip with the contents `data`.
 
     It is `{"size": bytes, "sha256": hexadecimal digest}`.
     """
@@ -139,8 +139,9 @@ def _open(path: Path | str, data: bytes | None) -> Any:
     """Open a plan file for reading, as a binary file object.
 
     Args:
-      path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
-      data: The bytes of the file, to be read in place of the file at `path`, or None.
+      path: A `Path`, or the URL as text. If `data` is passed, it is not used.
+      data: The bytes of the file, which are read in place of the file at `path`; or
+        None.
 
     Raises:
       OSError: The file cannot be opened.
@@ -181,7 +182,7 @@ def _check_unique(path: Path | str, names: list[str]) -> None:
 
 
 def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> None:
-    """Check the sizes that a zip declares, before any member is read.
+    """Check the sizes that a zip declares for some members, before any of them is read.
 
     Args:
       path: The plan file, for errors.
@@ -232,7 +233,7 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
-    """Parse `manifest.json`, and check its format and version; returns its JSON data.
+    """Parse `manifest.json`, check its format and version, and return its JSON data.
 
     Args:
       path: The plan file, for errors.
@@ -240,7 +241,8 @@ def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
 
     Raises:
       PlanFileError: `data` is no JSON, or an object in it has a key twice; or the
-        format is not `FORMAT`, or the version is not `VERSION`.
+        format is not `FORMAT`, or the version is not `VERSION`. Other entries are not
+        checked.
     """
     try:
         manifest = json.loads(data, object_pairs_hook=_unique_keys)
@@ -260,10 +262,10 @@ def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; raise `ValueError` if a key repeats.
+    """Return a JSON object as a dict; raise `ValueError` if a key repeats.
 
-    A hook for `json.loads`: of equal keys Python uses the last one, but other readers
-    of JSON may use another.
+    It is the `object_pairs_hook` of `json.loads`. Of equal keys Python would use the
+    last one, but other readers of JSON may use another.
 
     Args:
       pairs: The `(key, value)` pairs of the object, in the order of the text.
@@ -276,7 +278,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(names: list[str]) -> str:
-    """The most frequent of `names`, for errors; callers know that some name repeats."""
+    """Return the most frequent of `names`; callers know that some name repeats."""
     return Counter(names).most_common(1)[0][0]
 
 
@@ -300,7 +302,7 @@ def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None
 
 
 def _listed(names: list[str]) -> str:
-    """The first three of `names` as text for errors, such as `a, b, c and 2 more`."""
+    """Join the first three of `names` as text for errors: `a, b, c and 2 more`."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(name[:200] for name in names[:3]) + more
 
@@ -345,18 +347,22 @@ def _table(
 
 
 def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
-    """A `PlanFileError` to raise, with the text `The plan file {path} {what}. {fix}`.
+    """Make a `PlanFileError` with the text `The plan file {path} {what}. {fix}`.
+
+    The caller raises it.
 
     Args:
       path: The plan file.
       what: What is wrong with the file: a predicate, such as `is damaged`.
-      fix: How to fix it: a sentence.
+      fix: How to fix it: a whole sentence, such as `Copy it again.`
     """
     return PlanFileError(f"The plan file {path} {what}. {fix}")
 
 
 def malformed(path: Path | str, why: object) -> PlanFileError:
-    """A `PlanFileError` to raise for a manifest that `plan.save` would not write.
+    """Make a `PlanFileError` for a manifest that `plan.save` would not write.
+
+    The caller raises it.
 
     Args:
       path: The plan file.

@@ -69,6 +69,9 @@ _BYTECODE = b"ML\xefR"
 def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> None:
     """Check that a plan declares no custom calls but those in `ALLOWED` or `allowed`.
 
+    A custom call runs code outside the plan file, such as a routine of LAPACK or a
+    kernel. Only declarations are read; `check_declared` compares them with the code.
+
     Args:
       path: The plan file, for errors.
       plan: The plan, decoded from its manifest. `stage.exported.custom_calls` are the
@@ -132,7 +135,7 @@ def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
 
 
 def custom_calls_in(stablehlo_code: bytes) -> set[str]:
-    """The names of the custom calls in StableHLO code.
+    """Return the names of the custom calls in StableHLO code.
 
     Custom calls of all functions and regions count, even of functions that are never
     called, and so do operations that exchange data with the host, such as

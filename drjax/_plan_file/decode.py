@@ -58,7 +58,7 @@ def decode(
     Args:
       path: The file, for errors.
       manifest: The contents of its `manifest.json`: JSON data that is not trusted.
-      members: The contents of all other members of the file, by name.
+      members: The contents of all other files in the zip, by name.
       run: Whether the plan is to be run. If not, no code of a stage is read, and the
         stages of the plan have no jaxpr.
       allowed: The names of custom calls that a plan to be run may make in addition to
@@ -144,7 +144,10 @@ class _PlanReader:
         self.stages = stages
 
     def plan(self, data: dict[str, Any]) -> Plan:
-        """Build a plan, or the plan of a loop's body, from its JSON data.
+        """Build a plan, also that of a loop's body or an inner level, from JSON data.
+
+        It checks that values are used only after a stage has produced them, and that
+        the batched functions return what the rounds need.
 
         Args:
           data: The entry of the plan in the manifest, which has its name, partition,
@@ -194,7 +197,9 @@ class _PlanReader:
         """Build a round of a plan from its JSON data.
 
         Args:
-          data: The entry of the round in the manifest.
+          data: The entry of the round in the manifest: `server`, `broadcast`,
+            `scatter`, `groups` (the local stage), `reduces`, `loops`, perhaps `moves`
+            and `folds`.
           values: A function from names to the tuple of the plan's `Value`s with these
             names.
           size: n, the number of groups; 0 without a partition.
@@ -226,7 +231,8 @@ class _PlanReader:
         """Build a fold, with the stage of its function, from its JSON data.
 
         Args:
-          data: The entry of the fold in the manifest.
+          data: The entry of the fold: its function `combine`, a stage; names of values
+            `init`, `sources` and `results`; and `commutative`.
           values: A function from names to the tuple of the plan's `Value`s with these
             names.
 
@@ -240,7 +246,8 @@ class _PlanReader:
         """Build a loop, with a plan for each of its bodies, from its JSON data.
 
         Args:
-          data: The entry of the loop in the manifest.
+          data: The entry of the loop, which has the attributes of a `Loop` as keys; its
+            `bodies` are entries of plans.
           values: A function from names to the tuple of `Value`s with these names, of
             the plan that has the loop.
 
@@ -265,11 +272,12 @@ class _PlanReader:
 def _partition(data: dict[str, Any] | None) -> Partition | None:
     """Build the partition of a plan from its JSON data.
 
-    None for a plan that calls no building block.
-
     Args:
-      data: The plan's entry `partition` in the manifest: null, or an object with
-        `name`, `size` and `mesh_axes`.
+      data: The plan's entry `partition` in the manifest: null, for a plan that calls no
+        building block, or an object with `name`, `size` and `mesh_axes`.
+
+    Returns:
+      The `Partition`; None for null.
     """
     if data is None:
         return None
@@ -279,11 +287,10 @@ def _partition(data: dict[str, Any] | None) -> Partition | None:
 def _check_order(plan: Plan) -> None:
     """Check that each value of a plan is produced before it is used.
 
-    The bodies of loops are not checked: they are plans of their own.
+    Bodies of loops and inner levels are left out, as they are plans of their own.
 
     Raises:
-      ValueError: A value is used that no input and no earlier step of the plan
-        produces.
+      ValueError: A value is used that no input and no earlier step produces.
     """
     known = {v.name for v in plan.inputs}
 
@@ -317,7 +324,7 @@ def _check_order(plan: Plan) -> None:
 
 
 def _check_known(names: Iterable[str], known: Set[str]) -> None:
-    """Check that names of values are known; raise `ValueError` if one is not.
+    """Raise `ValueError` if a name of a value is not known.
 
     Args:
       names: The names of the values that are used.
@@ -336,7 +343,7 @@ class _StageReader:
     Args:
       path: The file, for errors.
       members: The contents of the file's members, by name.
-      origin: How the stages were exported: the dict that `_origin` returns.
+      origin: The versions, platforms, precision and random keys of the export, a dict.
       run: Whether the stages are to be run. If not, their code is not read.
 
     Attributes:
@@ -355,15 +362,17 @@ class _StageReader:
         self._members, self._consts = members, dict[tuple[str, Any], np.ndarray]()
 
     def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
-        """Build a stage from its JSON data.
-
-        It has a jaxpr only if stages are to be run.
+        """Build a stage from its JSON data, and add the names of its members to `used`.
 
         Args:
           data: The entry of the stage in the manifest.
           values: A function from names to the tuple of the plan's `Value`s with these
             names.
           local: Whether it is a local stage; if not, it is one of the server.
+
+        Returns:
+          The stage. If stages are to be run, its code is read and checked, and it has a
+          jaxpr that calls this code; if not, its jaxpr is None.
 
         Raises:
           ValueError: The entry is malformed, or the code does not fit it.
@@ -430,7 +439,7 @@ class _StageReader:
 
 
 def _check_code(name: str, exported: ExportedStage) -> None:
-    """Check that the code of a stage is what the manifest says; this deserializes it.
+    """Deserialize the code of a stage, and check that it is what the manifest says.
 
     Args:
       name: The name of the stage, for errors.
@@ -458,15 +467,16 @@ def _jaxpr(
     exported: ExportedStage | None,
     local: bool,
 ) -> Any:
-    """Trace a stage from a file: a closed jaxpr that calls its `per_group` function.
+    """Trace a closed jaxpr that calls the exported `per_group` function of a stage.
 
     The jaxpr takes the inputs of the stage and returns its outputs; random keys are
-    typed keys. The jaxpr of a local stage takes the group index, int32 `[]`, first.
+    typed keys. That of a local stage takes the group index, int32 `[]`, first.
 
     Args:
       inputs: The inputs of the stage; of a partitioned value the jaxpr takes one slice.
       outputs: The outputs of the stage.
-      exported: The exported functions of the stage; None if it has no outputs.
+      exported: The exported functions of the stage; None if it has no outputs, so that
+        the jaxpr does nothing.
       local: Whether it is a local stage.
 
     Raises:

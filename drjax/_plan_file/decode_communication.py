@@ -23,7 +23,8 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     """Build a reduction from its JSON data.
 
     Args:
-      data: The entry of the reduction in the manifest.
+      data: The entry of the reduction in the manifest: `op`, its name; `values`, the
+        names of its operand and its result; and perhaps `wire`, `sharded` and `secure`.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
 
@@ -43,16 +44,19 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
 
 
 def _wire(op: str, source: Value, data: Any) -> Wire | None:
-    """Build the encoding of a reduction from its JSON data.
+    """Build the encoding in which a reduction is communicated, from its JSON data.
 
     Args:
-      op: The name of the reduction.
+      op: The name of the reduction, such as `sum`.
       source: The value that is reduced.
-      data: The pair of dtype and block size in the manifest; None: no encoding.
+      data: The list of dtype and block size in the manifest; None: it is not encoded.
+
+    Returns:
+      The `Wire`; None if `data` is None.
 
     Raises:
       ValueError, TypeError, DrjaxError: The data is malformed, or the reduction is not
-        a sum of real floats.
+        a sum or mean of real floats.
     """
     if data is None:
         return None
@@ -64,13 +68,14 @@ def _wire(op: str, source: Value, data: Any) -> Wire | None:
 
 
 def fold(data: dict[str, Any], values: Values, combine: Stage) -> Fold:
-    """Build a fold from its JSON data.
+    """Build a fold from its JSON data, and check that its states have one type.
 
     Args:
-      data: The entry of the fold in the manifest.
+      data: The entry of the fold in the manifest: names of values, `init`, `sources`
+        and `results`; and `commutative`.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
-      combine: The stage of its function.
+      combine: The stage of the function that combines two states.
 
     Raises:
       ValueError, KeyError, TypeError: The entry is malformed.
@@ -95,7 +100,9 @@ def move(data: dict[str, Any], values: Values, size: int) -> Move:
     """Build a move of slices between groups from its JSON data.
 
     Args:
-      data: The entry of the move in the manifest.
+      data: The entry of the move in the manifest: `op`, its name; `values`, the names
+        of its source, of its index if it has one, and of its result; and `sources`, the
+        permutation of a permute.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
       size: n, the number of groups; 0 without a partition.
@@ -127,14 +134,17 @@ def move(data: dict[str, Any], values: Values, size: int) -> Move:
 
 
 def checked_inner(inner: Plan, stage: Stage) -> Plan:
-    """Check that the plan of an inner level has the types of its stage; returns it.
+    """Check that the plan of an inner level has the types of its stage; return it.
+
+    Its inputs must have the types of a group index, int32 `[]`, and then of the stage's
+    inputs; its outputs those of the stage's outputs.
 
     Args:
       inner: The plan.
-      stage: The stage of the outer groups that it computes.
+      stage: The local stage of the outer level, in each of whose groups the plan runs.
 
     Raises:
-      ValueError: It takes or gives other values.
+      ValueError: It takes or returns values of other types.
     """
 
     def types(values: Sequence[Value]) -> list:
@@ -150,10 +160,10 @@ def checked_inner(inner: Plan, stage: Stage) -> Plan:
 
 
 def _whole_shape(value: Value, size: int) -> tuple[int, ...]:
-    """The shape of a value's whole array, with the group axis if it is partitioned.
+    """Return the shape of a value's whole array, with its group axis if it has one.
 
     Args:
-      value: The value.
+      value: The value, whose `shape` is that of one slice if it is partitioned.
       size: n, the number of groups.
     """
     shape, axis = value.shape, value.axis

@@ -26,11 +26,11 @@ from drjax.plan import Ledger, Loop, Move, Plan, Reduce, Round, Stage, Value
 
 
 def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Encode a plan whose stages are exported: the contents of its plan file.
+    """Encode a plan whose stages are exported: return the contents of its plan file.
 
     Returns:
       `(manifest, members)`: the contents of `manifest.json`, which describes the plan,
-      as JSON data; and the bytes of all other files, by name.
+      as JSON data; and the bytes of all other files in the zip, by name.
 
     Raises:
       PlanFileError: A pytree of the plan cannot be described without its class.
@@ -42,11 +42,12 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def ledger(plan: Plan) -> list[dict[str, Any]]:
-    """The communication of a plan as JSON data, for the manifest.
+    """Return the communication of a plan as JSON data, for the manifest.
 
     Returns:
-      A dict for each entry of `plan.communication()`, that is for each value and round:
-      `round`, `op`, `value` (its name), `bytes` (for each group) and `times`.
+      A list with a dict for each value that is communicated in each round, as
+      `plan.communication()` lists them: `round`, `op`, `value` (its name), `bytes` (for
+      each group) and `times`.
     """
     communication: Ledger = plan.communication()
     return [
@@ -62,7 +63,9 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
 
 
 def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
-    """The results of the batched function of a round's local stage, as JSON data.
+    """Name the results of the batched function of a round's local stage, as JSON data.
+
+    The function returns an unnamed list; this is the order of its results.
 
     Args:
       a_round: The round.
@@ -70,9 +73,10 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
         after the stage.
 
     Returns:
-      `{"partials": [{"op": ..., "value": name}, ...], "rows": [name, ...]}`: the
-      partial reductions that the function returns, with the leaves of folded states,
-      then the outputs that it returns as slices.
+      `{"partials": [{"op": ..., "value": name}, ...], "rows": [name, ...]}`. First come
+      the partial reductions: one for each reduction except gathers, with the name of
+      the value that is reduced, and then one for each leaf of each fold's state, with
+      `"op": "fold"`. Then come the outputs that are returned as slices.
     """
     # As `export_plan` passes them to the exporter: results have an order, and no names.
     slices = [v.name for v in a_round.local.outputs if v.name in kept]
@@ -97,9 +101,9 @@ class _Writer:
         """Encode a plan as JSON data; the code of its stages is added to `members`.
 
         Args:
-          plan: The plan, or the plan of a loop's body.
-          prefix: The common prefix of the names of its members: empty, or for the first
-            body of the loop `scan` of round 2 `2.scan.0.`.
+          plan: The plan, the plan of a loop's body, or that of an inner level.
+          prefix: The text before the names of its members: empty, or for the first body
+            of the loop `scan` of round 2 `2.scan.0.`.
         """
         values: dict[str, dict] = {}
 
@@ -153,9 +157,16 @@ class _Writer:
 
         Args:
           stage: The stage; it is exported, unless it has no outputs.
-          member: The common prefix of the names of its members, such as `2.server`.
+          member: The name of its members, such as `2.server`, to which a suffix is
+            added for each.
           names: A function from `Value`s to the list of their names, which also adds
             their entries to the plan's table of values.
+
+        Returns:
+          A dict with `name`, `inputs`, `outputs` and `member`, which is None if the
+          stage has no outputs. If it has, also with `consts` and `custom_calls`, and
+          for a local stage `in_turn`: whether the groups of a batch run one after
+          another.
         """
         data = {
             "name": stage.name,
@@ -184,26 +195,30 @@ class _Writer:
     def _inner(self, stage: Stage, prefix: str) -> dict[str, Any]:
         """Encode the plan of the inner level of a local stage as JSON data.
 
+        The code of its stages is added to `members`.
+
         Args:
           stage: The stage.
-          prefix: The common prefix of the names of its members, such as `2.inner.`.
+          prefix: The text before the names of the plan's members, such as `2.inner.`.
 
         Returns:
-          `{"inner": {...}}`; {} without one, so that earlier versions read the file.
+          `{"inner": {...}}`; {} if the stage has no inner level, so that earlier
+          versions can read the file.
         """
         return {} if stage.inner is None else {"inner": self.plan(stage.inner, prefix)}
 
     def _folds(self, a_round: Round, prefix: str, names) -> dict[str, Any]:
-        """Encode the folds of a round as JSON data; their code goes to `members`.
+        """Encode the folds of a round as JSON data; their code is added to `members`.
 
         Args:
           a_round: The round.
-          prefix: The common prefix of the names of its members, such as `2.`.
+          prefix: The text before the names of the round's members, such as `2.`.
           names: A function from `Value`s to the list of their names, which also adds
             their entries to the plan's table of values.
 
         Returns:
-          `{"folds": [...]}`; {} without folds, so that earlier versions read the file.
+          `{"folds": [...]}`; {} if there are no folds, so that earlier versions can
+          read the file.
         """
         folds = [
             {
@@ -218,9 +233,16 @@ class _Writer:
         return {"folds": folds} if folds else {}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
-        """Encode a constant: `{"member": name, "dtype": name}`.
+        """Encode a constant as JSON data; its `.npy` file is added to `members`.
 
-        Its `.npy` file is added to `members`; equal constants share one file.
+        Equal constants share one file.
+
+        Args:
+          x: The constant.
+
+        Returns:
+          `{"member": name of the file, "dtype": name}`. A dtype that numpy cannot read
+          back is an unsigned integer of the same size in the file.
         """
         # `decode` requires C order. ascontiguousarray turns a scalar into a 1-d array.
         file, array = io.BytesIO(), np.ascontiguousarray(x).reshape(x.shape)
@@ -238,7 +260,7 @@ class _Writer:
 
         Args:
           loop: The loop.
-          prefix: The common prefix of the names of its round's members, such as `2.`.
+          prefix: The text before the names of its round's members, such as `2.`.
           names: A function from `Value`s to the list of their names, which also adds
             their entries to the plan's table of values.
         """
@@ -266,6 +288,10 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
       reduce: The reduction.
       names: A function from `Value`s to the list of their names, which also adds their
         entries to the plan's table of values.
+
+    Returns:
+      `{"op": ..., "values": [source, result]}`, with `wire`, `sharded` and `secure`
+      only where they are not the default.
     """
     data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
     # Only where they are used, so that earlier versions read other files.
@@ -282,6 +308,10 @@ def _move(move: Move, names) -> dict[str, Any]:
       move: The move.
       names: A function from `Value`s to the list of their names, which also adds their
         entries to the plan's table of values.
+
+    Returns:
+      `{"op": ..., "values": [source, index if there is one, result], "sources":
+      [...]}`.
     """
     return {
         "op": move.op,
@@ -293,7 +323,7 @@ def _move(move: Move, names) -> dict[str, Any]:
 def _partition(plan: Plan) -> dict[str, Any] | None:
     """Encode the partition of a plan: `{"name": ..., "size": ..., "mesh_axes": [...]}`.
 
-    None if the plan calls no building block.
+    Return None if the plan has no partition, as it calls no building block.
     """
     if plan.partition is None:
         return None

@@ -31,9 +31,13 @@ from drjax.plan import Loop, Plan, Round, Stage
 
 
 def export_plan(plan: Plan) -> Plan:
-    """Export a plan: a copy in which every stage with outputs has an `ExportedStage`.
+    """Copy a plan so that every stage with outputs has exported functions.
 
-    Stages that are exported already stay the same objects.
+    They are in `stage.exported`, an `ExportedStage`. Stages that are exported already
+    stay the same objects.
+
+    Args:
+      plan: The plan, which is not modified.
 
     Raises:
       PlanError: The plan has symbolic dimensions.
@@ -49,9 +53,11 @@ def export_plan(plan: Plan) -> Plan:
 
 
 def origin_of(plan: Plan) -> dict[str, Any]:
-    """How the stages of a plan are or will be exported: JSON data for its plan file.
+    """Describe how the stages of a plan are or will be exported, as JSON data.
 
-    If a stage is exported already, its origin is that of the plan.
+    The data are part of the manifest of a plan file. If a stage is exported already,
+    they say how it was exported, as all stages of a plan have one origin; otherwise,
+    how this process will export them.
 
     Returns:
       A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
@@ -71,14 +77,14 @@ def origin_of(plan: Plan) -> dict[str, Any]:
 
 @functools.cache
 def _producer() -> dict[str, str]:
-    """The versions of drjax, JAX, jaxlib and Python, by name in lower case; cached."""
+    """Look up the versions of drjax, JAX, jaxlib and Python, by name; cached."""
     names = ("drjax", "jax", "jaxlib")
     versions = {name: version(name) for name in names}
     return {**versions, "python": platform.python_version()}
 
 
 def _origin(features: StageFeatures) -> dict[str, Any]:
-    """How this process exports stages, as JSON data for the manifest of a plan file.
+    """Describe how this process exports stages, as JSON data for the manifest.
 
     Args:
       features: The features of all stages of the plan, as `merge` combines them.
@@ -99,7 +105,10 @@ def _origin(features: StageFeatures) -> dict[str, Any]:
 
 
 class _Export:
-    """Exports the stages of plans; each method returns a copy with exported stages.
+    """Exports the stages of plans; its methods copy a plan or a part of it.
+
+    In each copy, every stage with outputs has exported functions in `stage.exported`.
+    The arguments are not modified.
 
     Args:
       origin: The versions, platforms, precision and implementations of random keys of
@@ -110,12 +119,12 @@ class _Export:
         self.origin = origin
 
     def plan(self, plan: Plan, location: str) -> Plan:
-        """Export the stages of a plan, or of the plan of a loop's body; returns a copy.
+        """Copy a plan so that all of its stages with outputs are exported.
 
         Args:
-          plan: The plan.
-          location: The common prefix of its stages' locations, for errors: empty, or
-            for a body `round 1, scan, `.
+          plan: The plan, the plan of a loop's body, or that of an inner level.
+          location: The text before its stages' locations, for errors: empty, or for the
+            body of a loop `round 1, scan, `.
         """
         kept = plan.kept()
         rounds = tuple(
@@ -126,13 +135,16 @@ class _Export:
         return replace(plan, rounds=rounds, server=server)
 
     def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
-        """Export the stages of a round, its folds and its loops; returns a copy.
+        """Copy a round so that all of its stages are exported.
+
+        These are its server stage and its local stage, and those of its folds and
+        loops.
 
         Args:
           a_round: The round.
           kept: `Plan.kept()` of its plan: the names of values of which slices are
             needed after the local stage.
-          location: The common prefix of its stages' locations, for errors: `round 1, `.
+          location: The text before its stages' locations, for errors: `round 1, `.
         """
         return replace(
             a_round,
@@ -146,20 +158,27 @@ class _Export:
         )
 
     def _loop(self, loop: Loop, location: str) -> Loop:
-        """Export the stages in the bodies of a loop; returns a copy.
+        """Copy a loop so that all stages in its bodies are exported.
+
+        Each body is a plan; its rounds, server stages and local stages are copied with
+        the exported functions in `stage.exported`.
 
         Args:
-          loop: The loop.
-          location: The prefix of the locations in its round, for errors: `round 1, `.
+          loop: The loop, which is not modified.
+          location: The text before the locations in its round, for errors: `round 1, `.
+
+        Returns:
+          A `Loop` that differs from `loop` only in `bodies`.
         """
         location = f"{location}{loop.name}, "
         bodies = tuple(self.plan(body, location) for body in loop.bodies)
         return replace(loop, bodies=bodies)
 
     def _server(self, stage: Stage, location: str) -> Stage:
-        """Export a server stage; returns a copy with `exported`.
+        """Copy a server stage with its exported function in `exported`.
 
-        Returns the stage itself if it has no outputs or is exported already.
+        The function of a fold is such a stage, too. The stage itself is returned if it
+        has no outputs or is exported already.
 
         Args:
           stage: The stage.
@@ -171,9 +190,10 @@ class _Export:
         return replace(stage, exported=Exporter(stage, location, self.origin).server())
 
     def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
-        """Export the local stage of a round; returns a copy with `exported`.
+        """Copy the local stage of a round with exported functions in `exported`.
 
-        Returns the stage itself if it has no outputs or is exported already.
+        The stages of an inner level are exported, too. The stage itself is returned if
+        it has no outputs or is exported already.
 
         Args:
           a_round: The round.

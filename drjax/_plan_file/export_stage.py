@@ -39,6 +39,10 @@ _MASK = jax.ShapeDtypeStruct((), np.bool_)
 class Exporter:
     """The export of one stage by `jax.export`, as one function or two.
 
+    Constants of the stage that are random keys, or arrays of 1 kB or more, are hoisted:
+    the exported functions take them as their first arguments, so that the code does not
+    hold them. Smaller constants are part of the code.
+
     Args:
       stage: The stage, a server stage or a local stage; it has outputs.
       location: Round and stage in the plan, for errors: `round 1, groups`.
@@ -62,7 +66,8 @@ class Exporter:
     def server(self) -> ExportedStage:
         """Export the stage, a server stage, as one StableHLO function.
 
-        The result has no batched function, as a server stage has no groups.
+        Returns:
+          An `ExportedStage` whose `batched` is None, as a server stage has no groups.
 
         Raises:
           PlanFileError: JAX cannot export the stage.
@@ -77,12 +82,19 @@ class Exporter:
     ) -> ExportedStage:
         """Export the stage, a local stage, as two functions: per group, and batched.
 
+        The batched function works on b groups at once, for any number b. If JAX cannot
+        batch the work for an unknown b, or if random bits would depend on the batch,
+        the groups of a batch run one after another in it.
+
         Args:
           reduces: The reductions of which the batched function returns partial
             reductions over its groups.
           kept: The outputs of the stage that the batched function returns as slices.
-          folds: The folds of which the batched function returns states, each over its
-            groups.
+          folds: The folds of which the batched function returns states, each folded
+            over its groups.
+
+        Returns:
+          The `ExportedStage`.
 
         Raises:
           PlanFileError: JAX cannot export the stage, or it calls back into Python.
@@ -118,7 +130,7 @@ class Exporter:
         batch: ExportedFunction | None = None,
         sequential=False,
     ) -> ExportedStage:
-        """Build the `ExportedStage` from exported functions, with jaxpr and constants.
+        """Make the `ExportedStage` from exported functions, with jaxpr and constants.
 
         Args:
           one: The function of the server or of one group.
@@ -165,19 +177,33 @@ class Exporter:
         """Make the function of b groups that is to be exported, for any b.
 
         Args:
-          reduces: The reductions of which it returns partial reductions, over the
-            groups whose mask is true.
-          kept: The outputs of the stage that it returns as slices `[b, ...]`.
-          folds: The folds of which it returns states, over the groups whose mask is
-            true, in the order in which they are given.
-          over_groups: `over_groups(fn, in_axes)` maps `fn` over the groups: `jax.vmap`,
-            or `_sequential`.
+          reduces: The reductions of which it returns partial reductions.
+          kept: The outputs of the stage that it returns as slices.
+          folds: The folds of which it returns states.
+          over_groups: `over_groups(fn, in_axes)` maps `fn` over the groups, that is,
+            over axis 0 of those arguments whose entry of `in_axes` is 0: `jax.vmap`, or
+            `_sequential`.
 
         Returns:
-          A function from `(*consts, mask, groups, *inputs)` to the list `[*partials,
-          *states, *slices]`. `consts` are the hoisted constants, `mask` is bool
-          `[b]`, and `groups` are the group indices, int32 `[b]`. Partitioned inputs are
-          slices `[b, ...]`.
+          A function from `(*consts, mask, groups, *inputs)` to the list
+          `[*partials, *states, *slices]`. It takes:
+
+          * `consts`: The hoisted constants of the stage: its random keys and its arrays
+            of 1 kB or more.
+          * `mask`: Bool `[b]`, which of the groups take part in reductions and folds.
+          * `groups`: The group indices, int32 `[b]`.
+          * `inputs`: The inputs of the stage: slices `[b, ...]` of partitioned values,
+            and global values.
+
+          It returns:
+
+          * `partials`: For each of `reduces` the partial reduction over those groups
+            whose mask is true.
+          * `states`: For each of `folds` the leaves of the state of those groups,
+            folded in the order of the batch; without meaning if no mask is true.
+          * `slices`: Of each of `kept` the slices of all b groups, `[b, ...]`. Also
+            groups whose mask is false are computed, from their indices and inputs, and
+            have their slices.
         """
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
@@ -250,12 +276,13 @@ def _sequential(fn: Callable, axes: list) -> Callable:
 
     Args:
       fn: A function of one group, from arrays to a list of arrays.
-      axes: For each argument of `fn` 0 if the groups differ in it, or None if it is
+      axes: For each argument of `fn` 0 if each group has its own, or None if it is
         global.
 
     Returns:
-      A function of the same arguments, those with axis 0 as slices `[b, ...]`. It
-      returns the list of results, each stacked to `[b, ...]`.
+      A function of the same number of arguments: it takes arrays `[b, ...]`, with a
+      slice for each of b groups, in place of those with axis 0. It returns the list of
+      results, each stacked to `[b, ...]`.
     """
 
     def run(*args):
@@ -276,16 +303,18 @@ def _sequential(fn: Callable, axes: list) -> Callable:
 
 
 def _folded(fold: Fold, consts: list, states: list, mask) -> list:
-    """Fold states one after another, without those that are masked.
+    """Fold the states of a batch of groups one after another, without masked ones.
 
     Args:
       fold: The fold; its function may be exported already.
       consts: The arrays that the function closes over.
-      states: The leaves of the states, `[b, *s]`; random keys are raw key data.
-      mask: Bool `[b]`; states for which it is false are left out.
+      states: The leaves of the b groups' states, `[b, *s]`; random keys are raw key
+        data.
+      mask: Bool `[b]`; groups for which it is false are left out.
 
     Returns:
-      The leaves of the fold, `[*s]`. Without a state it has no meaning.
+      The leaves of the combined state, `[*s]`; random keys are raw key data. If no mask
+      is true, they have no meaning.
     """
     stage = fold.combine
 
@@ -309,12 +338,13 @@ def _folded(fold: Fold, consts: list, states: list, mask) -> list:
 
 
 def _masked(op: ReduceOp, x, mask):
-    """Replace masked slices by the identity, so that they do not change a reduction.
+    """Replace the slices of masked groups, so that they do not change a reduction.
 
     Args:
       op: The reduction.
-      x: Slices, `[b, *s]`.
-      mask: Bool `[b]`; slices for which it is false are replaced.
+      x: The slices of b groups, `[b, *s]`.
+      mask: Bool `[b]`; slices for which it is false become the identity of the
+        reduction, such as 0 for a sum.
 
     Returns:
       An array `[b, *s]` of the dtype of `x`.

@@ -55,11 +55,12 @@ class ExportedFunction:
         """The function, to be called, also under `jax.jit`, but not to be transformed.
 
         It takes arrays, with random keys as raw key data, and returns a list of arrays.
+        The bytes are deserialized when the property is first read.
 
         Raises:
-          PlanFileError: This JAX cannot read the function, which is deserialized when
-            the property is first read. Calls raise it under `jax.vmap`, `jax.jvp` or
-            `jax.grad`, as JAX cannot transform exported functions.
+          PlanFileError: This JAX cannot read the bytes. A call raises it, too, under
+            `jax.vmap`, `jax.jvp` or `jax.grad`, as JAX cannot transform exported
+            functions.
         """
         # JAX would raise errors of its own that name no fix. Reverse mode begins with a
         # jvp, so that one rule refuses both modes.
@@ -90,9 +91,9 @@ class ExportedFunction:
 
     @functools.cached_property
     def _read(self) -> tuple[export.Exported, set[str]]:
-        """`(function, names of the custom calls in its code)`.
+        """The deserialized function, and the names of the custom calls in its code.
 
-        The function is deserialized at the first use.
+        The bytes are deserialized when the property is first read.
 
         Raises:
           PlanFileError: This version of JAX cannot read the bytes.
@@ -140,11 +141,14 @@ class ExportedStage:
     Attributes:
       per_group: The function of a server stage, `(*consts, *inputs) -> outputs`; or of
         one group in a local stage, `(*consts, group index, *inputs) -> outputs`.
-      batched: The function of b groups in a local stage, `(*consts, mask, group
-        indices, *inputs) -> (*partial reductions, *slices)`; None for a server stage.
+      batched: The function of b groups in a local stage, for any b: `(*consts, mask,
+        group indices, *inputs) -> (*partial reductions, *folded states,
+        *slices)`. The mask, bool `[b]`, says which groups take part in reductions and
+        folds. None for a server stage.
       sequential: Whether the groups of a batch run one after another.
       text: The jaxpr of `per_group` as text, for humans.
-      consts: Large arrays, which the functions take as their first arguments.
+      consts: Large arrays and random keys, which the functions take as their first
+        arguments.
       custom_calls: The names of the custom calls in the code of both functions.
       origin: The versions, platforms, precision and implementations of random keys of
         the export, as in the manifest.
@@ -160,16 +164,20 @@ class ExportedStage:
 
 
 def exported_of(stage: Stage) -> ExportedStage:
-    """The exported functions of a stage: `stage.exported`, which must not be None.
+    """Return the exported functions of a stage, `stage.exported`.
 
-    It is None for stages of a plan that was neither exported nor loaded from a file.
+    It is asserted that it has them. It has none in a plan that was neither exported nor
+    loaded from a file, and if the stage has no outputs.
     """
     assert isinstance(stage.exported, ExportedStage), stage.name
     return stage.exported
 
 
 def batched_of(stage: Stage) -> ExportedFunction:
-    """The batched function of a local stage that was exported or loaded from a file."""
+    """Return the batched function of a local stage that has exported functions.
+
+    The stage is of a plan that was exported or loaded from a file; this is asserted.
+    """
     batched = exported_of(stage).batched
     assert batched is not None, stage.name
     return batched
@@ -180,17 +188,19 @@ def run_batched(stage: Stage, kept: Sequence[Value], mask, groups, inputs):
 
     Args:
       stage: The stage.
-      kept: The outputs of the stage that the function returns as slices, as they were
-        chosen when the stage was exported.
-      mask: Which of the groups take part in reductions, bool `[b]`.
+      kept: The outputs of the stage that the function returns as slices, in their
+        order: those that were chosen when the stage was exported.
+      mask: Which of the groups take part in reductions and folds, bool `[b]`.
       groups: The group indices, int32 `[b]`.
       inputs: The inputs of the stage, in order: slices `[b, ...]` of partitioned
         values, and global values.
 
     Returns:
-      `(partials, slices)`, two lists of arrays: the partial reduction, over the groups
-      whose mask is true, for each reduction of the round except gathers; and the slices
-      `[b, ...]` of each output in `kept`.
+      `(partials, slices)`, two lists of arrays. `partials` has, over the groups whose
+      mask is true, the partial reduction for each reduction of the round except
+      gathers, and then the leaves of the folded state for each fold; in these, random
+      keys are raw key data. `slices` has for each of `kept` the slices of all b groups,
+      `[b, ...]`.
     """
     raw = map(to_raw, inputs)
     outs = batched_of(stage).call(*exported_of(stage).consts, mask, groups, *raw)

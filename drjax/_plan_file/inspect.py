@@ -47,7 +47,7 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
 
 
 def _origin(manifest: dict) -> Iterator[str]:
-    """The lines of the report on the software that wrote a file and on its platforms.
+    """Yield the lines of the report on the software that wrote a file.
 
     Args:
       manifest: The manifest of the file, as JSON data that was checked.
@@ -63,9 +63,9 @@ def _origin(manifest: dict) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """The lines of the report on the stages of a plan that have exported functions.
+    """Yield a line of the report for each stage of a plan that has exported functions.
 
-    Each line has location, name, size and custom calls of one stage.
+    The line has the location, name, size and custom calls of the stage.
     """
     for location, stage in plan.stages():
         if stage.exported is not None:

@@ -71,8 +71,9 @@ def plan_from_bytes(
     Args:
       path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
       data: The bytes of the file; None: the file at `path` is opened.
-      custom_calls: Names of code outside of the file that its stages may call besides
-        drjax's own list. None allows all, for bytes that this process wrote.
+      custom_calls: Names of code outside of the file that its stages may call in
+        addition to drjax's own list, `custom_calls.ALLOWED`. None allows all, for bytes
+        that this process wrote.
 
     Raises:
       PlanFileError: The file is damaged, or changed, or of another version; or makes

@@ -50,11 +50,11 @@ class Tree:
         return _unflatten(self.node, iter(leaves))
 
     def paths(self) -> Iterator[str]:
-        """The path of each leaf as text, in the format of `jax.tree_util.keystr`."""
+        """Iterate over the paths of all leaves, as text of `jax.tree_util.keystr`."""
         return _paths(self.node, "")
 
     def __eq__(self, other) -> bool:
-        """Whether `other`, a `Tree` or a `PyTreeDef`, has the same description.
+        """Return whether `other`, a `Tree` or a `PyTreeDef`, has the same description.
 
         False if `other` cannot be described without its class.
         """
@@ -93,8 +93,10 @@ def _describe(x: Any) -> Node:
       x: The pytree itself; its leaves may be any objects.
 
     Returns:
-      The description of its root: `"leaf"`, `"none"`, or an object with one key, as
-      `{"tuple": [...]}`.
+      The description: `"leaf"`, `"none"`, or an object with one key, whose value has
+      the descriptions of the children: `{"tuple": [...]}`, `{"list": [...]}`,
+      `{"dict": [[key, description], ...]}`, or for a namedtuple or a registered class
+      `{"record": [name, [[field, description], ...]]}`.
 
     Raises:
       PlanFileError: A node cannot be described without its class.
@@ -155,7 +157,10 @@ def _key(key: Any) -> Any:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether JSON can hold `key`, a key of a dict."""
+    """Return whether JSON can hold `key`, a key of a dict, and give it back unchanged.
+
+    Such keys are exactly of type `str`, `int`, `float` (finite) or `bool`.
+    """
     # By type: JSON would load a subclass, such as np.float64, as its base class. It has
     # no infinities and no NaN.
     return type(key) in _KEYS and (type(key) is not float or math.isfinite(key))
@@ -163,9 +168,9 @@ def _is_key(key: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _record(name: str, fields: tuple[str, ...]) -> type:
-    """The namedtuple class that stands for a class of the saved pytree; cached.
+    """Make the namedtuple class that stands for a class of the saved pytree; cached.
 
-    JAX compares the nodes of pytrees by class, so equal nodes need the same class.
+    Equal arguments give the same class, as JAX compares the nodes of pytrees by class.
 
     Args:
       name: The name of the class.
@@ -178,7 +183,7 @@ def _record(name: str, fields: tuple[str, ...]) -> type:
 
 
 def _children(node: Node) -> list[tuple[str, Node]]:
-    """The children of a node of a description, as `(key, description)` pairs.
+    """List the children of a node of a description, as `(key, description)` pairs.
 
     Keys are text, as in the paths of leaves: `.field`, `['key']` or `[0]`.
 
@@ -194,14 +199,14 @@ def _children(node: Node) -> list[tuple[str, Node]]:
 
 
 def _leaves(node: Node) -> int:
-    """The number of leaves of the pytree that `node` describes."""
+    """Count the leaves of the pytree that `node` describes."""
     if isinstance(node, str):
         return node == "leaf"
     return sum(_leaves(child) for _, child in _children(node))
 
 
 def _paths(node: Node, path: str) -> Iterator[str]:
-    """The path of each leaf of the pytree that `node` describes, as text.
+    """Yield the path of each leaf of the pytree that `node` describes, as text.
 
     Args:
       node: The description of the pytree.
@@ -237,12 +242,19 @@ def _unflatten(node: Node, leaves: Iterator) -> Any:
 def validate(node: Any, depth: int = 0) -> Node:
     """Check the description of a pytree that was read from a file, and return it.
 
+    The description is nested JSON data: `"leaf"`, `"none"`, or an object with one key,
+    `tuple`, `list`, `dict` or `record`.
+
     Args:
-      node: The description, as JSON data that is not trusted.
-      depth: The depth of this node in the whole description, at most 200.
+      node: The description, which is not trusted: it may be any JSON value.
+      depth: The number of nodes around this one. A description may be nested 200 deep.
+
+    Returns:
+      `node` itself, unchanged.
 
     Raises:
-      ValueError: It describes no pytree. (Malformed children may raise `TypeError`.)
+      ValueError, TypeError: It describes no pytree. Callers must catch both: a child of
+        a wrong JSON type, such as a number in place of a list, may raise either.
     """
     if node in ("leaf", "none"):
         return node

@@ -18,8 +18,9 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
       path: A path, or a URL of any file system that fsspec knows.
 
     Raises:
-      PlanError: The plan cannot be exported.
-      PlanFileError: The file cannot be written; an earlier file is unchanged.
+      PlanError: The plan has symbolic dimensions.
+      PlanFileError: The plan cannot be exported, or the file cannot be written; an
+        earlier file is unchanged.
     """
     # All of it first: a plan that cannot be exported leaves an earlier file unchanged.
     data = plan_to_bytes(plan)
@@ -33,13 +34,15 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """Export a plan and serialize it: the bytes of a plan file.
+    """Export a plan and serialize it: return the bytes of a plan file.
 
     Stages that are exported already are written as they are.
 
     Raises:
-      PlanError: The plan has symbolic dimensions, a callback into Python, or work that
-        JAX cannot export.
+      PlanError: The plan has symbolic dimensions.
+      PlanFileError: A stage calls back into Python, or JAX cannot export it; or a
+        pytree of the plan cannot be described without its class; or the manifest is too
+        large.
     """
     manifest, members = encode(export_plan(plan))
     return container.to_bytes(manifest, members)

@@ -73,11 +73,11 @@ def merge(features: Iterable[StageFeatures]) -> StageFeatures:
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
-    """Yield all equations and variables of a jaxpr, and of its inner jaxprs.
+    """Yield all equations and variables of a jaxpr, and of those inside it.
 
-    Variables are the `constvars`, the `invars`, and the `outvars` of equations. They
-    come mixed with the equations, as `features_of` asks each for its type or its
-    primitive.
+    The variables are the `constvars` and `invars` of each jaxpr and the `outvars` of
+    each equation. They come mixed with the equations: an equation first, then its
+    results, then its inner jaxprs.
     """
     raw = _compat.open_jaxpr(jaxpr)
     yield from (*raw.constvars, *raw.invars)
@@ -89,9 +89,10 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
 
 
 def _changes_item_size(eqn: Any) -> bool:
-    """Whether an equation is a bitcast to a dtype of another item size.
+    """Return whether an equation is a bitcast to a dtype of another item size.
 
-    StableHLO cannot refine the shape of its result from a symbolic batch dimension.
+    Its result has one more or one less dimension. StableHLO cannot refine the shape of
+    such a result from a symbolic batch dimension.
     """
     if eqn.primitive.name != "bitcast_convert_type":
         return False

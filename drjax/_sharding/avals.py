@@ -18,15 +18,15 @@ from drjax._sharding.layout import Layout
 
 
 def _without(spec_entry, axes):
-    """Remove mesh axes from one entry of a `PartitionSpec`.
+    """Remove mesh axes from one entry of a `PartitionSpec`, and return the new entry.
 
     Args:
       spec_entry: The entry: a mesh axis, a tuple of them, None or `UNCONSTRAINED`.
       axes: The names of the mesh axes to remove.
 
     Returns:
-      The axis that remains, or the tuple of axes; None if no axis remains, as for the
-      entries None and `UNCONSTRAINED`.
+      The name of the axis that remains, or the tuple of the names if several remain.
+      None if none remains, and for the entries None and `UNCONSTRAINED`.
     """
     if spec_entry is None or spec_entry is P.UNCONSTRAINED:
         return None
@@ -36,12 +36,13 @@ def _without(spec_entry, axes):
 
 
 def inner_spec(aval, layout: Layout, skip: int):
-    """How a value is sharded inside a group: its spec without the partition's axes.
+    """Return how a value is sharded inside a group: without the partition's axes.
 
-    Of a partitioned value, only the group axis may be sharded over these axes.
+    Of a partitioned value, only the group axis may be sharded over the partition's mesh
+    axes; this removes them from all other dimensions.
 
     Args:
-      aval: The type of a value, `[*s]` or `[n, *s]`.
+      aval: The type of a global value `[*s]`, or of a partitioned value `[n, *s]`.
       layout: The layout of the partition.
       skip: The number of leading dimensions to leave out: 1 for the group axis of a
         partitioned value, else 0.
@@ -54,16 +55,16 @@ def inner_spec(aval, layout: Layout, skip: int):
 
 
 def _typed(aval, layout, mesh, shape, spec, varying):
-    """Copy a type with another shape, sharding and VMA.
+    """Copy a type with another shape, sharding and set of varying mesh axes.
 
     Args:
-      aval: The type to copy; its dtype stays.
+      aval: The type to copy, a `ShapedArray`; its dtype stays.
       layout: The layout of the partition.
-      mesh: The abstract mesh of the new sharding. Without a mesh in the layout it is
-        ignored, and the new type has the mesh of `aval`.
+      mesh: The abstract mesh of the new sharding. If `layout` has no mesh, this
+        argument is ignored, and the new type has the mesh of `aval`.
       shape: The new shape.
       spec: For each dimension an entry of the new `PartitionSpec`.
-      varying: The set of mesh axes over which a value of the new type varies.
+      varying: The set of Manual mesh axes over which a value of the new type varies.
     """
     if layout.mesh is None:  # keep the operand's own mesh, if it has one
         mesh = aval.sharding.mesh
@@ -73,16 +74,18 @@ def _typed(aval, layout, mesh, shape, spec, varying):
 
 @_compat.cache()
 def partitioned_aval(aval, layout: Layout):
-    """The type of a partitioned value, from that of a global value or of a slice.
+    """Return the type of a partitioned value, given that of a global value or slice.
+
+    The group axis is sharded over those axes of the partition that are Explicit.
 
     Args:
-      aval: The type `[*s]`.
-      layout: The layout of the partition.
+      aval: The type of the global value or of one group's slice, `[*s]`.
+      layout: The layout of the partition, n groups.
 
     Returns:
-      The type `[n, *s]`, for n groups. Inside a user's `shard_map` over the partition's
-      axes, `[k, *s]`, for the k groups of a device; with VMA checking it varies over
-      these axes.
+      The type `[n, *s]`. Inside a user's `shard_map` over the partition's axes it is
+      `[k, *s]`, for the k groups of a device; with varying-manual-axes checking (VMA),
+      it then varies over these axes.
     """
     varying = _compat.varying(aval) - set(layout.axes)
     if layout.manual and _compat.check_vma():
@@ -95,15 +98,16 @@ def partitioned_aval(aval, layout: Layout):
 
 @_compat.cache()
 def global_aval(aval, layout: Layout):
-    """The type of a reduction's result, from that of its partitioned operand.
+    """Return the type of a reduction's result, from that of its partitioned operand.
 
     Args:
-      aval: The type `[n, *s]`; `[k, *s]` inside a user's `shard_map` over the
-        partition's axes.
+      aval: The type of the operand, `[n, *s]` for n groups; or `[k, *s]`, for the k
+        groups of a device, inside a user's `shard_map` over the partition's axes.
       layout: The layout of the partition.
 
     Returns:
-      The type `[*s]`, which does not vary over the partition's axes.
+      The type `[*s]`: neither sharded over the partition's mesh axes, nor varying over
+      them.
     """
     return _typed(
         aval, layout, layout.abstract_mesh, aval.shape[1:],
@@ -112,15 +116,18 @@ def global_aval(aval, layout: Layout):
 
 
 def scattered_aval(aval, layout: Layout, axis: int):
-    """The type of a global value of which each device has a part: `result="sharded"`.
+    """Return the type of a global value that is divided over the devices.
+
+    It is for reductions with `result="sharded"`: each device has a part of the result.
 
     Args:
-      aval: The type of the global value, `[*s]`.
+      aval: The type of the whole global value, `[*s]`.
       layout: The layout of the partition, which is sharded.
-      axis: The axis along which the value is divided over the partition's devices.
+      axis: The axis of `[*s]` along which the value is divided.
 
     Returns:
-      The type `[*s]`, with the partition's Explicit axes at `axis`.
+      The type `[*s]`, still that of the whole value. Dimension `axis` is sharded over
+      those axes of the partition that are Explicit; Auto axes are not in types.
     """
     spec = inner_spec(aval, layout, 0)
     spec[axis] = layout.spec_entry
@@ -130,17 +137,17 @@ def scattered_aval(aval, layout: Layout, axis: int):
 
 @_compat.cache()
 def group_aval(aval, layout: Layout):
-    """The type of one group's slice, from that of a partitioned value.
+    """Return the type of one group's slice, from that of a partitioned value.
 
     Args:
-      aval: The type `[n, *s]`; `[k, *s]` inside a user's `shard_map` over the
-        partition's axes.
+      aval: The type of the partitioned value, `[n, *s]` for n groups; or `[k, *s]`, for
+        the k groups of a device, inside a user's `shard_map` over the partition's axes.
       layout: The layout of the partition.
 
     Returns:
-      The type `[*s]`, which does not vary over the partition's axes. Else what a mapped
-      function closes over, which does not vary, would be cast, and the transpose of
-      the cast is a sum over the devices.
+      The type `[*s]`, which does not vary over the partition's axes. If it did, JAX
+      would cast what a mapped function closes over, which does not vary; and the
+      transpose of that cast is a sum over the devices.
     """
     varying = _compat.varying(aval) - set(layout.axes)
     return _typed(
@@ -150,18 +157,20 @@ def group_aval(aval, layout: Layout):
 
 
 def slices_aval(aval, layout: Layout):
-    """The type with which an operand of a map enters the function that is lowered.
+    """Return the type of a map's operand inside the function that lowers the map.
 
-    That function is traced like the work of one group: its values do not vary over the
-    partition's axes, although in a user's `shard_map` the operands do.
+    That function is traced as the work of one group is: no value in it varies over the
+    partition's mesh axes, although in a user's `shard_map` the operands of the map do.
 
     Args:
-      aval: The type of the operand, `[k, *s]`, or `[*s]` if all groups share it.
+      aval: The type of the operand: `[n, *s]` for n groups, or `[k, *s]` for the k
+        groups of a device inside a user's `shard_map` over the partition's axes; or
+        `[*s]` if all groups share it.
       layout: The layout of the partition.
 
     Returns:
-      The same type, but inside a user's `shard_map` over the partition's axes it does
-      not vary over these.
+      A type of the same shape, dtype and sharding that does not vary over the
+      partition's axes. Outside such a `shard_map` it is `aval` itself.
     """
     if not layout.manual:
         return aval
@@ -171,20 +180,24 @@ def slices_aval(aval, layout: Layout):
 
 @_compat.cache()
 def column_aval(aval, layout: Layout, skip: int, partitioned: bool):
-    """The type of an operand of the function of one column, for `map_columns`.
+    """Return the type of an operand of a `map_columns`, for its function of one column.
 
-    A column has, at one coordinate of the slices, the elements of all groups.
+    A column has the elements of all n groups at one coordinate c: an index into the
+    leading dimensions `s` of the slices.
 
     Args:
-      aval: The type of the whole operand, `[*s, *t]`; of a partitioned value, `[n, *s,
-        *t]`, or `[k, *s, *t]` inside a user's `shard_map` over the partition's axes.
-      layout: The layout of the partition, of n groups.
-      skip: The number of dimensions of `s`, the shape of the coordinates; 0 if all
-        coordinates share the value.
+      aval: The type of the whole operand: of a global value `[*s, *t]`; of a
+        partitioned value `[n, *s, *t]`, or `[k, *s, *t]` for the k groups of a device
+        inside a user's `shard_map` over the partition's axes.
+      layout: The layout of the partition, n groups.
+      skip: The number of dimensions of `s`; 0 if all coordinates share the value, which
+        then is `[*t]`.
       partitioned: Whether the value is partitioned.
 
     Returns:
-      The type `[*t]`, or `[n, *t]` for all groups. It varies over no Manual axes.
+      The type `[*t]` of a global value, or `[n, *t]` of a partitioned one: a column has
+      all n groups, also inside a `shard_map`. It varies over no mesh axes, and is not
+      weakly typed.
     """
     lead = (layout.partition.size,) if partitioned else ()
     skip += len(lead)
@@ -198,18 +211,26 @@ def column_aval(aval, layout: Layout, skip: int, partitioned: bool):
 def columns_aval(
     aval, layout: Layout, lead: tuple[int, ...], partitioned: bool, varying: frozenset
 ):
-    """The type of a result of `map_columns`, from that of one column's result.
+    """Return the type of a `map_columns` result, given the type for one column.
+
+    The function computes the result of one column: of the elements of all n groups at
+    one coordinate of the slices.
 
     Args:
-      aval: The type of one column's result, `[*t]`, or `[n, *t]` for all groups.
-      layout: The layout of the partition, of n groups.
-      lead: The dimensions before `t` in the new type, such as those of the coordinates.
-      partitioned: Whether the result is partitioned. Then `lead` and the type of one
-        column's result have a group axis, as axis 0.
-      varying: The mesh axes over which an operand varies.
+      aval: The type that the function returns, `[*t]` of a global value, or `[n, *t]`
+        of a partitioned one.
+      layout: The layout of the partition, n groups.
+      lead: The dimensions before `t` in the new type: the shape of the coordinates, if
+        the result has them; and before that, if it is partitioned, the size of the
+        group axis, n, or inside a user's `shard_map` over the partition's axes the
+        number of groups on a device.
+      partitioned: Whether the result is partitioned.
+      varying: The Manual mesh axes over which some operand varies.
 
     Returns:
-      The type `[*lead, *t]`. A global value does not vary over the partition's axes.
+      The type `[*lead, *t]`, which is not weakly typed. It varies over the axes in
+      `varying` without the partition's own; and over these only if it is a partitioned
+      value, inside a user's `shard_map` over them with varying-manual-axes checking.
     """
     varying = varying - set(layout.axes)
     if partitioned and layout.manual and _compat.check_vma():
@@ -224,6 +245,6 @@ def columns_aval(
 
 
 def index_aval():
-    """The type of a group index, an int32 scalar on the mesh in context."""
+    """Return the type of a group index: an int32 scalar, on the mesh in context."""
     mesh = jax.sharding.get_abstract_mesh()
     return _compat.ShapedArray((), jnp.int32, sharding=NamedSharding(mesh, P()))

@@ -29,10 +29,11 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
 
     * Arrays that are made without operands (zeros, iota) get the mesh in their types.
     * A `dot_general` that contracts dimensions which both operands have sharded gets an
-      `out_sharding`, which JAX demands: that of the other dimensions, by one
-      all-reduce.
-    * Operands of `add_any` and `select_n` are resharded to one sharding: of a value
-      that a product and another equation use, the cotangents may differ in theirs.
+      `out_sharding`, which JAX demands. It keeps the sharding of the other dimensions;
+      the contraction is completed by one all-reduce.
+    * Operands of `add_any` and `select_n` are resharded to one sharding, which JAX
+      demands. They may differ: if several equations use a value, each of them gives a
+      cotangent for it, with a sharding of its own.
 
     Args:
       jaxpr: The closed jaxpr of a stage of a plan.
@@ -61,11 +62,13 @@ def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Reshard the operands of an `add_any` or `select_n`, which need one sharding.
 
     Args:
-      eqn: Any equation; the operands of others stay as they are.
+      eqn: Any equation. If it has another primitive, or if its operands have equal
+        specs already, the operands are returned as they are.
       operands: Its operands, arrays or tracers.
 
     Returns:
-      The operands, in the sharding of the first that is sharded over Explicit axes.
+      The operands, in order. Those with dimensions have the sharding of the first
+      operand that is sharded over Explicit axes; scalars stay as they are.
     """
     if eqn.primitive.name not in ("add_any", "select_n"):
         return operands
@@ -79,22 +82,25 @@ def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_sharded(x: Any) -> bool:
-    """Whether the type of an array or tracer shards a dimension over Explicit axes."""
+    """Return whether a dimension of an array is sharded over Explicit axes."""
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
 def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
-    """The `out_sharding` that JAX needs for `dot_general(x, y)`, on Explicit axes.
+    """Return the `out_sharding` that JAX needs for a `dot_general` on Explicit axes.
+
+    JAX infers it, unless both operands have a contracted dimension that is sharded.
 
     Args:
-      dimension_numbers: Those of `lax.dot_general`.
+      dimension_numbers: The parameter of that name of `lax.dot_general`: the contracted
+        dimensions of `x` and of `y`, and the batch dimensions of `x` and of `y`.
       x: The left operand, an array or tracer.
       y: The right operand, an array or tracer.
 
     Returns:
-      The sharding of the batch and free dimensions, as the operands have it. None if no
-      dimension that the product contracts is sharded in both operands, as JAX infers
-      the sharding then.
+      The sharding of the result, in which each batch or free dimension is sharded as in
+      the operands; of a batch dimension the sharding in `x` comes first. None if no
+      contracted dimension is sharded in both operands, so that JAX infers the sharding.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     (left, right) = (jax.typeof(v).sharding for v in (x, y))

@@ -39,29 +39,38 @@ def shard_map_over_devices(
 ) -> list[Any]:
     """Run a function of one device's slices on all devices of the partition.
 
+    A partition of n groups on m devices gives each device k slots, of one group each;
+    if m does not divide n, the last slots are padding. On a sharded layout the function
+    runs in a `jax.shard_map` over the partition's mesh axes. On a local layout (one
+    device has all groups) and in a user's `shard_map` over those axes it is called
+    directly.
+
     Args:
-      layout: The layout of the partition: n groups on m devices, each with k slots for
-        groups.
-      body: The function. It takes and returns flat sequences: slices `[k, *s]` of
-        partitioned values, padding included, and whole global ones, `[*s]`.
-      args: Its operands for the whole partition, `[n, *s]` or `[*s]`.
+      layout: The layout of the partition.
+      body: The function. It takes the operands and returns a flat sequence of results:
+        of partitioned values the slices of the current device, `[k, *s]`, global values
+        whole, `[*s]`. Padded slots of operands hold zeros; what it returns in them is
+        dropped.
+      args: The operands for the whole partition: `[n, *s]` if they are partitioned,
+        `[*s]` if they are global.
       partitioned_in: For each operand whether it is partitioned. A `PartitionSpec`: how
-        it is divided over the devices, which divide it evenly.
-      partitioned_out: For each result whether it is partitioned. None: it is neither
-        partitioned nor global, but a value `[1, *s]` of each device. A `PartitionSpec`:
-        a global value of which each device returns its part.
+        a global value is divided over the devices, which must divide it evenly; `body`
+        takes the current device's part.
+      partitioned_out: For each result whether it is partitioned. None: it is a value
+        `[1, *s]` of each device. A `PartitionSpec`: a global value of which each device
+        returns its part.
       check_vma: Whether the `shard_map` checks varying manual axes.
-      with_indices: Whether `body` takes as its last argument the group indices of the
-        device's slots, int32 `[k]`.
-      with_first_index: Whether `body` takes as its last argument the group index of the
-        device's first slot, int32 `[1]`.
-      result_layout: The layout of partitioned results, of another number of groups on
-        the same devices; None: `layout`.
+      with_indices: Whether `body` takes one more argument, the last one: the group
+        indices of the device's slots, int32 `[k]`; of padding, n or more.
+      with_first_index: Whether `body` takes one more argument, the last one: the group
+        index of the device's first slot, int32 `[1]`. If so, `with_indices` is ignored.
+      result_layout: The layout of partitioned results, if they have another number of
+        groups on the same devices; None: `layout`.
 
     Returns:
-      The results: `[n, *s]`, `[*s]`, or `[m, *s]` if `partitioned_out` is None for
-      them. Inside a user's `shard_map` over the partition's axes, the results of `body`
-      on the current device.
+      The list of results: `[n, *s]` without padding if partitioned, `[*s]` if global,
+      or `[m, *s]` with a value for each device if `partitioned_out` is None for them.
+      Inside a user's `shard_map` they are the results of `body` on the current device.
     """
     if not layout.sharded:
         if with_indices or with_first_index:
@@ -92,19 +101,21 @@ def shard_map_over_devices(
 
 
 def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable, x):
-    """Run a function of a device's values that are partitioned over two levels.
+    """Reduce a value that is partitioned over two levels, in one `shard_map`.
 
     Args:
-      layout: The layout of the outer level, which is sharded: n groups, k slots on each
-        device.
-      axes: The mesh axes of the inner level, m devices.
-      body: The function: from the values of a device, `[k, 1, *s]`, and if some slots
-        are padding their group indices, int32 `[k]`, to a global value, `[*t]`.
-      x: A value of each of the m devices for each group of the outer level,
-        `[n, m, *s]`.
+      layout: The layout of the outer level, which is sharded: n groups, and on each
+        device k slots (places for one group each, of which the last may be padding).
+      axes: The names of the mesh axes of the inner level, along which m devices lie.
+      body: The function of one device. It takes the device's values, `[k, 1, *s]`; and
+        if some slots are padding also the group indices of its slots, int32 `[k]`,
+        which are n or more for padding. It returns a global value `[*t]`, equal on all
+        devices.
+      x: For each group of the outer level, a value from each of the m devices of the
+        inner level: `[n, m, *s]`.
 
     Returns:
-      The global value, `[*t]`.
+      The global value that `body` returned, `[*t]`.
     """
     args, specs = [_pad_slices(x, layout)], [P(layout.axes, axes)]
     if layout.uneven:
@@ -119,15 +130,17 @@ def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable,
 
 
 def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
-    """How a global value is divided, as an entry of `partitioned_out`.
+    """Return how a global value is divided, as an entry of `partitioned_out`.
 
     Args:
       layout: The layout of the partition.
-      axis: The axis along which each device has a part of the value; None: each device
-        has all of it.
+      axis: The axis along which each device of the partition has a part of the value;
+        None: each device has all of it.
 
     Returns:
-      The `PartitionSpec`; False if `axis` is None. `shard_map_over_devices` takes both.
+      A `PartitionSpec` with the partition's mesh axes at `axis`; False if `axis` is
+      None. Both are entries of the argument `partitioned_out` of
+      `shard_map_over_devices`.
     """
     return False if axis is None else P(*[None] * axis, layout.axes)
 
@@ -135,22 +148,27 @@ def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
 def auto_partition(
     layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Run a function of all devices' slices, which the compiler partitions.
+    """Run a function of all devices' slices, and leave it to the compiler to divide it.
 
-    It takes the place of `shard_map_over_devices` for maps that cannot run in a
-    `shard_map`: those for which `map_lowering.lowers_by_vmap` is true.
+    It replaces `shard_map_over_devices` for work that cannot run in a `shard_map`, such
+    as indexing inside groups on a mesh with several other axes, or a map inside a
+    user's `shard_map` over other axes with varying-manual-axes checking. Sharding
+    constraints on the operands and results tell the compiler which device has which
+    slots.
 
     Args:
-      layout: A sharded layout: n groups on m devices, each with k slots for groups.
-      run: The function: from operands, padded to k * m slices, to a pair of lists:
-        values of the devices, `[m, *s]`, and partitioned results, `[k * m, *s]`. Padded
-        slots hold the slice of group 0.
+      layout: A sharded layout: n groups on m devices, each with k slots (places for one
+        group each; if m does not divide n, the last slots are padding).
+      run: The function of all slots. It takes the operands: partitioned ones as
+        `[k * m, *s]`, whose padded slots hold copies of the slice of group 0, and
+        global ones as `[*s]`. It returns a pair of lists: values with one slice for
+        each device, `[m, *s]`, and partitioned results, `[k * m, *s]`.
       args: The operands, `[n, *s]` or `[*s]`.
       partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
 
     Returns:
-      A pair of lists: the values of the devices, `[m, *s]`, and the partitioned
-        results, `[n, *s]`.
+      A pair of lists: the values of the devices, `[m, *s]`, and the partitioned results
+      without padding, `[n, *s]`.
     """
     n = layout.partition.size
 
@@ -169,20 +187,21 @@ def auto_partition(
 
 
 def all_group_indices(layout: Layout):
-    """The group indices of all slots, int32 `[k * m]`: k slots on each of m devices.
+    """Make an array of the group indices of all slots, int32 `[k * m]`.
 
-    An index of n, the number of groups, or more belongs to padding. On a mesh, the
-    indices have the type of a partitioned operand, so that a device gets those of its
-    slots.
+    Each of m devices has k slots, of one group each; slot i has group i. If i is n or
+    more, for n groups, the slot is padding. On a mesh, the array has the type of a
+    partitioned operand, so that each device gets the indices of its own slots.
     """
     return as_operand(lax.iota(jnp.int32, layout.num_slots), layout, True)
 
 
 def first_group_indices(layout: Layout):
-    """The group index of each device's first slot, int32 `[m]` for m devices.
+    """Make an array of the group index of each device's first slot, int32 `[m]`.
 
-    The index is n, the number of groups, or more if the device has no group. On a mesh,
-    `[m]` has the type of a partitioned operand with one slice for each device.
+    Each of m devices has k slots, of one group each, so device i begins with group
+    `i * k`; if that is n or more, for n groups, the device has no group. On a mesh, the
+    array has the type of a partitioned operand with one slice for each device.
     """
     indices = lax.iota(jnp.int32, layout.devices) * layout.per_device
     return as_operand(indices, layout, True)
@@ -191,15 +210,16 @@ def first_group_indices(layout: Layout):
 def _laid_out(x, layout: Layout):
     """Constrain axis 0 of `x` to be sharded over the partition's mesh axes.
 
-    On Explicit axes return `x` as it is: its type has the sharding already, and JAX
-    refuses constraints there.
+    If these are Explicit, `x` is returned as it is: its type has the sharding already,
+    and JAX refuses constraints on such axes.
 
     Args:
-      x: `[k * m, *s]`, a slice for each slot; or `[m, *s]`, a slice for each device.
+      x: `[k * m, *s]`, a slice for each slot (a place for one group, or padding); or
+        `[m, *s]`, a slice for each device.
       layout: A sharded layout: k slots on each of m devices.
 
     Returns:
-      `x`, with the constraint.
+      `x`, with the sharding constraint. The other dimensions stay unconstrained.
     """
     if layout.spec_entry is not None:
         return x
@@ -209,19 +229,21 @@ def _laid_out(x, layout: Layout):
 
 
 def undivided_if_uneven(x, layout: Layout, axis: int):
-    """Constrain a global value that is scattered, so that XLA does not divide it early.
+    """Keep XLA from dividing a global value along an axis, if that would be uneven.
 
-    XLA's partitioner aborts the process if it divides the result of a `scatter-add`
-    unevenly (`PadBaseShapeBeforeUnevenTiledSharding`); a gradient on the server may be
-    one. All devices have a global value, so the constraint costs nothing.
+    The value is about to be scattered: each group gets its slice. XLA's partitioner
+    aborts the process if it divides the result of a `scatter-add` unevenly
+    (`PadBaseShapeBeforeUnevenTiledSharding`), and the gradient of a global value may be
+    such a result. All devices have a global value, so the constraint costs nothing.
 
     Args:
-      x: The value, whose slices along `axis` are scattered.
+      x: The global value, with a slice for each group along `axis`.
       layout: The layout of the partition.
-      axis: The group axis.
+      axis: The axis of `x` that becomes the group axis.
 
     Returns:
-      `x`, not sharded along `axis` if the layout is sharded and uneven.
+      `x`, constrained not to be sharded along `axis`. `x` itself if the layout is not
+      sharded, or if the devices divide the groups evenly.
     """
     if not (layout.sharded and layout.uneven):
         return x
@@ -236,15 +258,18 @@ def shard_map(
 ) -> Callable:
     """Map `fn` by `jax.shard_map` over the partition's mesh axes only.
 
+    Outside any trace the mapped function is also jitted, as JAX cannot nest
+    `shard_map`s over different axes eagerly.
+
     Args:
       layout: A sharded layout. If its mesh is abstract, the mesh in context is used.
-      fn: The function of one device's values.
-      in_specs: As for `jax.shard_map`.
-      out_specs: As for `jax.shard_map`.
-      check_vma: As for `jax.shard_map`.
+      fn: The function of one device's values, by positional arguments.
+      in_specs: The `PartitionSpec`s of the arguments, as for `jax.shard_map`.
+      out_specs: The `PartitionSpec`s of the results, as for `jax.shard_map`.
+      check_vma: Whether JAX checks over which Manual axes values vary.
 
     Returns:
-      The function of the values of all devices.
+      The function of the whole arrays of all devices.
     """
     mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
     mapped = jax.shard_map(
@@ -256,10 +281,11 @@ def shard_map(
 
 
 def vary(x, axes):
-    """Cast `x` to vary over all of the mesh axes `axes`, by `pcast(x, to="varying")`.
+    """Cast `x` to vary over all of the mesh axes `axes`, by `lax.pcast(to="varying")`.
 
-    This is pbroadcast, the twin of psum under transposition: it costs no communication
-    (JAX note 17111, "Efficient transposition of replication-inducing collectives").
+    The cast communicates nothing. JAX calls it pbroadcast; its transpose is a psum, a
+    sum over the devices along these axes (JAX note 17111, "Efficient transposition of
+    replication-inducing collectives").
 
     Args:
       x: An array or tracer.
@@ -267,7 +293,8 @@ def vary(x, axes):
         out.
 
     Returns:
-      The same value; `x` itself without VMA checking.
+      The same value; `x` itself if no axis is left, or outside a `shard_map` with
+      `check_vma=True`.
     """
     if not _compat.check_vma():
         return x
@@ -276,10 +303,11 @@ def vary(x, axes):
 
 
 def full_of_type(like, fill):
-    """An array of the shape and dtype of `like`, with the number `fill` everywhere.
+    """Make an array of the type of `like`, with the number `fill` in each element.
 
-    It has the sharding of `like` on Explicit axes, and varies over the Manual mesh axes
-    over which `like` varies: carries of loops and results of branches need equal types.
+    It has the shape and dtype of `like`, its sharding on Explicit axes, and varies over
+    the Manual mesh axes over which `like` varies, so that it can be the carry of a loop
+    or the result of a branch: JAX requires equal types of these.
 
     Args:
       like: A `jax.ShapeDtypeStruct`, such as `jax.eval_shape` returns.
@@ -294,12 +322,14 @@ def full_of_type(like, fill):
 def as_operand(x, layout: Layout, partitioned: bool):
     """Give an array the type that the operand of a building block needs on a mesh.
 
-    On Explicit axes, the array is resharded: of its dimensions, only the group axis is
-    sharded over the partition's axes. As this is outside the primitive, JAX transposes
-    it: a global array used as a partitioned one gets its cotangent back as a global
-    array. With a concrete mesh that is not in JAX's context, the array gets a sharding
-    constraint without any axes: jit finds the devices in it, and does not search our
-    primitives.
+    It is called outside the primitive, so that JAX transposes what it does: a global
+    array that is used as a partitioned one gets its cotangent as a global array again.
+
+    * On Explicit axes, the array is resharded: only its group axis, if it is
+      partitioned, is sharded over the partition's axes.
+    * If the layout has a concrete mesh that is not JAX's mesh in context, an array
+      under a trace gets a sharding constraint that names no axes. `jit` finds the
+      devices in it, as it does not look for them in drjax's primitives.
 
     Args:
       x: An array or a tracer.
@@ -326,14 +356,14 @@ def as_operand(x, layout: Layout, partitioned: bool):
 
 
 def with_sharding_of(x, aval):
-    """Reshard an array to the sharding of a type on Explicit axes; else return it.
+    """Reshard an array to the sharding of a type, on Explicit axes.
 
-    For transpose rules: on Explicit axes, JAX checks that a cotangent has the type of
-    the value that it belongs to.
+    Elsewhere the array is returned unchanged. For transpose rules: on Explicit axes,
+    JAX checks that a cotangent has the sharding of the primal value that it belongs to.
 
     Args:
-      x: An array, tracer or symbolic zero, such as the cotangent.
-      aval: The type, such as that of the value.
+      x: An array, tracer or symbolic zero (which is returned unchanged): the cotangent.
+      aval: The type with the sharding: that of the primal value.
     """
     if type(x) is _compat.Zero:
         return x
@@ -345,10 +375,19 @@ def with_sharding_of(x, aval):
 
 
 def _pad_slices(x, layout: Layout):
-    """Pad a partitioned value `[n, *s]` to `[k * m, *s]`: k slots on each of m devices.
+    """Pad a partitioned value `[n, *s]` with slices of zeros to `[k * m, *s]`.
 
-    The new slices are zeros; those of typed keys have zeros as key data. What the work
-    of padded slots sees in place of them is in `padding.py`.
+    Each of m devices has k slots, of one group each, so `k * m - n` slots have no
+    group. The slices for them are appended as zeros; of typed random keys, as zeros of
+    key data. Before the work of groups runs, `copy_slice_to_padding` (in `padding.py`)
+    replaces these zeros by copies of a group's slice.
+
+    Args:
+      x: The value.
+      layout: The layout of the partition.
+
+    Returns:
+      The array `[k * m, *s]`; `x` itself if m divides n.
     """
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:

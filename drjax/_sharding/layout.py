@@ -46,18 +46,18 @@ _logger = logging.getLogger("drjax")
 
 
 def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
-    """The sizes of the axes of a compiled function's mesh by name, major first.
+    """Return the sizes of the axes of a compiled function's mesh by name, major first.
 
     Args:
-      mesh: The mesh that the user passed, or None for the one in context, or else that
-        of one of the shardings.
+      mesh: The mesh that the user passed. None: the mesh in context; or without one,
+        the largest mesh in `shardings`.
       shardings: A tree of the shardings of the function's arguments and results.
 
     Returns:
-      The sizes; an empty dictionary if there is no mesh.
+      A dict from axis names to sizes; {} if there is no mesh.
 
     Raises:
-      MeshError: `mesh` is no mesh.
+      MeshError: `mesh` is neither a mesh nor None.
     """
     _check_is_mesh(mesh)
     mesh = _mesh_in_context() if mesh is None else mesh
@@ -69,7 +69,7 @@ def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
 
 
 def _check_is_mesh(mesh: Any) -> None:
-    """Raise `MeshError` unless the argument `mesh=` is a mesh or None."""
+    """Raise `MeshError` unless the user's argument `mesh=` is a mesh or None."""
     if not (mesh is None or isinstance(mesh, Mesh | AbstractMesh)):
         raise MeshError(
             "mesh= needs a jax.sharding.Mesh or AbstractMesh, got "
@@ -78,13 +78,13 @@ def _check_is_mesh(mesh: Any) -> None:
 
 
 def _mesh_in_context() -> Any:
-    """The mesh of `jax.set_mesh` or of a `with mesh:` block; None if there is none."""
+    """Return the mesh of `jax.set_mesh` or of `with mesh:`; None if there is none."""
     context = jax.sharding.get_abstract_mesh()
     return _compat.legacy_mesh() if context.empty else context
 
 
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
-    """The mesh to shard a partition over, or None: the program then runs locally.
+    """Choose the mesh to shard a partition over; None: the program then runs locally.
 
     Args:
       partition: The partition.
@@ -92,10 +92,11 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
         `jax.set_mesh` or of a `with mesh:` block.
 
     Returns:
-      The mesh, if it has the partition's axes. None if it has none of them, if there is
-      no mesh, inside a function mapped over a partition on one of the same axes, or
-      while `drjax.jit` traces a program for a plan under the mesh in context, outside
-      mapped functions: the plan binds no mesh.
+      The mesh, if it has the partition's axes; of two equal ones, the mesh in context.
+      None in four cases: there is no mesh; it has none of the partition's axes; the
+      call is inside a function that is mapped over a partition on one of the same axes;
+      or `drjax.jit` is tracing a program for a plan, outside mapped functions, as such
+      a plan has no mesh in its equations.
 
     Raises:
       MeshError: `mesh` is no mesh, differs from the mesh in context, or is an
@@ -148,11 +149,13 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 
 @functools.lru_cache(maxsize=1024)
 def _log_missing_axis(axes, axis_names) -> None:
-    """Log that a mesh has none of a partition's axes: once for each pair, by the cache.
+    """Log that a mesh has none of a partition's axes; once for each pair of arguments.
+
+    The function is cached, so that equal arguments log nothing the next time.
 
     Args:
-      axes: The names of the partition's mesh axes.
-      axis_names: The names of the mesh's axes.
+      axes: The names of the partition's mesh axes, a tuple.
+      axis_names: The names of the mesh's axes, a tuple.
     """
     _logger.info(
         "mesh with axes %s has no axis %s: the program runs locally", axis_names, axes
@@ -180,7 +183,7 @@ def _check_devices(mesh: Mesh, current: Mesh) -> None:
 
 
 def _show(mesh) -> str:
-    """A mesh as text for an error, axes with sizes: `(clients: 4, model: 2)`."""
+    """Format a mesh for an error, axes with sizes: `(clients: 4, model: 2)`."""
     return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
 
 
@@ -192,10 +195,18 @@ def _show(mesh) -> str:
 class Layout:
     """How the groups of a partition are divided over the devices of a mesh.
 
+    The n groups lie on m devices in order. Each device has k = ceil(n / m) slots, which
+    are places for one group each: device d has the groups `d * k` to `d * k + k - 1`.
+    If m does not divide n, the last slots have no group: they are padding.
+
+    A layout is in one of three modes. Local: there is no mesh with the partition's
+    axes, and one device has all groups. Manual: the code is inside a user's `shard_map`
+    over these axes, so that values are one device's slices already. Sharded: otherwise;
+    drjax's code for a device's slices then needs a `shard_map` around it.
+
     Attributes:
       partition: The partition, n groups.
-      mesh: The mesh over which it is sharded; None: the layout is local, and one device
-        has all groups.
+      mesh: The mesh over which it is sharded; None: the layout is local.
       axes: The names of the partition's mesh axes, () if the layout is local.
       devices: m, the number of devices along those axes, 1 if the layout is local.
       manual: Whether those axes are Manual already, inside a user's `shard_map` over
@@ -210,42 +221,45 @@ class Layout:
 
     @property
     def per_device(self) -> int:
-        """k: the number of slots for groups on each device, n / m rounded up."""
+        """k: the number of slots (places for a group) on each device, ceil(n / m)."""
         return -(-self.partition.size // self.devices)
 
     @property
     def group_axis_size(self) -> int:
-        """The size of the group axis of a partitioned value, in the caller's code.
+        """The size of the group axis that partitioned values have in the user's code.
 
-        It is the number of groups; or, inside a user's `shard_map` over the partition's
-        axes, the groups per device, as values are sliced already.
+        It is n, the number of groups: partitioned values are `[n, *s]`. Inside a user's
+        `shard_map` over the partition's axes, code sees only the slices of one device,
+        `[k, *s]`, and the size is k, the number of groups on each device.
         """
         return self.per_device if self.manual else self.partition.size
 
     @property
     def uneven(self) -> bool:
-        """Whether some slots are padding: the number of devices does not divide n."""
+        """Whether some slots have no group, as the devices do not divide n."""
         return self.per_device * self.devices != self.partition.size
 
     @property
     def has_empty_devices(self) -> bool:
-        """Whether some device has no group at all: all of its slots are padding."""
+        """Whether some device has no group, so that all of its slots are padding."""
         return self.partition.size <= self.per_device * (self.devices - 1)
 
     @property
     def partial_count(self) -> int:
         """The number of groups on the one device that has both groups and padding.
 
-        It is n mod k, for n groups and k slots on each device; 0 if there is no such
-        device.
+        A device has k slots, which are places for one group each. The groups fill the
+        slots of the devices in order, so that one device may be filled partly, with n
+        mod k groups. 0 if there is no such device.
         """
         return self.partition.size % self.per_device
 
     @property
     def sharded(self) -> bool:
-        """Whether code for a device's slices needs a `shard_map` around it.
+        """Whether drjax must put a `shard_map` around code for one device's slices.
 
-        It does on a mesh with the partition's axes, unless they are Manual already.
+        It must on a mesh with the partition's axes, unless a user's `shard_map` has
+        made them Manual already.
         """
         return bool(self.axes) and not self.manual
 
@@ -253,9 +267,9 @@ class Layout:
     def partly_manual(self) -> bool:
         """Whether code for a device's slices still has mesh axes that are not Manual.
 
-        Manual are the partition's axes, as that code runs in a `shard_map` over them,
-        and the axes of a user's `shard_map` around it. On the other axes, its values
-        may be sharded by the compiler. False without a mesh.
+        Such code runs in a `shard_map` over the partition's axes, perhaps inside a
+        user's `shard_map` over others; the axes of both are Manual. Over any other
+        axis, the compiler may shard the values inside a group. False without a mesh.
         """
         if self.mesh is None:
             return False
@@ -283,14 +297,18 @@ class Layout:
 
     @property
     def num_slots(self) -> int:
-        """The number of all slots, k * m: each of m devices has k slots for groups."""
+        """The number of all slots: k * m, for k slots on each of m devices.
+
+        A slot is a place for one group; the last ones may be padding.
+        """
         return self.per_device * self.devices
 
     @property
     def spmd_axes(self) -> tuple[str, ...] | None:
-        """The `spmd_axis_name` of a `jax.vmap` over all groups: the partition's axes.
+        """The `spmd_axis_name` to pass to a `jax.vmap` over all groups of a partition.
 
-        None for Explicit axes, which `vmap` reads in the types of operands.
+        It is the tuple of the partition's mesh axes, () if the layout is local. None if
+        one of them is Explicit: `vmap` then reads the axes in the types of operands.
         """
         return None if self.spec_entry else self.axes
 
@@ -298,8 +316,9 @@ class Layout:
     def spec_entry(self):
         """The `PartitionSpec` entry of the group axis, in a partitioned value's type.
 
-        It is a mesh axis or a tuple of them. Only Explicit axes are in types: None if
-        no axis of the partition is Explicit, or if the layout is not sharded.
+        It is those axes of the partition that are Explicit, as only these are in types:
+        the name of one axis, or a tuple of several names. None if there are none, or if
+        the layout is not sharded.
         """
         if not self.sharded:
             return None
@@ -308,9 +327,11 @@ class Layout:
         return entry[0] if len(entry) == 1 else entry or None
 
     def group_indices(self):
-        """int32 `[k]`: the group index of each of the k slots of the current device.
+        """Make an array of the group indices of this device's slots, int32 `[k]`.
 
-        A padded slot has an index of n, the number of groups, or more.
+        Each device has k slots (places for one group). The index of a padded slot,
+        which has no group, is n, the number of groups, or more. If the layout has mesh
+        axes, they must be Manual where this is called: it uses `lax.axis_index`.
         """
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
@@ -321,14 +342,16 @@ class Layout:
         """Replace the slices of padded slots, so that a reduction ignores them.
 
         Args:
-          x: The slices of some of a device's slots, `[slots, *s]`.
-          indices: The group indices of these slots, int32 `[slots]`; of padding, n or
-            more, for n groups. None: no slot is padding.
-          fill: The number to replace their elements with, the identity of the
-            reduction.
+          x: The slices of some of a device's slots (places for one group each),
+            `[slots, *s]`.
+          indices: The group indices of these slots, int32 `[slots]`. A slot whose index
+            is n, the number of groups, or more is padding. None: no slot is padding,
+            and `x` is returned unchanged.
+          fill: The number to put in every element of padded slices: the identity of the
+            reduction, such as 0 for a sum.
 
         Returns:
-          The slices, `[slots, *s]`.
+          The slices, `[slots, *s]`, of the dtype of `x`.
         """
         if indices is None:
             return x
@@ -338,11 +361,15 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
-    """The layout of a partition on a mesh.
+    """Make the layout of a partition on a mesh, and check that there is one; cached.
 
     Args:
       partition: The partition.
-      mesh: A mesh that has all of the partition's axes; None: the layout is local.
+      mesh: A mesh that has all of the partition's axes; None: the layout is local, with
+        all groups on one device.
+
+    Returns:
+      The `Layout`; the same one for equal arguments.
 
     Raises:
       MeshError: Only some of the partition's axes are Manual; or the devices do not
@@ -383,15 +410,17 @@ def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layou
 
 
 def axes_of_groups(layout: Layout) -> tuple[str, ...]:
-    """The mesh axes over which the groups will be sharded when the program runs.
+    """Return the mesh axes over which the groups will be sharded when the program runs.
+
+    They are the axes of the layout. But while `drjax.jit` traces a plan under the mesh
+    in context, layouts have no mesh: then they are those of the partition's axes that
+    the mesh in context has and that are not Manual.
 
     Args:
       layout: The layout of the partition.
 
     Returns:
-      The axes of the layout. While `drjax.jit` traces a plan, layouts have no mesh:
-      then those of the partition's axes that the mesh in context has and that are not
-      Manual. () if there are none.
+      The names of the axes, a tuple; () if there are none.
     """
     if layout.axes or not planned.value:
         return layout.axes
@@ -401,9 +430,15 @@ def axes_of_groups(layout: Layout) -> tuple[str, ...]:
 
 
 def other_axes(layout: Layout) -> list[str]:
-    """The Auto axes of the mesh, larger than one, that are not the partition's.
+    """Return the Auto mesh axes, larger than one, that are not the partition's.
 
-    A model may be sharded over them inside a group. [] if there are none.
+    A model may be sharded over them inside a group.
+
+    Args:
+      layout: The layout of the partition.
+
+    Returns:
+      The names of the axes, in the order of the mesh; [] if there are none, or no mesh.
     """
     if layout.mesh is None:
         return []
@@ -416,19 +451,22 @@ def other_axes(layout: Layout) -> list[str]:
 
 
 def _axis_types(mesh) -> dict[str, AxisType]:
-    """The type of each axis of a mesh, by its name: Auto, Explicit or Manual."""
+    """Map the name of each axis of a mesh to its type: Auto, Explicit or Manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
-    """The sharding in which `drjax.shard` places data `[n, ...]`; None without a mesh.
-
-    It is replicated if the groups do not divide evenly over the devices, as JAX stores
-    no uneven shards, and inside a user's `shard_map` over the partition's axes.
+    """Choose the sharding in which `drjax.shard` places data `[n, ...]` on the devices.
 
     Args:
       partition: The partition, n groups.
       mesh: The mesh that the user passed, or None for the one in context.
+
+    Returns:
+      A `NamedSharding` that divides axis 0 over the partition's mesh axes. It is
+      replicated if the devices do not divide the groups, as JAX stores no uneven
+      shards, and inside a user's `shard_map` over these axes. None if there is no mesh
+      with the partition's axes.
 
     Raises:
       MeshError: The mesh names no devices, has only some of the partition's axes, or

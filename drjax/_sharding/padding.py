@@ -29,12 +29,17 @@ from drjax._sharding.layout import Layout
 
 
 def copy_index_to_padding(layout: Layout, indices, first):
-    """Replace the index of each padded slot with that of the device's first group.
+    """Replace the index of each padded slot by that of the device's first group.
+
+    A slot is a place for one group on a device. With the index, padding behaves like a
+    group that exists: a loop that ends for this group ends for padding, too.
 
     Args:
-      layout: The layout of n groups; if no slot is padding, `indices` is returned.
-      indices: The group indices of slots, int32 `[slots]`; of padding, n or more.
-      first: The index of the device's first group, int32 `[]` or `[1]`, or a number.
+      layout: The layout of n groups. If no slot is padding, `indices` is returned.
+      indices: The group indices of some slots of a device, int32 `[slots]`; of padding,
+        n or more.
+      first: The index of the device's first group, int32 `[]` or `[1]`, or a Python
+        int.
 
     Returns:
       The indices, int32 `[slots]`.
@@ -45,11 +50,15 @@ def copy_index_to_padding(layout: Layout, indices, first):
 
 
 def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
-    """Replace the slice of each padded slot with that of the device's first group.
+    """Replace the slice of each padded slot by that of the device's first group.
+
+    A slot is a place for one group on a device. So the work of padding does what that
+    of a group does, and never sees the zeros with which operands are padded.
 
     Args:
-      layout: The layout of n groups; if no slot is padding, `slices` is returned.
-      indices: The group indices of slots, int32 `[slots]`; of padding, n or more.
+      layout: The layout of n groups. If no slot is padding, `slices` is returned.
+      indices: The group indices of some slots of a device, int32 `[slots]`; of padding,
+        n or more.
       slices: The slices of an operand in these slots, `[slots, *s]`.
       first_slice: The slice of the device's first group, `[1, *s]`.
 
@@ -65,15 +74,18 @@ def copy_slice_to_padding(layout: Layout, indices, slices, first_slice):
 def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
     """Run `work()`; on a device without groups, run `otherwise()` instead.
 
+    It is a `lax.cond`, unless every device has a group: then `work()` is called
+    directly.
+
     Args:
       layout: The layout of n groups.
-      first: The group index of the device's first slot, int32 `[]`; n or more if the
-        device has no group.
+      first: The group index of the device's first slot, int32 `[]`; it is n or more if
+        the device has no group.
       work: Takes nothing, and returns a tree of arrays.
       otherwise: Takes nothing, and returns a tree of the same types.
 
     Returns:
-      The tree that the function which ran returned.
+      The tree that `work` or `otherwise` returned.
     """
     if not layout.has_empty_devices:
         return work()
@@ -81,9 +93,10 @@ def unless_empty(layout: Layout, first, work: Callable, otherwise: Callable):
 
 
 def tree_zeros_like(types):
-    """Build a tree of zeros from a tree of types, as `jax.eval_shape` returns it.
+    """Make a tree of zeros from a tree of types, such as `jax.eval_shape` returns.
 
-    The zeros vary over the same mesh axes, so that they can be results of a branch.
+    Each array varies over the Manual mesh axes over which its type varies, so that the
+    arrays can be the results of a branch.
     """
     return jax.tree.map(lambda like: full_of_type(like, 0), types)
 
@@ -96,25 +109,28 @@ def for_real_groups(
     operands: Sequence,
     partitioned_in: Sequence[bool],
 ) -> list:
-    """Run work with effects for exactly the slots that have groups.
+    """Run work with effects for exactly those slots of a device that have groups.
 
-    The number of these is traced, as it differs from device to device, but it has only
-    three possible values: all slots, `partial_count`, or none. There is a branch for
-    each.
+    A slot is a place for one group; padded slots have none, and must run no effects.
+    How many slots have groups differs between devices, so it is a traced number. But it
+    has only three possible values: all slots, `partial_count`, or none. There is a
+    branch of a `lax.switch` for each, in which the number is static.
 
     Args:
       layout: An uneven layout of n groups.
-      indices: The group indices of the slots, int32 `[slots]`; of padding, n or more.
-      partial_count: The number of these slots that have groups, on the one device that
-        has both groups and padding.
-      run: `run(count)` returns the function that works for the first `count` slots:
-        from operands, `[count, *s]` with a slice for each of them, or shared, to a
-        sequence of results, `[count, *t]`.
-      operands: The operands, `[slots, *s]` with a slice for each slot, or shared.
+      indices: The group indices of the slots, int32 `[slots]`, in ascending order; of
+        padding, n or more.
+      partial_count: How many of these slots have groups, on the one device that has
+        both groups and padding.
+      run: `run(count)` returns the function that works for the first `count` slots,
+        count > 0. It takes the operands, those with a slice for each slot cut to
+        `[count, *s]`, and returns a sequence of results, `[count, *t]`.
+      operands: The operands: `[slots, *s]` with a slice for each slot, or shared by
+        all.
       partitioned_in: For each operand whether it has a slice for each slot.
 
     Returns:
-      The results, `[slots, *t]`, with zeros in padded slots.
+      The list of results, `[slots, *t]`, with zeros in padded slots.
     """
     slots = indices.shape[0]
     types = jax.eval_shape(run(slots), *operands)
@@ -136,11 +152,11 @@ def for_real_groups(
 
 
 def _append_zeros(x, extra: int):
-    """Append slices of zeros, for the results of padded slots whose work did not run.
+    """Append slices of zeros along axis 0, for padded slots whose work did not run.
 
     Args:
-      x: Results of slots with groups, `[count, *s]`.
-      extra: The number of slices to append.
+      x: The results of the slots that have groups, `[count, *s]`.
+      extra: The number of slices to append; 0: `x` is returned.
 
     Returns:
       An array `[count + extra, *s]`.

@@ -28,11 +28,13 @@ def planning(bound: bool):
     """Make the context manager in which a program is traced for a plan.
 
     In it, building blocks outside mapped functions bind primitives without a mesh,
-    unless a program or a block names one by `mesh=` and `bound` is False.
+    unless a program or a block names one by `mesh=` and `bound` is False. The context
+    manager yields nothing.
 
     Args:
-      bound: Whether the mesh in context stays, for `drjax.jit`. If not, there is none
-        in the context, and the plan may leave the process.
+      bound: Whether the mesh in context stays, for a plan that `drjax.jit` runs under
+        that mesh. If False, the context has no mesh, and the plan may leave the
+        process.
     """
     if not bound:
         with _compat.without_mesh(), planned(False):
@@ -46,16 +48,18 @@ def planning(bound: bool):
 def outside_meshes():
     """Make the context manager in which the planner traces equations of its own.
 
-    While `drjax.jit` plans under the mesh in context, nothing changes. Else there is no
-    mesh in the context, as building blocks would bind it.
+    While `drjax.jit` plans under the mesh in context, it changes nothing: building
+    blocks bind no mesh there. Otherwise it removes the mesh from the context, as
+    building blocks would bind it.
     """
     return contextlib.nullcontext() if planned.value else planning(False)
 
 
 def is_bound() -> bool:
-    """Whether `drjax.jit` plans under the mesh in context; else, outside any mesh.
+    """Return whether `drjax.jit` plans under the mesh in context.
 
-    It does if there is a mesh and all of its axes are Auto: types have no shardings.
+    It plans under the mesh if there is one and all of its axes are Auto, as types then
+    have no shardings.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
@@ -69,15 +73,15 @@ _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, ValueError)
 def trace_without_mesh(trace: Callable[[], Any]) -> Any:
     """Trace a function outside any mesh; if JAX refuses, under the mesh in context.
 
-    JAX refuses a function that closes over arrays on the mesh. Types that have the mesh
-    are then replaced by types without.
+    JAX refuses some functions that close over arrays on the mesh. The jaxpr that is
+    traced under the mesh is then copied with types that have no mesh.
 
     Args:
-      trace: Takes nothing, and traces the function; returns a pair of its jaxpr and any
-        other value.
+      trace: Takes nothing, traces the function, and returns a pair: its jaxpr, and any
+        other value. It may be called twice.
 
     Returns:
-      The pair, with a jaxpr whose types have no mesh.
+      That pair; no type in the jaxpr has a mesh.
 
     Raises:
       AssertionError, NotImplementedError, RuntimeError, ValueError: The error that
@@ -103,9 +107,9 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
 
 
 def _takes_from_mesh(jaxpr) -> bool:
-    """Whether an input or constant of a jaxpr has a type with a mesh.
+    """Return whether an input or constant of a jaxpr has a type with a mesh.
 
-    So it is if the traced function closes over an array on the mesh.
+    That is so if the traced function closes over an array on the mesh.
     """
     raw = _compat.open_jaxpr(jaxpr)
     return any(

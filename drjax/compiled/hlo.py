@@ -31,15 +31,15 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """One instruction of an HLO module.
 
     Attributes:
       name: Its name, unique in the module.
-      shape: The shape of its result, such as `(f32[3,8]{1,0}, s32[])`.
+      shape: The shape of its result as text, such as `(f32[3,8]{1,0}, s32[])`.
       opcode: What it does, such as `all-reduce-start`.
-      operands: The names of its operands; of a constant or a parameter, what stands in
-        the parentheses.
-      attributes: What follows the operands.
+      operands: The names of its operands; of a constant or a parameter, the text in the
+        parentheses: the number, or the index of the parameter.
+      attributes: The text after the operands, such as `, channel_id=1`.
       root: Whether its result is that of its computation.
     """
 
@@ -52,7 +52,10 @@ class Instruction:
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """The computations that it calls: pairs of the attribute and the name."""
+        """The computations that it calls, as `(attribute, name)` pairs.
+
+        The attribute says what for, such as `body` or `condition` of a while.
+        """
         if self.opcode in ("async-update", "async-done"):
             return []  # they name what their start runs
         return [
@@ -64,13 +67,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """An instruction at one place of the running program.
+    """An instruction, and one path of calls by which the program runs it.
 
     Attributes:
       instruction: The instruction.
-      computation: The name of its computation.
+      computation: The name of the computation that has it.
       loops: The `while` instructions around it, outermost first.
-      times: How often it runs in one call; None: that is not known.
+      times: How often it runs in one call of the program; None: that is not known.
     """
 
     instruction: Instruction
@@ -80,7 +83,7 @@ class Running:
 
 
 class Module:
-    """A parsed program.
+    """A parsed HLO module, which is a compiled program.
 
     Args:
       text: The HLO text.
@@ -88,7 +91,8 @@ class Module:
     Attributes:
       name: Its name, such as `jit_step`.
       devices: The number of devices that run it together.
-      computations: The instructions of each computation, by name.
+      computations: A dict from the name of each computation to its list of
+        `Instruction`s.
       entry: The name of the computation that starts.
     """
 
@@ -117,12 +121,24 @@ class Module:
         return {x.name: x for xs in self.computations.values() for x in xs}
 
     def running(self) -> Iterator[Running]:
-        """Yield what runs, from the entry on, callers before what they call."""
+        """Yield each instruction that runs, once for each path of calls to it.
+
+        They come from the entry on. All instructions of a computation come before those
+        of the computations that it calls.
+        """
         yield from self._running(self.entry, (), 1)
 
     def _running(
         self, computation: str, loops: tuple[Instruction, ...], times: int | None
     ) -> Iterator[Running]:
+        """Yield the instructions of a computation, and then of those that it calls.
+
+        Args:
+          computation: The name of the computation.
+          loops: The `while` instructions around it, outermost first.
+          times: How often the computation runs in one call of the program; None: that
+            is not known.
+        """
         for x in self.computations.get(computation, ()):
             yield Running(x, computation, loops, times)
         for x in self.computations.get(computation, ()):
@@ -143,12 +159,33 @@ class Module:
     # write the count; the TPU's does not.
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often the body of a loop runs each time; None: that is not known."""
+        """Return how often the body of a loop runs, each time that the loop runs.
+
+        The first call computes and records the number; later calls return it.
+
+        Args:
+          loop: A `while` instruction.
+
+        Returns:
+          The number; None: it is not known.
+        """
         if loop.name not in self._trip_counts:
             self._trip_counts[loop.name] = self._trip_count(loop)
         return self._trip_counts[loop.name]
 
     def _trip_count(self, loop: Instruction) -> int | None:
+        """Compute how often the body of a loop runs, each time that the loop runs.
+
+        The compiler may have written the number. Otherwise the loop must be
+        `while i < b`, with constants for the start of `i`, for `b`, and for what each
+        step adds to `i`.
+
+        Args:
+          loop: A `while` instruction.
+
+        Returns:
+          The number; None: the loop has another form.
+        """
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])
         called = dict(loop.called)
@@ -166,7 +203,15 @@ class Module:
         return max(0, -(-(end - start) // step))
 
     def _step(self, body: str, place: int) -> int | None:
-        """The constant that a loop's body adds to a carried value; None: no such."""
+        """Return the constant that the body of a loop adds to an element of its state.
+
+        Args:
+          body: The name of the computation that is the body.
+          place: The index of the element in the state, a tuple.
+
+        Returns:
+          The integer; None if the body does anything else with the element.
+        """
         add = self._carried(body, place)
         if add.instruction.opcode != "add":
             return None
@@ -175,7 +220,14 @@ class Module:
         return self._constant(steps[0]) if len(steps) == 1 else None
 
     def _constant(self, x: "_Source") -> int | None:
-        """The integer that a value is, through loops that do not change it."""
+        """Return the integer that a value always is; None: it is no such constant.
+
+        An element of a loop's state counts, if the body returns it unchanged and it
+        starts as a constant.
+
+        Args:
+          x: The value, as `_source` found it.
+        """
         opcode, operands = x.instruction.opcode, x.instruction.operands
         if opcode == "constant":
             return int(operands[0]) if re.fullmatch(r"-?\d+", operands[0]) else None
@@ -194,7 +246,11 @@ class Module:
 
     @cached_property
     def _loop_of(self) -> dict[str, Instruction]:
-        """The loop whose state a parameter is, by the parameter's name."""
+        """A dict to find the loop whose state a parameter is.
+
+        It has the `while` instruction by the name of the parameter of its body or
+        condition.
+        """
         return {
             x.name: loop
             for loop in self.instructions.values()
@@ -205,9 +261,14 @@ class Module:
         }
 
     def _place(self, x: "_Source") -> int | None:
-        """Which element of the state of a loop a value is; None: it is none.
+        """Return which element of a loop's state a value is, in its body or condition.
 
-        A state that is no tuple is its own element -1.
+        Args:
+          x: The value, as `_source` found it.
+
+        Returns:
+          The index of the element of the state, a tuple; -1 if the value is the whole
+          state; None if it is neither.
         """
         if x.instruction.name in self._loop_of:
             return -1
@@ -217,27 +278,61 @@ class Module:
         return _index(x.instruction) if of_loop else None
 
     def _initial(self, loop: Instruction, place: int) -> "_Source":
-        """An element of the state with which a loop starts."""
+        """Find the value with which an element of a loop's state starts.
+
+        Args:
+          loop: A `while` instruction.
+          place: The index of the element; -1: the state is no tuple.
+        """
         return self._element(self._source(loop.operands[0]), place)
 
     def _carried(self, body: str, place: int) -> "_Source":
-        """An element of the state that a loop's body returns."""
+        """Find the value that a loop's body returns for an element of the loop's state.
+
+        Args:
+          body: The name of the computation that is the body.
+          place: The index of the element; -1: the state is no tuple.
+        """
         return self._element(self._root(body), place)
 
     def _element(self, x: "_Source", place: int) -> "_Source":
+        """Find the source of one element of a value.
+
+        Args:
+          x: The value. If it is not the result of a `tuple` instruction, it is returned
+            itself.
+          place: The index of the element; -1: the whole value, which is returned
+            itself.
+        """
         if place < 0 or x.instruction.opcode != "tuple":
             return x
         return self._source(x.instruction.operands[place], x.calls)
 
     def _operands(self, x: "_Source") -> list["_Source"]:
+        """Find the sources of the operands of an instruction, in order."""
         return [self._source(name, x.calls) for name in x.instruction.operands]
 
     def _root(self, computation: str) -> "_Source":
+        """Find the source of the result of a computation, given its name."""
         (root,) = [x for x in self.computations[computation] if x.root]
         return self._source(root.name)
 
     def _source(self, name: str, calls: tuple[Instruction, ...] = ()) -> "_Source":
-        """Where a value comes from: through copies, tuples, fusions and calls."""
+        """Find the instruction that computes a value, through copies and calls.
+
+        A copy leads to its operand, a get-tuple-element to that operand of the `tuple`,
+        a fusion or call to the root of its computation, and a parameter of one to the
+        operand of the call.
+
+        Args:
+          name: The name of the instruction whose result is the value.
+          calls: The fusions and calls inside which this instruction runs, outermost
+            first.
+
+        Returns:
+          The `_Source`: the instruction that none of these rules leads on from, and the
+          fusions and calls in which it runs.
+        """
         x = self.instructions[name]
         while True:
             if x.opcode in _COPIES:
@@ -261,7 +356,12 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """An instruction, and the fusions and calls in which it runs, outermost first."""
+    """The instruction that computes a value, and where it runs.
+
+    Attributes:
+      instruction: The instruction.
+      calls: The fusions and calls in which it runs, outermost first.
+    """
 
     instruction: Instruction
     calls: tuple[Instruction, ...]
@@ -271,13 +371,20 @@ _COPIES = ("bitcast", "copy", "copy-done", "copy-start", "opt-barrier")
 
 
 def _index(x: Instruction) -> int | None:
-    """The index of a get-tuple-element; None: it is something else."""
+    """Return the index of a get-tuple-element; None for any other instruction."""
     if x.opcode != "get-tuple-element":
         return None
     return int(re.findall(r"index=(\d+)", x.attributes)[0])
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction | None:
+    """Parse an instruction; None: the line is no instruction.
+
+    Args:
+      name: The name of the instruction, which is before the `=`.
+      text: The line after the `=`: shape, opcode, operands and attributes.
+      root: Whether its result is that of its computation.
+    """
     end = _balanced(text) if text.startswith("(") else text.find(" ")
     if end < 0:
         return None
@@ -294,7 +401,11 @@ def _instruction(name: str, text: str, root: bool) -> Instruction | None:
 
 
 def _balanced(text: str) -> int:
-    """Where the parenthesis that opens the text is closed, and one more."""
+    """Return the position after the parenthesis that closes the first one; else -1.
+
+    Args:
+      text: Text that begins with a parenthesis.
+    """
     depth = 0
     for i, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -304,7 +415,17 @@ def _balanced(text: str) -> int:
 
 
 def split(text: str) -> list[str]:
-    """The parts of a list, between commas, up to where its parenthesis is closed."""
+    """Split a list at its commas, up to the parenthesis that closes it.
+
+    Commas inside inner parentheses, brackets and braces do not count.
+
+    Args:
+      text: The text after the opening parenthesis of the list; what comes after the
+        closing one is ignored.
+
+    Returns:
+      The parts as text; `[""]` for an empty list.
+    """
     parts, depth, start = [], 1, 0
     for i, char in enumerate(text):
         if char in "([{":
@@ -320,7 +441,7 @@ def split(text: str) -> list[str]:
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of all arrays in a shape such as `(f32[3,8]{1,0}, s32[])`.
+    """Add up the bytes of all arrays in a shape such as `(f32[3,8]{1,0}, s32[])`.
 
     Raises:
       ValueError: An element type is not known.
@@ -335,6 +456,11 @@ def shape_bytes(shape: str) -> int:
 
 
 def _bits(dtype: str) -> int:
+    """Return the number of bits of an HLO element type, such as 16 for `bf16`.
+
+    Raises:
+      ValueError: The element type is not known.
+    """
     if dtype in _BITS:
         return _BITS[dtype]
     digits = re.search(r"\d+", dtype)

@@ -24,14 +24,20 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def devices_of(attributes: str, devices: int) -> list[np.ndarray]:
-    """The groups of devices that communicate with each other; of a permute, pairs.
+    """Read from a collective which devices communicate with each other.
 
     Args:
-      attributes: What follows the operands of a collective.
-      devices: The number of devices of the program.
+      attributes: The text after the operands of the collective in HLO.
+      devices: The number of devices of the program. Without any groups in the text, all
+        of them are one group.
+
+    Returns:
+      The groups of devices, each an array of positions in the order of the mesh,
+      `[members]`. Of a permute, the `(source, target)` pairs.
 
     Raises:
-      ValueError: The groups are not written in one of the four known ways.
+      ValueError: The groups are not written in one of the four ways that are known:
+        lists, reshaped numbers, axes of a mesh, or pairs.
     """
     listed = r"\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}"
     if lists := re.search(
@@ -62,15 +68,18 @@ def devices_of(attributes: str, devices: int) -> list[np.ndarray]:
 def axes_of(
     groups: list[np.ndarray], pairs: bool, mesh: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """The mesh axes along which the devices of a group lie apart.
+    """Return the mesh axes along which the devices of a group lie apart.
 
     Args:
-      groups: What `devices_of` returns.
-      pairs: Whether they are the pairs of a permute, which need not be all of an axis.
+      groups: The groups of devices, each an array of positions in the order of the
+        mesh, `[members]`.
+      pairs: Whether they are the pairs of a permute, which need not be all devices
+        along an axis.
       mesh: The sizes of the mesh axes by name, major first.
 
     Returns:
-      The names, major first; None if groups are not all devices along some axes.
+      The names, major first. None if a group has only some of the devices along these
+      axes, and groups are not pairs.
     """
     apart = np.zeros(len(mesh), bool)
     for group in groups:
@@ -84,7 +93,13 @@ def axes_of(
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """Numbers from 0 in the shape of these sizes, its dimensions in this order."""
+    """Make the array of the numbers from 0 for which `[sizes]T(order)` stands in HLO.
+
+    Args:
+      sizes: The shape of the array as text, such as `2,4`.
+      order: The order of dimensions in which it is then transposed, such as `1,0`;
+        None: it is not transposed.
+    """
     shape = [int(x) for x in sizes.split(",")]
     every = np.arange(math.prod(shape)).reshape(shape)
     return every.transpose([int(x) for x in order.split(",")] if order else None)

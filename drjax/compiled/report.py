@@ -142,7 +142,8 @@ class Report:
         Args:
           compiled: The compiled function, for any platform, also for one that is not
             there (`jax.experimental.topologies`).
-          mesh: As for `drjax.collectives`.
+          mesh: The mesh whose axes are named in the report. Default: the mesh in
+            context, or else that of the function's arguments and results.
 
         Raises:
           DrjaxTypeError: It is no compiled function, or the backend has no HLO text of
@@ -263,7 +264,7 @@ def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
 def read_hlo(
     text: str, mesh: Mapping[str, int] | None = None
 ) -> tuple[Collective, ...]:
-    """The collectives in HLO text, as of another process: `compiled.as_text()`.
+    """Read the collectives from HLO text, as of another process: `compiled.as_text()`.
 
     Args:
       text: The HLO text, after partitioning.
@@ -279,11 +280,15 @@ def read_hlo(
 def totals(
     collectives: Iterable[Collective], key: Callable[[Collective], Key]
 ) -> dict[Key, Total]:
-    """The collectives with the same key together, in the order of their first one.
+    """Add up the collectives that have the same key.
 
     Args:
       collectives: The collectives.
       key: From a collective to the key, such as `lambda c: c.kind`.
+
+    Returns:
+      A dict from each key to the `Total` of its collectives, in the order of the first
+      collective of each.
     """
     groups: dict[Key, list[Collective]] = {}
     for collective in collectives:
@@ -298,9 +303,13 @@ def totals(
 def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
     """Yield the collectives of a parsed program.
 
+    A pair of start and end, and a chain of fusions with one channel, are each one
+    collective.
+
     Args:
       module: The program.
-      mesh: The sizes of the mesh axes by name, major first.
+      mesh: The sizes of the mesh axes by name, major first; empty if no axis is to be
+        named.
     """
     chains = set()
     on_mesh = bool(mesh) and module.devices == math.prod(mesh.values())
@@ -334,7 +343,14 @@ def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
 
 
 def _kind(running: Running) -> str | None:
-    """The kind of a collective; None: it is none, or the end of one."""
+    """Return the kind of a collective; None: it is none, or only the end of one.
+
+    Args:
+      running: An instruction that the program runs.
+
+    Returns:
+      One of `KINDS`, such as `all-reduce`, or None.
+    """
     kind = running.instruction.opcode.removesuffix("-start")
     if kind == "all-reduce" and running.computation.startswith("all-reduce-scatter"):
         return "reduce-scatter"
@@ -342,7 +358,11 @@ def _kind(running: Running) -> str | None:
 
 
 def _result_bytes(x: Instruction) -> int:
-    """The bytes of a collective's results on one device."""
+    """Return the bytes of a collective's results on one device.
+
+    Of an instruction that starts an asynchronous collective, they are those of the
+    results that it names, without operands and contexts.
+    """
     shape = x.shape
     if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
         # (operands, results, contexts...)
@@ -356,6 +376,7 @@ def _result_bytes(x: Instruction) -> int:
 
 
 def _total(group: Sequence[Collective]) -> Total:
+    """Add up collectives: their number, their bytes, and how often they run."""
     known = [(c.times, c.bytes) for c in group if c.times is not None]
     complete = len(known) == len(group)
     return Total(
@@ -367,7 +388,10 @@ def _total(group: Sequence[Collective]) -> Total:
 
 
 def _table(collectives: Sequence[Collective]) -> list[str]:
-    """Lines of text: collectives of the same kind, axes and loops in one line."""
+    """Format collectives as lines of text, with a line for those that are alike.
+
+    They are alike if they have the same kind, mesh axes and loops.
+    """
     if not collectives:
         return ["  no collectives"]
     lines = [
@@ -400,4 +424,5 @@ def _table(collectives: Sequence[Collective]) -> list[str]:
 
 
 def _known(number: int | None) -> str:
+    """Format a number; `?` for None, which means that it is not known."""
     return "?" if number is None else str(number)
