@@ -94,14 +94,21 @@ def _jaxpr_key(jaxpr):
 
 
 def parameter_keys(eqn, jaxpr_key: Callable) -> tuple:
-    """Keys of the parameters of an equation, but for names and derivative rules.
+    """Compute keys of the parameters of an equation, by which equations are compared.
+
+    Names, debug information, and the derivative rules of `custom_jvp` and `custom_vjp`
+    are left out, as they do not change what the equation computes.
 
     Args:
       eqn: The equation.
       jaxpr_key: A function from a jaxpr among the parameters to its key.
 
     Returns:
-      A tuple of pairs of a name and a key: see `value_key`.
+      A tuple of pairs `(name, key)`, sorted by name. The key is nested tuples, hashable
+      if the value is, which `value_key` computes from the value.
+
+    Raises:
+      _Unknown: A parameter is or holds a `jax.Array`, or `jaxpr_key` raises it.
     """
     has_rules = eqn.primitive.name in _RULES_DO_NOT_COUNT
     return tuple(
@@ -162,7 +169,7 @@ class _ByStructure:
       jaxpr: The jaxpr.
 
     Attributes:
-      jaxpr: The jaxpr, which is not part of the comparison.
+      jaxpr: The jaxpr, which `==` and `hash` ignore.
     """
 
     def __init__(self, key, jaxpr):
