@@ -40,14 +40,20 @@ from drjax._sharding.layout import make_layout
 
 
 def _extremum_outwards(block: str) -> Callable:
-    """Make the function that runs an extremum over several levels.
+    """Make the function that runs `reduce_max` or `reduce_min` over several levels.
+
+    It reduces over the inner levels, and then over the outermost. `default=` replaces
+    extrema over no group at all, so it is applied once, at the end: another reduction,
+    of bools, finds where no group takes part.
 
     Args:
       block: "reduce_max" or "reduce_min".
 
     Returns:
-      The `outer` argument of `over_levels`: it reduces over the inner levels, then over
-        the outermost, and puts `default=` in place of extrema over no group at all.
+      `outer(arguments, inner, over)`, as `over_levels` calls it: with the arguments of
+      the reduction by name, from which it removes `default`; `inner(**arguments)`,
+      which reduces over the inner levels in each group of the outermost one; and the
+      names of the levels, outermost first. It returns the tree of extrema.
     """
 
     def outer(arguments, inner, over):
@@ -324,6 +330,8 @@ def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
 
 def _check_ordered(block: str, leaf) -> None:
     """Raise `DrjaxTypeError` if an array has a dtype without an order.
+
+    Such dtypes are complex numbers, typed random keys, and float0.
 
     Args:
       block: The name of the reduction, for the error.
