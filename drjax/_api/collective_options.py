@@ -2,12 +2,12 @@
 
 Input: the arguments `wire=`, `result=`, `secure=` and `min_groups=` of a reduction.
 Output: parameters of its primitive; and sums of the leaves of a tree, of which encoded
-ones share one message.
+ones are one equation.
 
 Invariants: options change how devices communicate, not what a program computes, but for
-the rounding of an encoding. Sharp edge: leaves that share a message are copied, in each
+the rounding of an encoding. Sharp edge: leaves of one equation are copied, in each
 group, into one array; on a mesh with other axes than the partition's, over which leaves
-may be sharded, and for sharded results, each leaf has a message of its own.
+may be sharded, and for sharded results, each leaf has an equation of its own.
 """
 
 import math

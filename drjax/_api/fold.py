@@ -176,6 +176,9 @@ def _check_dtypes(x: PyTree) -> None:
     """Raise `DrjaxTypeError` if a leaf has dtype float0, the tangent of an integer.
 
     Such an array has no values to fold.
+
+    Args:
+      x: The argument `x` of `drjax.reduce`, a tree of arrays.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         if leaf.dtype == jax.dtypes.float0:

@@ -214,19 +214,21 @@ def in_next_level(fn: Callable) -> Callable:
 
 
 def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
-    """Select the levels of a program that `over=` names, outermost first.
+    """Select the levels of a program that the argument `over=` names.
 
     Args:
       name: The name of the building block, for errors.
-      over: The argument: the name of a level, or a sequence of names; None: all.
-      levels: The levels on which a building block may act here, outermost first.
+      over: The argument: the name of a level, or a sequence of names in any order;
+        None: all of `levels`.
+      levels: The partitions on which the building block may act, outermost first.
 
     Returns:
-      The partitions.
+      A tuple of those of `levels` that are named, outermost first.
 
     Raises:
       DrjaxTypeError: `over` is neither a name nor a sequence of names.
-      DrjaxValueError: It names no level, or another one, or one twice.
+      DrjaxValueError: It is empty, or names a level that is not among `levels`, or one
+        twice.
     """
     if over is None:
         return tuple(levels)
@@ -246,19 +248,26 @@ def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
 
 
 def _next_level(partition: Partition) -> Partition:
-    """The level just inside `partition`, in the program that is running."""
+    """Return the level just inside `partition`, which is a level of the current scope.
+
+    `partition` must not be the innermost level.
+    """
     levels = current_scope().levels
     return levels[levels.index(partition) + 1]
 
 
 def _mask_as_array(name: str, value: Any) -> Any:
-    """Convert an argument to an array, if it is a list given as `where=` or `by=`.
+    """Convert an argument to a JAX array, if it is a list for `where=` or `by=`.
 
-    As a list it would be a pytree of numbers, which cannot be mapped over.
+    As a list, or tuple, it would be a pytree of numbers, which cannot be mapped over.
 
     Args:
-      name: The name of the argument. Others than these two are returned unchanged.
+      name: The name of the argument.
       value: The argument.
+
+    Returns:
+      The array; `value` itself if it is no list or tuple, or `name` is another
+      argument.
     """
     if name in ("where", "by") and isinstance(value, list | tuple):
         return jax.numpy.asarray(value)
@@ -297,7 +306,14 @@ def _explicit_levels(name: str, arguments: dict[str, Any], over: Over, scope: Sc
 
 
 def _check_alone(name: str, over: Over) -> None:
-    """Raise `DrjaxValueError` if `over=` is passed where there are no levels."""
+    """Raise `DrjaxValueError` if `over` is not None, where no level can be named.
+
+    That is outside of programs, and in a call with `partition=`.
+
+    Args:
+      name: The name of the building block, for the error.
+      over: The argument `over=` of the call.
+    """
     if over is not None:
         raise DrjaxValueError(
             f"drjax.{name}(over={over!r}) names levels of a program, but it is called "
@@ -306,11 +322,14 @@ def _check_alone(name: str, over: Over) -> None:
 
 
 def _one_level_error(name: str, levels: Sequence[Partition]) -> DrjaxValueError:
-    """Make the error for a building block that acts on one level, called for several.
+    """Make the error for a building block that was called for several levels at once.
 
     Args:
-      name: The name of the building block.
-      levels: The levels.
+      name: The name of the building block, which acts on one level at a time.
+      levels: The levels for which it was called.
+
+    Returns:
+      The error, for the caller to raise. It proposes `over=` with each of the levels.
     """
     options = " or ".join(f"over={p.name!r}" for p in levels)
     return DrjaxValueError(

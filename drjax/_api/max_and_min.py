@@ -255,7 +255,10 @@ def _reduce_extremum(
     Args:
       block: The name of the reduction, "reduce_max" or "reduce_min".
       x: A tree of partitioned arrays, `[n, *s]`, real or bool.
-      where, by, num, default: The reduction's arguments, which are checked.
+      where: The groups that take part, bool `[n]`; None: all.
+      by: The segment of each group, integers `[n]`; None: no segments.
+      num: The number of segments; None without `by`.
+      default: The result over no group, a number; None: the identity of the reduction.
       mesh: The reduction's argument `mesh=`, a mesh or None.
       partition: The reduction's argument `partition=`; None: the program's partition.
 
@@ -288,17 +291,18 @@ def _reduce_extremum(
 def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
     """Run `reduce_argmax` or `reduce_argmin` on each leaf of a tree.
 
-    With y = max_i x_i, it is the minimum of the indices i with x_i = y.
+    One reduction finds the extremum y, and another one the minimum of the indices i of
+    groups with x_i = y. A NaN counts as attaining the extremum.
 
     Args:
       block: The name of the reduction, "reduce_argmax" or "reduce_argmin".
       x: A tree of partitioned arrays, `[n, *s]`, real or bool.
-      where: The mask, bool `[n]`, which is checked, or None.
+      where: The groups that take part, bool `[n]`; None: all.
       mesh: The reduction's argument `mesh=`, a mesh or None.
       partition: The reduction's argument `partition=`; None: the program's partition.
 
     Returns:
-      The tree with global leaves, int32 `[*s]`.
+      The tree with global leaves, int32 `[*s]`; n if no group takes part.
 
     Raises:
       DrjaxTypeError: A leaf is complex, or not an array of numbers, or `where` is not

@@ -95,7 +95,10 @@ class PureFunctionErrors:
         return jaxpr, consts
 
     def _check_closed_over(self, consts) -> None:
-        """Raise `MeshError` if the function closes over a value of partitioned type.
+        """Raise `MeshError` if the function closes over a partitioned value.
+
+        It is found by its type only: an array that is sharded over the partition's
+        Explicit mesh axes, or varies over its Manual ones.
 
         Args:
           consts: The arrays and tracers that the function closes over.

@@ -35,6 +35,8 @@ class _Unknown(Exception):
 def structure(jaxpr) -> Any | None:
     """Compute a structural (alpha-equivalence) key of a jaxpr.
 
+    Jaxprs with equal keys compute the same, so that they can share an executable.
+
     Args:
       jaxpr: The jaxpr, closed or open.
 
@@ -185,9 +187,11 @@ class _ByStructure:
 def cache_by_params(make: Callable) -> Callable:
     """Cache a function's results by its keywords; `jaxpr=` is compared by structure.
 
-    There are three bounded caches: for calls without a jaxpr, for the identity of a
-    jaxpr (a weak reference, the fast path), and for its structure. JAX's trace context
-    is not in their keys, as the results are jitted functions, which have it in theirs.
+    A jaxpr is looked up by its identity first (a weak reference, the fast path), and
+    then by its structural key, so that a new trace of the same function finds the
+    results of the old one. A jaxpr without such a key is looked up by identity only.
+    The caches are bounded. JAX's trace context is not in their keys, as the results are
+    jitted functions, which have it in theirs.
 
     Args:
       make: The function, `make(**params)`. It gets a copy of the jaxpr, if there is

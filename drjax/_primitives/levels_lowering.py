@@ -77,13 +77,14 @@ def register_merging(primitive: Primitive, merging: Merging) -> None:
 
 
 def is_sum(primitive: Primitive) -> bool:
-    """Whether a reduction is the sum.
+    """Return whether a reduction is the sum.
 
     Only of a sum can the lowering of the `map_fn` that computes the slices return the
-    device's partial sums itself, so that no `[n, *s]` is stored (`fused_lowering.py`).
+    device's partial sums itself, so that no `[n, *s]` is stored.
 
     Args:
-      primitive: A reduction for which `register_merging` was called.
+      primitive: A reduction for which `register_merging` was called; any other raises
+        `KeyError`.
     """
     return _REDUCTIONS[primitive].is_sum
 
@@ -140,14 +141,15 @@ registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
 class InnerReduction:
     """One result of a map over the outer level that reduces over an inner level.
 
-    With it, the lowering of an outer reduction of this result takes the devices'
-    partial reductions instead, for one collective over both levels' axes.
+    The map has an additional result, with what each device of the inner level has
+    before the collective: its part of the reduction. From these parts, the reduction
+    over the outer level is one collective over both levels' axes.
 
     Attributes:
       primitive: The reduction over the inner level.
-      axes: The mesh axes of the inner level.
-      position: The position of the partial reductions, `[m, *s]` of m devices, among
-        the results of the jaxpr that `with_partial_reductions` returns.
+      axes: The mesh axes of the inner level, over m devices.
+      position: The position of the parts, `[m, *s]` in each group, among the results of
+        the jaxpr that `with_partial_reductions` returns.
     """
 
     primitive: Primitive

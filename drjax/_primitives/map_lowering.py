@@ -190,11 +190,12 @@ def _run_padded(
 def prepare_for_shard_map(layout: Layout, jaxpr):
     """Rewrite a per-group jaxpr for a `shard_map` over the partition's axes.
 
-    In the result, types are on the mesh with these axes Manual. Draws from random keys
-    of `rbg` or `unsafe_rbg` do not depend on the other groups in a batch. If all other
-    axes of the mesh are Manual, and the jaxpr has no `shard_map` or sharding
-    constraint, no equation needs the mesh, and the types have no mesh: some libraries
-    compare the types of tracing with those of lowering.
+    Three changes may be made. The types are put on the mesh with the partition's axes
+    Manual. If no axis of the mesh is left, and the jaxpr has no `shard_map` or sharding
+    constraint, the types get no mesh at all, as some libraries refuse other types at
+    lowering than at tracing. Draws from random keys of `rbg` or `unsafe_rbg` become
+    equations of `draw_per_key`, so that they do not depend on the other groups in a
+    batch.
 
     Args:
       layout: The layout of the partition. If it has no mesh, or its axes are Manual

@@ -39,18 +39,20 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
 def register_execution(
     primitive: Primitive, fn: Callable, lowering_rule: Callable | None = None
 ) -> None:
-    """Run and lower `primitive` as the traceable function `fn(*args, **params)`.
+    """Register how `primitive` runs and is lowered, by a traceable function.
 
     Eager calls go through one jitted function for each set of parameters, so that a
     second call with the same shapes compiles nothing. Under `jax.disable_jit` the
-    function is called directly.
+    function is called directly. Parameters with the value None are left out of printed
+    equations.
 
     Args:
       primitive: The primitive.
-      fn: Its execution function, from operands and parameters of an equation to the
-        result, or to a sequence of results if the primitive has `multiple_results`.
+      fn: Its execution function, `fn(*args, **params)`, from operands and parameters of
+        an equation to the result, or to a sequence of results if the primitive has
+        `multiple_results`.
       lowering_rule: `lowering_rule(ctx, *values, **params)`, from the MLIR values of
-        the operands to the list of those of the results. None: `fn` is lowered.
+        the operands to the list of MLIR values of the results. None: `fn` is lowered.
     """
 
     @cache_by_params

@@ -138,7 +138,10 @@ def execute_permute(x, *, sources, partition, mesh):
 
 
 def is_permutation(index: Sequence[int], n: int) -> bool:
-    """Whether a known index is a permutation of 0 to n - 1."""
+    """Return whether an index has each of 0 to n - 1 exactly once.
+
+    `index` is a sequence of Python integers.
+    """
     return sorted(index) == [*range(n)]
 
 
