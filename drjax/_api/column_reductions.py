@@ -50,9 +50,9 @@ def reduce_columns(
         get gradients; not over partitioned ones. Building blocks, effects such as
         `jax.debug.print`, and collectives over the partition are errors in it.
       x: Tree of partitioned arrays `[n, *s]`, any dtype with arithmetic.
-      sum: Whether the results are added over all coordinates of a leaf, as by `jnp.sum`
-        in dtype, instead of collected: `[*t]`, in one all-reduce. `jnp.outer(c, c)`
-        gives the Gram matrix of the groups.
+      sum: Whether the results are added over all coordinates of a leaf, instead of
+        collected: `[*t]`, in one all-reduce, in the dtype that `jnp.sum` has. With it,
+        `jnp.outer(c, c)` gives the Gram matrix of the groups.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
