@@ -37,10 +37,11 @@ class Scope:
 
     @property
     def open_levels(self) -> tuple[Partition, ...]:
-        """The levels of the program that are not mapped over, outermost first.
+        """The levels on which building blocks may act now, outermost first.
 
-        It is `(partition,)` in a program with one partition, and () outside of programs
-        and directly inside a mapped function.
+        They are the levels of the program that no enclosing `map_fn` maps over:
+        `(partition,)` in a program with one partition, and () outside of programs and
+        directly inside a mapped function.
         """
         if self.partition is None:
             return ()
@@ -50,11 +51,12 @@ class Scope:
 
     @property
     def mapped_levels(self) -> tuple[Partition, ...]:
-        """The levels of which the running code sees one group each, outermost first.
+        """The partitions of which running code sees one group each, outermost first.
 
-        In a mapped function of a program with levels these are its levels, once all are
-        mapped over; else the one partition of the innermost mapped function. () outside
-        of mapped functions.
+        They belong to the innermost program whose mapped function is running. If the
+        program has levels, and all of them are mapped over, these are its levels. Else
+        it is the one partition of the innermost mapped function. () outside of mapped
+        functions.
         """
         all_mapped = self.levels and self.mapped[-len(self.levels) :] == self.levels
         return self.levels if all_mapped else self.mapped[-1:]
@@ -70,23 +72,25 @@ _OUTSIDE = Scope()
 
 
 def current_scope() -> Scope:
-    """The `Scope` of the code that is running; an empty one outside of programs."""
+    """Return the `Scope` of the running code; outside of programs an empty one."""
     return scope_context.value or _OUTSIDE
 
 
 def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]:
     """Make the function that enters a program's scope, for each call of the program.
 
-    Inside a mapped function, the program is an inner scope: its partition may have the
-    name of an enclosing one.
+    The `Scope` is made once, when the program is decorated, so that a call costs
+    little. Inside a mapped function, the program is an inner scope: it keeps the
+    partitions that are mapped over, and its own partition may have the name of one of
+    these.
 
     Args:
-      levels: The partitions of the program, outermost first.
+      levels: The partitions of the program, outermost first; one if it has no levels.
       mesh: The mesh of the program, or None for the mesh in context.
 
     Returns:
-      `enter`, which takes no arguments and returns a context manager for the program's
-      body.
+      `enter()`, which returns a context manager. In it, `current_scope()` is the scope
+      of the program.
     """
     outermost, *below = levels
     several = levels if below else ()
@@ -106,10 +110,12 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
 
 
 def _as_traced(partition: Partition) -> Partition:
-    """Return the partition with the number of groups for which it is traced.
+    """Return a partition with the number of groups for which programs are now traced.
 
-    While `make_plan(open_groups=True)` traces for n + 1 groups, to find what depends on
-    n, that is n + 1 for the plan's partition. Any other partition is returned as it is.
+    `make_plan(open_groups=True)` traces a program a second time with one more group, to
+    find what depends on n. During that trace, the plan's partition is returned with n +
+    1 groups. Any other partition, and every partition at other times, is returned as it
+    is.
     """
     if resized.value is None or partition != resized.value[0]:
         return partition
@@ -117,9 +123,15 @@ def _as_traced(partition: Partition) -> Partition:
 
 
 def enter_mapped(partition: Partition):
-    """The context manager for tracing the function of a `map_fn` over `partition`.
+    """Return the context manager in which the function of a `map_fn` is traced.
 
-    Inside it, `current_scope()` has no partition, and its `mapped` ends with this one.
+    In it, `current_scope()` has no partition, so that a building block without
+    `partition=` is an error, and its `mapped` ends with `partition`. If the program has
+    levels, its mesh and levels stay in the scope, as an inner level may be entered
+    inside the function.
+
+    Args:
+      partition: The partition that the `map_fn` maps over.
     """
     scope = current_scope()
     mapped = (*scope.mapped, partition)
@@ -130,9 +142,13 @@ def enter_mapped(partition: Partition):
 
 
 def enter_level(partition: Partition):
-    """The context manager of a program's next level, inside a map over the one above.
+    """Return the context manager in which building blocks act on an inner level.
 
-    Inside it, blocks act on `partition` and on the levels below it by default.
+    It is entered inside a map over the level above. In it, the partition of
+    `current_scope()` is `partition`; its mesh, levels and mapped partitions stay.
+
+    Args:
+      partition: The level just inside the one that is mapped over.
     """
     scope = current_scope()
     return scope_context(Scope(partition, scope.mesh, scope.mapped, scope.levels))
@@ -187,14 +203,14 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
 
 
 def _check_not_mapped(block: str, partition: Partition, scope: Scope) -> None:
-    """Check that no enclosing mapped function is over the partition of a block.
+    """Check that no enclosing mapped function is over the partition that a block names.
 
-    A program of the same name would be an inner scope. A building block that names the
-    partition explicitly would combine the groups of which the function sees one.
+    Inside a function mapped over clients, which sees one client, a reduction over
+    `partition={"clients": n}` would have to combine all clients.
 
     Args:
       block: The name of the building block, for the error.
-      partition: Its argument `partition=`.
+      partition: The partition that its argument `partition=` names.
       scope: The current scope.
 
     Raises:

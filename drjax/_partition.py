@@ -53,9 +53,13 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
     """Convert what `partition=` or `@drjax.program` takes to a `Partition`.
 
     Args:
-      value: A `Partition`, a mapping such as `{"clients": 100}`, or a program.
+      value: A `Partition`, a mapping such as `{"clients": 100}`, or a program, which is
+        a function that `@drjax.program` has decorated.
       mesh_axes: With a mapping, the mesh axis or axes to shard the partition over;
         None: the axis that has the partition's name.
+
+    Returns:
+      The `Partition`; of a program its own.
 
     Raises:
       DrjaxTypeError: `value` is something else, or a part of it has the wrong type.
@@ -90,7 +94,15 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
 
 
 def attached_levels(value: Any) -> tuple[Partition, ...]:
-    """The partitions of a program's levels, outermost first; () if it is no program."""
+    """Return the partitions of a program, outermost level first.
+
+    Args:
+      value: Any object. A program is a function decorated with `@drjax.program`, whose
+        attribute `partition` is a `Partition`, or the tuple of its levels.
+
+    Returns:
+      A tuple with one partition for each level; () if `value` is no program.
+    """
     attached = getattr(value, "partition", None)
     levels: Any = attached if isinstance(attached, tuple) else (attached,)
     return levels if all(isinstance(p, Partition) for p in levels) else ()
@@ -145,7 +157,11 @@ def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
 
     Args:
       name: The name of the partition.
-      axes: The name of a mesh axis, or a sequence of names; an empty one: `(name,)`.
+      axes: The name of a mesh axis, or a sequence of names. An empty one stands for the
+        axis that has the partition's name.
+
+    Returns:
+      The names of the mesh axes, a tuple that is not empty.
 
     Raises:
       DrjaxTypeError: An axis is not a nonempty string.

@@ -50,16 +50,19 @@ from drjax._sharding.layout import host_sharding, make_layout
 
 
 def _inwards(block: str) -> Callable:
-    """Make the function that runs a building block over several levels.
+    """Make the function that runs `broadcast` or `scatter` over several levels.
+
+    It runs the building block over the outermost level, and then, in each group of that
+    one, over the inner levels.
 
     Args:
       block: "broadcast" or "scatter".
 
     Returns:
-      The `outer` argument of `over_levels`: it runs the building block over the
-        outermost level, then in each group of that one over the inner levels. Its
-        result is the tree that the building block returns, with the leading axes of
-        all levels.
+      `outer(arguments, inner, over)`, as `over_levels` calls it: with the arguments of
+      the building block by name; `inner(**arguments)`, which runs it over the inner
+      levels in each group of the outermost one; and the names of the levels, outermost
+      first. It returns the tree of results, with the leading axes of all levels.
     """
 
     def outer(arguments, inner, over):
@@ -71,18 +74,19 @@ def _inwards(block: str) -> Callable:
 
 
 def _gather_outwards(arguments, inner, over):
-    """Run `gather` over several levels: over the inner ones first.
+    """Run `gather` over several levels: over the inner ones first, then the outermost.
 
-    This is the `outer` callback of `over_levels` for `gather`.
+    `result=` is for the last of these gathers only. `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of `gather`, by name.
+      arguments: The arguments of `gather`, by name; `result` is removed from the dict.
       inner: `inner(**arguments)` gathers over all levels but the outermost, in each
         group of that one.
       over: The names of the levels, outermost first.
 
     Returns:
-      The gathered tree; global if `over` has all levels.
+      The gathered tree, with the leading axes of all levels; global if `over` has all
+      levels of the program.
     """
     options = {k: arguments.pop(k) for k in ("result",) if k in arguments}
     options |= mesh_argument(arguments)
@@ -90,22 +94,37 @@ def _gather_outwards(arguments, inner, over):
 
 
 def _map_inwards(arguments, inner, over):
-    """Run `map_fn` over several levels: the `outer` of `over_levels`.
+    """Run `map_fn` over several levels: over the inner ones, in each outer group.
 
-    A map over all levels but the outermost, in each group of that one, is a map over
-    all, so `inner` does everything. The arguments are those of `_gather_outwards`.
+    A map over the inner levels, in each group of the outermost one, is a map over all
+    of them, so `inner` does everything. `over_levels` calls it as `outer`.
+
+    Args:
+      arguments: The arguments of `map_fn`, by name.
+      inner: `inner(**arguments)` maps over all levels but the outermost, in each group
+        of that one.
+      over: The names of the levels, outermost first, ignored.
+
+    Returns:
+      The tree of results, partitioned over all levels.
     """
     return inner(**arguments)
 
 
 def _index_outwards(arguments, inner, over):
-    """Run `partition_index` over several levels: the `outer` of `over_levels`.
+    """Run `partition_index` over several levels: the outer index, then the inner one.
 
-    The arguments are those of `_gather_outwards`.
+    `over_levels` calls it as `outer`.
+
+    Args:
+      arguments: The arguments of `partition_index`, by name.
+      inner: `inner(**arguments)` computes the index over all levels but the outermost,
+        in each group of that one.
+      over: The names of the levels, outermost first.
 
     Returns:
-      The index of each innermost group among all, int32 with the leading axes of all
-      levels.
+      The index of each innermost group among those of all the levels, int32 with the
+      leading axes of all levels. The indices of one outermost group are consecutive.
     """
     size = math.prod(p.size for p in current_scope().open_levels if p.name in over[1:])
     first = partition_index(over=over[0], **mesh_argument(arguments))
@@ -392,8 +411,16 @@ def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> 
     """Place host data `[n_0, n_1, ...]` over the mesh axes of several levels.
 
     Args:
-      tree, mesh: The arguments of `shard`.
+      tree: A tree of arrays with these leading axes.
+      mesh: The mesh; None: the program's, or the one in context.
       levels: The levels, outermost first, of n_0, n_1, ... groups.
+
+    Returns:
+      The tree of arrays on the devices; on the default device if there is no mesh with
+      the axes of any level. A level without mesh axes of its own is not divided.
+
+    Raises:
+      DrjaxValueError: A leaf does not have these leading axes.
     """
     leaves, treedef = flatten("shard", tree, "tree")
     lead = tuple(p.size for p in levels)
@@ -407,7 +434,7 @@ def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> 
     placed = [host_sharding(p, mesh) for p in levels]
     on_mesh = [s for s in placed if s is not None]
     if not on_mesh:
-        return tree
+        return treedef.unflatten(leaves)
     entries = [None if s is None else (*s.spec, None)[0] for s in placed]
     sharding = jax.NamedSharding(on_mesh[0].mesh, jax.P(*entries))
     return treedef.unflatten([_place(leaf, sharding) for leaf in leaves])
@@ -443,17 +470,18 @@ def _place(leaf, sharding):
 def _indices(
     *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
-    """All group indices, partitioned: `partition_index` outside of mapped functions.
+    """Return all group indices, partitioned; outside of mapped functions only.
 
-    A function of its own, as `over_levels` maps it over outer levels.
+    It is `partition_index` there, a function of its own, as `over_levels` maps it over
+    outer levels.
 
     Args:
-      over: As of `partition_index`: the levels.
+      over: The name of a level, or a tuple of names; None: all levels of the program.
       mesh: The mesh; None: the program's, or the one in context.
       partition: The partition; None: the program's.
 
     Returns:
-      int32 `[n]`, with several levels with the leading axes of all.
+      int32 `[n]`; with several levels, with the leading axes of all of them.
     """
     params = resolve("partition_index", mesh, partition)
     index = partition_index_p.bind(**params, per_group=False)
@@ -463,15 +491,19 @@ def _indices(
 def _mapped_partitions(
     block: str, over: Over, partition: PartitionLike
 ) -> tuple[Partition, ...]:
-    """The partitions of surrounding mapped functions to which a building block refers.
+    """Return the partitions of enclosing mapped functions that a block refers to.
+
+    `partition_index` and `partition_size` may be called inside a mapped function, about
+    the groups of which the function sees one.
 
     Args:
       block: The name of the building block, for errors.
-      over: Its argument `over=`, which names levels that are mapped over.
+      over: Its argument `over=`, the names of levels, or None.
       partition: Its argument `partition=`: a `Partition`, a mapping `{"clients": n}` or
-        a program. None refers to the innermost mapped function, and with levels to all
-        of the innermost program's, unless that function has called a program that is
-        still running.
+        a program. None, directly inside a mapped function: the partition of that
+        function, or all levels of its program. None, where another partition is
+        ambient, such as a level inside: only the levels that `over` names, if all of
+        them are mapped over.
 
     Returns:
       The partitions, outermost first, if the code runs inside a function mapped over

@@ -74,20 +74,21 @@ def _in_group(effect):
 def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str):
     """Checkify rule of `map_fn`: run the equation, and check its mapped function.
 
-    The mapped function becomes one that also returns an error; the errors of the groups
-    are then combined into one.
+    The mapped function becomes one that also returns an error. The rule binds a map of
+    that function, and gathers the errors of all groups into one.
 
     Args:
       enabled: The set of error classes that `checkify` looks for.
       *args: The operands of the equation, `[n, *s]`.
       jaxpr: The closed per-group jaxpr.
-      partition: The partition.
+      partition: The partition, of n groups.
       mesh: The mesh to shard the partition over; None: the program runs locally.
       name: The name of the mapped function.
 
     Returns:
-      `(error, results)`: a `checkify.Error` with global leaves, and the list of the
-      equation's results, `[n, *t]`.
+      `(error, results)`: a `checkify.Error` with global leaves, that of the first group
+      with an error for each kind of error; and the list of the equation's results,
+      `[n, *t]`.
     """
     run: Any = _compat.jaxpr_as_fun(jaxpr)
     checked: Any = checkify.checkify(run, enabled)
@@ -103,13 +104,14 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
 
 
 def _first_error(errors, partition: Partition, mesh: Any):
-    """Combine the errors of all groups into one global error.
+    """Combine the errors of all groups into one global error, after a gather.
 
-    For each kind of error, it has the error of the first group in which one happened.
+    For each kind of error, the result has the error of the group with the lowest index
+    in which one happened.
 
     Args:
       errors: A `checkify.Error` with leaves `[n, ...]`, a slice for each group.
-      partition: The partition.
+      partition: The partition, of n groups.
       mesh: The mesh to shard the partition over; None: the program runs locally.
 
     Returns:

@@ -2,12 +2,12 @@
 
 Input: the arguments `wire=`, `result=`, `secure=` and `min_groups=` of a reduction.
 Output: parameters of its primitive; and sums of the leaves of a tree, of which encoded
-ones share one message.
+ones are one equation.
 
 Invariants: options change how devices communicate, not what a program computes, but for
-the rounding of an encoding. Sharp edge: leaves that share a message are copied, in each
+the rounding of an encoding. Sharp edge: leaves of one equation are copied, in each
 group, into one array; on a mesh with other axes than the partition's, over which leaves
-may be sharded, and for sharded results, each leaf has a message of its own.
+may be sharded, and for sharded results, each leaf has an equation of its own.
 """
 
 import math
@@ -32,15 +32,19 @@ def collective_options(block: str, wire: WireLike, result: str | None) -> dict:
 
     Args:
       block: The name of the reduction, for errors.
-      wire: How sums are encoded between devices: a dtype, a pair of dtype and block
-        size, or a `drjax.plan.Wire`; None: not.
-      result: "sharded", or None.
+      wire: The format in which the devices exchange their sums, with fewer bits: a
+        dtype, a pair of dtype and block size, or a `drjax.plan.Wire`; None: they
+        exchange the dtype of the leaf.
+      result: "sharded", so that each device gets a part of the result only; or None.
 
     Returns:
-      A dict with `wire`, a `Wire`, and `sharded`, True; without those that are not set.
+      A dict: `{"wire": Wire, "sharded": True}`, without the keys of options that are
+      None.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: An option does not fit.
+      DrjaxTypeError: `wire` is something else.
+      DrjaxValueError: `result` is something else, or there is no such dtype or block
+        size.
     """
     options: dict[str, Any] = {}
     if result is not None:
@@ -69,14 +73,17 @@ def secure_options(
     Args:
       secure: Whether no process but a group's own may see its slice.
       min_groups: The least number of groups to sum; None: 2.
-      mask: What `participation_mask` returns: the groups to sum; None: all.
+      mask: The groups to sum, the partitioned mask of `where=` or `by=`, which a secure
+        sum may not have; None: all groups.
       n: The number of groups.
 
     Returns:
-      A dict with `secure`, the least number of groups; empty if the sum is not secure.
+      `{"secure": the least number of groups}`; {} if the sum is not secure.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: An option does not fit.
+      DrjaxTypeError: `secure` is no bool, or `min_groups` no integer.
+      DrjaxValueError: `min_groups` is not from 2 to n, or comes without `secure`; or a
+        secure sum has a mask, or is inside a mapped function.
     """
     if secure is not True and secure is not False:
         raise DrjaxTypeError(
@@ -122,7 +129,8 @@ def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:
     Args:
       block: The name of the reduction, for the error.
       leaf: The array, in the dtype in which it is reduced.
-      options: What `collective_options` returns.
+      options: The parameters of the primitive, a dict; with the key `wire` if it is
+        set.
     """
     if "wire" in options and not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise DrjaxTypeError(
@@ -133,16 +141,23 @@ def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:
 def bind_sums(
     primitive, leaves: Sequence[Any], options: dict[str, Any], params: dict[str, Any]
 ) -> list[jax.Array]:
-    """Bind a sum or mean for several leaves; encoded ones share one message.
+    """Bind a sum or mean for several leaves; encoded ones are one equation.
+
+    With `wire`, the leaves are flattened in each group, cast to float32, padded to
+    whole blocks, and concatenated, so that one equation reduces all of them. The leaves
+    are reduced one by one without `wire`, for sharded results, and on a mesh with other
+    axes, over which leaves may be sharded.
 
     Args:
       primitive: `reduce_sum_p` or `reduce_mean_p`.
       leaves: Partitioned arrays `[n, *s]`.
-      options: What `collective_options` returns.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      options: Parameters of the primitive, a dict: `wire`, a `drjax.plan.Wire`, the
+        format in which the devices exchange their sums; `sharded`, True; `secure`, the
+        least number of groups. None of them has to be there.
+      params: The parameters `partition` and `mesh`, a dict.
 
     Returns:
-      The reductions, global arrays `[*s]` in the dtypes of the leaves.
+      The list of reductions, global arrays `[*s]` in the dtypes of the leaves.
     """
     separate = "sharded" in options or bool(other_axes(make_layout(**params)))
     if "wire" not in options or len(leaves) < 2 or separate:

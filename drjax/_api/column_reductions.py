@@ -50,9 +50,9 @@ def reduce_columns(
         get gradients; not over partitioned ones. Building blocks, effects such as
         `jax.debug.print`, and collectives over the partition are errors in it.
       x: Tree of partitioned arrays `[n, *s]`, any dtype with arithmetic.
-      sum: Whether the results are added over all coordinates of a leaf, as by `jnp.sum`
-        in dtype, instead of collected: `[*t]`, in one all-reduce. `jnp.outer(c, c)`
-        gives the Gram matrix of the groups.
+      sum: Whether the results are added over all coordinates of a leaf, instead of
+        collected: `[*t]`, in one all-reduce, in the dtype that `jnp.sum` has. With it,
+        `jnp.outer(c, c)` gives the Gram matrix of the groups.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
@@ -91,9 +91,10 @@ def _reduce_leaf(fn: Callable, x, add: bool, **params):
     """Apply `reduce_columns` to one leaf: trace the function, and bind `map_columns`.
 
     Args:
-      fn: The function of one coordinate, from `[n]` to a tree.
+      fn: The function of one coordinate, from the elements of all groups, `[n]`, to a
+        tree of numbers and arrays `[*t]`.
       x: The leaf, `[n, *s]`.
-      add: Whether the results are added over the coordinates.
+      add: Whether the results are added over the coordinates `s`.
       **params: The parameters `partition` and `mesh`.
 
     Returns:
@@ -129,17 +130,23 @@ def _trace(flat_fn: Callable, x, coordinates, layout: Layout, name: str):
     """Trace a function of one coordinate, and check what it does.
 
     Args:
-      flat_fn: The function, from an array `[n]` to a list of arrays.
+      flat_fn: The function, from an array `[n]`, the elements of all groups at one
+        coordinate, to a list of arrays.
       x: The leaf, `[n, *s]`.
-      coordinates: Its shape `s`.
+      coordinates: Its shape `s`, a tuple.
       layout: The layout of the groups.
       name: The name of the user's function, for errors.
 
     Returns:
-      `(jaxpr, consts)`, as `trace_column` returns them.
+      `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
+      and tracers that the function closes over. The jaxpr takes `consts`, and then the
+      column.
 
     Raises:
-      ScopeError, DrjaxTypeError, MeshError: The function does what is not allowed.
+      ScopeError: The function calls a building block.
+      DrjaxTypeError: It has effects, or returns no array.
+      MeshError: It uses a collective over the partition's axes, or closes over an array
+        that is sharded over them.
     """
     errors = PureFunctionErrors(
         f"The function {name} given to drjax.reduce_columns",

@@ -157,8 +157,8 @@ def _neutral_unless(neutral) -> Callable:
       neutral: A leaf of the neutral state, `[*s]`.
 
     Returns:
-      `fn(takes_part, state)`, of one group: its state, `[*s]`, if it takes part, else
-        `neutral`.
+      `fn(takes_part, state)`, of one group: a bool `[]`, and a leaf of its state,
+      `[*s]`. It returns `state` if the group takes part, else `neutral`.
     """
 
     def own_or_neutral(takes_part, state):
@@ -176,6 +176,9 @@ def _check_dtypes(x: PyTree) -> None:
     """Raise `DrjaxTypeError` if a leaf has dtype float0, the tangent of an integer.
 
     Such an array has no values to fold.
+
+    Args:
+      x: The argument `x` of `drjax.reduce`, a tree of arrays.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         if leaf.dtype == jax.dtypes.float0:
@@ -191,18 +194,20 @@ def _check_dtypes(x: PyTree) -> None:
 
 
 def _neutral_state(init: PyTree, tree, leaves) -> list:
-    """Check the neutral state against the slices of the groups.
+    """Check the neutral state against one group's slice of `x`, and cast its leaves.
 
     Args:
-      init: The argument `init`.
+      init: The argument `init` of `drjax.reduce`, a tree.
       tree: The `PyTreeDef` of `x`.
       leaves: The leaves of `x`, `[n, *s]`.
 
     Returns:
-      The list of leaves of `init`, arrays `[*s]` of the dtypes of `leaves`.
+      The list of leaves of `init`, arrays `[*s]` of the dtypes of `leaves`. A Python
+      number becomes an array that it fills.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: It does not fit.
+      DrjaxTypeError: A leaf is no array or number, or has another dtype.
+      DrjaxValueError: The tree structures differ, or a leaf has another shape.
     """
     values, init_tree = flatten("reduce", init, "init")
     if init_tree != tree:
@@ -219,15 +224,20 @@ def _neutral_state(init: PyTree, tree, leaves) -> list:
 
 
 def _neutral_leaf(name: str, value, leaf):
-    """Check a leaf of the neutral state, and cast it to the dtype of the state's.
+    """Check a leaf of the neutral state, and cast it to the dtype of the leaf of `x`.
 
     Args:
-      name: Its name with its path, for errors.
-      value: The leaf, an array.
+      name: Its name with its path, such as `init['a']`, for errors.
+      value: The leaf of the neutral state, an array.
       leaf: The leaf of `x`, `[n, *s]`.
 
     Returns:
-      The leaf, `[*s]`. A Python number fills it.
+      An array `[*s]` in the dtype of `leaf`. A weakly typed number, or a bool, fills
+      it.
+
+    Raises:
+      DrjaxTypeError: It has another dtype, which JAX would not promote.
+      DrjaxValueError: It has another shape.
     """
     shape, dtype, weak = leaf.shape[1:], leaf.dtype, _compat.typeof(value).weak_type
     # JAX's bools are never weakly typed.
@@ -263,19 +273,24 @@ def _trace(combine: Callable, tree, leaves: list, layout: Layout):
     """Trace the function of two states, and check what it does and returns.
 
     Args:
-      combine: The function.
+      combine: The function, from two trees of arrays `[*s]`, states, to one.
       tree: The `PyTreeDef` of a state.
       leaves: The leaves of `x`, `[n, *s]`, with the types of partitioned operands.
       layout: The layout of the groups.
 
     Returns:
-      `(leaves, jaxpr, consts)`: the leaves, which vary over all Manual axes over which
-      a result varies; the closed jaxpr; and the list of the arrays and tracers that the
-      function closes over.
+      `(leaves, jaxpr, consts)`: the leaves, cast to vary over all Manual mesh axes over
+      which a result of the function varies, as a result is a state again; the closed
+      jaxpr, from `consts` and the leaves of two states to those of one; and the list of
+      the arrays and tracers that the function closes over.
 
     Raises:
-      ScopeError, DrjaxTypeError, DrjaxValueError, MeshError: The function does what is
-        not allowed, or returns no state.
+      ScopeError: The function calls a building block.
+      DrjaxTypeError: It has effects, or a leaf of its result has another dtype than
+        `x`.
+      DrjaxValueError: Its result has another structure or shape than a state.
+      MeshError: It uses a collective over the partition's axes, or closes over an array
+        that is sharded over them.
     """
     name, n_states = function_name(combine), len(leaves)
     errors = PureFunctionErrors(
@@ -312,8 +327,8 @@ def _check_structure(name: str, out: PyTree, tree) -> None:
     """Raise `DrjaxValueError` if a result does not have the structure of a state.
 
     Args:
-      name: The name of the function, for the error.
-      out: Its result.
+      name: The name of the function given to `drjax.reduce`, for the error.
+      out: Its result, a tree.
       tree: The `PyTreeDef` of a state.
     """
     out_tree = jax.tree_util.tree_structure(out)
@@ -326,16 +341,20 @@ def _check_structure(name: str, out: PyTree, tree) -> None:
 
 
 def _result_leaf(name: str, path, value, leaf):
-    """Check a leaf of a result of the function, and convert it to an array.
+    """Check a leaf of a result of `combine`, and convert it to an array of a state.
 
     Args:
-      name: The name of the function, for errors.
-      path: The path of the leaf.
-      value: The leaf.
-      leaf: The leaf of `x`, `[n, *s]`.
+      name: The name of the function given to `drjax.reduce`, for errors.
+      path: The path of the leaf in the result, a tuple of keys of `jax.tree_util`.
+      value: The leaf of the result, an array or a number.
+      leaf: The leaf of `x` at the same path, `[n, *s]`.
 
     Returns:
       The leaf of the result, an array `[*s]` of the dtype of `leaf`.
+
+    Raises:
+      DrjaxTypeError: It is no array or number, or has another dtype than `leaf`.
+      DrjaxValueError: It has another shape than `[*s]`.
     """
     what, fix = f"the result of {name}", "Return arrays or numbers."
     value = as_array("reduce", what, path, value, fix)

@@ -39,21 +39,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F], F]:
-    """Make the decorator that adds the levels of programs to a building block.
+    """Make the decorator by which a building block acts on the levels of a program.
+
+    `@drjax.program(pods=2, groups=4)` has the levels pods and groups. The building
+    block itself acts on one partition, the ambient one. To act on a level inside
+    another one, the decorated building block is mapped over the outer level.
 
     Args:
       *partitioned: The names of the building block's partitioned arguments, trees of
         arrays, which a map over an outer level maps over. It closes over the other
         arguments.
       outer: `outer(arguments, inner, over)` runs the building block over several
-        levels, whose names are `over`, outermost first: `arguments` are the arguments
-        of the building block, by name, and `inner(**arguments)` runs it over all but
-        the first level, in each group of that one. None: the building block acts on one
-        level at a time.
+        levels, whose names are `over`, outermost first. `arguments` are its arguments,
+        by name, in a dict that it may change; `inner(**arguments)` runs it over all of
+        these levels but the first, in each group of that one. None: to act on several
+        levels is an error.
 
     Returns:
-      A decorator. The building block has a parameter `over`, which only the decorator
-      reads: the building block itself always acts on the ambient partition.
+      The decorator. The decorated building block reads its parameter `over`, the names
+      of the levels to act on, by default all; it is not passed to the building block.
     """
 
     def decorate(block: F) -> F:
@@ -66,7 +70,7 @@ def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F
                 return block(*args, **kwargs)  # a program with one partition
             arguments = signature.bind(*args, **kwargs).arguments
             over = arguments.pop("over", None)
-            with _explicit_levels(name, arguments, over, scope):
+            with _explicit_levels(name, arguments, scope):
                 levels = current_scope().open_levels
                 if not levels or "partition" in arguments:
                     _check_alone(name, over)
@@ -106,18 +110,21 @@ def reduce_parts(
 ) -> Any:
     """Reduce over several levels: parts over the innermost one, combined outwards.
 
+    It maps over the levels outside the innermost one, runs `parts` in each group, and
+    then `combine` over each of the other levels that `over` names.
+
     Args:
       name: The name of the building block, for errors.
       over: The names of the levels to reduce over, outermost first.
-      partitioned: The names of the partitioned arguments.
+      partitioned: The names of those of `arguments` that are partitioned.
       arguments: The arguments of `parts`, by name.
       parts: `parts(**arguments)` reduces over the ambient partition, to a tree.
-      combine: Reduces such a tree, with a slice for each group, over the ambient
-        partition.
+      combine: `combine(tree)` reduces such a tree, with a slice for each group, over
+        the ambient partition, to a tree of the same structure.
 
     Returns:
-      The tree that `combine` returns; partitioned over the levels that are outside the
-      last of `over` and not among them.
+      The reduced tree. It is partitioned over the levels that `over` does not name and
+      that are outside of its last one.
     """
     first = current_scope().open_levels[0]
     if tuple(over) == (first.name,):
@@ -129,7 +136,14 @@ def reduce_parts(
 
 
 def mesh_argument(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The argument `mesh=` of a building block, as keywords for those that it calls."""
+    """Return the argument `mesh=` of a building block, as keywords for another one.
+
+    Args:
+      arguments: The arguments by name, of which `mesh` may be missing.
+
+    Returns:
+      `{"mesh": mesh}`, with None if it is missing.
+    """
     return {"mesh": arguments.get("mesh")}
 
 
@@ -142,9 +156,11 @@ def map_over(
 ) -> Any:
     """Map a building block over a level, to run it on the levels inside.
 
+    It binds one `map_fn`. In it, building blocks act on the next level by default.
+
     Args:
       name: The name of the building block, for errors and for the name of the map.
-      partition: The level to map over, n groups.
+      partition: The level to map over, n groups, which is not the innermost one.
       work: `work(arguments)` runs the building block on the arguments of one group.
       partitioned: The names of the arguments to map over, trees of arrays `[n, *s]`.
       arguments: The arguments by name. Those that are None are not mapped over.
@@ -175,13 +191,15 @@ def map_over(
 
 
 def in_next_level(fn: Callable) -> Callable:
-    """Make the mapped function of a level act on the levels inside it by default.
+    """Make a mapped function act on the levels inside the one that it is mapped over.
 
     Args:
-      fn: The function given to `map_fn` over the outermost open level.
+      fn: The function given to `map_fn` over the outermost level that is not mapped
+        over.
 
     Returns:
-      The function; `fn` itself if there is no level inside.
+      A function that calls `fn` with the next level as the ambient partition; `fn`
+      itself if there is no level inside.
     """
     below = current_scope().open_levels[1:]
     if not below:
@@ -196,19 +214,21 @@ def in_next_level(fn: Callable) -> Callable:
 
 
 def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
-    """Select the levels of a program that `over=` names, outermost first.
+    """Select the levels of a program that the argument `over=` names.
 
     Args:
       name: The name of the building block, for errors.
-      over: The argument: the name of a level, or a sequence of names; None: all.
-      levels: The levels on which a building block may act here, outermost first.
+      over: The argument: the name of a level, or a sequence of names in any order;
+        None: all of `levels`.
+      levels: The partitions on which the building block may act, outermost first.
 
     Returns:
-      The partitions.
+      A tuple of those of `levels` that are named, outermost first.
 
     Raises:
       DrjaxTypeError: `over` is neither a name nor a sequence of names.
-      DrjaxValueError: It names no level, or another one, or one twice.
+      DrjaxValueError: It is empty, or names a level that is not among `levels`, or one
+        twice.
     """
     if over is None:
         return tuple(levels)
@@ -228,33 +248,42 @@ def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
 
 
 def _next_level(partition: Partition) -> Partition:
-    """The level just inside `partition`, in the program that is running."""
+    """Return the level just inside `partition`, which is a level of the current scope.
+
+    `partition` must not be the innermost level.
+    """
     levels = current_scope().levels
     return levels[levels.index(partition) + 1]
 
 
 def _mask_as_array(name: str, value: Any) -> Any:
-    """Convert an argument to an array, if it is a list given as `where=` or `by=`.
+    """Convert an argument to a JAX array, if it is a list for `where=` or `by=`.
 
-    As a list it would be a pytree of numbers, which cannot be mapped over.
+    As a list, or tuple, it would be a pytree of numbers, which cannot be mapped over.
 
     Args:
-      name: The name of the argument. Others than these two are returned unchanged.
+      name: The name of the argument.
       value: The argument.
+
+    Returns:
+      The array; `value` itself if it is no list or tuple, or `name` is another
+      argument.
     """
     if name in ("where", "by") and isinstance(value, list | tuple):
         return jax.numpy.asarray(value)
     return value
 
 
-def _explicit_levels(name: str, arguments: dict[str, Any], over: Over, scope: Scope):
-    """The context manager of the levels that the argument `partition=` names.
+def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
+    """Return the context manager of the levels that the argument `partition=` names.
+
+    In it, the levels of the program that is passed as `partition=` are the ambient
+    ones. It does nothing if `partition` is no program with several levels.
 
     Args:
       name: The name of the building block, for errors.
-      arguments: The arguments of the building block, by name. If `partition` is a
-        program with several levels, it is removed.
-      over: The argument `over=`.
+      arguments: The arguments of the building block, by name. `partition` is removed
+        from the dict if it is None, or a program with several levels.
       scope: The current scope.
 
     Raises:
@@ -276,7 +305,14 @@ def _explicit_levels(name: str, arguments: dict[str, Any], over: Over, scope: Sc
 
 
 def _check_alone(name: str, over: Over) -> None:
-    """Raise `DrjaxValueError` if `over=` is passed where there are no levels."""
+    """Raise `DrjaxValueError` if `over` is not None, where no level can be named.
+
+    That is outside of programs, and in a call with `partition=`.
+
+    Args:
+      name: The name of the building block, for the error.
+      over: The argument `over=` of the call.
+    """
     if over is not None:
         raise DrjaxValueError(
             f"drjax.{name}(over={over!r}) names levels of a program, but it is called "
@@ -285,11 +321,14 @@ def _check_alone(name: str, over: Over) -> None:
 
 
 def _one_level_error(name: str, levels: Sequence[Partition]) -> DrjaxValueError:
-    """Make the error for a building block that acts on one level, called for several.
+    """Make the error for a building block that was called for several levels at once.
 
     Args:
-      name: The name of the building block.
-      levels: The levels.
+      name: The name of the building block, which acts on one level at a time.
+      levels: The levels for which it was called.
+
+    Returns:
+      The error, for the caller to raise. It proposes `over=` with each of the levels.
     """
     options = " or ".join(f"over={p.name!r}" for p in levels)
     return DrjaxValueError(

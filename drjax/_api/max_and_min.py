@@ -40,14 +40,20 @@ from drjax._sharding.layout import make_layout
 
 
 def _extremum_outwards(block: str) -> Callable:
-    """Make the function that runs an extremum over several levels.
+    """Make the function that runs `reduce_max` or `reduce_min` over several levels.
+
+    It reduces over the inner levels, and then over the outermost. `default=` replaces
+    extrema over no group at all, so it is applied once, at the end: another reduction,
+    of bools, finds where no group takes part.
 
     Args:
       block: "reduce_max" or "reduce_min".
 
     Returns:
-      The `outer` argument of `over_levels`: it reduces over the inner levels, then over
-        the outermost, and puts `default=` in place of extrema over no group at all.
+      `outer(arguments, inner, over)`, as `over_levels` calls it: with the arguments of
+      the reduction by name, from which it removes `default`; `inner(**arguments)`,
+      which reduces over the inner levels in each group of the outermost one; and the
+      names of the levels, outermost first. It returns the tree of extrema.
     """
 
     def outer(arguments, inner, over):
@@ -249,7 +255,10 @@ def _reduce_extremum(
     Args:
       block: The name of the reduction, "reduce_max" or "reduce_min".
       x: A tree of partitioned arrays, `[n, *s]`, real or bool.
-      where, by, num, default: The reduction's arguments, which are checked.
+      where: The groups that take part, bool `[n]`; None: all.
+      by: The segment of each group, integers `[n]`; None: no segments.
+      num: The number of segments; None without `by`.
+      default: The result over no group, a number; None: the identity of the reduction.
       mesh: The reduction's argument `mesh=`, a mesh or None.
       partition: The reduction's argument `partition=`; None: the program's partition.
 
@@ -282,17 +291,18 @@ def _reduce_extremum(
 def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
     """Run `reduce_argmax` or `reduce_argmin` on each leaf of a tree.
 
-    With y = max_i x_i, it is the minimum of the indices i with x_i = y.
+    One reduction finds the extremum y, and another one the minimum of the indices i of
+    groups with x_i = y. A NaN counts as attaining the extremum.
 
     Args:
       block: The name of the reduction, "reduce_argmax" or "reduce_argmin".
       x: A tree of partitioned arrays, `[n, *s]`, real or bool.
-      where: The mask, bool `[n]`, which is checked, or None.
+      where: The groups that take part, bool `[n]`; None: all.
       mesh: The reduction's argument `mesh=`, a mesh or None.
       partition: The reduction's argument `partition=`; None: the program's partition.
 
     Returns:
-      The tree with global leaves, int32 `[*s]`.
+      The tree with global leaves, int32 `[*s]`; n if no group takes part.
 
     Raises:
       DrjaxTypeError: A leaf is complex, or not an array of numbers, or `where` is not
@@ -324,6 +334,8 @@ def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
 
 def _check_ordered(block: str, leaf) -> None:
     """Raise `DrjaxTypeError` if an array has a dtype without an order.
+
+    Such dtypes are complex numbers, typed random keys, and float0.
 
     Args:
       block: The name of the reduction, for the error.

@@ -37,17 +37,20 @@ def participation_mask(block: str, where, by, num, params: dict[str, Any]):
     Args:
       block: The name of the reduction, for errors.
       where: The groups that take part, bool `[n]`, or None: all.
-      by: The segment of each group, integers `[n]`, or None: no segments. Groups whose
-        segment is not in 0 to num - 1 do not take part.
+      by: The segment of each group, integers `[n]`, as for `jax.ops.segment_sum`; or
+        None: no segments. Groups whose segment is not in 0 to num - 1 do not take part.
       num: The number of segments, or None.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      params: The parameters `partition` and `mesh`, a dict.
 
     Returns:
-      None if all groups take part, without segments. Else a bool array with a leading
-      axis of groups: `[n]`, or with segments `[n, num]`, with at most one True a group.
+      None if all groups take part, without segments. Else a partitioned bool array:
+      `[n]`, True for groups that take part; or with segments `[n, num]`, True for the
+      segment of each group that takes part, so at most once for each group.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: An argument does not fit.
+      DrjaxTypeError: `where` is no array of bools, `by` no array of integers, `num` no
+        Python integer, or only one of `by` and `num` is passed.
+      DrjaxValueError: `where` or `by` is not `[n]`, or `num` is not positive.
     """
     mask = None if where is None else check_where(block, where, params)
     if by is None and num is None:
@@ -84,7 +87,9 @@ def check_where(block: str, where, params: dict[str, Any]) -> jax.Array:
 
 
 def _check_num(block: str, by, num) -> int:
-    """Check that `num=` is the number of segments, and given if and only if `by=` is.
+    """Check the argument `num=`, the number of segments, and return it as an `int`.
+
+    It is called if `by=` or `num=` is passed; both have to be.
 
     Args:
       block: The name of the reduction, for errors.
@@ -92,7 +97,7 @@ def _check_num(block: str, by, num) -> int:
       num: The argument `num=`, or None.
 
     Raises:
-      DrjaxTypeError: One of the two is missing, or `num` is not a Python integer.
+      DrjaxTypeError: One of the two is missing, or `num` is not an integer.
       DrjaxValueError: `num` is not positive, or does not fit int32.
     """
     if by is None:
@@ -133,15 +138,16 @@ def _check_segments(block: str, by, params: dict[str, Any]) -> jax.Array:
 
 
 def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
-    """Convert an argument with a value for each group to a JAX array, and check it.
+    """Convert an argument with one value for each group to a JAX array, and check it.
 
     Args:
       argument: An array, or what `jnp.asarray` may accept.
       kind: The dtype of its values, or the supertype of their dtypes.
       need: The beginning of each error: what is needed.
       fix: The end of the error about another dtype.
-      each: What a value is, in the error about the shape: "one for".
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      each: The text before "each group of ..." in the error about the shape, such as
+        "one for" or "the segment of".
+      params: The parameters `partition` and `mesh`, a dict.
 
     Returns:
       The array, `[n]`.
@@ -167,17 +173,21 @@ def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
 
 
 def keep_slices(mask, leaf, fill, **params):
-    """Replace slices that the mask leaves out by a number, and place them in segments.
+    """Replace what the mask leaves out of a reduction by a number without effect on it.
+
+    With segments, each group gets an array with one position for each segment: its
+    slice is at the position of its segment, and the number everywhere else.
 
     Args:
-      mask: What `participation_mask` returns: None, `[n]`, or `[n, num]`.
+      mask: The partitioned mask that `participation_mask` returns: bool `[n]`, or with
+        segments `[n, num]`; None: `leaf` is returned.
       leaf: A partitioned array, `[n, *s]`.
-      fill: The number, a scalar: the identity of the reduction.
+      fill: The number, a scalar: the identity of the reduction, as 0 of a sum.
       **params: The parameters `partition` and `mesh`.
 
     Returns:
       A partitioned array in the dtype of `leaf`: `[n, *s]`, or with segments
-      `[n, num, *s]`. It is `leaf` itself if the mask is None.
+      `[n, num, *s]`.
     """
     if mask is None:
         return leaf
@@ -189,7 +199,7 @@ def keep_slices(mask, leaf, fill, **params):
 
 
 def place(mask, slice_, fill):
-    """Keep one group's slice where its mask is True, and a number elsewhere.
+    """Keep one group's slice where its mask is True, and fill in a number elsewhere.
 
     Args:
       mask: The group's mask, a bool `[]`, or with segments `[num]`.
@@ -197,7 +207,8 @@ def place(mask, slice_, fill):
       fill: The number, a scalar.
 
     Returns:
-      `[*s]`, or with segments `[num, *s]`, in the dtype of `slice_`.
+      The slice, or an array filled with the number: `[*s]`; with segments `[num, *s]`,
+      one of the two for each segment. In the dtype of `slice_`.
     """
     choose = lambda taken: jnp.where(taken, slice_, jnp.asarray(fill, slice_.dtype))
     return jax.vmap(choose)(mask) if mask.ndim else choose(mask)
@@ -212,11 +223,14 @@ _KINDS_OF_NUMBERS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def check_default(block: str, default) -> jax.Array | None:
-    """Check the argument `default=` of a reduction; a JAX array `[]`, or None for None.
+    """Check the argument `default=` of a reduction, its result over no group.
 
     Args:
       block: The name of the reduction, for errors.
-      default: The argument.
+      default: The argument: a number, a scalar array, or None.
+
+    Returns:
+      A JAX array `[]`; None for None.
 
     Raises:
       DrjaxTypeError: It is not a number.
@@ -242,15 +256,17 @@ def or_default(block: str, value, empty, default):
       block: The name of the reduction, for errors.
       value: The result of the reduction, `[*s]`, or with segments `[num, *s]`. It must
         have finite derivatives where `empty` is True.
-      empty: Whether no group takes part, a bool array; its shape is a leading part of
-        that of `value`. None: some group does.
-      default: What `check_default` returns. None: `value` is returned.
+      empty: True where no group takes part, a bool array; its shape is a leading part
+        of that of `value`. None: some group does everywhere.
+      default: The default, a JAX array `[]`, checked by `check_default`. None: `value`
+        is returned.
 
     Returns:
-      An array like `value`.
+      An array of the shape and dtype of `value`.
 
     Raises:
       DrjaxTypeError: The default is a float and the result an integer, for instance.
+      DrjaxValueError: The default is beyond the limits of an integer dtype.
     """
     if default is None:
         return value

@@ -25,11 +25,11 @@ S = TypeVar("S")
 
 
 class Decorated(Protocol[P, R_co]):
-    """For type checkers: a decorated function, which has its own signature.
+    """For type checkers: the type of a decorated function, with its own signature.
 
-    In a class it is a method, as the functions that it stands for. Only type checkers
-    see `__get__`, whose cases are: of the class, a method, a class method, and a static
-    method.
+    It can be a method of a class, as the function that was decorated. Only type
+    checkers see `__get__`; its overloads are for access on the class, and for methods,
+    class methods and static methods of an instance.
     """
 
     __name__: str
@@ -197,8 +197,13 @@ def _axes_of_levels(sizes: Mapping[str, Any], mesh_axes: Any) -> Mapping[str, An
     """Read the argument `mesh_axes` of `drjax.program`: for each level its mesh axes.
 
     Args:
-      sizes: The sizes of the levels, by name.
-      mesh_axes: The argument. None: {}.
+      sizes: The sizes of the levels, by name; one if the program has no levels.
+      mesh_axes: The argument: the axes of the only level, or a mapping from names of
+        levels to axes. None: {}.
+
+    Returns:
+      A mapping from the names of levels to their mesh axes, a name or a tuple of names.
+      A level that it lacks has the axis of its own name.
 
     Raises:
       DrjaxValueError: It is no mapping, although there are several levels, or has keys

@@ -30,12 +30,17 @@ from drjax._sharding.layout import Layout
 class PureFunctionErrors:
     """The checks of a function that a building block traces, and their errors' texts.
 
+    It is for functions given to `reduce` and `reduce_columns`, which see plain arrays.
+
     Attributes:
-      what: The function and the building block, at the beginning of each error.
+      what: The beginning of each error, which names the function and the building
+        block.
       layout: The layout of the groups.
-      sees: What the function sees, and what to do instead of calling a building block.
-      has: What it has, and what to do instead of a collective.
-      effects: How often effects would run, and what to do instead.
+      sees: The rest of the error about building blocks in the function: what it sees,
+        and what to do instead.
+      has: The rest of the error about collectives: what it has, and what to do instead.
+      effects: The rest of the error about effects: how often they would run, and what
+        to do instead.
     """
 
     what: str
@@ -48,14 +53,17 @@ class PureFunctionErrors:
         """Trace the function, and check what it does.
 
         Args:
-          trace: Traces the function: it returns `(jaxpr, consts)`, a closed jaxpr and
-            the list of the arrays and tracers that the function closes over.
+          trace: Traces the function: `trace()` returns `(jaxpr, consts)`, a closed
+            jaxpr and the list of the arrays and tracers that the function closes over.
 
         Returns:
-          The same.
+          The pair that `trace` returned.
 
         Raises:
-          ScopeError, DrjaxTypeError, MeshError: The function does what is not allowed.
+          ScopeError: The function calls a building block or a program.
+          DrjaxTypeError: It has effects.
+          MeshError: It uses a collective over the partition's axes, or closes over an
+            array that is sharded over them.
         """
         layout = self.layout
         scope = ScopeError(
@@ -87,7 +95,10 @@ class PureFunctionErrors:
         return jaxpr, consts
 
     def _check_closed_over(self, consts) -> None:
-        """Raise `MeshError` if the function closes over a value of partitioned type.
+        """Raise `MeshError` if the function closes over a partitioned value.
+
+        It is found by its type only: an array that is sharded over the partition's
+        Explicit mesh axes, or varies over its Manual ones.
 
         Args:
           consts: The arrays and tracers that the function closes over.
@@ -106,16 +117,21 @@ class PureFunctionErrors:
 
 
 def without_other_axes(x, layout: Layout, partitioned: bool = True):
-    """Reshard a leaf, so that no Explicit mesh axis shards what belongs to one group.
+    """Reshard an array so that no mesh axis but the partition's shards it, in types.
 
-    For building blocks that distribute coordinates over the partition's axes instead,
-    or compute with whole slices. JAX transposes this step, as it is outside the
-    building block's primitive.
+    Only Explicit axes are in types; without them, or if the array is so already, it is
+    returned as it is. It is for building blocks that distribute the elements of slices
+    over the partition's axes, or compute with whole slices. As this is outside of the
+    building block's primitive, JAX transposes it.
 
     Args:
-      x: The leaf, with the type of an operand: `[n, *s]`, or `[*s]` of a global one.
+      x: The array: partitioned, `[n, *s]`, or global, `[*s]`.
       layout: The layout of the partition.
-      partitioned: Whether the leaf is partitioned.
+      partitioned: Whether `x` is partitioned. If so, its group axis stays sharded over
+        the partition's axes.
+
+    Returns:
+      The array, with the same values.
     """
     sharding = _compat.typeof(x).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types

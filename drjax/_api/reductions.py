@@ -55,11 +55,12 @@ from drjax._sharding.layout import make_layout
 
 
 def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the options of communication between groups of outer levels.
+    """Remove `wire` and `result` from the arguments of a reduction, and return them.
+
+    They are for the communication between groups of the outermost level only.
 
     Args:
-      arguments: The arguments of the reduction by name; `wire` and `result` are
-        removed.
+      arguments: The arguments by name, a dict, which is changed.
 
     Returns:
       A dict of these two, as far as the caller has passed them.
@@ -71,14 +72,16 @@ def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
 def _sum_outwards(arguments, inner, over):
     """Sum over several levels: over the inner ones first, then over the outermost.
 
+    `wire=` and `result=` are for the last sum only. `over_levels` calls it as `outer`.
+
     Args:
-      arguments: The arguments of `reduce_sum`, by name.
+      arguments: The arguments of `reduce_sum`, by name; these two are removed.
       inner: `inner(**arguments)` sums over all levels but the outermost, in each group
         of that one.
       over: The names of the levels, outermost first.
 
     Returns:
-      The tree of sums.
+      The tree of sums over all of these levels.
     """
     options = _between_outer(arguments)
     options |= mesh_argument(arguments)
@@ -89,14 +92,17 @@ def _mean_outwards(arguments, inner, over):
     """Average over several levels: one sum over all of them, divided once.
 
     A mean of means would round more often, and weigh pods equally with `where=`.
+    `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of `reduce_mean`, by name.
-      inner: Not used here, as `reduce_sum` goes through the levels.
+      arguments: The arguments of `reduce_mean`, by name; options of communication are
+        removed.
+      inner: `inner(**arguments)` averages over the inner levels; it is not used, as
+        `reduce_sum` sums over all levels.
       over: The names of the levels, outermost first.
 
     Returns:
-      The tree of means.
+      The tree of means over all of these levels.
     """
     if not {"where", "by", "num"}.isdisjoint(arguments):
         return _weighted_mean_outwards(arguments, inner, over)
@@ -113,18 +119,20 @@ def _mean_outwards(arguments, inner, over):
 
 
 def _weighted_mean_outwards(arguments, inner, over):
-    """Average over several levels with weights: the `outer` of `over_levels`.
+    """Average over several levels with weights, or with `where=`, `by=` or `num=`.
 
-    It is also that of `reduce_mean` with `where=`, `by=` or `num=`. Both sums, of
-    weighted values and of weights, are over all of the levels, and divided once.
+    Both sums, of weighted values and of weights, are over all of the levels, and
+    divided once. `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of the reduction, by name.
-      inner: Not used: `reduce_parts` goes through the levels.
+      arguments: The arguments of the reduction, by name; `default` and options of
+        communication are removed.
+      inner: `inner(**arguments)` averages over the inner levels; it is not used.
       over: The names of the levels, outermost first.
 
     Returns:
-      The tree of means; where the weights sum to 0, it has the argument `default`.
+      The tree of means over all of these levels; where the weights sum to 0, it has the
+      argument `default`, or NaN without it.
     """
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
     default = check_default(block, arguments.pop("default", None))
@@ -394,14 +402,15 @@ def _weighted_mean(
       w: The weights, which are checked: one real array `[n]`, or a tree of them with
         the structure of `x`, in which the shape of a weight is a leading part of
         `[n, *s]`. None: each group that takes part has the weight 1.
-      mask: What `participation_mask` returns. Not None if `w` is None.
-      default: What `check_default` returns: the mean if the weights add up to zero.
-      options: What `collective_options` returns, of the sums of products.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      mask: The groups that take part, bool `[n]`, with segments `[n, num]`, as
+        `participation_mask` returns it; None: all. Not None if `w` is None.
+      default: The mean if the weights add up to zero, a JAX array `[]`; None: NaN.
+      options: The parameters `wire` and `sharded` of the sums of products, a dict.
+      params: The parameters `partition` and `mesh`, a dict.
 
     Returns:
       The tree of means, global arrays `[*s]`, or with segments `[num, *s]`, in the
-      dtypes that `jnp.mean` has. NaN if the weights add up to zero, without default.
+      dtypes that `jnp.mean` has.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
@@ -426,15 +435,15 @@ def _weighted_sums(
       x: A tree of partitioned arrays, `[n, *s]`.
       w: The weights: one real array `[n]`, or a tree with the structure of `x`. None:
         each group that takes part has the weight 1.
-      mask: The mask of `participation_mask`: bool `[n]`, with segments `[n, num]`;
-        None: all groups take part.
+      mask: The groups that take part, bool `[n]`, with segments `[n, num]`; None: all.
       options: The parameters `wire` and `sharded` of the sums of products, a dict.
-      params: The parameters `partition` and `mesh`.
+      params: The parameters `partition` and `mesh`, a dict.
 
     Returns:
-      `(shares, totals)`, lists of global arrays, `[*s]` and a leading part of it, in
-      the dtypes in which they are accumulated. Leaves with the same weights have the
-      same total.
+      `(shares, totals)`, lists with one global array for each leaf: its weighted sum,
+      `[*s]`, or with segments `[num, *s]`; and the sum of its weights, whose shape is a
+      leading part of that. Both are in the dtypes in which they are accumulated. Leaves
+      with the same weights have the same total.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
@@ -471,9 +480,10 @@ def _quotients(block: str, x: PyTree, shares, totals, default) -> PyTree:
 
     Args:
       block: The name of the reduction, for errors.
-      x: The tree of which the mean is taken.
-      shares, totals: What `_weighted_sums` returns.
-      default: What `check_default` returns.
+      x: The tree of which the mean is taken, for its structure and dtypes.
+      shares: The weighted sums, a list with an array for each leaf of `x`.
+      totals: The sums of the weights, a list with an array for each leaf of `x`.
+      default: The mean if the weights add up to zero, a JAX array `[]`; None: NaN.
 
     Returns:
       The tree of means, in the dtypes that `jnp.mean` has.
@@ -529,7 +539,8 @@ def _divide(block: str, share, total, default):
       block: The name of the reduction, for errors.
       share: The weighted sum, a global array `[*s]`, or with segments `[num, *s]`.
       total: The sum of the weights. Its shape is a leading part of that of `share`.
-      default: What `check_default` returns. None: the quotient is NaN.
+      default: The result where `total` is zero, a JAX array `[]`; None: the quotient,
+        NaN for 0 / 0.
     """
     empty = None
     if default is not None:

@@ -62,11 +62,11 @@ def group_axis_size(params: dict[str, Any]) -> int:
 
 
 def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> PyTree:
-    """Bind the primitives of a building block for each leaf of a partitioned argument.
+    """Check a partitioned argument of a block, and bind primitives for each leaf.
 
     Args:
       block: The name of the building block, for errors.
-      x: The argument, a tree of arrays `[n, *s]`, which are checked.
+      x: The argument, a tree of arrays `[n, *s]`.
       mesh: The argument `mesh=` of the building block; None: the program's mesh, or
         else the one in context.
       partition: Its argument `partition=`; None: the program's partition.
@@ -98,7 +98,9 @@ def partitioned_leaves(block: str, x: PyTree, params: dict[str, Any]):
         runs locally.
 
     Returns:
-      `(leaves, tree structure)`; the leaves have the types of operands on the mesh.
+      `(leaves, tree structure)`: the list of leaves as JAX arrays, and a `PyTreeDef`.
+      On a mesh with Explicit axes, the leaves are resharded over the partition's axes
+      along their group axis.
 
     Raises:
       DrjaxTypeError: A leaf is not an array or number.
@@ -111,6 +113,9 @@ def partitioned_leaves(block: str, x: PyTree, params: dict[str, Any]):
 
 def bind_global(leaves, params: dict[str, Any], bind: Callable) -> list:
     """Bind the primitives of a building block for each leaf of a global argument.
+
+    On a mesh with Explicit axes, each leaf is resharded first, so that the partition's
+    axes do not shard it.
 
     Args:
       leaves: The leaves of the argument, JAX arrays.
@@ -127,14 +132,14 @@ def bind_global(leaves, params: dict[str, Any], bind: Callable) -> list:
 
 
 def map_leaves(fn, *leaves, partition, mesh):
-    """Bind `map_fn` for a function of arrays.
+    """Bind one `map_fn` for a function of arrays.
 
     Args:
       fn: The mapped function, `fn(*slices)`: it takes one group's slice `[*s]` of each
         of `leaves`, and returns an array or a tree of arrays. It is traced at each
         call.
       *leaves: Partitioned arrays, `[n, *s]`.
-      partition: The partition.
+      partition: The partition, of n groups.
       mesh: The mesh to shard the partition over; None: the program runs locally.
 
     Returns:

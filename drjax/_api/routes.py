@@ -195,8 +195,10 @@ def shift(
 ) -> Tree:
     """Move slices by k groups around a ring: `jnp.roll(x, k, axis=0)`.
 
-    On a mesh, one `ppermute` or two; for `abs(k)` groups or fewer on a device, of k
-    slices.
+    On a mesh, let d be the shorter way around the ring, d <= n / 2. If each device has
+    n / m groups, and d is not more than that, it is one `ppermute`, in which each
+    device sends d slices; for a longer d it is one or two, of all slices. If the m
+    devices do not divide n, it is up to as many `ppermute`s as a device has groups.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
@@ -230,13 +232,17 @@ def shift(
 
 
 def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
-    """Bind `take_p` for each leaf of a tree.
+    """Give group j the slice of group `index[j]`, for each leaf of a tree.
 
     Args:
       block: The name of the building block, for errors.
-      x: The tree of partitioned arrays.
-      index: For each group the group whose slice it gets, int32 `[k]`; clamped.
-      params: The parameters `partition`, of the groups of `x`, and `mesh`.
+      x: The tree of partitioned arrays, `[n, *s]`, which are checked.
+      index: For each group of the result the group of `x` whose slice it gets, int32
+        `[k]`. It is clamped to 0 to n - 1.
+      params: The parameters `partition`, of the n groups of `x`, and `mesh`.
+
+    Returns:
+      The tree of partitioned arrays, `[k, *s]`.
     """
     index = index.clip(0, params["partition"].size - 1)
     index = as_operand(index, make_layout(**params), False)
@@ -249,8 +255,10 @@ def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
 
     Args:
       x: The tree of partitioned arrays, `[k, *s]`.
-      index: For each slice the group that gets it, int32 `[k]`; n: it is dropped.
-      base: The tree to write to, of n groups; None: zeros.
+      index: For each slice of `x` the group of the result that gets it, int32 `[k]`; n:
+        it is dropped.
+      base: The tree of the slices `[n, *s]` that stay where nothing is written; None:
+        zeros.
       cohort: The parameters `partition`, of the k groups of `x`, and `mesh`.
       groups: The parameters `partition`, of the n groups of the result, and `mesh`.
 
@@ -272,13 +280,17 @@ def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
 
 
 def _permute(block: str, x: PyTree, sources: tuple[int, ...], params: dict[str, Any]):
-    """Bind `permute_p` for each leaf of a tree.
+    """Give group j the slice of group `sources[j]`, for each leaf of a tree.
 
     Args:
       block: The name of the building block, for errors.
-      x: The tree of partitioned arrays.
-      sources: For each group the group whose slice it gets, a permutation.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      x: The tree of partitioned arrays, `[n, *s]`, which are checked.
+      sources: A permutation of 0 to n - 1, a tuple: for each group the group whose
+        slice it gets.
+      params: The parameters `partition` and `mesh`, a dict.
+
+    Returns:
+      The tree of partitioned arrays, `[n, *s]`.
     """
 
     def bind(leaf, **params):
@@ -290,12 +302,21 @@ def _permute(block: str, x: PyTree, sources: tuple[int, ...], params: dict[str, 
 def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
     """Map a function of slices over the leaves of two partitioned trees of n groups.
 
+    It is one `map_fn` for each leaf, or a vmap if the slices were moved between a
+    population and a cohort of it, as a plan has maps over one of the two only.
+
     Args:
-      fn: `fn(leaf of x, leaf of y, *others)` of one group, which returns an array.
-      x, y: Trees of the same structure.
-      cohort: The parameters `partition`, of what was moved to `x`, and `mesh`.
+      fn: `fn(slice of x, slice of y, *slices of others)` of one group, which returns an
+        array.
+      x: A tree of arrays `[n, *s]`, slices that were moved.
+      y: A tree of the same structure, of arrays `[n, *s]`.
+      cohort: The parameters `partition`, of the groups that the slices of `x` were
+        moved from, and `mesh`.
       groups: The parameters `partition`, of the n groups, and `mesh`.
-      *others: Partitioned values, the same for all leaves.
+      *others: Partitioned values, `[n, *t]`, the same for all leaves.
+
+    Returns:
+      The tree of results, partitioned.
     """
     layout = make_layout(**groups)
 
@@ -339,18 +360,21 @@ def _check_index(block: str, index):
 
 
 def _in_bounds(block: str, index, n: int):
-    """Check that the known numbers of an index are groups, from -n to n - 1.
+    """Check that the known elements of an index are groups, from -n to n - 1.
 
     Args:
       block: The name of the building block, for errors.
-      index: The index, `[k]`, of NumPy or JAX.
+      index: The index, `[k]`: a NumPy array if its elements are known without running
+        the program, else a JAX array.
       n: The number of groups to which it points.
 
     Returns:
-      An int32 array `[k]`; of NumPy, counted from 0, if its numbers are known.
+      An int32 array `[k]`. A NumPy array has elements from 0 to n - 1, as negative ones
+      were counted from the end. In a JAX array negative elements stay, and elements out
+      of bounds stay out of bounds.
 
     Raises:
-      DrjaxValueError: A number is out of bounds.
+      DrjaxValueError: A known element is out of bounds.
     """
     if isinstance(index, jax.Array):
         return as_int32(index, -n - 1, n)  # what is out of bounds stays so
@@ -362,7 +386,11 @@ def _in_bounds(block: str, index, n: int):
 
 
 def _permutation(index, n: int) -> tuple[int, ...] | None:
-    """The index as a tuple, if it is known and a permutation of n groups; else None."""
+    """Return an index as a tuple, if it is known and a permutation of 0 to n - 1.
+
+    An index is known, without running the program, if it is a NumPy array. None if it
+    is not known, or no permutation.
+    """
     if isinstance(index, jax.Array):
         return None
     known = tuple(index.tolist())
@@ -370,20 +398,27 @@ def _permutation(index, n: int) -> tuple[int, ...] | None:
 
 
 def _params_of_size(params: dict[str, Any], size: int) -> dict[str, Any]:
-    """The parameters of a building block for a population or cohort of the groups.
+    """Return the parameters of a building block for another number of groups.
+
+    The groups may be a cohort of a population, or have one; the partitions of both have
+    the same name and mesh axes.
 
     Args:
-      params: The parameters `partition` and `mesh`.
+      params: The parameters `partition` and `mesh`, a dict, which is not changed.
       size: The number of groups of the population or cohort.
 
     Returns:
-      The parameters, with a partition of that size, the same name and mesh axes.
+      A dict of the parameters, with a partition of that size.
     """
     return {**params, "partition": replace(params["partition"], size=size)}
 
 
 def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
-    """The number of groups that a tree has a slice of: n, or N of a population.
+    """Return the number of groups that a tree has a slice of: n, or N of a population.
+
+    It is N if all leaves have the leading axis N, not n, and the index has n elements,
+    so that the n groups are a cohort of N. Else it is n; whether the leaves have n
+    slices is checked later.
 
     Args:
       block: The name of the building block, for errors.
@@ -392,12 +427,9 @@ def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
       k: The number of elements of the index.
       name: The name of the argument, for errors.
 
-    Returns:
-      n, which the leaves must then have, unless all leaves have a leading axis of one
-      other size, and the index has n elements.
-
     Raises:
-      DrjaxValueError: The index has not n elements, and neither have the leaves.
+      DrjaxValueError: All leaves have one leading axis other than n, and the index has
+        not n elements.
     """
     layout = make_layout(**params)
     n, size = layout.partition.size, layout.group_axis_size
@@ -417,16 +449,21 @@ def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
 
 
 def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
-    """Check that `into` has the structure, shapes and dtypes of `x`; return its arrays.
+    """Check that `into` has the structure, slice shapes and dtypes of `x`.
 
     Args:
-      x: The argument `x` of `put`.
-      into: The argument `into`.
-      cohort: The parameters `partition`, of the groups of `x`, and `mesh`.
-      groups: The parameters `partition`, of the groups of `into`, and `mesh`.
+      x: The argument `x` of `put`, a tree of arrays `[k, *s]`.
+      into: The argument `into`, a tree of arrays `[n, *s]`.
+      cohort: The parameters `partition`, of the k groups of `x`, and `mesh`.
+      groups: The parameters `partition`, of the n groups of `into`, and `mesh`.
+
+    Returns:
+      `into`, with JAX arrays as leaves.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: It does not, or a leaf is not partitioned.
+      DrjaxTypeError: A leaf is no array.
+      DrjaxValueError: A leaf is not partitioned, or structures, shapes or dtypes
+        differ.
     """
     flat = []
     for value, params, name in ((x, cohort, "x"), (into, groups, "into")):

@@ -94,16 +94,20 @@ def select(
 def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
     """Compute the partitioned values by which one of the groups of a mask is selected.
 
+    It gathers the mask. The rank of a group of the mask is the number of groups of the
+    mask before it.
+
     Args:
-      i: The position of the group among those of the mask, int32 `[]`; negative ones
-        count from the end. It is clamped.
+      i: The rank of the group to select, int32 `[]`; negative ones count from the end.
+        It is clamped.
       where: The mask, partitioned bool `[n]`.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      params: The parameters `partition` and `mesh`, a dict.
 
     Returns:
-      `(rank, selected)`, both partitioned, int32 `[n]`, for `select_slice`: the number
-      of groups of the mask before each group of the mask, n for another group; and the
-      rank of the selected group, -1 if the mask has no group.
+      `(rank, selected)`, both partitioned, int32 `[n]`, for `select_slice`. `rank` is
+      the rank of each group; n for groups that are not in the mask. `selected` is the
+      rank of the selected group, the same for each group; -1, which no group has, if
+      the mask is empty.
     """
     layout = make_layout(**params)
     taken = gather_p.bind(as_operand(where, layout, True), **params)
@@ -117,7 +121,7 @@ def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _check_index(i, n: int):
-    """Check the group index that is passed to `drjax.select`.
+    """Check the group index that is passed to `drjax.select`, and cast it to int32.
 
     Args:
       i: The index: a Python or NumPy integer, or a scalar JAX array or tracer. Negative
@@ -125,8 +129,8 @@ def _check_index(i, n: int):
       n: The number of groups.
 
     Returns:
-      The index as an int32 scalar; a negative index stays negative. One that is traced
-      and out of bounds stays out of bounds, or becomes the nearest one in bounds.
+      The index as an int32 scalar; a negative index stays negative. A traced index out
+      of bounds stays out of bounds, or becomes the nearest one in bounds.
 
     Raises:
       DrjaxTypeError: The index is not an integer scalar.

@@ -30,12 +30,14 @@ from drjax._sharding.layout import Layout, make_layout
 def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     """Trace a function of pytrees for one group, and bind `map_fn` for it.
 
+    It is traced at each call. The arrays that `fn` closes over are broadcast.
+
     Args:
       fn: The mapped function. It takes pytrees of one group's arrays `[*s]` as
         positional arguments, and returns a pytree of arrays or numbers.
       leaves: The leaves of all its arguments, partitioned arrays `[n, *s]`.
       tree: The `PyTreeDef` of the tuple of its arguments.
-      partition: The partition.
+      partition: The partition, of n groups.
       mesh: The mesh to shard the partition over; None: the program runs locally.
 
     Returns:
@@ -171,14 +173,18 @@ def mentions(value: Any, axes: tuple[str, ...]) -> bool:
 
 
 def names_own_axis(error: NameError, layout: Layout) -> bool:
-    """Whether JAX's error says that an axis name of the partition is unbound.
+    """Decide whether JAX's error says that an axis name of the partition is unbound.
 
-    That is how JAX refuses a collective of a mapped function over its own partition.
+    That is how JAX refuses a collective of a mapped function over its own partition,
+    such as `lax.psum(x, "clients")`.
 
     Args:
       error: The error that tracing the mapped function raised.
       layout: The layout of the partition. The axis names are the name of the partition
         and those of its mesh axes.
+
+    Returns:
+      True if the error is about one of these names, else False.
     """
     own = layout.partition.name, *layout.partition.mesh_axes
     return _compat.unbound_axis(error) in own

@@ -103,16 +103,19 @@ def _local_sum(layout: Layout, x, indices, scale=None, rounded: bool = True):
     """Sum a device's slices over its groups; 16-bit floats are added in float32.
 
     Args:
-      layout: The layout of the partition: k slots on each device.
+      layout: The layout of the partition: k slots (places for one group) on each
+        device, of which the last ones may be padding.
       x: The slices of the device, `[k, *s]`.
-      indices: The group index of each slot, int32 `[k]`, to leave out padding; None if
-        no slot is padding.
+      indices: The group index of each slot, int32 `[k]`, to leave padding out of the
+        sum; None if no slot is padding.
       scale: A Python number by which the sum is multiplied, before it is rounded to 16
         bits; None: no multiplication.
-      rounded: Whether the sum is rounded to 16 bits, for `x` of 16 bits.
+      rounded: Whether a sum of 16-bit floats is rounded to their dtype; else it stays
+        in float32. It makes no difference for other dtypes.
 
     Returns:
-      The sum, `[*s]`, in the dtype of `x`, or if it is not rounded in float32.
+      The sum, `[*s]`, in the dtype of `x`, or for 16-bit floats that are not rounded in
+      float32.
     """
     x = layout.mask_padding(x, indices, 0)
     total = jnp.sum(x, axis=0, dtype=accumulator(x.dtype))
@@ -129,11 +132,14 @@ def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False, secure=0
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
-        exchange the dtype of `x`.
-      sharded: Whether the result is divided over the devices, by a reduce-scatter.
-      secure: A demand on engines, the `secure` of `drjax.plan.Reduce`. It changes
-        nothing here, where all groups are in one program.
+      wire: A `drjax.plan.Wire`, the format in which the devices exchange their sums,
+        with fewer bits; None: they exchange the dtype of `x`.
+      sharded: Whether each device gets a part of the sum only, by a reduce-scatter
+        along the first axis whose size the devices divide. If there is no such axis, it
+        makes no difference.
+      secure: The least number of groups of a secure sum, 0 if the sum is not secure.
+        Only engines, whose groups are in other processes, do something about it; it is
+        ignored in this function.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
@@ -150,13 +156,16 @@ def _add_on_devices(layout: Layout, total: Callable, x, wire, sharded: bool):
     """Sum a partitioned value: on each device over its groups, then over the devices.
 
     Args:
-      layout: The layout of the partition.
-      total: `total(slices, indices)`, from the slices `[k, *s]` of a device, and the
-        group indices of its slots if some are padding (else None), to their sum.
+      layout: The layout of the partition: k slots (places for one group) on each
+        device.
+      total: `total(slices)`, from the slices `[k, *s]` of a device to their sum,
+        `[*s]`. If some slots are padding, it is called as `total(slices, indices)`,
+        with the group index of each slot, int32 `[k]`.
       x: The partitioned value, `[n, *s]`.
-      wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
-        exchange the dtype of `x`.
-      sharded: Whether the result is divided over the devices, by a reduce-scatter.
+      wire: A `drjax.plan.Wire`, the format in which the devices exchange their sums,
+        with fewer bits; None: they exchange the dtype of `x`.
+      sharded: Whether each device gets a part of the sum only, along the first axis
+        whose size the devices divide.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
@@ -182,16 +191,19 @@ def _reduce_abstract_eval(x, *, partition, mesh, sharded=False, **options):
 
 
 def _axis_to_divide(layout: Layout, aval, sharded: bool | str) -> int | None:
-    """The axis along which a result is divided over the devices: `result="sharded"`.
+    """Find the axis along which a result is divided over the devices, if it is at all.
 
     Args:
       layout: The layout of the partition.
-      aval: The type of the result, or of one of the slices that a gather returns.
-      sharded: Whether it is to be divided; "auto": only if no axis is Explicit, as the
-        type of the result would tell.
+      aval: The type of the result, `[*s]`, or for a gather of one slice.
+      sharded: Whether `result="sharded"` asks for a divided result. "auto": divide it
+        only on a mesh without Explicit axes, where the division is not part of its
+        type.
 
     Returns:
-      The axis; None if the result is not to be divided, or has no axis that fits.
+      The first axis of `[*s]` whose size the number of devices divides, and over which
+      no Explicit mesh axis is sharded. None if the result is not to be divided, or has
+      no such axis, or if the program runs locally.
     """
     explicit = layout.spec_entry is not None or layout.other_explicit_axes
     if not sharded or (sharded == "auto" and explicit):
@@ -207,12 +219,22 @@ def _reduce_sum_transpose(ct, x, *, partition, mesh, sharded=False, **options):
 
 
 def _reduce_jvp(primitive) -> Callable:
-    """Make the JVP rule of a sum or mean: its tangent is exact, not encoded.
+    """Make the JVP rule of `reduce_sum` or `reduce_mean`; no tangent is encoded.
 
-    An encoding is a step function, whose derivative is zero almost everywhere. The rule
-    is that of the plain reduction instead (a straight-through estimator: Bengio et al.
-    2013, "Estimating or propagating gradients through stochastic neurons"). The tangent
-    of a secure sum is a secure sum: it may tell as much of a group as its value.
+    With `wire=`, the devices exchange rounded sums. Rounding is a step function, whose
+    derivative is zero almost everywhere. So the tangent is that of the reduction
+    without `wire` (a straight-through estimator: Bengio et al. 2013, "Estimating or
+    propagating gradients through stochastic neurons"). All other parameters are those
+    of the primal equation. So the tangent of a secure sum is a secure sum, too: it may
+    reveal as much about a group as the sum itself.
+
+    Args:
+      primitive: `reduce_sum_p` or `reduce_mean_p`.
+
+    Returns:
+      `rule((x,), (dx,), **params)`, from a partitioned value and its tangent, `[n, *s]`
+      each, to `(reduction, its tangent)`, `[*s]` each. It binds the primitive twice; if
+      `dx` is a symbolic zero, once, and the tangent is a symbolic zero.
     """
 
     def rule(primals, tangents, *, wire=None, **params):
@@ -238,16 +260,19 @@ def execute_reduce_mean(x, *, partition, mesh, wire=None, sharded=False):
     """Execution function of `reduce_mean`: average a partitioned value over the groups.
 
     Each device adds the slices of its groups; one all-reduce adds the devices' sums.
-    16-bit floats are divided by n before the first rounding to 16 bits, as a 16-bit sum
-    may overflow, and so are encoded sums; others are divided after the all-reduce.
+    The division by n comes after that, but for 16-bit floats and encoded sums: a sum of
+    n slices may overflow 16 bits, so each device divides its sum, in float32, before it
+    is rounded or encoded.
 
     Args:
       x: The partitioned value, `[n, *s]`, of an inexact dtype.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      wire: A `drjax.plan.Wire`, how the devices' sums are encoded; None: the devices
-        exchange the dtype of `x`.
-      sharded: Whether the result is divided over the devices, by a reduce-scatter.
+      wire: A `drjax.plan.Wire`, the format in which the devices exchange their sums,
+        with fewer bits; None: they exchange the dtype of `x`.
+      sharded: Whether each device gets a part of the mean only, by a reduce-scatter
+        along the first axis whose size the devices divide. If there is no such axis, it
+        makes no difference.
 
     Returns:
       The mean, a global value `[*s]`, in the dtype of `x`.
@@ -288,11 +313,13 @@ def execute_gather(x, *, partition, mesh, sharded=False):
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      sharded: Whether the result is divided over the devices along an axis of `[*s]`;
-        "auto": only if no mesh axis is Explicit.
+      sharded: Whether each device gets a part of each slice only, along the first axis
+        of `[*s]` whose size the devices divide; "auto": only if no mesh axis is
+        Explicit. Without such an axis, and for random keys, each device gets
+        everything.
 
     Returns:
-      The slices of all groups as a global value, `[n, *s]`.
+      The slices of all groups as a global value, `[n, *s]`, without padding.
     """
     layout = make_layout(partition, mesh)
     slice_ = global_aval(_compat.typeof(x), layout)
@@ -315,15 +342,17 @@ def execute_gather(x, *, partition, mesh, sharded=False):
 
 
 def _all_to_all(layout: Layout, x, axis: int):
-    """Execute `gather` such that each device has all groups' parts along an axis.
+    """Give each device its part of all groups' slices: a sharded `gather`.
 
     Args:
-      layout: The layout of the partition, which is sharded.
+      layout: The layout of the partition, which is sharded over m devices.
       x: The partitioned value, `[n, *s]`.
-      axis: The axis of `x`, from 1, that is divided over the devices.
+      axis: The axis of `x`, at least 1, that is divided: device j gets the j-th of m
+        equal parts along it. Its size is a multiple of m.
 
     Returns:
-      The slices of all groups as a global value, `[n, *s]`.
+      The slices of all groups as a global value, `[n, *s]`, of which each device has
+      its part.
     """
 
     def body(x):
@@ -400,17 +429,18 @@ def _scatter_transpose(ct, x, **params):
 
 
 def check_transposable(layout: Layout) -> None:
-    """Check that a transpose rule is not in a user's `shard_map(check_vma=False)`.
+    """Check that a transpose is not in a user's `shard_map(check_vma=False)`.
 
-    That is a `shard_map` over the partition's axes. In it, JAX divides the cotangent of
-    a replicated result by the number of devices, and leaves the cotangent of a sharded
-    result whole. Without VMA types, a transpose rule cannot distinguish the two.
+    In a `shard_map` over the partition's axes with `check_vma=False`, JAX divides the
+    cotangent of a replicated result by the number of devices, and leaves the cotangent
+    of a sharded result whole. The types there do not tell a transpose rule which of the
+    two its cotangent is, so that the gradient could be wrong by that factor.
 
     Args:
       layout: The layout of the partition of the equation that is transposed.
 
     Raises:
-      MeshError: The transpose rule is in such a `shard_map`.
+      MeshError: The transpose rule runs in such a `shard_map`.
     """
     if layout.manual and not _compat.check_vma():
         raise MeshError(
@@ -421,19 +451,20 @@ def check_transposable(layout: Layout) -> None:
 
 
 def checked_transpose(transpose: Callable) -> Callable:
-    """Add to a transpose rule what those of all linear primitives need.
+    """Wrap a transpose rule with the check and the resharding that all of them need.
 
-    The check is part of the transpose, not of the bind: forward mode is well-defined.
+    The check is in the transpose, not in the bind, as forward mode is always possible.
 
     Args:
-      transpose: `transpose(ct, x, *others, partition=, mesh=, **params)`, from the
+      transpose: `transpose(ct, x, *others, partition=, mesh=, **params)`. It takes the
         cotangent of the result, the operand that is transposed, an `UndefinedPrimal`,
-        and the other operands, to the list of the operands' cotangents, that of `x`
-        first.
+        and the other operands. It returns the list of the operands' cotangents, that of
+        `x` first.
 
     Returns:
-      The rule. It raises `MeshError` where cotangents are ambiguous, and gives the
-      cotangent of `x` the sharding of `x`.
+      The rule, with the same signature. It raises `MeshError` inside a user's
+      `shard_map(check_vma=False)` over the partition's axes, where cotangents are
+      ambiguous, and reshards the cotangent of `x` to the sharding of `x`.
     """
 
     def rule(ct, x, *others, **params):

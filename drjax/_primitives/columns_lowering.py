@@ -44,9 +44,16 @@ def execute_columns(
 ):
     """Execution function of `map_columns`: apply a jaxpr to each coordinate.
 
+    `s` is the shape of the coordinates. The kind of an operand or result says its
+    shape, and what the jaxpr takes or returns for one coordinate:
+
+        "groups"       `[n, *s, *t]`  a column `[n, *t]`, the elements of all groups
+        "coordinates"  `[*s, *t]`     the element `[*t]` of this coordinate
+        "whole"        `[*t]`         an operand: the same `[*t]` for all coordinates
+                                      a result: `[*t]`, of which the sum is returned
+
     Args:
-      *args: The operands, for all coordinates `s`: `[n, *s, *t]` of the kind "groups",
-        `[*s, *t]` of "coordinates", `[*t]` of "whole".
+      *args: The operands.
       jaxpr: The closed jaxpr of one coordinate.
       kinds_in: For each operand its kind, a tuple.
       kinds_out: For each result its kind, a tuple.
@@ -56,8 +63,7 @@ def execute_columns(
       name: The name of the function of one coordinate, ignored.
 
     Returns:
-      The list of results, in the shapes of operands of their kinds. A result of the
-      kind "whole" is the sum over all coordinates.
+      The list of results, in the shapes that the table has for their kinds.
     """
     layout = make_layout(partition, mesh)
     shape, kinds = tuple(coordinates), (kinds_in, kinds_out)
@@ -92,15 +98,19 @@ def execute_columns(
 
 
 def columns_by_gather(eqn):
-    """The closed jaxpr that computes an equation of `map_columns` on the server.
+    """Make the jaxpr that computes a `map_columns` equation from all groups' slices.
 
-    Plans use it, as they have no all-to-all between groups. It gathers the operands
-    that have a slice for each group, and scatters such results. On a mesh with Auto
-    axes, each device gets a part of the coordinates, and the compiler divides the work
-    on them among the devices.
+    Plans use it, as they have no all-to-all between groups. The jaxpr gathers the
+    operands that have a slice for each group, applies the function of one coordinate to
+    all coordinates, and scatters the results that have a slice for each group. On a
+    mesh with Auto axes, the gather gives each device a part of the coordinates, and the
+    compiler divides the work on them among the devices.
 
     Args:
-      eqn: The equation.
+      eqn: The equation of `map_columns`, which is not changed.
+
+    Returns:
+      The closed jaxpr, from the operands of the equation to its results.
     """
     p = eqn.params
     local = make_layout(p["partition"], None)
@@ -118,19 +128,20 @@ def columns_by_gather(eqn):
 def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
     """Run a function of all groups' slices, between a gather and a scatter.
 
-    For work that needs the slices of all groups at once: each device, or in a plan the
-    server, gets all slices and computes everything.
+    It is for work that needs the slices of all groups at once: each device, or in a
+    plan the server, gets all slices and computes everything.
 
     Args:
       run: The function. It takes and returns flat sequences of arrays, none of them
         divided over devices.
-      args: The operands.
-      kinds: `(kinds of the operands, kinds of the results)`. Operands of the kind
-        "groups" are gathered, and such results scattered.
+      args: The operands: partitioned values `[n, *s]`, and global values.
+      kinds: `(kinds of the operands, kinds of the results)`, a string each. Operands of
+        the kind `GROUPS` ("groups") are gathered before `run`, and results of that kind
+        are scattered after it; all others pass as they are.
       gather: `gather(x, partition=, mesh=)`, from a partitioned value to the same
         slices as a global one.
       scatter: Its inverse, `scatter(y, partition=, mesh=)`.
-      params: The parameters `partition` and `mesh`.
+      params: The keywords of both, a dict with `partition` and `mesh`.
 
     Returns:
       The list of results.
@@ -142,19 +153,27 @@ def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
 
 
 def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
-    """Run a function of one coordinate for the coordinates of a device.
+    """Run a function of one coordinate for a device's share of the coordinates.
+
+    Each device has its groups' slices at all d coordinates. An all-to-all gives it all
+    groups' elements for d / m of the coordinates, the last ones perhaps padding. It
+    runs the function on these, and collectives return the results for all coordinates.
 
     Args:
-      layout: The layout: k slots for groups on each device.
+      layout: The layout: m devices with k slots (places for one group) each. m is 1 if
+        the program runs locally.
       fn: The function of one coordinate: it takes and returns flat sequences of arrays.
-      kinds: `(kinds of the operands, kinds of the results)`.
+      kinds: `(kinds of the operands, kinds of the results)`, tuples of "groups",
+        "coordinates" or "whole".
       coordinates: The shape `s` of all coordinates, a tuple.
-      args: The operands that the device has: `[k, *s, *t]` of the kind "groups", `[*s,
-        *t]` of "coordinates", `[*t]` of "whole".
-      device: The number of the device along the partition's axes, int32 `[]`.
+      args: The operands that the device has: `[k, *s, *t]` of the kind "groups",
+        `[*s, *t]` of "coordinates", `[*t]` of "whole".
+      device: The index of the device along the partition's axes, int32 `[]`.
 
     Returns:
-      The list of results for all coordinates, in the shapes of operands of their kinds.
+      The list of results: `[k, *s, *t]` of the kind "groups", for the groups of the
+      device; `[*s, *t]` of "coordinates"; `[*t]`, the sum over all coordinates, of
+      "whole".
     """
     d = math.prod(coordinates)
     chunk = -(-d // layout.devices)
@@ -190,19 +209,23 @@ def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
 
 
 def _own_columns(layout: Layout, x, kind: str, coordinates, chunk: int, device):
-    """The part of an operand for the coordinates of a device.
+    """Return the part of an operand for a device's share of the coordinates.
+
+    The d coordinates are in their flat order; device j gets those from `j * chunk` on.
+    Coordinates beyond d are padding, which holds copies of the first coordinate.
 
     Args:
-      layout: The layout: k slots for groups on each of m devices.
+      layout: The layout: m devices with k slots (places for one group) each.
       x: The operand: `[k, *s, *t]` of the kind "groups", `[*s, *t]` of "coordinates",
         `[*t]` of "whole".
       kind: Its kind.
-      coordinates: The shape `s`, a tuple.
-      chunk: The number of coordinates of a device, of which some may be padding.
-      device: The number of the device, int32 `[]`.
+      coordinates: The shape `s` of the coordinates, a tuple of product d.
+      chunk: The number of coordinates of a device, d / m rounded up.
+      device: The index of the device along the partition's axes, int32 `[]`.
 
     Returns:
-      In the same order `[n, chunk, *t]`, by an all-to-all; `[chunk, *t]`; or `[*t]`.
+      For "groups" `[n, chunk, *t]`, the elements of all n groups, by an all-to-all; for
+      "coordinates" `[chunk, *t]`; for "whole" `x` itself.
     """
     if kind == WHOLE:
         return x
@@ -230,8 +253,9 @@ def _sum_coordinates(x, real):
     """Sum the results of a device's coordinates; 16-bit floats are added in float32.
 
     Args:
-      x: The results, `[chunk, *t]`.
-      real: For each coordinate whether it is no padding, bool `[chunk]`; None: all are.
+      x: The results, `[chunk, *t]`, one for each coordinate of the device.
+      real: For each coordinate False if it is padding, bool `[chunk]`, to leave it out;
+        None: none is padding.
 
     Returns:
       The sum, `[*t]`, in the dtype of `x`.
@@ -243,17 +267,21 @@ def _sum_coordinates(x, real):
 
 
 def _all_columns(layout: Layout, y, kind: str, coordinates):
-    """Collect a result of the devices' coordinates into that of all coordinates.
+    """Collect a result of the devices' shares of the coordinates into all coordinates.
+
+    It is the inverse of `_own_columns`: an all-to-all for "groups", an all-gather for
+    "coordinates". Padding of the coordinates is cut off.
 
     Args:
-      layout: The layout: k slots for groups on each of m devices.
-      y: The result for this device's coordinates: `[n, chunk, *t]` of the kind
-        "groups", `[chunk, *t]` of "coordinates".
-      kind: Its kind.
+      layout: The layout: m devices with k slots (places for one group) each.
+      y: The result for this device's share: `[n, chunk, *t]` of the kind "groups",
+        `[chunk, *t]` of "coordinates".
+      kind: Its kind, one of these two.
       coordinates: The shape `s` of all coordinates, a tuple.
 
     Returns:
-      `[k, *s, *t]` for the groups of this device, or `[*s, *t]`.
+      For "groups" `[k, *s, *t]`, the slices of this device's slots, zeros in padded
+      ones; for "coordinates" `[*s, *t]`, the same on all devices.
     """
     axis, k = (1, layout.per_device) if kind == GROUPS else (0, 0)
     d, t = math.prod(coordinates), y.shape[axis + 1 :]

@@ -54,21 +54,23 @@ _CONTRACTED = (lax.dot_general_p, lax.reduce_sum_p)
 
 
 class GroupSums:
-    """The sums of results of a per-group jaxpr over the groups of a device.
+    """Sums of results of a per-group jaxpr over the groups of a device, to save memory.
 
-    The constructor finds the results that qualify, and the variables from which their
-    sums are computed. A call computes these variables for each group, and from them the
-    sums, by the rules for S(v) = sum_i v_i, the sum of v over the groups i, in the
-    module's docstring.
+    If a result is a product of matrices, its sum over k groups is one product that
+    contracts the group axis, too, and the k products are never stored. The constructor
+    finds the results for which this is possible: those that linear equations
+    (additions, negations, reshapes) compute from a `dot_general` or a `reduce_sum` with
+    no other use. It also finds the variables from which their sums are computed. A call
+    computes these variables for each group by a vmap, and from them the sums.
 
     Args:
-      jaxpr: The closed jaxpr of one group, as a map or a stage has it.
+      jaxpr: The closed jaxpr of one group, without constants.
 
     Attributes:
-      indices: The positions of the results to sum in this way, a list of ints: those
-        that end in a product or a sum with no other use. It is empty unless the jaxpr
-        is straight-line code: the compiler's common subexpression elimination merges
-        what the map and the sums both compute, but it does not merge loops.
+      indices: The positions of the results to sum in this way, a list of ints. It is
+        empty unless the jaxpr is straight-line code: the compiler's common
+        subexpression elimination merges what the map and the sums both compute, but it
+        does not merge loops.
       used: For each input of the jaxpr, in order, whether a call takes it: a list of
         bools. The attribute exists only if `indices` is not empty.
     """
@@ -97,16 +99,18 @@ class GroupSums:
             self._live, self.used = _compat.select_outputs(jaxpr, self._per_group)
 
     def _linear_equation(self, atom) -> Any:
-        """Return the equation that computes `atom`, if there is a rule to sum it.
+        """Return the equation through which a sum over groups can pass, if any.
 
-        Sums are over the groups of a device.
+        The sum over the groups of a linear function is that function of the sums of its
+        operands, or for a product of matrices one product over all groups.
 
         Args:
-          atom: A variable or a literal of the jaxpr.
+          atom: A variable or a literal of the per-group jaxpr.
 
         Returns:
-          The equation. None if `atom` is a literal or an input of the jaxpr, has more
-          than one use, is not float32, or is computed by a primitive without a rule.
+          The equation that computes `atom`. None if `atom` is a literal or an input of
+          the jaxpr, has more than one use, is not float32, or is computed by a
+          primitive for which there is no such rule.
         """
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
@@ -117,17 +121,19 @@ class GroupSums:
         return eqn if through else None
 
     def _plan(self, atom) -> tuple[bool, list]:
-        """Decide how to sum the value of `atom` over the groups of a device.
+        """Find the variables from which the sum of `atom` over groups is computed.
+
+        It walks back through the equations that `_linear_equation` returns, until a
+        `dot_general`, a `reduce_sum`, or a variable without such an equation.
 
         Args:
-          atom: A variable or a literal of the jaxpr.
+          atom: A variable or a literal of the per-group jaxpr.
 
         Returns:
-          `(merges, variables)`. `merges` is a bool: whether a `dot_general` or
-          `reduce_sum` of the jaxpr can sum over the groups, too; if not, nothing is
-          saved over a plain sum over the group axis. `variables` is the list of the
-          jaxpr's variables to compute for each group, from which the sum is then
-          computed; it may have duplicates.
+          `(merges, variables)`. `merges` is a bool: whether the walk has met a
+          `dot_general` or `reduce_sum`, which can sum over the groups, too; if not,
+          nothing is saved over a plain sum over the group axis. `variables` is the list
+          of the jaxpr's variables to compute for each group; it may have duplicates.
         """
         eqn = self._linear_equation(atom)
         if eqn is None:
@@ -138,18 +144,21 @@ class GroupSums:
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 
     def __call__(self, count: int, vmap_over_groups: Callable, operands) -> list:
-        """Compute the sums over the groups.
+        """Compute the sums of the results in `indices` over the groups of a device.
+
+        It may be called only if `indices` is not empty.
 
         Args:
           count: The number of groups.
           vmap_over_groups: From a function of one group, which takes and returns flat
             sequences of arrays `[*s]`, to the function of all `count` groups, which
             takes `operands` and returns arrays `[count, *s]`.
-          operands: The inputs of the jaxpr that are marked in `used`, each as the
-            function of all groups takes it: `[count, *s]`, or `[*s]` if it is shared.
+          operands: The inputs of the jaxpr that are marked in `used`, in order, each as
+            the function of all groups takes it: `[count, *s]`, or `[*s]` if the groups
+            share it.
 
         Returns:
-          The list of sums, `[*s]` each: one for each position in `indices`.
+          The list of sums, `[*s]` each: one for each position in `indices`, in order.
         """
         run = lambda *inputs: evaluate_on_mesh(self._live, inputs)
         stacks = vmap_over_groups(run)(*operands)
@@ -183,8 +192,9 @@ group_sums = _compat.weakref_lru_cache(GroupSums)
 def _is_plain(eqn) -> bool:
     """Whether an equation is straight-line code: no loop or branch, no call but `jit`.
 
-    The body of a `jit` has to be straight-line code, too. An equation of `draw_per_key`
-    is not, as its batching rule makes a loop of it.
+    The body of a `jit` has to be straight-line code, too. An equation of
+    `draw_per_key`, which draws random bits for one group, is not: batched, it is a loop
+    over the groups.
     """
     if eqn.primitive.name == "jit":
         return all(map(_is_plain, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
@@ -194,10 +204,14 @@ def _is_plain(eqn) -> bool:
 
 
 def _contract(eqn, a, b=None):
-    """Sum the result of a `dot_general` or a `reduce_sum` over the groups.
+    """Sum the result of a `dot_general` or a `reduce_sum` equation over the groups.
+
+    The group axis becomes one more contracting dimension of the product, or one more
+    axis of the sum, so that the results of the groups are never stored.
 
     Args:
-      eqn: The equation of one group, of `lax.dot_general_p` or `lax.reduce_sum_p`.
+      eqn: The equation of one group, of `lax.dot_general_p` or `lax.reduce_sum_p`,
+        whose parameters are for one group's shapes.
       a: The value of its first operand for all groups, `[count, *s]`.
       b: The value of the second operand of a `dot_general`, `[count, *t]`; None for a
         `reduce_sum`.

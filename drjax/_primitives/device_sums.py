@@ -37,7 +37,7 @@ LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
 def accumulator(dtype):
-    """The dtype in which a device adds up values of a dtype.
+    """Return the dtype in which a device adds up values of a dtype.
 
     It is float32 for 16-bit floats, else `dtype` itself.
     """
@@ -66,16 +66,19 @@ def sum_over_devices(layout: Layout, collective: Callable, *xs):
     """Run a collective that sums over the partition's devices.
 
     In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
-    the process when it promotes an all-reduce of bfloat16 to float32. On CPU this
-    function does the promotion instead of XLA: same bytes, same sum.
+    the process when it promotes an all-reduce of bfloat16 to float32. So on CPU this
+    function casts bfloat16 values to float32 before the collective, and the sums back
+    after it: same bytes, same sum.
 
     Args:
       layout: The layout of the partition, which has mesh axes.
-      collective: From the device's values to a tuple with as many results.
+      collective: `collective(*xs)`, such as a psum, returns a tuple with one result for
+        each value. It is called with the values, cast to vary over the partition's
+        axes.
       *xs: The device's values: arrays of any shapes and dtypes.
 
     Returns:
-      The results, each in the dtype of its value.
+      The tuple of results, each in the dtype of its value.
     """
     # With VMA checking, collectives take values that vary over all of their axes.
     xs = [vary(x, layout.axes) for x in xs]
@@ -94,17 +97,18 @@ def sum_over_devices(layout: Layout, collective: Callable, *xs):
 def reduce_scatter(layout: Layout, x, axis: int = 0):
     """Sum a value over the partition's devices; each device keeps its part of the sum.
 
-    It is called inside a `shard_map` over the partition's axes, on m devices. If the
-    mesh has an Explicit axis besides, which JAX 0.12 does not lower, it is an
-    all-to-all and a sum.
+    It is called inside a `shard_map` over the partition's axes, on m devices. JAX 0.12
+    does not lower `psum_scatter` if the mesh has another axis that is Explicit; then it
+    is an all-to-all, and a sum on each device.
 
     Args:
       layout: The layout of the partition, which has mesh axes.
       x: The device's value; the size of `axis` is a multiple of m.
-      axis: The axis along which the sum is divided.
+      axis: The axis along which the sum is divided into m equal parts.
 
     Returns:
-      The part of this device, in the dtype of `x`: `axis` has a m-th of its size.
+      The j-th part of the sum on device j, in the dtype of `x`: an array like `x`, with
+      an m-th of its size along `axis`.
     """
     if not layout.other_explicit_axes:
         scatter = lambda x: (
@@ -118,16 +122,18 @@ def reduce_scatter(layout: Layout, x, axis: int = 0):
 
 
 def scattered_axis(layout: Layout, shape: Sequence[Any], spec=()) -> int | None:
-    """The axis along which a result with `result="sharded"` is divided over devices.
-
-    It is the first one of which the number of devices divides the size, and that no
-    Explicit axis of the mesh divides already. None: the result stays on all devices, as
-    there is no such axis, or no `shard_map` to return parts from.
+    """Find the axis along which a `result="sharded"` is divided over the devices.
 
     Args:
       layout: The layout of the partition.
       shape: The shape of the result; symbolic sizes are not divided.
-      spec: The first entries of its `PartitionSpec`, of Explicit axes.
+      spec: The leading entries of its `PartitionSpec`. An axis whose entry is not None
+        is sharded over an Explicit mesh axis already.
+
+    Returns:
+      The first axis that no Explicit mesh axis shards, and whose size is positive and a
+      multiple of the number of devices. None if there is no such axis, or if the layout
+      is not sharded: then each device has the whole result.
     """
     if not layout.sharded:
         return None
@@ -147,18 +153,23 @@ def add_devices(
 ) -> list[Any]:
     """Sum each of several values over the partition's devices, each in its own way.
 
-    On one device nothing is encoded or divided. On several, values without a wire and a
-    scattered axis share one all-reduce, and those of one wire share one message.
+    On several devices, all values that are neither encoded nor divided share one
+    all-reduce. Values with equal `Wire`s are encoded together: they share one
+    all-to-all and one all-gather. Each other value that is divided has a
+    reduce-scatter. On one device nothing is encoded or divided.
 
     Args:
-      layout: The layout of the partition.
+      layout: The layout of the partition; without mesh axes, the values are returned as
+        they are.
       xs: The device's values, `[*s]`; with a wire, floats.
-      wires: For each value how it is encoded, or None.
-      axes: For each value the axis along which its sum is divided, or None.
+      wires: For each value the `drjax.plan.Wire`, the format in which the devices
+        exchange it, or None: they exchange its dtype.
+      axes: For each value the axis along which its sum is divided over the devices, or
+        None: each device gets the whole sum.
 
     Returns:
-      The sums, each in the dtype of its value: `[*s]`, or the part of this device. Of
-      encoded float64 values they are sums in float32.
+      The list of sums, each in the dtype of its value: `[*s]`, or this device's part.
+      Encoded values are added in float32, also float64 ones.
     """
     results = list(xs)
     if not layout.axes:
@@ -186,15 +197,20 @@ def add_devices(
 def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
     """Sum floats over the devices: encoded, in one all-to-all and one all-gather.
 
+    The all-to-all gives device j the j-th part of each device's values, which it adds
+    in float32. The all-gather, of sums that are encoded again, is for the values that
+    each device needs whole; without such values there is none.
+
     Args:
       layout: The layout of the partition, which has mesh axes, with m devices.
-      wire: How the numbers are encoded.
+      wire: The format of the encoded numbers, a `drjax.plan.Wire`.
       xs: The device's values, `[*s]`.
-      axes: For each value the axis along which its sum is divided, or None.
+      axes: For each value the axis along which its sum is divided over the devices, or
+        None: each device gets the whole sum.
 
     Returns:
-      For each value its sum, in its dtype (float32 for float64 values): `[*s]`, or this
-      device's part along its axis.
+      The list of sums, each in the dtype of its value: `[*s]`, or this device's part
+      along the axis.
     """
     m = layout.devices
     # Part j of each `[m, c]` has the numbers that device j adds up.
@@ -220,22 +236,27 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
 
 
 def _split(x, sizes: Sequence[int]) -> list:
-    """Split the last axis of an array into pieces of these sizes."""
+    """Split an array along its last axis into consecutive pieces of the given sizes.
+
+    The sizes add up to that of the axis. Return the list of pieces.
+    """
     return jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
 def _divide(x, axis: int | None, m: int, wire: Wire):
-    """Divide the numbers of a value among the devices that add them up.
+    """Divide the numbers of a value into one part for each device, which adds it up.
+
+    Each part is flat, and padded with zeros to a whole number of the encoding's blocks.
 
     Args:
       x: The value, `[*s]`.
-      axis: The axis of which device j adds up the j-th part; None: it adds up a part of
-        the flat value.
+      axis: The axis that is cut into m equal parts; its size is a multiple of m. None:
+        the flattened value is cut.
       m: The number of devices.
-      wire: How the numbers are encoded: parts are padded with zeros to whole blocks.
+      wire: The format of the encoded numbers, which has the size of a block.
 
     Returns:
-      float32 `[m, c]`: part j is that of device j.
+      float32 `[m, c]`: slice j is the part that device j adds up.
     """
     x = x.astype(jnp.float32)
     if axis is None:
@@ -247,21 +268,24 @@ def _divide(x, axis: int | None, m: int, wire: Wire):
 
 
 def _whole_blocks(count: int, wire: Wire) -> int:
-    """The smallest multiple of the block size that is `count` or more."""
+    """Round a number of elements up to a multiple of the encoding's block size."""
     return -(-count // wire.block) * wire.block
 
 
 def _undivide(sums, x, axis: int | None, m: int):
-    """Give the sums of a value its shape again: the inverse of `_divide`.
+    """Give the sums of a value its shape again, without padding: invert `_divide`.
 
     Args:
-      sums: With an axis `[c]`, the part of this device; else `[m, c]`, all parts.
-      x: The device's value, `[*s]`.
-      axis: The axis along which the sum is divided, or None.
+      sums: The sums, flat and padded: with an axis `[c]`, those of this device's part;
+        else `[m, c]`, those of all parts.
+      x: The value that `_divide` divided, `[*s]`, for its shape.
+      axis: The axis along which the sum stays divided over the devices; None: the sums
+        of all parts are put together.
       m: The number of devices.
 
     Returns:
-      float32 `[*s]`, or the part of this device.
+      float32 `[*s]`, or with an axis this device's part: `axis` has an m-th of its
+      size.
     """
     if axis is None:
         return sums.reshape(-1)[: x.size].reshape(x.shape)
@@ -277,14 +301,17 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
 def encode(x, wire: Wire):
     """Encode float32 numbers as bytes.
 
-    A block with an infinity or NaN decodes to NaNs.
+    Blocks of `wire.block` consecutive numbers share a scale, the largest magnitude of
+    the block divided by the largest number of the code; bfloat16 has no scales. A block
+    with an infinity or NaN decodes to NaNs, but for bfloat16.
 
     Args:
       x: float32 `[..., c]`, c a multiple of the block size.
-      wire: How they are encoded.
+      wire: The format, a `drjax.plan.Wire`.
 
     Returns:
-      uint8 `[..., wire.nbytes(c)]`: the codes of all blocks, then their scales.
+      uint8 `[..., wire.nbytes(c)]`: the codes of all numbers, then the float32 scales
+      of all blocks.
     """
     if wire.dtype == "bfloat16":
         return _bytes(x.astype(jnp.bfloat16))
@@ -311,8 +338,9 @@ def decode(x, wire: Wire):
     """Decode bytes to float32 numbers: the inverse of `encode`, but for rounding.
 
     Args:
-      x: uint8 `[..., k]`, as `encode` returns it.
-      wire: How the numbers are encoded.
+      x: uint8 `[..., wire.nbytes(c)]`: the codes of c numbers, then the float32 scales
+        of all blocks; for bfloat16 without scales.
+      wire: The format, a `drjax.plan.Wire`.
 
     Returns:
       float32 `[..., c]`.
@@ -331,7 +359,7 @@ def decode(x, wire: Wire):
 
 
 def _bytes(x):
-    """The bytes of numbers `[..., c]`, as uint8 `[..., c * itemsize]`."""
+    """Return the bytes of numbers `[..., c]`, as uint8 `[..., c * itemsize]`."""
     if x.dtype.itemsize == 1:
         return lax.bitcast_convert_type(x, jnp.uint8)
     bits = lax.bitcast_convert_type(x, jnp.uint8)
@@ -339,7 +367,7 @@ def _bytes(x):
 
 
 def _numbers(x, dtype):
-    """The numbers with given bytes, uint8 `[..., c * itemsize]`: `[..., c]`."""
+    """Read bytes as numbers of a dtype: uint8 `[..., c * itemsize]` to `[..., c]`."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
@@ -355,7 +383,9 @@ _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 def _pack_nibbles(x):
     """Round numbers `[..., 2c]` to float4_e2m1fn, two in each byte of uint8 `[..., c]`.
 
-    Compilers lack conversions to 4-bit floats, so codes are counted.
+    The first of two consecutive numbers is in the lower four bits. Compilers lack
+    conversions to 4-bit floats, so the code of a magnitude is the number of bounds
+    below it.
     """
     size = jnp.abs(x)
     code = jnp.signbit(x).astype(jnp.uint8) << 3
@@ -367,7 +397,11 @@ def _pack_nibbles(x):
 
 
 def _unpack_nibbles(x):
-    """The numbers in bytes of `_pack_nibbles`: uint8 `[..., c]` to `[..., 2c]`."""
+    """Convert bytes with two float4_e2m1fn codes each to float32 numbers.
+
+    It decodes what `_pack_nibbles` returns: uint8 `[..., c]` to float32 `[..., 2c]`.
+    The lower four bits of a byte are the first number.
+    """
     codes = jnp.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
     magnitude = jnp.asarray(_MAGNITUDES, jnp.float32)[codes & 7]
     return jnp.where(codes >= 8, -magnitude, magnitude)

@@ -35,6 +35,8 @@ class _Unknown(Exception):
 def structure(jaxpr) -> Any | None:
     """Compute a structural (alpha-equivalence) key of a jaxpr.
 
+    Jaxprs with equal keys compute the same, so that they can share an executable.
+
     Args:
       jaxpr: The jaxpr, closed or open.
 
@@ -94,14 +96,21 @@ def _jaxpr_key(jaxpr):
 
 
 def parameter_keys(eqn, jaxpr_key: Callable) -> tuple:
-    """Keys of the parameters of an equation, but for names and derivative rules.
+    """Compute keys of the parameters of an equation, by which equations are compared.
+
+    Names, debug information, and the derivative rules of `custom_jvp` and `custom_vjp`
+    are left out, as they do not change what the equation computes.
 
     Args:
       eqn: The equation.
       jaxpr_key: A function from a jaxpr among the parameters to its key.
 
     Returns:
-      A tuple of pairs of a name and a key: see `value_key`.
+      A tuple of pairs `(name, key)`, sorted by name. The key is nested tuples, hashable
+      if the value is, which `value_key` computes from the value.
+
+    Raises:
+      _Unknown: A parameter is or holds a `jax.Array`, or `jaxpr_key` raises it.
     """
     has_rules = eqn.primitive.name in _RULES_DO_NOT_COUNT
     return tuple(
@@ -162,7 +171,7 @@ class _ByStructure:
       jaxpr: The jaxpr.
 
     Attributes:
-      jaxpr: The jaxpr, which is not part of the comparison.
+      jaxpr: The jaxpr, which `==` and `hash` ignore.
     """
 
     def __init__(self, key, jaxpr):
@@ -178,9 +187,11 @@ class _ByStructure:
 def cache_by_params(make: Callable) -> Callable:
     """Cache a function's results by its keywords; `jaxpr=` is compared by structure.
 
-    There are three bounded caches: for calls without a jaxpr, for the identity of a
-    jaxpr (a weak reference, the fast path), and for its structure. JAX's trace context
-    is not in their keys, as the results are jitted functions, which have it in theirs.
+    A jaxpr is looked up by its identity first (a weak reference, the fast path), and
+    then by its structural key, so that a new trace of the same function finds the
+    results of the old one. A jaxpr without such a key is looked up by identity only.
+    The caches are bounded. JAX's trace context is not in their keys, as the results are
+    jitted functions, which have it in theirs.
 
     Args:
       make: The function, `make(**params)`. It gets a copy of the jaxpr, if there is

@@ -24,12 +24,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PermuteStep:
-    """One `ppermute` of `slots.shape[1]` slices per device.
+    """One `ppermute`, in which each sender sends c of its slices to one receiver.
 
     Attributes:
       pairs: `(sender, receiver)` device indices, as `lax.ppermute` takes them.
-      slots: int32 `[m, c]`: which of its slots each device sends. Devices that send
-        nothing have zeros.
+      slots: int32 `[m, c]`: for each of the m devices the slots (places for one group's
+        slice, from 0) whose slices it sends. Devices that send nothing have zeros.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -38,13 +38,17 @@ class PermuteStep:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps that give each device the slices of its slots.
+    """The `ppermute`s that give each device the slices of its slots.
+
+    A slot is a place for one group's slice on a device; each of m devices has k of
+    them.
 
     Attributes:
-      steps: The steps. Their order does not matter.
-      positions: int32 `[m, k]`: for each slot of each device the position of its slice
-        in the concatenation of the device's own k slices with those that it receives in
-        each step.
+      steps: The `ppermute`s. Their order does not matter, as all send slices that the
+        devices had before the first one.
+      positions: int32 `[m, k]`: for each slot of each device the position of its new
+        slice in a concatenation: the device's own k old slices, and then those that it
+        receives in each step, in the order of `steps`. 0 for padding.
     """
 
     steps: tuple[PermuteStep, ...]
@@ -53,12 +57,16 @@ class Schedule:
 
 @functools.lru_cache(maxsize=256)
 def schedule(sources: tuple[int, ...], devices: int, per_device: int) -> Schedule:
-    """Schedule the moves of slices.
+    """Make the `Schedule` of `ppermute`s by which each slot of a result gets its slice.
+
+    Slot s is a place for one group's slice, on device `s // per_device`. Slices that
+    stay on their device are not sent. No device sends or receives more than k slices,
+    so that there are at most k steps. The result is cached.
 
     Args:
-      sources: For each slot of the result the slot of the operand whose slice it gets.
-        Slot s is on device `s // per_device`. There are at most `devices * per_device`
-        of them; slots beyond are padding. No slot occurs twice.
+      sources: For each slot of the result the slot of the operand whose slice it gets,
+        a tuple, in which no slot occurs twice. It may have fewer elements than
+        `devices * per_device`: the last slots are padding then.
       devices: m, the number of devices.
       per_device: k, the number of slots of each device.
     """
@@ -95,18 +103,20 @@ def schedule(sources: tuple[int, ...], devices: int, per_device: int) -> Schedul
 def _equal_matchings(
     moves: Sequence[tuple[int, int]], per_device: int
 ) -> dict[int, int] | None:
-    """Color the edges by the receiver's slot, if that is an edge coloring.
+    """Color the slices to send by the receiver's slot, if that gives valid `ppermute`s.
 
-    It is for a ring shift, whose slots on all devices come from equally distant ones.
-    Then many colors have equal matchings, which a general coloring would mix.
+    Slices of one color are sent by one `ppermute`, in which each device sends to at
+    most one other. In a ring shift the slots of all devices get slices from equally
+    distant ones, so many colors have equal pairs of devices, and merge to one
+    `ppermute`. A general coloring would mix them.
 
     Args:
       moves: For each slot of the result the devices `(sender, receiver)` of its slice.
       per_device: k, the number of slots of each device.
 
     Returns:
-      For each slot whose slice changes its device the color; None if two slices of a
-      color have the same sender.
+      A dict from the index in `moves` of each slice that changes its device to its
+      color, 0 to k - 1. None if two slices of a color have the same sender.
     """
     colors, senders = {}, set()
     for target, (sender, receiver) in enumerate(moves):
@@ -123,17 +133,20 @@ def _equal_matchings(
 def color_edges(moves: Sequence[tuple[int, int]], devices: int) -> dict[int, int]:
     """Color the edges of a bipartite multigraph with as many colors as its degree.
 
-    Each edge gets a color that is free at its sender. If it is not free at its
-    receiver, the colors of an alternating path, which starts there, are swapped. The
-    path cannot end at the sender, as the graph is bipartite.
+    Edges with a common sender, or a common receiver, get different colors, so that the
+    edges of one color can be one `ppermute`. Each edge gets the first color that is
+    free at its sender. If that color is not free at its receiver, two colors of a path
+    of edges are swapped first: the path starts at the receiver, and alternates between
+    that color and one that is free at the receiver. It cannot end at the sender, as the
+    graph is bipartite.
 
     Args:
-      moves: The edges `(sender, receiver)`. Those with equal ends are left out.
+      moves: The edges `(sender, receiver)`, device indices. Edges with equal ends are
+        left out.
       devices: The number of senders, and of receivers.
 
     Returns:
-      From the index of an edge in `moves` to its color, from 0. Edges with a common
-      sender, or a common receiver, have different colors.
+      A dict from the index of an edge in `moves` to its color, from 0.
     """
     # Which edge has a color at a device: `ends[side][device][color]`, side 0: senders.
     ends: tuple[list[dict[int, int]], ...] = tuple(
@@ -165,5 +178,8 @@ def color_edges(moves: Sequence[tuple[int, int]], devices: int) -> dict[int, int
 
 
 def _free(used: dict[int, int]) -> int:
-    """The first color that no edge of a device has, from the dict of those used."""
+    """Return the first color, from 0, that is not a key of `used`.
+
+    `used` is a dict from each color of a device's edges to the edge.
+    """
     return next(color for color in range(len(used) + 1) if color not in used)

@@ -39,7 +39,9 @@ def _executor(local, largest: bool):
     """Make the execution function of `reduce_max` or `reduce_min`.
 
     Args:
-      local: What `_local_extremum` returns, for the groups of a device.
+      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device's k
+        slots (places for one group) to `[*s]`. `indices` are their group indices, int32
+        `[k]`, to leave out padding; None if no slot is padding.
       largest: Whether the reduction is the maximum; else it is the minimum.
 
     Returns:
@@ -66,11 +68,13 @@ def _local_extremum(reduce, identity):
 
     Args:
       reduce: `jnp.max` or `jnp.min`.
-      identity: From a dtype to the identity of the reduction.
+      identity: From a dtype to the number that replaces padding before the reduction:
+        the lowest one for a maximum, the highest one for a minimum.
 
     Returns:
-      `local(layout, x, indices)`, from the slices `[k, *s]` of a device, and the group
-      indices of its slots if some are padding, to `[*s]`.
+      `local(layout, x, indices)`, from the slices `[k, *s]` of a device's k slots
+      (places for one group) to `[*s]`. `indices` are the group indices of the slots,
+      int32 `[k]`; None if no slot is padding.
     """
 
     def local(layout, x, indices):
@@ -113,7 +117,7 @@ def across_devices(x, axes, largest: bool):
 
 
 def lowest(dtype):
-    """The identity of a maximum: -inf if a dtype has it, else its lowest number.
+    """Return the identity of a maximum: -inf if a dtype has it, else its lowest number.
 
     `dtype` is a dtype of real numbers or of bools; the result is a scalar, False for
     bools.
@@ -122,7 +126,7 @@ def lowest(dtype):
 
 
 def highest(dtype):
-    """The identity of a minimum: inf if a dtype has it, else its highest number.
+    """Return the identity of a minimum: inf if a dtype has it, else its highest number.
 
     `dtype` is a dtype of real numbers or of bools; the result is a scalar, True for
     bools.
@@ -152,9 +156,14 @@ def _limit(dtype, infinity: float, side: str):
 
 
 def _is_extremum(x, y):
-    """Compare a group's slice `x`, `[*s]`, elementwise with the extremum `y`, `[*s]`.
+    """Mark where a group's slice attains the extremum over the groups.
 
-    Returns `[*s]` in the dtype of `x`: 1 if the elements are equal, else 0.
+    Args:
+      x: The slice, `[*s]`.
+      y: The extremum, `[*s]`.
+
+    Returns:
+      `[*s]` in the dtype of `x`: 1 where the elements are equal, else 0.
     """
     return jnp.where(x == y, 1, 0).astype(x.dtype)
 

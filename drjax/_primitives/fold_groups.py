@@ -68,9 +68,18 @@ fold_around_p = registration.new_primitive("fold_around", multiple_results=True)
 
 
 def execute_reduce_fold(*args, **params):
-    """Execution function of `reduce_fold`: fold the states of all groups.
+    """Execution function of `reduce_fold`: fold the states of all groups, in order.
 
-    Operands and parameters are those of `fold_lowering.execute_fold`.
+    f is an associative function of two states, and a state is a list of arrays. The
+    fold is f(... f(f(e, x_1), x_2) ..., x_n), with the neutral state e.
+
+    Args:
+      *args: The arrays that f closes over, `[*t]`; then the leaves of the neutral
+        state, `[*s]`; then those of the groups' states, partitioned, `[n, *s]`.
+      **params: The parameters of the equation: `jaxpr`, the closed jaxpr of f, from
+        what it closes over and the leaves of two states to those of one; `n_states`,
+        the number of leaves of a state; `partition`; `mesh`; `name` and `commutative`,
+        which are ignored.
 
     Returns:
       The list of the leaves of the fold, global, `[*s]`.
@@ -81,21 +90,37 @@ def execute_reduce_fold(*args, **params):
 def execute_fold_around(*args, **params):
     """Execution function of `fold_around`: the fold of all groups, and around each.
 
-    Operands and parameters are those of `fold_lowering.execute_fold`.
+    f is an associative function of two states, and a state is a list of arrays. The
+    fold before a group is that of the neutral state and of all groups before it,
+    without its own state; the fold after it is that of all groups after it, without its
+    own state.
+
+    Args:
+      *args: The arrays that f closes over, `[*t]`; then the leaves of the neutral
+        state, `[*s]`; then those of the groups' states, partitioned, `[n, *s]`.
+      **params: The parameters of the equation: `jaxpr`, the closed jaxpr of f, from
+        what it closes over and the leaves of two states to those of one; `n_states`,
+        the number of leaves of a state; `partition`; `mesh`; `name` and `commutative`,
+        which are ignored.
 
     Returns:
-      The list of the leaves of the fold, global, `[*s]`; of the folds before each
-      group, partitioned, `[n, *s]`; and of the folds after it.
+      One list: the leaves of the fold of all groups, global, `[*s]`; those of the folds
+      before each group, partitioned, `[n, *s]`; and those of the folds after each
+      group, partitioned, `[n, *s]`.
     """
     return execute_fold(*args, prefixes_and_suffixes=True, **params)
 
 
 def _split(values: Sequence, n_states: int):
-    """Split operands into what f closes over, the neutral state, and groups' states.
+    """Split the operands of a fold into its three sorts.
 
     Args:
-      values: The operands, or one value for each.
+      values: The operands, or a sequence with one value for each operand.
       n_states: The number of leaves of a state.
+
+    Returns:
+      `(consts, init, states)`: the values for what f closes over, for the leaves of the
+      neutral state, and for the leaves of the groups' states.
     """
     n = len(values) - 2 * n_states
     return values[:n], values[n : n + n_states], values[n + n_states :]
@@ -122,26 +147,65 @@ def _around_abstract_eval(*avals, n_states, partition, mesh, **_):
 
 
 def _jvp(primals, tangents, **params):
-    """JVP rule of `reduce_fold`: `fold_around`, a map, and sums over the groups."""
+    """JVP rule of `reduce_fold`: `fold_around`, a map, and sums over the groups.
+
+    `fold_around` gives the fold, and for each group the folds before and after it. With
+    these, a map computes what each group's tangents add to the tangent of the fold, and
+    a `reduce_sum` adds that up.
+
+    Args:
+      primals: The operands: what f closes over, the neutral state's leaves, `[*s]`, and
+        the groups' states' leaves, `[n, *s]`.
+      tangents: For each operand its tangent, or a symbolic zero.
+      **params: The parameters `jaxpr`, `n_states`, `partition`, `mesh`, `name`, and
+        perhaps `commutative` of the equation.
+
+    Returns:
+      `(leaves of the fold, their tangents)`, two lists of global arrays; a tangent may
+      be a symbolic zero.
+    """
     outs = fold_around_p.bind(*primals, **params)
     return outs[: params["n_states"]], _total_tangents(primals, tangents, outs, params)
 
 
 def _around_jvp(primals, tangents, **params):
-    """JVP rule of `fold_around`: of the folds around each group, by `map_columns`."""
+    """JVP rule of `fold_around`, for second derivatives of a fold.
+
+    The tangent of the fold of all groups is a sum over the groups, as for
+    `reduce_fold`. The tangents of the folds before and after each group are those of a
+    function of all groups' states, which `map_columns` applies.
+
+    Args:
+      primals: The operands: what f closes over, the neutral state's leaves, `[*s]`, and
+        the groups' states' leaves, `[n, *s]`.
+      tangents: For each operand its tangent, or a symbolic zero.
+      **params: The parameters `jaxpr`, `n_states`, `partition`, `mesh`, `name`, and
+        perhaps `commutative` of the equation.
+
+    Returns:
+      `(results, tangents)`, two lists: of the leaves of the fold, `[*s]`, of the folds
+      before each group, `[n, *s]`, and of the folds after it. A tangent may be a
+      symbolic zero.
+    """
     outs = fold_around_p.bind(*primals, **params)
     totals = _total_tangents(primals, tangents, outs, params)
     return outs, [*totals, *_around_tangents(primals, tangents, outs, params)]
 
 
 def _total_tangents(primals, tangents, outs, params) -> list:
-    """The tangents of the fold of all groups.
+    """Compute the tangents of the fold of all groups: a map, and a sum over the groups.
+
+    For the state x of a group, p the fold before it and s the fold after it, the fold
+    of all groups is (p . x) . s. The map computes the derivative of that with respect
+    to x, to what f closes over, and in the first group to the neutral state.
 
     Args:
-      primals: The operands of `fold_around`.
+      primals: The operands of `fold_around`: what f closes over, the neutral state's
+        leaves, `[*s]`, and the groups' states' leaves, `[n, *s]`.
       tangents: For each operand its tangent, or a symbolic zero.
-      outs: The results of `fold_around`.
-      params: The parameters of the equation.
+      outs: The results of `fold_around`: leaves of the fold, of the folds before each
+        group, and of the folds after it.
+      params: The parameters of the equation, a dict.
 
     Returns:
       The list of tangents, global, arrays `[*s]` or symbolic zeros.
@@ -182,7 +246,10 @@ def _broadcast_tangent(t, placement):
 
     Args:
       t: The tangent, `[*s]`; a symbolic zero is returned as it is.
-      placement: The parameters `partition` and `mesh`.
+      placement: A dict with the parameters `partition` and `mesh`.
+
+    Returns:
+      The tangent, partitioned, `[n, *s]`, or the symbolic zero.
     """
     if type(t) is _compat.Zero:
         return t
@@ -196,10 +263,10 @@ def _in_first_group(t, placement):
 
     Args:
       t: The tangent, `[*s]`; a symbolic zero is returned as it is.
-      placement: The parameters `partition` and `mesh`.
+      placement: A dict with the parameters `partition` and `mesh`.
 
     Returns:
-      The tangent, partitioned, `[n, *s]`.
+      The tangent, partitioned, `[n, *s]`, or the symbolic zero.
     """
     if type(t) is _compat.Zero:
         return t
@@ -209,26 +276,32 @@ def _in_first_group(t, placement):
 
 
 def _unless_first_zero(index, t):
-    """The tangent `t`, `[*s]`, in group 0, else zeros; `_in_first_group` maps it."""
+    """Return the tangent `t`, `[*s]`, in group 0, and zeros in all other groups.
+
+    It is the mapped function of `_in_first_group`; `index` is the group index, int32
+    `[]`.
+    """
     return jnp.where(index == 0, t, jnp.zeros((), t.dtype))
 
 
 @_compat.weakref_lru_cache
 def _trace_product_of_three(jaxpr, avals, n_consts: int, layout: Layout):
-    """Trace (p . x) . s, the fold as a function of one group's state x; cached.
+    """Trace f(f(p, x), s), the fold as a function of one group's state x; cached.
 
     p is the fold before the group, and s that after it. The derivative of the fold is
     the sum over groups of the derivatives of this function.
 
     Args:
-      jaxpr: The closed jaxpr of f.
-      avals: The types of the partitioned operands, a tuple: what f closes over, twice
-        (for the inner and the outer product), and p, x and s.
+      jaxpr: The closed jaxpr of f: from `n_consts` values that f closes over, and the
+        leaves of two states, to the leaves of one.
+      avals: The types of the partitioned operands, a tuple: what f closes over, first
+        for the inner f and once more for the outer one; then the leaves of p, x and s.
       n_consts: The number of values that f closes over.
       layout: The layout of the partition.
 
     Returns:
-      The closed jaxpr of one group.
+      The closed jaxpr of one group, from slices of these operands to the leaves of a
+      state.
     """
     fn = _compat.jaxpr_as_fun(jaxpr)
 
@@ -242,16 +315,19 @@ def _trace_product_of_three(jaxpr, avals, n_consts: int, layout: Layout):
 
 
 def _around_tangents(primals, tangents, outs, params) -> list:
-    """The tangents of the folds before each group, and after it.
+    """Compute the tangents of the folds before each group, and after it.
 
     Args:
-      primals: The operands of `fold_around`.
+      primals: The operands of `fold_around`: what f closes over, the neutral state's
+        leaves, `[*s]`, and the groups' states' leaves, `[n, *s]`.
       tangents: For each operand its tangent, or a symbolic zero.
-      outs: The results of `fold_around`.
-      params: The parameters of the equation.
+      outs: The results of `fold_around`: leaves of the fold, of the folds before each
+        group, and of the folds after it.
+      params: The parameters of the equation, a dict.
 
     Returns:
-      The list of tangents, partitioned, arrays `[n, *s]` or symbolic zeros.
+      The list of tangents of the leaves before each group, and then of those after it:
+      partitioned, arrays `[n, *s]` or symbolic zeros.
     """
     n_states, partition = params["n_states"], params["partition"]
     layout = make_layout(partition, params["mesh"])
@@ -282,15 +358,16 @@ def _around_column(jaxpr, avals, kinds, n_states: int, layout: Layout, name: str
 
     Args:
       jaxpr: The closed jaxpr of f.
-      avals: The types of the operands of `fold_around`, a tuple.
+      avals: The types of the operands of `fold_around`, a tuple: what f closes over,
+        and the leaves of the neutral state and of the groups' states, `[n, *s]`.
       kinds: For each operand "groups" if it has a slice for each group, else "whole".
       n_states: The number of leaves of a state.
       layout: The layout of the partition.
       name: The name of f.
 
     Returns:
-      The closed jaxpr, with the leaves of the folds before each group, `[n, *s]`, and
-      of those after it.
+      The closed jaxpr, from the operands, for all n groups, to the leaves of the folds
+      before each group, `[n, *s]`, and then of those after it.
     """
     run = fold_of_all(layout.partition, jaxpr, n_states, True)
     fn = lambda *xs: run(*xs)[n_states:]
@@ -308,27 +385,33 @@ def execute_fold_of_all(*args, jaxpr, n_states, partition, name, commutative=Fal
     """Execution function of `fold_of_all`: `fold_around` of states in one process.
 
     Args:
-      *args: The operands of `fold_around`, all global.
-      jaxpr: The closed jaxpr of the function of two states.
+      *args: The operands, all of them global: the arrays that f closes over, the leaves
+        of the neutral state, `[*s]`, and those of the groups' states, `[n, *s]`.
+      jaxpr: The closed jaxpr of f, the function of two states.
       n_states: The number of leaves of a state.
       partition: The `Partition`, of n groups.
-      name: The name of the function, ignored.
-      commutative: Whether any order will do, ignored.
+      name: The name of f, ignored.
+      commutative: Whether the groups may be combined in any order, ignored.
 
     Returns:
-      The results of `fold_around`, all of them global.
+      One list of global arrays: the leaves of the fold of all groups, `[*s]`; those of
+      the folds before each group, `[n, *s]`; and those of the folds after each group,
+      `[n, *s]`.
     """
     return fold_of_all(partition, jaxpr, n_states, True)(*args)
 
 
 def folds_by_gather(eqn):
-    """The closed jaxpr that computes an equation of `fold_around` on the server.
+    """Make the jaxpr that computes a `fold_around` equation on the server of a plan.
 
-    Plans use it. It gathers the states of all groups, folds them by one `fold_of_all`,
-    and scatters the results that have a slice for each group.
+    The jaxpr gathers the states of all groups, folds them by one `fold_of_all`
+    equation, and scatters the folds before and after each group.
 
     Args:
-      eqn: The equation.
+      eqn: The equation of `fold_around`, which is not changed.
+
+    Returns:
+      The closed jaxpr, from the operands of the equation to its results.
     """
     params = {k: v for k, v in eqn.params.items() if k != "mesh"}
     where = {"partition": eqn.params["partition"], "mesh": eqn.params["mesh"]}
@@ -371,8 +454,17 @@ batching.primitive_batchers[fold_of_all_p] = _of_all_batching
 def _batching_rule(primitive):
     """Make the batching rule of `reduce_fold_p` or `fold_around_p`.
 
-    f is batched, and so is each leaf of a state, as a result of f is a state again. The
-    batch dimension of a group's state is behind the group axis.
+    The rule batches f, and binds the primitive for the batched f. As a result of f is a
+    state again, all leaves of all states are batched, also where only some operands
+    are: those are repeated. A global leaf has its batch dimension at 0, a group's state
+    behind the group axis, at 1.
+
+    Args:
+      primitive: `reduce_fold_p` or `fold_around_p`.
+
+    Returns:
+      `rule(axis_data, args, dims, **params)`, as `batching.fancy_primitive_batchers`
+      takes it. It returns the list of results and the list of their batch dimensions.
     """
 
     def rule(axis_data, args, dims, *, jaxpr, n_states, **params):
@@ -396,13 +488,16 @@ def _batching_rule(primitive):
 
 
 def _batched(x, dim, position: int, axis_data):
-    """Move the batch dimension of an operand to the place where batched f has it.
+    """Move the batch dimension of an operand to the position that the batched f needs.
 
     Args:
       x: The array.
       dim: Its batch dimension; None: it has none, and is repeated along a new one.
       position: The position of the batch dimension in the result.
-      axis_data: JAX's `AxisData` of the vmap.
+      axis_data: JAX's `AxisData` of the vmap, with its size.
+
+    Returns:
+      The array, with the batch dimension at `position`.
     """
     if dim is None:
         return _compat.add_batch_dimension(x, axis_data, position)

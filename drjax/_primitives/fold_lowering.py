@@ -41,21 +41,20 @@ Combine = Callable[[States, States], States]
 
 
 def kinds_of_fold(n_operands: int, n_states: int, prefixes_and_suffixes: bool):
-    """Which operands and results of a fold have a slice for each group.
-
-    The others are shared. `by_gather_and_scatter` takes the pair, to gather operands
-    and scatter results that have slices.
+    """Return which operands and results of a fold have a slice for each group.
 
     Args:
-      n_operands: The number of operands: those that the function closes over, the
-        leaves of the neutral state, and the leaves of the groups' states.
+      n_operands: The number of operands: the values that f, the function of two states,
+        closes over, the leaves of the neutral state, and the leaves of the groups'
+        states.
       n_states: The number of leaves of a state.
-      prefixes_and_suffixes: Whether the fold before each group and the one after it are
-        results, too: 2 * n_states more leaves.
+      prefixes_and_suffixes: Whether the folds before and after each group are results,
+        too: 2 * n_states more leaves.
 
     Returns:
       `(kinds of the operands, kinds of the results)`, two tuples: `GROUPS` for an array
-      `[n, *s]`, `WHOLE` for a shared one, `[*s]`.
+      `[n, *s]`, `WHOLE` for one that all groups share, `[*s]`. `by_gather_and_scatter`
+      takes the pair.
     """
     kinds_in = (WHOLE,) * (n_operands - n_states) + (GROUPS,) * n_states
     return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (
@@ -75,21 +74,25 @@ def execute_fold(
 ):
     """Execution function of `reduce_fold` and of `fold_around`.
 
+    f is an associative function of two states, and a state is a list of arrays.
+
     Args:
-      *args: The values that the function closes over, the leaves of the neutral state,
-        `[*s]`, and those of the groups' states, `[n, *s]`.
-      jaxpr: The closed jaxpr of the function of two states.
+      *args: The arrays that f closes over, `[*t]`; then the leaves of the neutral
+        state, `[*s]`; then those of the groups' states, `[n, *s]`.
+      jaxpr: The closed jaxpr of f, from what it closes over and the leaves of two
+        states to the leaves of one.
       n_states: The number of leaves of a state.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      name: The name of the function, ignored.
-      prefixes_and_suffixes: Whether to compute the fold before each group and the one
-        after it, too, as `fold_around` does.
-      commutative: Whether any order will do, ignored.
+      name: The name of f, ignored.
+      prefixes_and_suffixes: Whether to compute for each group the fold of the states
+        before it, and of those after it, too, as `fold_around` does.
+      commutative: Whether the groups may be combined in any order, ignored.
 
     Returns:
-      The list of the leaves of the fold, `[*s]`; with `prefixes_and_suffixes`, then
-      those of the folds before each group, `[n, *s]`, and those of the folds after it.
+      One list: the leaves of the fold of all groups, `[*s]`; with
+      `prefixes_and_suffixes`, then those of the folds before each group, `[n, *s]`, and
+      those of the folds after it. Both exclude the group's own state.
     """
     layout = make_layout(partition, mesh)
     kinds = kinds_of_fold(len(args), n_states, prefixes_and_suffixes)
@@ -118,18 +121,20 @@ def execute_fold(
 def fold_of_all(
     partition, jaxpr, n_states: int, prefixes_and_suffixes: bool
 ) -> Callable:
-    """The function that computes a fold from the states of all groups, locally.
+    """Make the function that computes a fold from the states of all groups, locally.
 
     Args:
       partition: The `Partition`, of n groups.
-      jaxpr: The closed jaxpr of the function of two states.
+      jaxpr: The closed jaxpr of f, the function of two states.
       n_states: The number of leaves of a state.
       prefixes_and_suffixes: Whether to compute the fold before each group and the one
         after it, too.
 
     Returns:
-      The function. It takes the operands of `execute_fold` and returns its results,
-      `[n, *s]` or `[*s]`: no array is divided over devices.
+      The function. It takes the arrays that f closes over, the leaves of the neutral
+      state, `[*s]`, and those of all groups' states, `[n, *s]`. It returns the list of
+      the leaves of the fold, `[*s]`; with `prefixes_and_suffixes`, then those of the
+      folds before each group, `[n, *s]`, and those of the folds after it.
     """
     local, fn = make_layout(partition, None), _compat.jaxpr_as_fun(jaxpr)
     return lambda *args: _run_device(local, fn, n_states, prefixes_and_suffixes, args)
@@ -149,20 +154,25 @@ def _run_device(
 ) -> States:
     """Fold the states of a device's groups, and then those of all devices.
 
+    It is called inside a `shard_map` over the partition's axes, or, on one device,
+    alone. One all-gather gives each device the folds of all devices.
+
     Args:
-      layout: The layout: k slots for groups on each of m devices.
+      layout: The layout: m devices with k slots (places for one group) each, of which
+        the last ones may be padding.
       fn: The function of two states, which takes and returns flat sequences of arrays:
         first what it closes over, and then the leaves of both states.
       n_states: The number of leaves of a state.
       prefixes_and_suffixes: Whether to compute the fold before each slot and the one
         after it, too.
-      args: The operands: what `fn` closes over, `[*t]`, the neutral state, `[*s]`, and
-        the states of the device's groups, `[k, *s]`.
+      args: The operands: what `fn` closes over, `[*t]`, the leaves of the neutral
+        state, `[*s]`, and those of the states in the device's slots, `[k, *s]`.
       first: The group index of the device's first slot, int32 `[]`.
 
     Returns:
-      The leaves of the fold, `[*s]`; with `prefixes_and_suffixes`, then those of the
-      folds before each slot, `[k, *s]`, and those of the folds after it.
+      The list of the leaves of the fold of all groups, `[*s]`; with
+      `prefixes_and_suffixes`, then those of the folds of all groups before each slot,
+      `[k, *s]`, and of those after it, without the slot itself.
     """
     varying = frozenset[str]().union(
         *(_compat.varying(_compat.typeof(x)) for x in args)
@@ -196,19 +206,20 @@ def _run_device(
 
 
 def states_of_devices(layout: Layout, own: States, varying, used: int) -> States:
-    """The states of all devices that have groups, by all-gathers.
+    """Collect one state of each device that has groups, by all-gathers.
 
     It is one all-gather for each dtype; or one for each leaf, if the mesh has other
     axes, which may shard the leaves.
 
     Args:
-      layout: The layout: k slots for groups on each of m devices.
-      own: The leaves of the device's state, `[1, *s]`.
-      varying: The axes over which an operand varies.
-      used: The number of devices that have groups.
+      layout: The layout of the partition, on m devices.
+      own: The leaves of this device's state, `[1, *s]`.
+      varying: The mesh axes over which an operand of the fold varies, a set.
+      used: The number of devices that have groups: the first ones.
 
     Returns:
-      The leaves of the states, `[used, *s]`.
+      The leaves of the states in the order of the devices, `[used, *s]`, the same on
+      all devices. `own` itself if the program runs locally.
     """
     if not layout.axes:
         return own
@@ -240,11 +251,13 @@ def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
     """Apply a function of arrays of one dtype to the leaves of each dtype.
 
     Args:
-      fn: `fn(*leaves)`, which returns as many arrays. It gets the data of typed keys.
-      leaves: The leaves.
+      fn: `fn(*leaves)`, which returns a sequence of as many arrays. It is called once
+        for each dtype; for typed random keys, once for each leaf, with the raw data of
+        the keys.
+      leaves: The leaves, of any dtypes.
 
     Returns:
-      The list of its results, in the order of the leaves.
+      The list of the results, in the order of the leaves.
     """
     outs: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in leaves):
@@ -266,10 +279,16 @@ def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
 def _unless_padding(real, new: States, old: States) -> States:
     """Select states by slot: new ones where the slot belongs to a group, else old ones.
 
+    A slot is a place for one group on a device.
+
     Args:
-      real: For each slot whether it belongs to a group, bool `[k]`.
+      real: For each slot whether it belongs to a group, bool `[k]`; else it is padding.
+        None: all do, and `new` is returned.
       new: Leaves `[k, *s]`.
       old: Leaves `[k, *s]`.
+
+    Returns:
+      The list of leaves `[k, *s]`.
     """
     if real is None:
         return new
@@ -280,7 +299,10 @@ def _unless_padding(real, new: States, old: States) -> States:
 
 
 def _join(x: States, y: States) -> States:
-    """Concatenate states: leaves `[j, *s]` of `x`, and then `[k, *s]` of `y`."""
+    """Concatenate two sequences of states, leaf by leaf: `[j, *s]` and `[k, *s]`.
+
+    Return the list of leaves `[j + k, *s]`, those of `x` first.
+    """
     return [jnp.concatenate(pair) for pair in zip(x, y, strict=True)]
 
 
@@ -288,12 +310,15 @@ def fold_by_tree(combine: Combine, x: States, real=None) -> States:
     """Fold states by a balanced tree, in their order.
 
     Args:
-      combine: From two states with leaves `[j, *s]` to one, for any j.
+      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
+        pair by pair to leaves `[j, *s]`, for any j.
       x: The leaves of k states, `[k, *s]`.
-      real: For each state whether it belongs to a group, bool `[k]`; None: all do.
+      real: For each state whether it belongs to a group, bool `[k]`; padding, which
+        comes last, is left out. None: all do.
 
     Returns:
-      The leaves of the fold, `[1, *s]`. Without groups, it has no meaning.
+      The leaves of the fold, `[1, *s]`. If no state belongs to a group, it has no
+      meaning.
     """
     k = x[0].shape[0]
     while k > 1:
@@ -310,15 +335,19 @@ def fold_by_tree(combine: Combine, x: States, real=None) -> States:
 
 
 def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
-    """The inclusive folds of states up to each one, and from each one on.
+    """Compute the inclusive folds of states up to each one, and from each one on.
 
     Args:
-      combine: From two states with leaves `[j, *s]` to one, for any j.
+      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
+        pair by pair to leaves `[j, *s]`, for any j.
       x: The leaves of k states, `[k, *s]`.
-      real: For each state whether it belongs to a group, bool `[k]`; None: all do.
+      real: For each state whether it belongs to a group, bool `[k]`; padding, which
+        comes last, is left out. None: all do.
 
     Returns:
-      `(prefixes, suffixes)`, leaves `[k, *s]`.
+      `(prefixes, suffixes)`, lists of leaves `[k, *s]`. Prefix i is the fold of the
+      states 0 to i, and suffix i that of the states i to k - 1. The suffix of padding
+      has no meaning.
     """
 
     def with_flags(a, b):
@@ -333,9 +362,18 @@ def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
 
 
 def _scan(combine: Combine, x: States) -> States:
-    """The inclusive folds of k states up to each one, leaves `[k, *s]`, in log k steps.
+    """Compute the inclusive fold of the states 0 to i for each i, in log k steps.
 
-    As `lax.associative_scan` it scans pairs of states, but it never combines zero ones.
+    It combines pairs of states, and scans these, as `lax.associative_scan` does, but
+    never combines states of zeros, which that function pads with.
+
+    Args:
+      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
+        pair by pair to leaves `[j, *s]`, for any j.
+      x: The leaves of k states, `[k, *s]`.
+
+    Returns:
+      The leaves of the k folds, `[k, *s]`.
     """
     k = x[0].shape[0]
     if k == 1:
@@ -357,18 +395,29 @@ def _scan(combine: Combine, x: States) -> States:
 def _prefixes_and_suffixes(
     combine: Combine, init: States, local, ends, device, real
 ) -> States:
-    """The folds of all groups before each slot of a device, and after it.
+    """Compute the exclusive folds of all groups before and after each slot of a device.
+
+    A slot is a place for one group. The fold before slot i of this device combines the
+    devices before it with its own slots 0 to i - 1; the fold after it combines its own
+    slots i + 1 to k - 1 with the devices after it. Slot i itself is in neither. Before
+    the first group and after the last one it is the neutral state.
 
     Args:
-      combine: From two states with leaves `[j, *s]` to one, for any j.
+      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
+        pair by pair to leaves `[j, *s]`, for any j.
       init: The leaves of the neutral state, `[1, *s]`.
-      local: `(prefixes, suffixes)` of the device's own slots, as `_scans` returns them.
-      ends: The same of the states of all devices that have groups.
-      device: The number of the device, int32 `[]`.
-      real: For each slot whether it belongs to a group, bool `[k]`; None: all do.
+      local: `(prefixes, suffixes)`, the inclusive folds of the device's own slots: for
+        each slot of all slots up to it, and of all from it on, leaves `[k, *s]`.
+      ends: `(prefixes, suffixes)` of the devices that have groups: for each of them the
+        inclusive fold of all devices up to it, and of all from it on, leaves
+        `[used, *s]`.
+      device: The index of this device, int32 `[]` or an int.
+      real: For each slot whether it belongs to a group, bool `[k]`; padding comes last.
+        None: all do.
 
     Returns:
-      The leaves of the folds before each slot, `[k, *s]`, and of those after it.
+      One list: the leaves of the folds before each slot, `[k, *s]`, and then of those
+      after it. In padded slots they have no meaning.
     """
     (ups, downs), (heads, tails) = local, ends
     k, used = ups[0].shape[0], heads[0].shape[0]

@@ -82,17 +82,22 @@ _by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
 def _lowered_equations(ctx) -> _LoweredEquations:
     """Return the record of the equations lowered so far in the current MLIR module.
 
-    The record is mutable, and the same object for all equations of the module. `ctx` is
-    the `LoweringRuleContext` that JAX passes to a lowering rule.
+    The first call for a module makes an empty record; later calls return the same
+    object, to which the lowering rules add. It is deleted with the module.
+
+    Args:
+      ctx: The `LoweringRuleContext` that JAX passes to a lowering rule.
     """
     return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
 
 
 def broadcast_rule(execute: Callable) -> Callable:
-    """Make the lowering rule of `broadcast`, which also records the operand.
+    """Make the lowering rule of `broadcast`, which also records its operand.
 
-    A map that is lowered later, and takes the result as an operand, reads the global
-    value from the record instead of n copies of it.
+    The rule lowers the broadcast, and records in the module's `_LoweredEquations` of
+    which global value the result has copies. A map that is lowered later, and takes the
+    result as an operand, reads the global value instead of the n copies; if nothing
+    else does, the compiler removes these.
 
     Args:
       execute: The execution function of the primitive, `execute(x, partition=, mesh=)`.
@@ -114,13 +119,17 @@ def broadcast_rule(execute: Callable) -> Callable:
 def map_rule(execute: Callable) -> Callable:
     """Make the lowering rule of `map_fn`, which reads the sources of broadcasts.
 
-    An operand that is the result of a `broadcast` with the same partition and mesh is
-    replaced by the operand of the broadcast. The rule also records the map.
+    An operand that is the result of a `broadcast` with the same partition and mesh,
+    lowered before in the same module, is replaced by the operand of the broadcast. The
+    rule also records the map in the module's `_LoweredEquations`, so that sums of its
+    results can be computed within it. If a result of the mapped function is a reduction
+    over an inner level of groups, the map gets more results for it: each device's part
+    of that reduction.
 
     Args:
-      execute: The execution function of the primitive, `execute(*args, shared=,
-        **params)`. `shared` is a tuple with a bool for each operand: whether it is the
-        source of a broadcast, `[*s]` instead of `[n, *s]`.
+      execute: The execution function of the primitive,
+        `execute(*args, shared=, **params)`. `shared` is a tuple with a bool for each
+        operand: whether it is the source of a broadcast, `[*s]` instead of `[n, *s]`.
 
     Returns:
       `rule(ctx, *args, **params)`, from the MLIR values of the operands and the
@@ -159,11 +168,12 @@ def map_rule(execute: Callable) -> Callable:
 
 
 def _partitioned_out(params, position: int):
-    """The type of a map's result, `[n, *t]`, by its position and the map's parameters.
+    """Return the type `[n, *t]` of one result of a map.
 
     Args:
-      params: The parameters of the equation of the map.
-      position: The position of the result.
+      params: The parameters of the equation of the map: `jaxpr`, `partition` and `mesh`
+        are read.
+      position: The position of the result among the results of the jaxpr.
     """
     layout = make_layout(params["partition"], params["mesh"])
     return partitioned_aval(params["jaxpr"].out_avals[position], layout)
@@ -172,13 +182,18 @@ def _partitioned_out(params, position: int):
 def reduction_rule(primitive: Any, execute: Callable) -> Callable:
     """Make the lowering rule of a reduction, which merges with one over an inner level.
 
-    If the operand is a result of a recorded map with the same partition and mesh, and
-    is the same reduction over an inner level in each group, both are one collective.
+    A program may reduce over an inner level in each group of an outer one, and then
+    over the outer level: a map whose result is a reduction, and a reduction of that
+    result. If both are of one primitive and have no options such as `wire`, and the map
+    was lowered before in the same module for the same partition and mesh, the rule
+    lowers both as one collective over the mesh axes of both levels. Else it calls
+    `execute`.
 
     Args:
       primitive: The reduction.
-      execute: The execution function or lowering rule for all other cases:
-        `execute(ctx, x, partition=, mesh=, **options)` as a rule.
+      execute: The lowering rule for all other cases,
+        `execute(ctx, x, partition=, mesh=, **options)`, which returns a list with the
+        MLIR value of the result.
 
     Returns:
       `rule(ctx, x, partition=, mesh=, **options)`, from the MLIR value of the operand
@@ -202,7 +217,9 @@ def reduction_rule(primitive: Any, execute: Callable) -> Callable:
 def extremum_rule(primitive: Any, execute: Callable) -> Callable:
     """Make the lowering rule of an extremum, which merges with one over an inner level.
 
-    Unlike a sum, an extremum is not computed within a map.
+    If the operand is a result of a map that takes the same extremum over an inner level
+    in each group, both become one collective over the mesh axes of both levels. Else
+    `execute` is lowered.
 
     Args:
       primitive: `reduce_max_p` or `reduce_min_p`.
@@ -224,13 +241,15 @@ def extremum_rule(primitive: Any, execute: Callable) -> Callable:
 def reduce_sum_rule(execute: Callable) -> Callable:
     """Make the lowering rule of `reduce_sum`, which sums a map's result within the map.
 
-    If the operand is a result of a recorded map with the same partition and mesh, and
-    the map can compute the partial sums of the devices, `execute` gets these as a
-    partitioned value with one slice a device. Else it gets the operand.
+    If the operand is a result of a map that was lowered before in the same module, for
+    the same partition and mesh, the map may be able to compute each device's sum over
+    its groups, without storing a slice for each group. Then `execute` adds up these
+    sums: it gets them as a value of a partition with one group for each device. Else it
+    gets the operand itself.
 
     Args:
-      execute: The execution function of the primitive, `execute(x, partition=, mesh=,
-        **options)`.
+      execute: The execution function of the primitive,
+        `execute(x, partition=, mesh=, **options)`.
 
     Returns:
       `rule(ctx, x, partition=, mesh=, **options)`, from the MLIR value of the operand
@@ -254,15 +273,23 @@ def reduce_sum_rule(execute: Callable) -> Callable:
 
 
 def _partial_reduction_rule(ctx, x, *, partition, mesh, reduction):
-    """Lowering rule of `partial_reduction`: sums of a map are computed within the map.
+    """Lowering rule of `partial_reduction`: reduce the groups of each of m devices.
+
+    If the reduction is a sum, and the operand is a result of a map that was lowered
+    before in the same module, for the same partition and mesh, and that can compute the
+    sums itself, these are the result. Else the slices of each device are reduced. There
+    is no communication.
 
     Args:
       ctx: The `LoweringRuleContext`.
-      x: The MLIR value of the operand, `[n, *s]`.
-      partition, mesh, reduction: The parameters of the equation.
+      x: The MLIR value of the operand, a partitioned value `[n, *s]`.
+      partition: The `Partition` of n groups, a parameter of the equation.
+      mesh: The mesh, on which the partition is sharded over m devices.
+      reduction: The primitive of the reduction, such as `reduce_sum_p`.
 
     Returns:
-      A list with the MLIR value of the result, `[m, *s]`.
+      A list with the MLIR value of the result, `[m, *s]`: slice d is the reduction over
+      the groups of device d.
     """
     a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
     placement = {"partition": partition, "mesh": mesh}
@@ -286,12 +313,14 @@ class _LoweredMap:
         `[*s]`, if it is the source of a broadcast.
       shared: For each operand whether it is such a source, a tuple of bools.
       jaxpr: The closed jaxpr of one group.
-      partial: For each result of the map that is a reduction over an inner level, the
-        `InnerReduction`, and the pair of MLIR value and type of its partial reductions.
+      partial: A dict from the position of each result that the mapped function reduces
+        over an inner level of groups, to a pair: the `InnerReduction`, and the MLIR
+        value and type of the additional result of the map, `[n, m, *s]`, with the part
+        of the reduction on each of the m devices of the inner level.
 
     Attributes:
       partial: The argument.
-      placement: The dict of the parameters `partition` and `mesh` of the equation.
+      placement: The argument.
       device_placement: A dict as `placement`, whose partition has one group for each
         device.
     """
@@ -307,16 +336,18 @@ class _LoweredMap:
         self._sums: list[tuple[Any, dict[int, Operand]]] = []  # by block of code
 
     def sums(self, ctx) -> dict[int, Operand]:
-        """Return the devices' partial sums of the results that are summed in the map.
+        """Return the devices' sums of those results that can be summed within the map.
 
-        They are lowered once for each MLIR block that uses them.
+        The first call in an MLIR block lowers the sums of all such results into that
+        block; later calls in the block return the same values.
 
         Args:
-          ctx: The `LoweringRuleContext` of the `reduce_sum` that uses them.
+          ctx: The `LoweringRuleContext` of the equation that uses the sums.
 
         Returns:
-          From the position of a result of the map to the pair of MLIR value and type of
-          its partial sums, `[m, *s]` for m devices; {} if no result qualifies.
+          A dict from the position of a result of the map to the pair of MLIR value and
+          type of its sums, `[m, *s]`: for each of m devices the sum over its groups. {}
+          if no result qualifies.
         """
         # A use in another block needs sums of its own: see the sharp edge above.
         block = _compat.current_block()
@@ -330,12 +361,16 @@ class _LoweredMap:
     def _lower_sums(self, ctx) -> dict[int, Operand]:
         """Lower the sums that the map can compute into the current MLIR block.
 
+        There are none if some device has padding, or one group only, or if the map is
+        lowered by a `vmap` over all devices' groups.
+
         Args:
-          ctx: The `LoweringRuleContext` of the `reduce_sum` that uses them.
+          ctx: The `LoweringRuleContext` of the equation that uses the sums.
 
         Returns:
-          From the position of a result of the map to the pair of MLIR value and type of
-          its partial sums, `[m, *s]` for m devices; {} if no result qualifies.
+          A dict from the position of a result of the map to the pair of MLIR value and
+          type of its sums, `[m, *s]`: for each of m devices the sum over its groups. {}
+          if no result qualifies.
         """
         layout = self._layout
         # Padding would have to be masked in the operands of each contraction; a single

@@ -42,11 +42,12 @@ from drjax._sharding.layout import Layout, make_layout
 
 @dataclass(frozen=True)
 class Merging:
-    """How a reduction is split between a device and the collective.
+    """How a reduction is split between the devices and the collective.
 
     Attributes:
-      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device to
-        `[*s]`; `indices` are the group indices of its slots, None without padding.
+      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device's k
+        slots (places for one group) to `[*s]`. `indices` are the group indices of the
+        slots, int32 `[k]`, to leave out padding; None if no slot is padding.
       across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
       is_sum: Whether it is the sum. Only of a sum can the lowering of the `map_fn` that
         computes the slices return the device's partial sums itself, so that no
@@ -64,21 +65,26 @@ _REDUCTIONS: dict[Primitive, Merging] = {}
 def register_merging(primitive: Primitive, merging: Merging) -> None:
     """Register that a reduction may merge with the same one over an inner level.
 
+    Then a reduction over an inner level in each group, and one of the results over the
+    outer level, are lowered as one collective over the mesh axes of both. A second call
+    for a primitive replaces the first.
+
     Args:
       primitive: The reduction, with the parameters `partition` and `mesh`.
-      merging: How it is split between a device and the collective.
+      merging: How it is split between the devices and the collective.
     """
     _REDUCTIONS[primitive] = merging
 
 
 def is_sum(primitive: Primitive) -> bool:
-    """Whether a reduction is the sum.
+    """Return whether a reduction is the sum.
 
     Only of a sum can the lowering of the `map_fn` that computes the slices return the
-    device's partial sums itself, so that no `[n, *s]` is stored (`fused_lowering.py`).
+    device's partial sums itself, so that no `[n, *s]` is stored.
 
     Args:
-      primitive: A reduction for which `register_merging` was called.
+      primitive: A reduction for which `register_merging` was called; any other raises
+        `KeyError`.
     """
     return _REDUCTIONS[primitive].is_sum
 
@@ -90,18 +96,19 @@ partial_reduction_p = registration.new_primitive("partial_reduction")
 
 
 def execute_partial_reduction(x, *, partition, mesh, reduction):
-    """Execution function: reduce the slices of each device, without communication.
+    """Execution function of `partial_reduction`: reduce the slices on each device.
 
-    `fused_lowering.py` registers it, with a rule that merges it with a map.
+    There is no communication. Padding is left out.
 
     Args:
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
-      mesh: The mesh, which has the partition's axes.
-      reduction: The primitive of the reduction.
+      mesh: The mesh, which has the partition's axes, m devices.
+      reduction: The primitive of the reduction, for which `register_merging` was
+        called.
 
     Returns:
-      A value of each device, `[m, *s]`.
+      `[m, *s]`: slice d is the reduction over the groups of device d.
     """
     layout = make_layout(partition, mesh)
 
@@ -134,14 +141,15 @@ registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
 class InnerReduction:
     """One result of a map over the outer level that reduces over an inner level.
 
-    With it, the lowering of an outer reduction of this result takes the devices'
-    partial reductions instead, for one collective over both levels' axes.
+    The map has an additional result, with what each device of the inner level has
+    before the collective: its part of the reduction. From these parts, the reduction
+    over the outer level is one collective over both levels' axes.
 
     Attributes:
       primitive: The reduction over the inner level.
-      axes: The mesh axes of the inner level.
-      position: The position of the partial reductions, `[m, *s]` of m devices, among
-        the results of the jaxpr that `with_partial_reductions` returns.
+      axes: The mesh axes of the inner level, over m devices.
+      position: The position of the parts, `[m, *s]` in each group, among the results of
+        the jaxpr that `with_partial_reductions` returns.
     """
 
     primitive: Primitive
@@ -151,15 +159,22 @@ class InnerReduction:
 
 @_compat.weakref_lru_cache
 def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
-    """Add the devices' partial reductions to the results of a mapped function.
+    """Add the devices' parts of inner reductions to the results of a mapped function.
+
+    A result of the jaxpr may be a reduction over an inner level of groups, sharded over
+    m devices. For each such result, the new jaxpr also returns what each of these
+    devices has before the collective, by a `partial_reduction` equation. Cached by the
+    jaxpr.
 
     Args:
-      jaxpr: The closed jaxpr of one group of the outer level.
+      jaxpr: The closed jaxpr of one group of the outer level, without constants.
 
     Returns:
-      `(extended, inner)`: the jaxpr with additional results, `[m, *s]` each; and for
-      the positions of results that are reductions over an inner level on a mesh, which
-      additional results belong to them. `jaxpr` itself and {} if there are none.
+      `(extended, inner)`. `extended` is the closed jaxpr whose additional results,
+      `[m, *s]` each, follow those of `jaxpr`. `inner` is a dict from the position of
+      each such result to its `InnerReduction`, which has the position of the additional
+      one. `(jaxpr, {})` if no result is such a reduction; encoded and divided ones do
+      not count.
     """
     raw = _compat.open_jaxpr(jaxpr)
     defined = {eqn.outvars[0]: eqn for eqn in raw.eqns if eqn.primitive in _REDUCTIONS}
@@ -184,13 +199,13 @@ def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
 
 
 def reduce_levels(x, *, layout: Layout, inner: InnerReduction):
-    """Reduce partial reductions over the groups and devices of an outer level.
+    """Reduce the parts of an inner reduction over the outer level: one collective.
 
     Args:
-      x: The partial reductions of the devices e of the inner level, for each of the n
-        groups of the outer one, `[n, m, *s]`.
+      x: For each of the n groups of the outer level the parts of the reduction on the m
+        devices of the inner level, `[n, m, *s]`.
       layout: The layout of the outer level, which is sharded.
-      inner: The inner reduction.
+      inner: The `InnerReduction`: the reduction, and the mesh axes of the inner level.
 
     Returns:
       The reduction over both levels, a global value `[*s]`.

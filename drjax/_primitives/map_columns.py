@@ -55,10 +55,13 @@ map_columns_p = registration.new_primitive("map_columns", multiple_results=True)
 def column_context(layout: Layout):
     """Context manager in which the code of one coordinate is traced or transformed.
 
-    It is that of one group, but types vary over no Manual axes. What all coordinates
-    share does not vary over the devices; with VMA checking its transpose would be an
-    all-reduce for each coordinate. `layout` is the layout of the partition; the context
-    manager yields None.
+    It enters `group_context`, in which building blocks know that they are inside a map
+    over the partition, and turns varying-manual-axes types off. With them, the
+    transpose of what all coordinates share would be an all-reduce for each coordinate.
+    The context manager yields None.
+
+    Args:
+      layout: The layout of the partition.
     """
     with group_context(layout), _compat.without_vma():
         yield
@@ -67,18 +70,23 @@ def column_context(layout: Layout):
 def trace_column(fn, avals, kinds, coordinates, layout: Layout, name: str):
     """Trace a function of one coordinate to a jaxpr.
 
+    The kind of an operand is "groups" if it is partitioned, `[n, *s, *t]` for
+    coordinates of the shape `s`; "coordinates" if it is a global value `[*s, *t]`;
+    "whole" if all coordinates share it, `[*t]`.
+
     Args:
       fn: Takes and returns flat sequences of arrays: for an operand of the kind
-        "groups" a column `[n, *t]`, else an element `[*t]`.
+        "groups" a column `[n, *t]`, the elements of all groups at the coordinate; else
+        `[*t]`.
       avals: The types of the operands, for all coordinates.
-      kinds: For each operand "groups", "coordinates" or "whole".
-      coordinates: The shape of the coordinates, a tuple.
+      kinds: For each operand its kind.
+      coordinates: The shape `s` of the coordinates, a tuple.
       layout: The layout of the partition.
       name: The name of the function, for debug information.
 
     Returns:
       `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
-        and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
+      and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
     """
     with column_context(layout):
         skip = {GROUPS: len(coordinates), COORDINATES: len(coordinates), WHOLE: 0}
@@ -112,19 +120,23 @@ def _abstract_eval(*avals, jaxpr, kinds_out, coordinates, partition, mesh, **_):
 
 
 def _bind_live(jaxpr, used_outputs: Sequence[bool], args, kinds_in, **params) -> list:
-    """Bind `map_columns` for some results of the jaxpr of a derivative.
+    """Bind `map_columns` for a jaxpr without what its unused results need.
+
+    It is for jaxprs of derivatives. Dead code of the jaxpr is eliminated, and operands
+    that only dead code uses are left out.
 
     Args:
       jaxpr: The closed jaxpr of one coordinate, perhaps with constants: users'
-        derivative rules close over arrays. These become whole operands.
-      used_outputs: For each result whether to compute it.
-      args: Its operands.
-      kinds_in: Their kinds.
-      **params: The parameters `kinds_out`, for the used results, `coordinates`,
-        `partition`, `mesh` and `name` of the equation.
+        derivative rules close over arrays. These become operands of the kind "whole",
+        which all coordinates share.
+      used_outputs: For each result of the jaxpr whether to compute it.
+      args: Its operands, for all coordinates.
+      kinds_in: For each operand its kind: "groups", "coordinates" or "whole".
+      **params: The parameters `kinds_out`, with the kinds of the used results only,
+        `coordinates`, `partition`, `mesh` and `name` of the equation.
 
     Returns:
-      The list of the used results; nothing is bound if there is none.
+      The list of the used results. If none is used, nothing is bound, and it is [].
     """
     if not any(used_outputs):
         return []
@@ -142,9 +154,13 @@ def _bind_live(jaxpr, used_outputs: Sequence[bool], args, kinds_in, **params) ->
 def _jvp(primals, tangents, *, jaxpr, kinds_in, kinds_out, **params):
     """JVP rule of `map_columns`: an equation for the results, and one for the tangents.
 
+    The kind of an operand or result is "groups" if it is partitioned, `[n, *s, *t]` for
+    coordinates of the shape `s`; "coordinates" if it is a global value `[*s, *t]`;
+    "whole" if it is `[*t]` for all coordinates.
+
     Args:
       primals: The operands.
-      tangents: For each operand its tangent, of its kind, or a symbolic zero.
+      tangents: For each operand its tangent, of the same kind, or a symbolic zero.
       jaxpr: The closed jaxpr of one coordinate.
       kinds_in: For each operand its kind, a tuple.
       kinds_out: For each result its kind, a tuple.
@@ -166,19 +182,24 @@ def _jvp(primals, tangents, *, jaxpr, kinds_in, kinds_out, **params):
 def tangents_of_columns(
     primals, tangents, avals, *, jaxpr, kinds_in, kinds_out, **params
 ) -> list:
-    """The tangents of the results of a jaxpr that `map_columns` would apply.
+    """Compute the tangents of a `map_columns` equation, without its results.
+
+    It binds one `map_columns` equation for the derivative of the jaxpr of one
+    coordinate; none if all tangents are symbolic zeros.
 
     Args:
-      primals: The operands.
-      tangents: For each operand its tangent, of its kind, or a symbolic zero.
-      avals: The types of the results.
+      primals: The operands of the equation.
+      tangents: For each operand its tangent, of the same kind, or a symbolic zero.
+      avals: The types of the results of the equation.
       jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind, a tuple.
+      kinds_in: For each operand its kind, a tuple: "groups" (partitioned, `[n, *s, *t]`
+        for coordinates of the shape `s`), "coordinates" (global, `[*s, *t]`) or "whole"
+        (`[*t]` for all coordinates).
       kinds_out: For each result its kind, a tuple.
       **params: The parameters `coordinates`, `partition`, `mesh` and `name`.
 
     Returns:
-      The list of tangents; a tangent may be a symbolic zero.
+      The list of tangents, one for each result; a tangent may be a symbolic zero.
     """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     layout = make_layout(params["partition"], params["mesh"])
@@ -203,8 +224,13 @@ def tangents_of_columns(
 def _transpose(cts, *args, jaxpr, kinds_in, kinds_out, **params):
     """Transpose rule of `map_columns`: one equation, for all linear operands.
 
+    A value and its cotangent have the same kind: "groups" (partitioned, `[n, *s, *t]`
+    for coordinates of the shape `s`), "coordinates" (global, `[*s, *t]`) or "whole"
+    (`[*t]` for all coordinates; the cotangent of such an operand is a sum over the
+    coordinates).
+
     Args:
-      cts: For each result its cotangent, of its kind, or a symbolic zero.
+      cts: For each result its cotangent, or a symbolic zero.
       *args: The operands: an `UndefinedPrimal` for those in which the jaxpr is linear.
       jaxpr: The closed jaxpr of one coordinate.
       kinds_in: For each operand its kind, a tuple.
@@ -212,8 +238,12 @@ def _transpose(cts, *args, jaxpr, kinds_in, kinds_out, **params):
       **params: The parameters `coordinates`, `partition`, `mesh` and `name`.
 
     Returns:
-      A list with an element for each operand: its cotangent, of its kind, or a symbolic
-      zero, if the operand is linear, else None.
+      A list with an element for each operand: for a linear one its cotangent, or a
+      symbolic zero; for any other one None.
+
+    Raises:
+      MeshError: It runs inside a user's `shard_map(check_vma=False)` over the
+        partition's axes, where cotangents are ambiguous.
     """
     layout = make_layout(params["partition"], params["mesh"])
     check_transposable(layout)
@@ -250,10 +280,12 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
 
     Args:
       jaxpr: The closed jaxpr of one coordinate.
-      linear: For each input whether the jaxpr is linear in it, a tuple of bools.
+      linear: For each input whether the jaxpr is linear in it, a tuple of bools. The
+        other inputs are residuals, which the transposed jaxpr takes, too.
       nonzero: For each result whether its cotangent is not a symbolic zero, a tuple.
-      avals: Types of the residuals and then of the nonzero cotangents of results.
-      kinds: Their kinds, a tuple.
+      avals: The types of the residuals, and then of the nonzero cotangents of results,
+        for all coordinates; a tuple.
+      kinds: For each of these its kind, a tuple: "groups", "coordinates" or "whole".
       coordinates: The shape of the coordinates, a tuple.
       layout: The layout of the partition.
 
@@ -261,7 +293,8 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
       `(transposed, consts, nonzero_in)`: the transposed jaxpr, closed; the tuple of
       values that it closes over; and for each linear input whether its cotangent is not
       a symbolic zero, a tuple of bools. The transposed jaxpr takes `consts`, the
-      residuals and the cotangents; it returns the nonzero cotangents of linear inputs.
+      residuals and the nonzero cotangents; it returns the nonzero cotangents of linear
+      inputs.
     """
     # The jaxpr of a tangent computes what it needs of the primals, which is not linear.
     with column_context(layout):
@@ -296,15 +329,16 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
 
 
 def _dce(used_outputs, eqn):
-    """Dead-code elimination rule of `map_columns`, which goes through its jaxpr.
+    """Dead-code elimination rule of `map_columns`, also for dead code of its jaxpr.
 
     Args:
       used_outputs: For each result of the equation whether it is used.
-      eqn: The equation.
+      eqn: The equation, which is not changed.
 
     Returns:
       `(used_inputs, new_eqn)`: for each operand of `eqn` whether the new equation takes
-      it, and the equation with only the used operands and results; None if it is dead.
+      it; and the new equation, with the used operands and results only. `new_eqn` is
+      None if no result is used.
     """
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
@@ -325,8 +359,11 @@ def _dce(used_outputs, eqn):
 def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **params):
     """Batching rule of `map_columns`: batch the jaxpr of one coordinate.
 
-    A batch dimension goes behind the coordinates: an operand without one is neither
-    copied nor communicated for each element of the batch.
+    The kind of an operand or result is "groups" if it is partitioned, `[n, *s, *t]` for
+    coordinates of the shape `s`; "coordinates" if it is a global value `[*s, *t]`;
+    "whole" if it is `[*t]` for all coordinates. The batch dimension goes behind `n` and
+    `s`, as the first one of `t`. An operand without a batch dimension stays without
+    one: it is neither copied nor communicated for each element of the batch.
 
     Args:
       axis_data: JAX's `AxisData` of the vmap: its size and name.
@@ -335,7 +372,7 @@ def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **
       jaxpr: The closed jaxpr of one coordinate.
       kinds_in: For each operand its kind, a tuple.
       kinds_out: For each result its kind, a tuple.
-      coordinates: The shape of the coordinates, a tuple.
+      coordinates: The shape `s` of the coordinates, a tuple.
       **params: The parameters `partition`, `mesh` and `name`.
 
     Returns:
@@ -379,14 +416,15 @@ def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **
 def _groups_first(jaxpr, low: tuple[bool, ...]):
     """Move the batch dimension of some results behind their group axis; cached.
 
-    Batching puts it first, but the group axis of a column has to be axis 0.
+    Batching puts the batch dimension at axis 0, but a column `[n, *t]`, the elements of
+    all groups at one coordinate, needs its group axis there.
 
     Args:
       jaxpr: The closed, batched jaxpr of one coordinate, without constants.
       low: For each result whether its axes 0 and 1 change places.
 
     Returns:
-      The closed jaxpr.
+      The closed jaxpr that returns the results so.
     """
     fn = _compat.jaxpr_as_fun(jaxpr)
 

@@ -54,8 +54,11 @@ def group_context(layout: Layout):
 
     In it, building blocks know that they are inside a map over this partition, types
     are on the mesh of the layout, and the derivative of a `shard_map` inside the
-    group's code does not sum over the partition's mesh axes. `layout` is the layout of
-    the partition; the context manager yields None.
+    group's code does not sum over the partition's mesh axes. The context manager yields
+    None.
+
+    Args:
+      layout: The layout of the partition: how its groups lie on the devices of a mesh.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(enter_mapped(layout.partition))
@@ -135,7 +138,7 @@ def _name(fn) -> str:
 
 
 def _abstract_eval(*avals, jaxpr, partition, mesh, name):
-    """Abstract evaluation rule of `map_fn`.
+    """Abstract evaluation rule of `map_fn`: compute the types of its results.
 
     Args:
       *avals: The types of the operands, `[n, *s]`, ignored: the jaxpr has those of one
@@ -146,7 +149,8 @@ def _abstract_eval(*avals, jaxpr, partition, mesh, name):
       name: The name of the mapped function, ignored.
 
     Returns:
-      `(types of the results [n, *t], effects)`.
+      `(types, effects)`: the list of the types of the results, `[n, *t]`, and the set
+      of effects of the jaxpr, which the equation has, too.
     """
     layout = make_layout(partition, mesh)
     outs = [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
@@ -193,7 +197,8 @@ def _outer_avals(jaxpr, params):
 def _bind(jaxpr, args, **params):
     """Bind `map_fn` for the jaxpr of a derivative, which may have constants.
 
-    Users' derivative rules close over arrays. These are broadcast, as first operands.
+    Users' derivative rules close over arrays, which are constants of the jaxpr. They
+    are broadcast to all groups, and become the first operands of the map.
 
     Args:
       jaxpr: The closed jaxpr of one group, perhaps with constants.
@@ -255,6 +260,10 @@ def _jvp(primals, tangents, *, jaxpr, **params):
 def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     """Linearization rule of `map_fn`: one map for the results, and a linear one.
 
+    The first map is bound now; it also returns residuals, the values of the forward
+    computation that the linear map reads. The second map is bound when `linear` is
+    called.
+
     Args:
       is_vjp: Whether the linear map will be transposed.
       nonzeros: For each operand whether its tangent is not a symbolic zero.
@@ -264,11 +273,10 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
 
     Returns:
       `(results, nonzeros_out, residuals, linear)`: the results, `[n, *t]`; for each
-      whether its tangent is not a symbolic zero; the residuals that `linear` takes,
-      partitioned, in a pair of lists (flat and structured ones, as JAX has them); and
-      `linear(residuals, *tangents)`, which binds the linear map: it takes the tangents
-      of all operands and returns the list of the results' tangents, in both cases
-      arrays or symbolic zeros.
+      whether its tangent is not a symbolic zero; the residuals, partitioned, in a pair
+      of lists (JAX's flat and structured ones); and `linear(residuals, *tangents)`,
+      which takes these residuals and the tangents of all operands, and returns the list
+      of the results' tangents. A tangent is an array or a symbolic zero.
     """
     with group_context(make_layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -290,6 +298,9 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
 def _transpose(cts, *args, jaxpr, **params):
     """Transpose rule of `map_fn`: one map computes the cotangents of linear operands.
 
+    Each group's cotangents depend on that group's values only, so there is no
+    communication. Values that the transposed function closes over are broadcast.
+
     Args:
       cts: For each result its cotangent, `[n, *t]`, or a symbolic zero.
       *args: The operands: an `UndefinedPrimal` for those in which the map is linear,
@@ -298,8 +309,8 @@ def _transpose(cts, *args, jaxpr, **params):
       **params: The parameters `partition`, `mesh` and `name` of the equation.
 
     Returns:
-      A list with an element for each operand: its cotangent, `[n, *s]` or a symbolic
-      zero, if the operand is linear, else None.
+      A list with an element for each operand: for a linear one its cotangent, `[n, *s]`
+      or a symbolic zero; for any other one None.
     """
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
@@ -327,19 +338,19 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
     Args:
       jaxpr: The closed jaxpr of one group.
       linear: For each input whether the jaxpr is linear in it, a tuple of bools; the
-        other inputs are residuals.
+        other inputs are residuals, which the transposed jaxpr takes, too.
       nonzero: For each result whether its cotangent is not a symbolic zero, a tuple of
         bools.
-      avals: Types of the residuals and then of the nonzero cotangents of results,
+      avals: The types of the residuals and then of the nonzero cotangents of results,
         partitioned, `[n, *s]`, a tuple.
       layout: The layout of the partition.
 
     Returns:
-      `(transposed, consts, nonzero_in)`: the transposed jaxpr, closed; the tuple of
-      values `[*s]` that it closes over; and for each linear input whether its cotangent
-      is not a symbolic zero, a tuple of bools. The transposed jaxpr takes `consts`, the
-      residuals and the nonzero cotangents of results; it returns the nonzero cotangents
-      of linear inputs.
+      `(transposed, consts, nonzero_in)`: the transposed jaxpr of one group, closed; the
+      tuple of values `[*s]` that it closes over; and for each linear input whether its
+      cotangent is not a symbolic zero, a tuple of bools. The transposed jaxpr takes
+      `consts`, the residuals and the nonzero cotangents of results; it returns the
+      nonzero cotangents of linear inputs.
     """
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
     transposed_jaxpr, consts = trace_group(transposed, avals, layout, "transposed")
@@ -351,10 +362,12 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
 
 
 def _partial_eval(trace, *tracers, **params):
-    """Partial evaluation rule of `map_fn`: a known map and an unknown one.
+    """Partial evaluation rule of `map_fn`: split the map into a known and an unknown.
 
-    The known map is bound; its additional results, partitioned, are residuals that the
-    unknown map takes.
+    The per-group jaxpr is split into what known operands determine and the rest. The
+    map of the first part is bound; it also returns residuals, `[n, *s]`, the values
+    that the second part needs. The map of the second part becomes an equation of the
+    trace.
 
     Args:
       trace: JAX's `JaxprTrace`.
@@ -380,27 +393,30 @@ def _partial_eval(trace, *tracers, **params):
 
 
 def _residual_aval(params, aval):
-    """Compute the type `[n, *s]` of a map's residual from that of one group's, `[*s]`.
+    """Return the type `[n, *s]` of a residual of a map, from that of one group, `[*s]`.
 
-    `jax.checkpoint` calls it for residuals that a policy saves inside the map.
+    A residual is a value of the mapped function that the backward pass needs. JAX calls
+    this function for those that a policy of `jax.checkpoint` saves.
 
     Args:
-      params: The parameters of the map's equation, a dict.
-      aval: The type of one group's residual, a variable of the per-group jaxpr.
+      params: The parameters of the map's equation, a dict; `partition` and `mesh` are
+        read.
+      aval: The type of the residual in one group.
     """
     return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 
 def _dce(used_outputs, eqn):
-    """Dead-code elimination rule of `map_fn`, which goes through the per-group jaxpr.
+    """Dead-code elimination rule of `map_fn`, also for dead code of its jaxpr.
 
     Args:
       used_outputs: For each result of the equation whether it is used.
-      eqn: The equation of `map_fn`.
+      eqn: The equation of `map_fn`, which is not changed.
 
     Returns:
       `(used_inputs, new_eqn)`: for each operand of `eqn` whether the new equation takes
-      it, and the equation with only the used operands and results; None if it is dead.
+      it; and the new equation, with the used operands and results only. `new_eqn` is
+      None if no result is used, and the equation has no effects.
     """
     # An equation with effects (a callback, a print) is live without live results.
     if not any(used_outputs) and not eqn.effects:
@@ -416,18 +432,19 @@ def _dce(used_outputs, eqn):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, **params):
-    """Batching rule of `map_fn`: batch the per-group jaxpr behind the group axis.
+    """Batching rule of `map_fn`: batch the per-group jaxpr, with the group axis first.
 
     Args:
       axis_data: JAX's `AxisData` of the vmap: its size and name.
-      args: The operands; a batched one is `[n, *s]` with a batch dimension inserted.
+      args: The operands; a batched one is `[n, *s]` with a batch dimension inserted
+        anywhere, also before n.
       dims: For each operand its batch dimension, or None.
       jaxpr: The closed jaxpr of one group.
       **params: The parameters `partition`, `mesh` and `name` of the equation.
 
     Returns:
-      `(results, dims)`: the list of results, and for each its batch dimension, at least
-      1, or None.
+      `(results, dims)`: the list of results, and for each its batch dimension, which is
+      at least 1, as axis 0 is the group axis; or None.
     """
     moved = [
         (x, d) if d is None else registration.group_axis_first(x, d)

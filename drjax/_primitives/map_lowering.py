@@ -64,15 +64,21 @@ _INDEXING = (
 
 
 def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
-    """Whether a map is lowered by a `vmap` that the compiler partitions.
+    """Decide whether a map is lowered by a `vmap` that the compiler partitions.
 
     Otherwise the groups of each device run in a `shard_map`; or, if the layout is not
-    sharded, on the current device without one.
+    sharded, on the current device without one. The `vmap` is for what cannot run in a
+    `shard_map`: any map in a user's `shard_map(check_vma=True)` over other axes; and a
+    gather or scatter of arrays where the mesh has two or more other Auto axes larger
+    than one, for which XLA would abort the process.
 
     Args:
       layout: The layout of the partition.
       jaxpr: The closed jaxpr of one group; None for a stage from a plan file, which is
         never lowered by a `vmap`.
+
+    Returns:
+      True for a `vmap`, else False.
     """
     if not layout.sharded or jaxpr is None:
         return False
@@ -85,6 +91,9 @@ def run_groups(
     layout: Layout, jaxpr, args: Sequence[Any], partitioned_in: Sequence[bool]
 ) -> list:
     """Run a per-group jaxpr for all groups of a partition.
+
+    It is a `vmap` over the groups of each device in a `shard_map` over the devices; or,
+    where `lowers_by_vmap` says so, one `vmap` over all groups.
 
     Args:
       layout: The layout of the partition, n groups.
@@ -129,16 +138,17 @@ def _run_padded(
 ) -> list:
     """Run a per-group function on a device's slots, of which some may be padding.
 
-    Without effects, padded slots of a device that has groups run copies of its first
-    group, and a device without groups skips the work. With effects, exactly the groups
-    run.
+    A slot is a place for one group on a device. Without effects, padded slots of a
+    device that has groups run copies of its first group, and a device without groups
+    skips the work. With effects, exactly the groups run.
 
     Args:
-      layout: An uneven layout: k slots on each device.
+      layout: The layout, whose devices do not divide the groups: k slots on each
+        device.
       fn: The function of one group: it takes and returns flat sequences of arrays.
-      partitioned_in: For each operand whether it is partitioned, `[k, *s]`; the groups
-        share the others, `[*s]`.
-      effects: Whether the function has effects, which padding must not run.
+      partitioned_in: For each operand whether it has a slice for each slot, `[k, *s]`;
+        the groups share the others, `[*s]`.
+      effects: Whether the function has effects, which must not run for padding.
       *args: The operands of the device, `[k, *s]` or `[*s]`; and last the group index
         of its first slot, int32 `[1]`.
 
@@ -180,11 +190,12 @@ def _run_padded(
 def prepare_for_shard_map(layout: Layout, jaxpr):
     """Rewrite a per-group jaxpr for a `shard_map` over the partition's axes.
 
-    In the result, types are on the mesh with these axes Manual. Draws from random keys
-    of `rbg` or `unsafe_rbg` do not depend on the other groups in a batch. If all other
-    axes of the mesh are Manual, and the jaxpr has no `shard_map` or sharding
-    constraint, no equation needs the mesh, and the types have no mesh: some libraries
-    compare the types of tracing with those of lowering.
+    Three changes may be made. The types are put on the mesh with the partition's axes
+    Manual. If no axis of the mesh is left, and the jaxpr has no `shard_map` or sharding
+    constraint, the types get no mesh at all, as some libraries refuse other types at
+    lowering than at tracing. Draws from random keys of `rbg` or `unsafe_rbg` become
+    equations of `draw_per_key`, so that they do not depend on the other groups in a
+    batch.
 
     Args:
       layout: The layout of the partition. If it has no mesh, or its axes are Manual
@@ -204,9 +215,11 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
     """Rewrite a per-group jaxpr for the lowering that will run it.
 
-    In a `shard_map`, types are on the mesh with the partition's axes Manual. Under a
-    `vmap` axes stay as they are, and a model's own shard_maps map over the partition's
-    axes, too.
+    For a `shard_map`, its types are put on the mesh with the partition's axes Manual,
+    and draws from `rbg` keys are made independent of the other groups in a batch. For a
+    `vmap`, the axes stay as they are, but a `shard_map` of the model's own is widened
+    to map over the partition's axes, too; nothing is changed on Explicit axes, or in a
+    user's `shard_map(check_vma=True)`.
 
     Args:
       layout: The layout of the partition.
@@ -228,20 +241,21 @@ def vmap_over_devices(
 ) -> tuple[list, list]:
     """Run a function of one device's slices for all devices, by a vmap over devices.
 
-    The results are those of a `shard_map` of the function.
+    The results are those of a `shard_map` of the function. A slot is a place for one
+    group on a device; the last slots may be padding, which holds the slice of group 0.
 
     Args:
       layout: A sharded layout of Auto axes: n groups on m devices, k slots on each.
-      fn: The function: `fn(*operands, first)` takes the operands of a device, `[k, *s]`
-        or `[*s]`, and the group index of its first slot, int32 `[]`. It returns a pair
-        of lists: values of the device, `[*s]`, and partitioned results, `[k, *s]`.
+      fn: `fn(*operands, first)` takes the operands of a device, `[k, *s]` or `[*s]`,
+        and the group index of its first slot, int32 `[]`. It returns a pair of lists:
+        values of the device, `[*s]`, and results with a slice for each slot, `[k, *s]`.
       args: Its operands for all devices, `[n, *s]` or `[*s]`.
       partitioned_in: For each operand whether it is partitioned, `[n, *s]`; the devices
         share the others, `[*s]`.
 
     Returns:
       A pair of lists: stacks of the devices' values, `[m, *s]`, and the partitioned
-      results, `[n, *s]`.
+      results, `[n, *s]`, without padding.
     """
     m, k = layout.devices, layout.per_device
 
@@ -271,10 +285,11 @@ def _aval_of_slice(x) -> jax.ShapeDtypeStruct:
 
 
 def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
-    """The `spmd_axis_name` of a vmap over all groups of a partition.
+    """Return the `spmd_axis_name` for a vmap over all groups of a partition.
 
-    Returns a tuple of mesh axes; () without a mesh. None if JAX takes no names: on
-    Explicit axes, or inside a user's `shard_map(check_vma=True)`.
+    It is the tuple of the partition's mesh axes, () if the program runs locally. None
+    if JAX takes no names: on Explicit axes, or inside a user's
+    `shard_map(check_vma=True)`.
     """
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else layout.spmd_axes
@@ -286,14 +301,16 @@ def vmap_over_groups(
     """Turn a function of one group into one of all groups of a device, by a vmap.
 
     Args:
-      layout: The layout of the partition: k slots on each device.
+      layout: The layout of the partition: k slots (places for one group) on each
+        device.
       fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
-      partitioned_in: For each operand whether it is partitioned, `[k, *s]`; the groups
-        share the others, `[*s]`.
+      partitioned_in: For each operand whether it has a slice for each slot, `[k, *s]`;
+        the groups share the others, `[*s]`.
 
     Returns:
       The function of a device: it takes such operands, as positional arguments, and
-      returns the sequence of results, `[k, *t]`.
+      returns the sequence of results, `[k, *t]`. With VMA checking, it casts the
+      operands to vary over the partition's mesh axes.
     """
     mapped = _vmap_groups(layout, fn, partitioned_in, layout.per_device, None)
     # In a user's shard_map over the partition's axes the types of one group, by which
@@ -307,15 +324,15 @@ def _vmap_groups(
 ) -> Callable:
     """Turn a function of one group into one of `size` groups, by a vmap.
 
-    The vmap's axis name is a `GroupAxis`, by which the batching rule of
-    `partition_index` recognizes it.
+    The axis name of the vmap is a `GroupAxis`. By it, the batching rule of
+    `partition_index` knows that the vmap is over groups, and gives each its index.
 
     Args:
       layout: The layout of the partition.
       fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
       partitioned_in: For each operand whether it is partitioned, `[size, *s]`; the
         groups share the others, `[*s]`.
-      size: The number of groups.
+      size: The number of groups: of all devices, of one device, or fewer.
       spmd_axes: The mesh axes to pass as `spmd_axis_name`, a tuple of names, or None.
 
     Returns:

@@ -33,11 +33,11 @@ partition_index_p = registration.new_primitive("partition_index")
 
 @dataclass(frozen=True)
 class GroupAxis:
-    """The axis name of a vmap over the groups: of one device, or all of them.
+    """The axis name of a vmap over the groups of a partition: of one device, or all.
 
-    The batching rule of `partition_index` compares its partition with that of the
-    equation, so that the vmap of a nested program gives no index of the outer
-    partition. No name in users' code is equal to it.
+    JAX passes it to batching rules. That of `partition_index` compares its partition
+    with that of the equation, so that the vmap of a nested program gives no index of
+    the outer partition. No name in users' code is equal to it.
 
     Attributes:
       partition: The `Partition` whose groups the vmap maps over.
@@ -79,12 +79,12 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
     """Batching rule of `partition_index`: under a vmap over groups, it gives indices.
 
     Under any other vmap, and with `per_group=False`, the equation is bound again
-    without a batch dimension.
+    without a batch dimension, as its value is the same for the whole batch.
 
     Args:
       axis_data: JAX's `AxisData` of the vmap. Its name is a `GroupAxis` if the vmap
-        maps over groups; its size is then the number of slots: of all devices, of one
-        device, or fewer.
+        maps over groups; its size is then the number of slots (places for one group):
+        of all devices, of one device, or fewer.
       args: The operands: none.
       dims: The batch dimensions of the operands: none.
       partition: The `Partition` of the equation.
@@ -92,8 +92,9 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
       per_group: Whether the equation is in a mapped function.
 
     Returns:
-      `(indices, 0)`: the group index of each slot, int32 `[slots]`; or `(index, None)`,
-      without a batch dimension.
+      `(indices, 0)`: the group index of each slot, int32 `[slots]`, where padding has
+      the index of its device's first group; or `(index, None)`, without a batch
+      dimension.
     """
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:

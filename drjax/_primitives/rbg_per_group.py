@@ -116,9 +116,12 @@ def _rewrite(value):
 def _draw(*args, draw, options, avals):
     """Execution function of `draw_per_key`: bind the primitive that it stands for.
 
+    `draw_per_key` wraps a primitive that draws random bits, such as `random_bits_p`, to
+    give it another batching rule.
+
     Args:
-      *args: The operands of that primitive, the key first.
-      draw: The primitive, as `random_bits_p`.
+      *args: The operands of the wrapped primitive, the key first.
+      draw: The wrapped primitive.
       options: Its parameters, as a tuple of pairs of name and value.
       avals: The types of its results, ignored.
 
@@ -132,13 +135,16 @@ def _draw(*args, draw, options, avals):
 def _batch(axis_data, args, dims, **params):
     """Batching rule of `draw_per_key`: a loop over the batch, with one draw a step.
 
-    Under a vmap with `spmd_axis_name`, JAX's own rule batches the draw.
+    So each element of the batch gets the bits of its own key. JAX's own rule for `rbg`
+    keys draws all bits with the first key of a batch; it is used only under a vmap with
+    `spmd_axis_name`, where a loop over the sharded axis would serialize the devices.
 
     Args:
       axis_data: JAX's `AxisData` of the vmap, with its size and `spmd_axis_name`.
       args: The operands, the key first.
       dims: For each operand its batch dimension, or None.
-      **params: The parameters `draw`, `options` and `avals` of the equation.
+      **params: The parameters of the equation: `draw`, the primitive that draws;
+        `options`, its parameters; `avals`, the types of its results.
 
     Returns:
       `(results, dims)`: the list of results, and for each its batch dimension: 0, or

@@ -60,10 +60,10 @@ MANY_STEPS = 4096
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which the host combines workers' partial reductions of a dtype.
+    """Return the dtype in which the host combines workers' partial reductions.
 
-    It has 64 bits (128 for complex numbers); a dtype that is no number, as bool, is
-    returned as it is.
+    It has the kind of `dtype` and 64 bits (128 for complex numbers); a dtype that is no
+    number, as bool, is returned as it is.
     """
     for kind, widest in (
         (jnp.floating, np.float64),
@@ -133,18 +133,18 @@ class ReduceOp:
         return reduce(slices, axis=0, dtype=self.accumulator(slices.dtype))
 
     def accumulator(self, dtype):
-        """The dtype of partial reductions on a device, for values of `dtype`.
+        """Return the dtype of partial reductions on a device, for values of `dtype`.
 
-        It is float32 for 16-bit floats, unless the reduction `selects` a value; else it
-        is `dtype` itself.
+        It is float32 for 16-bit floats, unless the reduction `selects` a value of some
+        group, as a maximum does; else it is `dtype` itself.
         """
         return dtype if self.selects else accumulator(dtype)
 
     def wide(self, dtype):
-        """The dtype of partial reductions on the host, for values of `dtype`.
+        """Return the dtype of partial reductions on the host, for values of `dtype`.
 
-        It is `dtype` itself if the reduction `selects` a value; else it has 64 bits, or
-        128 for complex numbers.
+        It is `dtype` itself if the reduction `selects` a value of some group, as a
+        maximum does; else it has 64 bits, or 128 for complex numbers.
         """
         return dtype if self.selects else wide(dtype)
 
@@ -169,7 +169,10 @@ _of_lax_primitive: dict[Any, ReduceOp] = {}
 
 
 def register(op: ReduceOp) -> ReduceOp:
-    """Register a reduction with the planner, plan files and backends.
+    """Register a reduction, so that the planner, plan files and backends know it.
+
+    They look it up by its name (`REDUCE_OPS`), by its primitive (`of_primitive`), or by
+    an equivalent primitive of `jax.lax` (`of_lax_primitive`).
 
     Args:
       op: The reduction. One with the same name or primitive is replaced.
@@ -183,15 +186,17 @@ def register(op: ReduceOp) -> ReduceOp:
 
 
 def of_primitive(primitive: Any) -> ReduceOp | None:
-    """The registered reduction with this primitive, a `reduce_*_p` of drjax.
+    """Look up the registered reduction with a primitive; None if there is none.
 
-    None if no reduction has it: `primitive` may be any JAX primitive.
+    Args:
+      primitive: Any JAX primitive; reductions have one of drjax, such as
+        `reduce_sum_p`.
     """
     return _of_primitive.get(primitive)
 
 
 def of_lax_primitive(primitive: Any) -> ReduceOp | None:
-    """The drjax reduction equivalent to a `jax.lax` reduction over the group axis.
+    """Look up the drjax reduction that a `jax.lax` reduction over the group axis is.
 
     Args:
       primitive: Any JAX primitive, such as `jax.lax.reduce_max_p`.
@@ -250,14 +255,18 @@ register(
 
 
 def is_compensated(reduce, steps: int) -> bool:
-    """Whether a running reduction has a second accumulator, for its rounding errors.
+    """Decide whether a running sum has a second accumulator, for its rounding errors.
 
-    It has one if it adds up 16-bit or 32-bit floats, or complex64, and either the
-    result is small (`FEW_NUMBERS`) or there are many steps (`MANY_STEPS`).
+    It has one if it adds up 16-bit or 32-bit floats, or complex64, and either one
+    group's value has at most `FEW_NUMBERS` elements, or there are more than
+    `MANY_STEPS` steps. A reduction that is not additive, such as a maximum, has none.
 
     Args:
       reduce: The reduction of a plan, a `drjax.plan.Reduce` (not a gather).
       steps: The number of steps of the loop that accumulates it.
+
+    Returns:
+      True if it has a second accumulator, else False.
     """
     source = reduce.source
     if not REDUCE_OPS[reduce.op].additive:
@@ -274,19 +283,20 @@ def is_compensated(reduce, steps: int) -> bool:
 class Running:
     """A running reduction, of the slices that a loop over groups has seen so far.
 
-    With the value v and the excess e = v - sum, one more summand x gives
+    A running sum may have a second accumulator for its rounding error, by Kahan's
+    method. With the value v and the excess e = v - sum, one more summand x gives
 
         v' = fl(v + (x - e))      e' = (v' - v) - (x - e)
 
     so that v' - e' = v - e + x, but for errors of second order.
 
     Attributes:
-      op: The name of the reduction in `REDUCE_OPS`.
+      op: The name of the reduction in `REDUCE_OPS`, such as "sum".
       value: The reduction of these slices, an array `[*s]`.
-      excess: The rounding error, `value` minus the sum, an array `[*s]`, at most about
-        half the last digit of `value` (Kahan 1965, "Further remarks on reducing
+      excess: The rounding error, `value` minus the exact sum, an array `[*s]`, at most
+        about half the last digit of `value` (Kahan 1965, "Further remarks on reducing
         truncation errors"). It costs three more additions, and as much memory as
-        `value`. None: the rounding error is not computed.
+        `value`. None: the rounding error is not computed, as for a maximum.
     """
 
     # The name, not the ReduceOp: pytree metadata must be comparable and hashable.
@@ -301,7 +311,8 @@ class Running:
           x: The partial reduction, an array `[*s]` in the dtype of `value`.
 
         Returns:
-          The new running reduction; this one is unchanged.
+          The new running reduction, with `excess` if this one has it. This one is
+          unchanged.
         """
         if self.excess is None:
             return Running(self.op, REDUCE_OPS[self.op].combine(self.value, x))

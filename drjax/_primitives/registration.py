@@ -23,8 +23,11 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
     """Make a JAX primitive without any rules, whose printed name is `drjax_<name>`.
 
     Args:
-      name: The name.
+      name: The name without the prefix, such as "broadcast".
       multiple_results: Whether `bind` returns a list of results, not one result.
+
+    Returns:
+      The `jax.extend.core.Primitive`.
     """
     primitive = Primitive(f"drjax_{name}")
     primitive.multiple_results = multiple_results
@@ -36,18 +39,20 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
 def register_execution(
     primitive: Primitive, fn: Callable, lowering_rule: Callable | None = None
 ) -> None:
-    """Run and lower `primitive` as the traceable function `fn(*args, **params)`.
+    """Register how `primitive` runs and is lowered, by a traceable function.
 
     Eager calls go through one jitted function for each set of parameters, so that a
     second call with the same shapes compiles nothing. Under `jax.disable_jit` the
-    function is called directly.
+    function is called directly. Parameters with the value None are left out of printed
+    equations.
 
     Args:
       primitive: The primitive.
-      fn: Its execution function, from operands and parameters of an equation to the
-        result, or to a sequence of results if the primitive has `multiple_results`.
+      fn: Its execution function, `fn(*args, **params)`, from operands and parameters of
+        an equation to the result, or to a sequence of results if the primitive has
+        `multiple_results`.
       lowering_rule: `lowering_rule(ctx, *values, **params)`, from the MLIR values of
-        the operands to the list of those of the results. None: `fn` is lowered.
+        the operands to the list of MLIR values of the results. None: `fn` is lowered.
     """
 
     @cache_by_params
@@ -76,12 +81,14 @@ def group_axis_first(x, dim: int):
     """Move the group axis of a batch of partitioned values to axis 0.
 
     Args:
-      x: The batch: `[n, *s]` with a batch dimension inserted.
-      dim: The position of the batch dimension. If it is 0, the result is `[n, b, *s]`;
-        else the group axis is first already, and `x` is returned.
+      x: The batch: a partitioned value `[n, *s]` with one more dimension, of size b, at
+        the position `dim`.
+      dim: The position of the batch dimension. If it is 0, the group axis is axis 1,
+        and the two change places; else the group axis is first, and `x` stays as it is.
 
     Returns:
-      `(x, its new batch dimension)`.
+      `(x, dim)`: the batch with the group axis first, and the new position of its batch
+      dimension, at least 1.
     """
     return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
 
@@ -91,14 +98,15 @@ def register_batching(
 ) -> None:
     """Register the batching rule of a primitive with one operand and one result.
 
-    The operand's batch dimension d becomes d + out_shift: it keeps its place among the
-    dimensions of one group, as the group axis before it is added or removed.
+    The rule binds the primitive once for the whole batch. The primitive may add or
+    remove the group axis, axis 0, before the batch dimension. So if the operand has its
+    batch dimension at d, the result has it at d + `out_shift`.
 
     Args:
       primitive: The primitive.
       out_shift: 1 if the primitive adds the group axis, -1 if it removes it, else 0.
-      group_axis_in: Whether the operand has a group axis; if so, the group axis is
-        first moved before the batch dimension.
+      group_axis_in: Whether the operand has a group axis. If so, and its batch
+        dimension is 0, the rule moves the group axis before it first.
     """
 
     def rule(args, dims, **params):
@@ -113,19 +121,26 @@ def register_batching(
 def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
     """Linearize a higher-order primitive, and save the residuals of its primal part.
 
+    Residuals are the values of the forward computation that the linear part needs. JAX
+    has two sorts: flat ones are arrays; structured ones, from JAX 0.11 on, are the
+    leaves of pytrees that some linearization rules return.
+
     Args:
-      bind: `bind(jaxpr, operands)` applies a jaxpr, and returns the list of results.
+      bind: `bind(jaxpr, operands)` applies a jaxpr, and returns the list of results. It
+        is called once, for the primal jaxpr.
       jaxpr: The closed jaxpr to linearize.
       primals: Its operands, a sequence of arrays.
-      split: The tuple that `_compat.linearize_jaxpr` returns for `jaxpr`, with the
-        primal and the tangent jaxpr.
+      split: The result of `_compat.linearize_jaxpr(jaxpr, ...)`: a tuple of the primal
+        jaxpr, the number of flat residuals that it returns, for each result whether its
+        tangent is nonzero, for each flat residual the position of the operand that it
+        is (None: the primal jaxpr returns it), and the tangent jaxpr.
 
     Returns:
-      `(results, nonzeros_out, residuals, linear jaxpr)`. `results` is the list of
-      results of `jaxpr`; `nonzeros_out` says for each whether its tangent is nonzero.
-      The residuals are a pair of lists, flat and structured ones. The linear jaxpr
-      takes `linear_operands(residuals, nonzero tangents)`, and returns the nonzero
-      tangents of the results.
+      `(results, nonzeros_out, residuals, linear
+      jaxpr)`. `results` is the list of results of `jaxpr`; `nonzeros_out` says for each
+      whether its tangent is nonzero. `residuals` is a pair of lists, flat and
+      structured ones. The linear jaxpr takes `linear_operands(residuals, nonzero
+      tangents of the operands)`, and returns the nonzero tangents of the results.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)
@@ -139,13 +154,14 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
 def linear_operands(residuals, tangents) -> list:
     """List the operands of the linear jaxpr that `linearize_saving_residuals` returns.
 
-    They are in JAX's order: flat residuals, nonzero tangents, and structured residuals,
-    which JAX has from 0.11 on.
-
     Args:
-      residuals: A pair of lists, flat and structured residuals, which
-        `linearize_saving_residuals` returns.
+      residuals: A pair of lists, the flat and the structured residuals, which
+        `linearize_saving_residuals` returns. The second list is empty before JAX 0.11.
       tangents: The nonzero tangents of the primals, arrays.
+
+    Returns:
+      A list in the order that JAX needs: flat residuals, tangents, structured
+      residuals.
     """
     flat, structured = residuals
     return [*flat, *tangents, *structured]
@@ -189,13 +205,14 @@ def backward_function(jaxpr, linear: Sequence[bool], nonzero: Sequence[bool]):
     Args:
       jaxpr: The closed jaxpr.
       linear: For each input whether the jaxpr is linear in it; the other inputs are
-        residuals.
+        residuals, values that the linear computation reads.
       nonzero: For each result whether its cotangent is not a symbolic zero.
 
     Returns:
-      `(fn, nonzero_in)`. `fn` takes the residuals and then the nonzero cotangents of
-      results, and returns the nonzero cotangents of linear inputs. A call of it fills
-      the list `nonzero_in`: for each linear input, whether its cotangent is nonzero.
+      `(fn, nonzero_in)`. `fn(*residuals, *cotangents)` takes the residuals, and the
+      nonzero cotangents of results, and returns the list of nonzero cotangents of
+      linear inputs. `nonzero_in` is a list that is empty now; each call of `fn` sets it
+      to one bool for each linear input: whether its cotangent is nonzero.
     """
     nonzero_in: list[bool] = []
 

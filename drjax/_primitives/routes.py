@@ -63,14 +63,17 @@ MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 
 
 def _move_bits(move: Callable, x):
-    """Move slices of an array of any dtype as unsigned integers.
+    """Move slices of an array of any dtype as integers.
 
     A collective that adds slices to zeros then keeps NaNs and the sign of zeros.
 
     Args:
-      move: From an array of unsigned integers `[k, *s]` to one of the same dtype. It
-        returns slices of its operand and zeros.
-      x: The array, of any dtype, random keys included.
+      move: From an array of integers `[k, *s]` to one of the same dtype. Each element
+        of its result is an element of its operand, or zero. It gets the bits of floats
+        as unsigned integers; bools as uint8; the raw data of random keys; of complex
+        numbers the bits of real and imaginary parts, along a new last axis; and
+        integers as they are.
+      x: The array, `[k, *s]`, of any dtype, random keys included.
 
     Returns:
       What `move` would return for `x`, in the dtype of `x`.
@@ -97,9 +100,13 @@ def _move_bits(move: Callable, x):
 def execute_permute(x, *, sources, partition, mesh):
     """Execution function of `permute`: group j gets the slice of group `sources[j]`.
 
+    On m devices with k groups each it is up to k `ppermute`s, of the slices that change
+    their device.
+
     Args:
       x: The partitioned value, `[n, *s]`.
-      sources: A permutation of 0 to n - 1, a tuple.
+      sources: A permutation of 0 to n - 1, a tuple: element j is the group that group j
+        gets its slice from.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
 
@@ -131,12 +138,19 @@ def execute_permute(x, *, sources, partition, mesh):
 
 
 def is_permutation(index: Sequence[int], n: int) -> bool:
-    """Whether a known index is a permutation of 0 to n - 1."""
+    """Return whether an index has each of 0 to n - 1 exactly once.
+
+    `index` is a sequence of Python integers.
+    """
     return sorted(index) == [*range(n)]
 
 
 def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:
-    """The inverse of a permutation of 0 to n - 1: where each index occurs in it."""
+    """Return the inverse of a permutation of 0 to n - 1.
+
+    If the permutation takes slice `sources[j]` to j, its inverse takes it back: element
+    i of the result is the j with `sources[j] = i`.
+    """
     return tuple(np.argsort(np.asarray(sources, np.int64)).tolist())
 
 
@@ -152,14 +166,19 @@ def _permute_transpose(ct, x, *, sources, **params):
 def execute_take(x, index, *, partition, mesh):
     """Execution function of `take`: group j gets the slice of group `index[j]`.
 
+    On a mesh it is one reduce-scatter, or an all-gather of `x` if the result has more
+    slots (groups per device times devices) than `x`.
+
     Args:
       x: The partitioned value, `[n, *s]`.
-      index: The index of a group for each group, int32 `[k]`, a global value.
-      partition: The `Partition`, of n groups.
+      index: For each group j of the result the group of `x` whose slice it gets, from 0
+        to n - 1, int32 `[k]`, a global value.
+      partition: The `Partition` of `x`, of n groups.
       mesh: The mesh, or None: the program runs locally.
 
     Returns:
-      The partitioned value, `[k, *s]`.
+      The partitioned value, `[k, *s]`, over a partition of k groups with the same name
+      and mesh axes.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
@@ -203,16 +222,20 @@ def _take_transpose(ct, x, index, **params):
 def execute_put_add(x, index, *, partition, mesh):
     """Execution function of `put_add`: the slice of group j is added to `index[j]`.
 
-    16-bit floats are added in float32 on each device, and communicated in 16 bits.
+    16-bit floats are added in float32 on each device, and communicated in 16 bits. On a
+    mesh it is one reduce-scatter, or an all-gather of `x` if the result has more slots
+    (groups per device times devices) than `x`.
 
     Args:
       x: The partitioned value, `[k, *s]`, of a dtype with arithmetic.
-      index: The index of a group for each group, int32 `[k]`, a global value.
+      index: For each group j of `x` the group of the result to which its slice is
+        added, int32 `[k]`, a global value. With n the slice is dropped.
       partition: The `Partition` of the result, n groups.
       mesh: The mesh, or None: the program runs locally.
 
     Returns:
-      The partitioned value, `[n, *s]`; zeros for groups to which nothing is added.
+      The partitioned value, `[n, *s]`: slice i is the sum of the slices j of `x` with
+      `index[j] = i`, zeros if there is none.
     """
     result = make_layout(partition, mesh)
     wide = accumulator(x.dtype)
@@ -247,12 +270,17 @@ def execute_put_add(x, index, *, partition, mesh):
 
 
 def partitions_of(eqn) -> tuple[Partition, Partition]:
-    """The partitions of the operand and of the result of a building block.
+    """Return the partitions of the operand and of the result of a building block.
 
-    They differ if it moves slices between a population and a cohort of it.
+    They differ only for `take` and `put_add` between a population of groups and a
+    cohort, some of them: the index has one element for each group of the cohort.
 
     Args:
       eqn: An equation of a primitive of drjax.
+
+    Returns:
+      `(partition of the first operand, partition of the result)`. Both have the name
+      and mesh axes of the parameter `partition`.
     """
     partition = eqn.params["partition"]
     if eqn.primitive not in (take_p, put_add_p):
@@ -263,14 +291,15 @@ def partitions_of(eqn) -> tuple[Partition, Partition]:
 
 
 def last_writer(index, n: int):
-    """The inverse of an index: the last group that writes to each group.
+    """Find for each group the last one of several that write to it.
 
     Args:
-      index: For each group the group to which it writes, int32 `[k]`; n: to none.
+      index: For each of k groups the group to which it writes, from 0 to n - 1, int32
+        `[k]`; n if it writes to none.
       n: The number of groups to which they write.
 
     Returns:
-      A group index for each group, int32 `[n]`; -1 if no group writes to it.
+      int32 `[n]`: element i is the largest j with `index[j] = i`; -1 if there is none.
     """
     none = jnp.full(n, -1, jnp.int32)
     writers = jnp.arange(index.shape[0], dtype=jnp.int32)
@@ -283,30 +312,33 @@ def _put_add_transpose(ct, x, index, **params):
 
 
 def _layout_of_index(index, partition: Partition, mesh) -> Layout:
-    """The layout of a value with a slice for each element of an index.
+    """Return the layout of a value with a slice for each element of an index.
 
     Args:
       index: The index, int32 `[k]`.
-      partition: The partition to whose groups it points.
+      partition: The partition whose name and mesh axes the value's partition has.
       mesh: The mesh, or None: the program runs locally.
 
     Returns:
-      The layout of the partition of k groups with the name of `partition`.
+      The layout of the partition of k groups.
     """
     return make_layout(replace(partition, size=index.shape[0]), mesh)
 
 
 def _index_on_devices(index, layout: Layout, fill: int):
-    """Divide an index over the devices, as an operand of `_run_on_devices`.
+    """Pad an index, and divide it over the devices, for `_run_on_devices`.
 
     Args:
-      index: The index, with an element for each group of the layout, a global value.
-      layout: The layout.
-      fill: The element for padded slots.
+      index: The index, int32, with an element for each group of the layout, a global
+        value.
+      layout: The layout: m devices with k slots (places for one group) each.
+      fill: The element for padded slots, which are the last ones.
 
     Returns:
-      `(index, spec)`: the padded index, with an element for each slot, and its
-        `PartitionSpec`; False in place of this if the layout is not sharded.
+      `(index, spec)`, two arguments of `_run_on_devices`. `index` is the padded index,
+      int32 `[k * m]`. `spec` is the `PartitionSpec` by which each device gets the
+      elements of its own slots; or False if the layout is not sharded: then the code of
+      each device gets the whole index.
     """
     index = _pad_index(index, layout, fill)
     if not layout.sharded:
@@ -315,17 +347,21 @@ def _index_on_devices(index, layout: Layout, fill: int):
 
 
 def _own_index(index, layout: Layout, of: Layout, first):
-    """The elements of a padded index that belong to the slots of a device.
+    """Return the elements of a padded index that belong to the slots of this device.
+
+    A slot is a place for one group. It is called in the code of one device.
 
     Args:
-      index: What a device gets of the index: these elements already; or, inside a
-        user's `shard_map`, the elements for all slots of the layout `of`.
+      index: The index that `_run_on_devices` passes to that code. If the layout `of` is
+        sharded, it has the elements of this device already, and is returned; inside a
+        user's `shard_map`, it has those of all slots, and the device's are cut out of
+        it.
       layout: The layout of which `first` is a group index.
-      of: The layout of the slots, on the same devices.
+      of: The layout of the slots that the index has elements for, on the same devices.
       first: The group index of the device's first slot in `layout`, int32 `[1]`.
 
     Returns:
-      int32 `[k]`, of the k slots of the device in `of`.
+      int32 `[k]`, for the k slots of the device in the layout `of`.
     """
     if of.sharded:
         return index
@@ -338,8 +374,11 @@ def _all_slices(layout: Layout, x):
     """Gather the slices of all devices' slots, `[k * m, *s]`, by an all-gather.
 
     Args:
-      layout: The layout: k slots on each of m devices.
+      layout: The layout: k slots (places for one group) on each of m devices.
       x: The slices of this device's slots, `[k, *s]`.
+
+    Returns:
+      The slices in the order of the groups, padding last, the same on all devices.
     """
     return lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True)
 
@@ -354,18 +393,22 @@ def _run_on_devices(
 ):
     """Run a function that moves one device's slices on all devices.
 
+    It runs in a `shard_map` over the partition's mesh axes; inside a user's `shard_map`
+    over these axes directly.
+
     Args:
-      layout: The layout of `x`: k slots on each device.
-      body: `body(x, index, first)`, from the device's slices `[k, *s]`, the index, if
-        there is one, and the group index of the device's first slot, int32 `[1]`, to a
-        list of its new slices.
+      layout: The layout of `x`: k slots (places for one group) on each device.
+      body: `body(x, first)`, or with an index `body(x, index, first)`: from the
+        device's slices `[k, *s]`, the index, and the group index of the device's first
+        slot, int32 `[1]`, to a list with the device's slices of the result.
       x: The partitioned value, `[n, *s]`.
-      index: The index, int32, or None.
-      spec: The `PartitionSpec` of the index; False: each device gets all of it.
+      index: The index that `body` takes, int32, or None.
+      spec: The `PartitionSpec` by which the index is divided over the devices; False:
+        each device gets all of it.
       result: The layout of the result; None: `layout`.
 
     Returns:
-      The partitioned value of all devices' new slices.
+      The result, a partitioned value, without padding.
     """
     args, specs = ([x], [True]) if index is None else ([x, index], [True, spec])
     return shard_map_over_devices(
@@ -374,12 +417,17 @@ def _run_on_devices(
 
 
 def _pad_index(index, layout: Layout, fill: int):
-    """Pad an index to one element for each slot of a layout's devices.
+    """Append elements to an index, so that it has one for each slot of a layout.
+
+    A slot is a place for one group on a device; the last slots may be padding.
 
     Args:
-      index: The index, with an element for each group.
-      layout: The layout.
+      index: The index, `[n]`, with an element for each group.
+      layout: The layout: n groups, m devices with k slots each.
       fill: The element for padded slots.
+
+    Returns:
+      The index, `[k * m]`, in its dtype.
     """
     extra = layout.num_slots - layout.partition.size
     return lax.pad(index, jnp.asarray(fill, index.dtype), [(0, extra, 0)])
@@ -403,11 +451,16 @@ def _abstract_put_add(x, index, *, partition, mesh):
 
 
 def _aval_with_groups(x, layout: Layout):
-    """The type of a partitioned value with the slices of `x`, for another partition.
+    """Return the type of a partitioned value with the slices of another, and n groups.
 
     Args:
-      x: The type of a partitioned value.
-      layout: The layout of the other partition.
+      x: The type of the other partitioned value, `[k, *s]`.
+      layout: The layout of the partition of n groups.
+
+    Returns:
+      The type `[n, *s]`; inside a user's `shard_map` over the partition's axes, with
+      the number of groups of a device instead of n. The rest is that of `x`, but it is
+      not weakly typed.
     """
     shape = (layout.group_axis_size, *x.shape[1:])
     return x.update(shape=shape, weak_type=False)
@@ -416,8 +469,16 @@ def _aval_with_groups(x, layout: Layout):
 def _batch_indexed(primitive) -> Callable:
     """Make the batching rule of `take_p` or `put_add_p`.
 
-    A batch of values with one index stays one equation. With a batch of indices, the
-    elements of the batch run one after the other.
+    If only the value is batched, the rule binds the primitive once, with the batch
+    dimension behind the group axis. If the index is batched, it binds the primitive for
+    one element of the batch after the other, in a `lax.map`.
+
+    Args:
+      primitive: `take_p` or `put_add_p`.
+
+    Returns:
+      `rule((x, index), dims, **params)`, which returns the result and its batch
+      dimension.
     """
 
     def rule(args, dims, **params):

@@ -21,14 +21,18 @@ from drjax._primitives.partition_index import partition_index_p
 
 
 def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
-    """Cast an index to int32; a number that has no place there becomes a bound.
+    """Cast an index to int32; a number of a wider dtype is clamped to bounds first.
 
     A cast alone drops the upper bits: of int64, 2**32 would become 0, in bounds.
 
     Args:
-      index: An array or tracer of any integer dtype.
-      low, high: The bounds, which int32 holds. Numbers of dtypes that fit int32 stay,
-        in bounds or not.
+      index: An array or tracer of any integer dtype. If int32 holds all numbers of the
+        dtype, it is cast only, and numbers out of bounds stay.
+      low: The lower bound, which int32 holds.
+      high: The upper bound, which int32 holds.
+
+    Returns:
+      An int32 array of the shape of `index`.
     """
     limits = jnp.iinfo(index.dtype)
     if limits.max > jnp.iinfo(jnp.int32).max:
@@ -39,11 +43,14 @@ def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
 
 
 def count_from_end(index, n):
-    """Replace negative group indices, which count from the end, by positive ones.
+    """Add n to negative group indices, which count from the end: -1 becomes n - 1.
 
     Args:
       index: The indices, an integer array of any shape.
       n: The number of groups: an integer, or an array of a shape like `index`.
+
+    Returns:
+      The array of indices. One below -n stays negative.
     """
     return jnp.where(jnp.asarray(index) < 0, index + n, index)
 
@@ -67,12 +74,16 @@ def index_pair(i, *, partition, mesh) -> tuple[Any, Any]:
 
 
 def select_slice(x, indices, map_one: Callable[..., Any], *, partition, mesh):
-    """Select the slice of one group of a partitioned value.
+    """Select the slice of one group of a partitioned value, as a global value.
+
+    A map replaces the slices of all other groups by zeros; a `reduce_sum` (of bools, a
+    `reduce_max`) adds them up.
 
     Args:
       x: The partitioned value, `[n, *s]`: of any dtype, random keys included.
       indices: A pair of partitioned values, int32 `[n]`, which `index_pair` returns:
-        the index of each group, and the index of the selected group.
+        the index of each group, and the index of the selected group. If no group has
+        the selected index, the result is zeros.
       map_one: `map_one(fn, *partitioned)` binds `map_fn` for `fn`, a function of one
         group from arrays to one array; it returns a partitioned value.
       partition: The `Partition`, of n groups.
