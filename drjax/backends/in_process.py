@@ -115,12 +115,14 @@ class InProcess:
 
 
 class _FinishedTask:
-    """The handle of a task; the constructor runs the task.
+    """The handle of a task that has ended: the constructor runs the task.
+
+    An exception of the task is caught and stored, for `InProcess.result` to raise.
 
     Args:
       file: The plan file.
-      task: The stage to run, and the block of groups.
-      shared: The global inputs of the stage, a list of numpy arrays.
+      task: The block of groups, and the stage to run on it.
+      shared: The global inputs of the stage, in order, a list of numpy arrays.
 
     Attributes:
       result: The `BlockResult` of the task; None if the task raised.

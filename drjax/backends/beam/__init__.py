@@ -114,15 +114,17 @@ class Pipelines(FileExchange):
     """An engine that runs each local stage of a plan as one Beam pipeline.
 
     Args:
-      workers: The number of worker processes, for the default block size.
-      flags: The options of the pipelines, as on a command line; the runner is one.
-      folder: The path of the folder that the driver and the workers share. Default: a
-        temporary one.
+      workers: The number of worker processes, from which the default block size
+        follows.
+      flags: The options of the pipelines, as on a command line; one of them names the
+        runner.
+      folder: The path of the folder in which the driver and the workers exchange files.
+        None: a temporary folder of this machine.
       in_thread: Whether a pipeline runs in a thread of this process; else it runs in a
         subprocess.
 
     Raises:
-      DrjaxValueError: `workers` is no integer from 1.
+      DrjaxValueError: `workers` is not an integer of at least 1.
     """
 
     def __init__(

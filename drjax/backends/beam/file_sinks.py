@@ -42,7 +42,7 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """The paths of all files that begin with `prefix`, without unfinished files.
+    """List the paths of all files that begin with `prefix`, without unfinished files.
 
     Args:
       prefix: The beginning of the paths: a folder, and the beginning of a file name.
