@@ -197,7 +197,7 @@ class _Messages:
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
 
     def present(self) -> set[int]:
-        """The ids of the nodes that are connected."""
+        """Return the ids of the nodes that are connected now."""
         return {*self._grid.get_node_ids()}
 
     def query(self, client: int) -> str | None:
@@ -213,7 +213,9 @@ class _Messages:
         return self.push({}, client, "query")
 
     def claim(self, number: str) -> Any:
-        """The group index in a client's answer to a query; None if there is none yet.
+        """Return the group index in a client's answer to a query; None without one.
+
+        It waits for a second at most.
 
         Args:
           number: The number of the query, Flower's message id.
@@ -256,7 +258,7 @@ class _Messages:
         return numbers[0] if numbers else None
 
     def pull(self, number: str) -> Any:
-        """The reply to a message; None if there is none yet.
+        """Return the reply to a message; None if there is none yet.
 
         Flower waits for hours for what a client announces and does not send. So a pull
         that takes longer than a second continues in its own thread, and delays no other

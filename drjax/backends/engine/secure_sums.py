@@ -50,15 +50,15 @@ _POLL = 0.1  # seconds between looks for replies
 
 
 def _levels(n: int) -> int:
-    """How many steps the range of one group's numbers has: n of them add up to 2^31.
+    """Return how many steps the range of one group's numbers has, a power of 2.
 
-    The modulus is 2^32, so that no sum of n groups is too large for it.
+    The modulus is 2^32, and n groups of so many steps add up to 2^31 at most.
     """
     return 2 ** (31 - max(1, math.ceil(math.log2(n))))
 
 
 def _limit(secure_range: float) -> float:
-    """The option `secure_range` as the protocol uses it: rounded up to a power of 2.
+    """Return the option `secure_range`, rounded up to a power of 2 for the protocol.
 
     Steps are then powers of 2, too, and integers in the range exact.
     """
@@ -66,7 +66,7 @@ def _limit(secure_range: float) -> float:
 
 
 def step(n: int, secure_range: float) -> float:
-    """The step to a multiple of which each number of a secure sum is rounded.
+    """Return the step to a multiple of which each number of a secure sum is rounded.
 
     Args:
       n: The number of groups of the plan.
@@ -111,7 +111,7 @@ def check_plan(plan: Plan, secure_range: float) -> None:
 
 
 def least_groups(partials: Sequence[Partial], clients: int) -> int:
-    """How many clients must send masked values, before their sum is revealed.
+    """Return how many clients must send masked values before their sum is revealed.
 
     It is the largest demand of the secure sums, and more than half of the clients, so
     that no two sets of clients can reveal different sums.
@@ -238,7 +238,7 @@ class Link(Protocol):
         ...
 
     def pull(self, number: str) -> Any:
-        """The reply to the message with this number; None if there is none yet.
+        """Return the reply to the message with this number; None if there is none yet.
 
         Raises `BadReply` if it cannot be read.
         """
@@ -330,7 +330,7 @@ def _check_enough(
       clients: The number of clients that began.
 
     Raises:
-      EngineError: They are too few.
+      EngineError: `left` is less than the number that is needed.
     """
     least, demand = least_groups(partials, clients), least_groups(partials, 0)
     if left < least:
@@ -407,7 +407,7 @@ class _Aggregation:
                 self._exchange(exchange)
 
     def collect(self) -> None:
-        """Run the stage at the clients, and collect their masked values."""
+        """Run the stage at the clients; collect their masked values and other results."""
         self._exchange("collect_masked_vectors_stage")
 
     def unmask(self, left: int) -> list[np.ndarray | None]:
@@ -461,16 +461,16 @@ class _Aggregation:
     # What Flower's workflow calls
 
     def _exchange(self, name: str) -> bool:
-        """Run an exchange of the workflow; False if too few clients are left."""
+        """Run an exchange of the workflow; return whether enough clients are left."""
         self._now = name
         return getattr(self._workflow, name)(self, self._context, self._state)
 
     def num_available(self) -> int:
-        """The number of clients, as the workflow's client manager."""
+        """Return the number of clients, as the workflow's client manager."""
         return len(self._clients)
 
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
-        """What each client is to train, as the workflow's strategy: nothing of its own.
+        """Return for each client what it is to train: nothing, as the workflow's strategy.
 
         All clients take part, and get no parameters: they get the request of the stage.
         """
@@ -480,7 +480,7 @@ class _Aggregation:
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
     def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
-        """Take the mean of the unmasked values, as the workflow's strategy."""
+        """Store the mean of the unmasked values as `_mean`, as the strategy."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}
@@ -541,7 +541,8 @@ class _Aggregation:
           An object like a Flower message, with validated fields only.
 
         Raises:
-          BadReply: It does not fit, or the group has failed.
+          BadReply: The reply does not fit the exchange or the plan, or the group has
+            failed.
         """
         if reply.has_error():
             raise BadReply(f"{reply.error.reason} (code {reply.error.code})")
@@ -589,7 +590,7 @@ class _Aggregation:
         return result
 
     def _nothing(self) -> Any:
-        """The records of a Flower `FitRes` without parameters, for the workflow."""
+        """Make the records of a Flower `FitRes` without parameters."""
         common = needed("flwr.common", "flower", "Flower")
         compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
         status = common.Status(common.Code.OK, "")

@@ -108,7 +108,7 @@ def partials_of(file: File) -> list[list[Partial]]:
 
 
 def failure(group: int, why: str) -> BlockResult:
-    """A `BlockResult` for a block of one group, which has failed.
+    """Make a `BlockResult` for a block of one group, which has failed.
 
     Args:
       group: The group index.
@@ -148,7 +148,18 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """Check and parse a reply: `validate_reply`, of the same arguments and result.
+    """Check the reply of an untrusted worker for one group, and parse it.
+
+    Args:
+      data: The reply, of any type; bytes of `wire_format.result_to_bytes` are expected.
+      group: The index of the group that the worker was asked for.
+      partials: The planned partial reductions of the stage.
+      check_nans: Whether a reply with a NaN is refused, or one with an infinity that is
+        not the identity of its reduction.
+
+    Returns:
+      The group's `BlockResult`: its partial reductions and no slices; or only the
+      reason, if the worker reports that the group has failed.
 
     Raises:
       BadReply: The reply does not fit the plan or the request.
@@ -220,7 +231,7 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object of its `(name, value)` pairs: a hook of `json.loads`.
+    """Make a dict of a JSON object's `(name, value)` pairs: a hook of `json.loads`.
 
     Raises:
       ValueError: A name occurs twice.
@@ -232,9 +243,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    """Refuse NaN and Infinity, which JSON does not have: a hook of `json.loads`.
+    """Refuse a constant that JSON does not have: a hook of `json.loads`.
 
-    `text` is the constant.
+    Args:
+      text: The constant, `NaN`, `Infinity` or `-Infinity`.
 
     Raises:
       ValueError: Always.
@@ -243,7 +255,7 @@ def _no_constant(text: str) -> Any:
 
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
-    """The values of a JSON object that must have exactly some names.
+    """Return the values of a JSON object that must have exactly some names.
 
     Args:
       x: JSON data of any type, parsed.
@@ -337,7 +349,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
     """Check that a group's partial reductions are finite, or the reduction's identity.
 
     The identity of a maximum is -inf: the partial reduction of a group without entries.
-    Integers pass.
+    Integers pass; a state of a fold may have infinities, but no NaN.
 
     Args:
       partials: The planned partial reductions.
@@ -360,7 +372,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
 
 
 def content_of(reply: Any, record: str, name: str) -> Any:
-    """A field of a client's reply, as the client sent it, not validated.
+    """Return a field of a client's reply, as the client sent it, not validated.
 
     Args:
       reply: The reply, a Flower `Message`.
@@ -378,7 +390,7 @@ def content_of(reply: Any, record: str, name: str) -> Any:
 
 
 def readable(text: Any) -> str:
-    """Text of an untrusted worker as one printable line, for logs and errors.
+    """Return text of an untrusted worker as one printable line, for logs and errors.
 
     At most 2000 characters of `str(text)` are used, with a remark if there were more;
     characters that cannot be printed are escaped.

@@ -293,7 +293,7 @@ class CompiledStage:
         return [next(slices_ if v.partitioned else shared_) for v in inputs]
 
     def has_nan(self, outs: list, block: Block) -> bool:
-        """Return whether outputs of a block have a NaN, except in masked groups' slices.
+        """Return whether outputs of a block have a NaN, except for masked groups.
 
         Args:
           outs: What `run_batch` returned for the block: a list of `partials` arrays
