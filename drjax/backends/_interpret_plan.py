@@ -198,9 +198,12 @@ def reads_after_server(a_round: Round) -> Iterator[Value]:
     """Iterate over the values that a round reads after its server stage has run.
 
     They are read by its scatters, local stage, reductions, folds, moves and loops, and
-    are yielded in this order; a value that is read twice comes twice. The liveness of
-    values is computed from them. The inputs of the server stage itself are not among
+    are yielded in this order; a value that is read twice comes twice. The inputs of the
+    server stage itself are not among them. The liveness of values is computed from
     them.
+
+    Args:
+      a_round: The round.
     """
     yield from (whole for whole, _ in a_round.scatter)
     yield from a_round.local.inputs

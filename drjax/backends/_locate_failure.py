@@ -87,7 +87,11 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
 
 
 def has_nan(x: Any) -> bool:
-    """Whether an array has a NaN; False for dtypes without NaN, as integers or keys."""
+    """Return whether an array has a NaN; False for dtypes without NaN, as integers.
+
+    Args:
+      x: The array, of JAX or numpy; of random keys the result is False, too.
+    """
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 

@@ -81,10 +81,11 @@ def compile(
         where c is the number of groups n by its logarithm, `ceil(log2(n))`. The sum is
         off by less than n such steps; integers are exact if the step is not above 1.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
-        slices stay in the context of their client and are in no message. In the first
-        call pass `Clients()` as that argument too: each client then begins with zeros,
-        or with what `initial` of its `client` returns.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each, whose slices stay in the context of their client and
+        are in no message. In the first call pass `Clients()` as that argument too: each
+        client then begins with zeros, or with what `initial` of its `client` returns.
       **options: See `drjax.backends.EngineOptions`: `on_error`, `min_groups`,
         `check_nans` (here also for infinities, unless they cannot decide a maximum or
         minimum), `timeout` of a client in seconds, `retries` of one that took longer,

@@ -444,7 +444,8 @@ def as_array(x: Any) -> Any:
     """Convert a leaf of an argument to an array in a dtype that JAX has.
 
     Args:
-      x: An array, an `Unread`, or anything that `jax.numpy.asarray` converts.
+      x: An array, anything that `jax.numpy.asarray` converts, or an `Unread`, which
+        stands for slices that are not in this process.
 
     Returns:
       `x` itself if it is an `Unread`. For numpy arrays and scalars a numpy array, cast
@@ -468,9 +469,10 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
       kwargs: The keyword arguments of the call; some may be `Groups`.
 
     Returns:
-      For each input of the plan a numpy array, random keys as key data; of a
-      partitioned input `[n, ...]`, with the slices along axis 0. A `Lazy` for each leaf
-      of a `Groups`.
+      A list: for each input of the plan a numpy array, random keys as key data; of a
+      partitioned input `[n, ...]`, with the slices along axis 0. For each leaf of a
+      `Groups` a `Lazy`, which reads its slices later; other `Unread` values as they
+      are.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: The arguments do not fit the plan.

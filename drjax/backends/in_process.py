@@ -35,7 +35,9 @@ def compile(
       workers: The number of workers for which the default block size is chosen. All
         blocks run in this process, one after another.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each.
       **options: See `EngineOptions`. `timeout` interrupts no block.
 
     Returns:

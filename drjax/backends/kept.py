@@ -115,7 +115,7 @@ class Kept:
         self._leaves = None
 
     def belongs_to(self, keep: "Keep") -> bool:
-        """Whether the `compile` of this `Keep` has returned the handle."""
+        """Return whether the `compile` of the `Keep` `keep` has returned this handle."""
         return self._keep is keep
 
     @property
@@ -145,11 +145,11 @@ class Keep:
         what the planned function returns, or a tuple of these, a path; `()` is all of
         it. An argument is a position, or the name of a keyword argument, or a path that
         begins so. Both are pytrees of the same structure, of partitioned values of the
-        same types.
+        same types. Indices and positions count from 0.
 
     Attributes:
       plan: The plan.
-      pairs: A `KeptPair` for each.
+      pairs: A list with a `KeptPair` for each item of `keep`, in its order.
 
     Raises:
       DrjaxTypeError: `keep` is no dict.
@@ -356,6 +356,9 @@ def _text(path: tuple) -> str:
 
 def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the children of a pytree's root with their keys, and its structure.
+
+    Args:
+      tree: The pytree.
 
     Returns:
       `(pairs, structure)`. `pairs` is a list of pairs of a key, as in the key paths of

@@ -67,8 +67,10 @@ def compile(
       ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
         `resources`, `runtime_env`, ... Default: one CPU each.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
-        slices stay in Ray's object store, where workers read them.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each, whose slices stay in Ray's object store, where
+        workers read them.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
 

@@ -59,7 +59,9 @@ def compile(
       check_nans: Whether to raise `GroupError` if an output of a group's stage has a
         NaN.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each.
 
     Returns:
       A function with the signature of the planned one.

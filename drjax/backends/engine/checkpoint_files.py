@@ -305,7 +305,7 @@ def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    """Return the bytes of an array of any dtype, in C order, as a `memoryview`.
+    """Return the bytes of an array `x` of any dtype, in C order, as a `memoryview`.
 
     The array is copied only if it is not contiguous.
     """

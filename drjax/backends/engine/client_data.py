@@ -278,7 +278,8 @@ class SecureAnswer:
       block: The group, with the mask that says whether it has failed.
       result: Its `BlockResult`, without the secure sums.
       slices: The group's slices of the secure sums, in order: to be masked.
-      min_groups: The largest demand of the secure sums.
+      min_groups: The least number of groups that must be summed before a sum is
+        revealed: the largest `Reduce.secure` of these sums.
     """
 
     block: Block

@@ -54,11 +54,11 @@ class Files(Protocol):
     def read(self, path: str) -> bytes: ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file whole or not at all; a file of that name is replaced."""
+        """Write `data` to the file `path`, whole or not at all; replace an old file."""
         ...
 
     def listed(self, prefix: str) -> list[str]:
-        """The paths of all finished files whose paths begin with `prefix`."""
+        """List the paths of all finished files whose paths begin with `prefix`."""
         ...
 
     def remove(self, folder: str) -> None: ...

@@ -160,9 +160,12 @@ def _locked_file(path: Path) -> int | None:
 
 
 def _open_or_create(path: Path) -> tuple[int, bool]:
-    """Open a file, or create it if it does not exist.
+    """Open a file for reading and writing, or create it if it does not exist.
 
     It is not truncated before it is locked: its text names the holder, for the error.
+
+    Args:
+      path: The path of the file.
 
     Returns:
       `(file descriptor, whether this call has created the file)`.

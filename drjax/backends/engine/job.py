@@ -112,7 +112,7 @@ class Job:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Job":
-        """Deserialize a job from bytes that `to_bytes` returned; its `stay` is ()."""
+        """Make a job from `data`, bytes that `to_bytes` returned; its `stay` is ()."""
         header, (plan, *shared) = wire_format.from_bytes(data)
         file = File(
             plan.tobytes(),

@@ -41,7 +41,13 @@ class KeptFiles:
         self._slices: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def new_folder(self, parent: str) -> str:
-        """Make a folder for the slices of one run of a stage, and return its path."""
+        """Make a folder for the slices of one run of a stage, and return its path.
+
+        The folder is recorded, for `remove`.
+
+        Args:
+          parent: The path of the folder in which it is made.
+        """
         folder = f"{parent}/kept-{uuid.uuid4().hex}"
         self._files.make(folder)
         self._folders.add(folder)
@@ -55,7 +61,11 @@ class KeptFiles:
         self._slices.add(slices)
 
     def read(self, path: str) -> Sequence[np.ndarray]:
-        """Read the slices of one block from its file: a list of arrays `[c, ...]`."""
+        """Read the slices of one block from its file, a list of arrays `[c, ...]`.
+
+        Args:
+          path: The path of the file, from `path_of`.
+        """
         return read(self._files, path)
 
     def remove(self, unused_only: bool = True) -> None:

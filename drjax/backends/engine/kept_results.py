@@ -148,7 +148,7 @@ class KeptResults:
         return [x.slices if isinstance(x, HostSlices) else x for x in inputs]
 
     def _check_workers_live(self, x: WorkerSlices) -> None:
-        """Raise `EngineError` if the workers that had these slices have ended."""
+        """Raise `EngineError` if the workers that had the slices of `x` have ended."""
         if x.generation != self._engine.generation:
             raise EngineError(
                 f"The workers that had the slices of {x.value.name} have ended, by "

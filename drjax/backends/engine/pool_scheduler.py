@@ -323,7 +323,7 @@ class _InFlight:
         return len(self._states)
 
     def free(self) -> bool:
-        """Whether another block may be sent now: fewer than `limit` are in flight."""
+        """Return whether another block may be sent: fewer than `limit` are in flight."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:

@@ -112,7 +112,8 @@ class Pool(Protocol):
     Attributes:
       workers: How many workers there are, int.
       stays: Of which outputs of stages the workers have the slices between stages,
-        text: `"all"`, `"kept"` or `""`, as `Engine.stays`.
+        text: `"all"` that are read later; `"kept"`, results that stay for the next
+        call; or `""`, none.
       generation: An int that grows whenever all workers are started again, and objects
         that were shared with the former ones are gone.
     """

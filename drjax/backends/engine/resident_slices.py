@@ -135,7 +135,10 @@ class ResidentSlices:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether two arrays have equal shapes, dtypes and bits, also of NaN."""
+    """Return whether arrays `a` and `b` have equal shapes, dtypes and bits.
+
+    NaNs with equal bits are the same; 0.0 and -0.0 are not.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # As unsigned integers: NaN equals itself, and dtypes unknown to numpy compare.

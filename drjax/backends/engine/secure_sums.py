@@ -128,7 +128,7 @@ def least_groups(partials: Sequence[Partial], clients: int) -> int:
 
 
 def is_step(message: Any) -> bool:
-    """Whether a Flower message that a client received is one of the protocol."""
+    """Return whether a Flower message that a client received is one of the protocol."""
     return secure_replies.configs_key() in message.content.config_records
 
 
@@ -158,7 +158,7 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
 class _Failed(Exception):
     """Raised if a client's group failed, so that nothing of it is masked.
 
-    `done` is the reply that says why, as bytes of `wire_format.result_to_bytes`.
+    `done` is the reply with the reason, as bytes of `wire_format.result_to_bytes`.
     """
 
     def __init__(self, done: bytes):
@@ -407,7 +407,7 @@ class _Aggregation:
                 self._exchange(exchange)
 
     def collect(self) -> None:
-        """Run the stage at the clients; collect their masked values and other results."""
+        """Run the stage at the clients; collect masked values and other reductions."""
         self._exchange("collect_masked_vectors_stage")
 
     def unmask(self, left: int) -> list[np.ndarray | None]:
@@ -461,7 +461,7 @@ class _Aggregation:
     # What Flower's workflow calls
 
     def _exchange(self, name: str) -> bool:
-        """Run an exchange of the workflow; return whether enough clients are left."""
+        """Run the workflow's method `name`; return whether enough clients are left."""
         self._now = name
         return getattr(self._workflow, name)(self, self._context, self._state)
 
@@ -470,7 +470,7 @@ class _Aggregation:
         return len(self._clients)
 
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
-        """Return for each client what it is to train: nothing, as the workflow's strategy.
+        """Return what each client is to train, as the workflow's strategy: nothing.
 
         All clients take part, and get no parameters: they get the request of the stage.
         """
@@ -480,7 +480,7 @@ class _Aggregation:
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
     def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
-        """Store the mean of the unmasked values as `_mean`, as the strategy."""
+        """Store the mean of unmasked values, in `pairs`, as the workflow's strategy."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}

@@ -45,7 +45,7 @@ def make() -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder that `make` returned, with all files in it.
+    """Remove the folder `path`, which `make` returned, with all files in it.
 
     After the last folder, SIGTERM has its default handler again.
     """

@@ -40,13 +40,13 @@ class Partial:
     """An array that the reply for one group must hold, mostly a partial reduction.
 
     Attributes:
-      op: The reduction, text: sum, mean, max, min or fold. Empty for the two
-        arrays that are no partial reductions: the group index and the mask.
+      op: The reduction, text: sum, mean, max, min or fold. Empty for the two arrays
+        that are no partial reductions: the group index and the mask.
       name: What errors call the array, text: of a partial reduction the name of the
         partitioned value that is reduced.
       shape: The planned shape, a tuple of ints.
       dtype: The planned dtype.
-      secure: The `Reduce.secure` of the reduction.
+      secure: Of a secure sum the least number of groups to sum, int; 0 if it is none.
     """
 
     op: str
@@ -72,9 +72,13 @@ _PLACE = Partial(FOLD, "its place in a fold", (1,), np.dtype(np.int32))
 def partials_of(file: File) -> list[list[Partial]]:
     """Read from a plan file which partial reductions each local stage returns.
 
+    Args:
+      file: The plan file.
+
     Returns:
       For each round, loops included, in the order of `rounds_of`: a list of `Partial`,
-      one for each of its reductions but gathers.
+      one for each of its reductions but gathers. If it has folds, one for the group
+      index follows, and then one for each leaf of the states, `[1, *s]`.
     """
     with jax.enable_x64(file.x64):
         # Without `file.custom_calls`, as clients allow none of them: the server refuses

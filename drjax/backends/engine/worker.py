@@ -381,7 +381,7 @@ def _failures(
 
 
 def _has_nan(x: np.ndarray) -> bool:
-    """Whether an array has a NaN; False if its dtype has none, as integers."""
+    """Return whether the array `x` has a NaN; False if its dtype has none."""
     # Not numpy's `issubdtype`, to which bfloat16 is not inexact.
     return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 

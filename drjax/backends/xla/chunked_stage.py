@@ -429,7 +429,7 @@ def _empty_accumulators(
 
 
 def sum_dtype(reduce: Reduce):
-    """Return the dtype in which a device accumulates a reduction.
+    """Return the dtype in which a device accumulates the reduction `reduce`.
 
     It is float32 for sums and means of 16-bit floats, else the dtype of the values.
     """

@@ -53,9 +53,10 @@ def compile(
         what the devices have left.
       mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each. It is
-        compiled already, and donates these arguments, also arrays that the first call
-        gets for them: the results take their buffers.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each. It is compiled already, and donates these arguments,
+        also arrays that the first call gets for them: the results take their buffers.
 
     Returns:
       A function with the signature of the planned one; with `keep`, it has a method

@@ -159,5 +159,13 @@ def _interleave(some: Sequence[Any], others: Sequence[Any], indices: list[int]) 
 
 
 def _copies(_: Any, arrays: Sequence[Any]) -> list:
-    """Copy the arrays of a kept result for `Kept.fetch`: the next call donates them."""
+    """Copy the arrays of a kept result, for `Kept.fetch`: the next call donates them.
+
+    Args:
+      _: The kept pair, not used.
+      arrays: The arrays of the result's leaves.
+
+    Returns:
+      The list of the copies.
+    """
     return [jnp.array(x, copy=True) for x in arrays]
