@@ -115,7 +115,7 @@ class Kept:
         self._leaves = None
 
     def belongs_to(self, keep: "Keep") -> bool:
-        """Return whether the `compile` of the `Keep` `keep` has returned this handle."""
+        """Return whether the `compile` that made `keep` has returned this handle."""
         return self._keep is keep
 
     @property

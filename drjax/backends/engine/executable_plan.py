@@ -69,6 +69,9 @@ class ExecutablePlan:
         Args:
           file: The plan file. Its stages may make the custom calls that
             `file.custom_calls` names.
+
+        Returns:
+          A new `ExecutablePlan`, which can run the server stages in this process.
         """
         path = Path(f"{file.key[:12]}.drjax")  # for errors
         # Without x64 the loader refuses a file that has 64-bit values.
@@ -137,10 +140,12 @@ class ExecutablePlan:
 
         Args:
           stage: The stage.
-          args: Its inputs, in order: arrays, random keys as raw data.
+          args: Its inputs, in order: arrays, random keys as raw data. Those of the
+            function of a fold are what it closes over, the leaves of the left state,
+            and of the right one.
 
         Returns:
-          The list of its outputs, arrays.
+          The list of its outputs, JAX arrays.
         """
         if id(stage) not in self._compiled:
             self._compiled[id(stage)] = jax.jit(

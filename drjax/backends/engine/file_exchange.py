@@ -91,7 +91,8 @@ class StageRun:
       files: The file system that the driver and all workers see, a `Files`.
       folder: The path of the run's folder in it.
       ops: For each reduction of the round but gathers its operation: sum, mean, max or
-        min.
+        min; then, if there are folds, `fold` for the index of a block's first group and
+        for each leaf of its states.
       starts: The groups are divided into ranges, one for a worker at a time: the index
         of the first group of each range.
       lazy: For each partitioned input of the stage, in order, a `Lazy` that workers can
@@ -159,9 +160,9 @@ class StageRun:
         """Write the partial reductions over all groups to a file in the run's folder.
 
         Args:
-          totals: For each reduction of the round but gathers the partial reduction over
-            all groups, then the number of groups that took part, as an array. Each is
-            None if no group took part.
+          totals: For each of `ops` the partial reduction over all groups, for a fold
+            the stack of all blocks' arrays; then the number of groups that took part,
+            as an array. Each is None if no group took part.
         """
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
@@ -174,9 +175,9 @@ class StageRun:
         """Read the partial reductions over all groups from the file that workers wrote.
 
         Returns:
-          For each reduction of the round but gathers the partial reduction over all
-          groups, then the number of groups that took part, as an array. Each is None if
-          no group took part.
+          For each of `ops` the partial reduction over all groups, for a fold the stack
+          of all blocks' arrays; then the number of groups that took part, as an array.
+          Each is None if no group took part.
         """
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")

@@ -242,6 +242,9 @@ def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
 def refuse_other_partitions(plan: Plan) -> None:
     """Refuse a plan with programs over another partition, whose groups no worker has.
 
+    Args:
+      plan: The plan.
+
     Raises:
       DrjaxValueError: The plan, or a loop in it, has such a program.
     """
@@ -257,6 +260,9 @@ def refuse_other_partitions(plan: Plan) -> None:
 
 def refuse_secure_sums(plan: Plan) -> None:
     """Refuse a plan with a secure sum, for an engine whose processes see slices.
+
+    Args:
+      plan: The plan.
 
     Raises:
       DrjaxValueError: The plan, or a loop in it, has a secure sum.

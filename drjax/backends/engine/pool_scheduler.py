@@ -104,7 +104,8 @@ def results(pool: Pool, call: StageCall) -> Results:
       call: The run of the stage.
 
     Yields:
-      Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+      Pairs of a `Block` (groups that run at once) and its `BlockResult` (their partial
+      reductions and slices, and which groups failed), in the order of the groups.
 
     Raises:
       Exception: The stage failed, and no single group causes it; as `Pool.result` does.
@@ -136,7 +137,9 @@ class _Scheduler:
         released.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
+          partial reductions and slices, and which groups failed), in the order of the
+          groups.
         """
         call = self.call
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
@@ -155,7 +158,9 @@ class _Scheduler:
             read.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
+          partial reductions and slices, and which groups failed), in the order of the
+          groups.
         """
         unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
         while more or ordered.waiting:
@@ -216,16 +221,16 @@ class _Scheduler:
         """Decide what is next for a late block: search its slow group, retry, or fail.
 
         A search runs the groups one by one. A group that takes too long in it has
-        failed, and is masked in the block.
+        failed: it is added to the state's `failed`, and masked in its block.
 
         Args:
-          state: The block; a search of it may be under way.
+          state: The block, which may be changed; a search of it may be under way.
           group: The index of the group that took too long; None if it is not known.
 
         Yields:
-          Nothing if the block is to be sent again: it goes to the queue. Else one pair
-          of the block's state and its `BlockResult`, or None if it is to be split into
-          halves.
+          Nothing if the block is to be sent again: it goes to the queue of blocks to
+          send. Else one pair of the block's state and its `BlockResult`, or None
+          instead of the result if the block is to be split into halves.
         """
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
@@ -257,13 +262,13 @@ class _Scheduler:
         failed.
 
         Args:
-          state: The block.
+          state: The block; its `retries_left` may be reduced.
           why: Why the worker is gone, text.
 
         Yields:
-          Nothing if the block is to be sent again: it goes to the queue. Else one pair
-          of the block's state and its `BlockResult`, or None if it is to be split into
-          halves.
+          Nothing if the block is to be sent again: it goes to the queue of blocks to
+          send. Else one pair of the block's state and its `BlockResult`, or None
+          instead of the result if the block is to be split into halves.
         """
         groups = state.block.groups[state.block.valid]
         self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
@@ -323,7 +328,7 @@ class _InFlight:
         return len(self._states)
 
     def free(self) -> bool:
-        """Return whether another block may be sent: fewer than `limit` are in flight."""
+        """Return whether another block may be sent: `limit` is not reached."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:
@@ -468,7 +473,8 @@ class _OrderedResults:
         """Remove and yield the results that no earlier block holds up.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+          Pairs of a `Block` and its `BlockResult`, in the order of the groups, until
+          the first block in `waiting` has no result yet.
         """
         while self.waiting and self.waiting[0] in self._results:
             yield self._results.pop(self.waiting.pop(0))

@@ -83,9 +83,10 @@ class Engine(Protocol):
           call: The run of the stage.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, until each group was in one. An
-          engine that combines partial reductions itself yields these last, as the
-          result of an empty block; its results before that have none.
+          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
+          partial reductions and slices, and which groups failed), until each group was
+          in one. An engine that combines partial reductions itself yields these last,
+          as the result of an empty block; its results before that have none.
 
         Raises:
           Exception: The stage failed, and no single group causes it.
@@ -175,15 +176,18 @@ class Pool(Protocol):
     def abandon(self, handle: Any) -> None:
         """Give up a task: end the worker that has it, and start another.
 
-        `handle` is what `submit` returned; it is not used again.
+        Args:
+          handle: What `submit` returned for the task; it is not used again.
         """
         ...
 
     def forget(self, handle: Any) -> None:
         """Release a task whose result is not needed.
 
-        The worker stays, and may finish the task; `abandon` replaces it. `handle` is
-        what `submit` returned; it is not used again.
+        The worker stays, and may finish the task; `abandon` replaces it.
+
+        Args:
+          handle: What `submit` returned for the task; it is not used again.
         """
         ...
 

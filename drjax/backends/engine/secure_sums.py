@@ -174,7 +174,7 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
       load: Returns the group's own data, a pytree of arrays.
 
     Returns:
-      The Flower message with the secure slices as one vector, which the mod takes out,
+      A Flower message with the secure slices as one vector, which the mod masks,
       and the other partial reductions.
 
     Raises:
@@ -230,10 +230,10 @@ class Link(Protocol):
     """
 
     def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
-        """Send a message with the fields `content` to the function `kind` of a node.
+        """Send a message with the fields `content` to a node; return its number.
 
-        `records` are further records of it, Flower's, by name. Returns its number; None
-        if it cannot be sent.
+        `kind` is the function of its `ClientApp`, "query" or "train", and `records` are
+        further records of Flower, by name. None is returned if it cannot be sent.
         """
         ...
 
@@ -356,7 +356,7 @@ class _Aggregation:
       least: How many clients must be left, to the end.
 
     Attributes:
-      lost: For each node that was lost the reason.
+      lost: A dict from the id of a node that was lost to the reason.
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class _Aggregation:
                 self._exchange(exchange)
 
     def collect(self) -> None:
-        """Run the stage at the clients; collect masked values and other reductions."""
+        """Run the stage at the clients; collect masked values and other results."""
         self._exchange("collect_masked_vectors_stage")
 
     def unmask(self, left: int) -> list[np.ndarray | None]:

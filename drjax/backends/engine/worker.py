@@ -48,8 +48,9 @@ class LoadedPlan:
       file: The plan file, a `File`.
 
     Attributes:
-      demands: For each stage a list with the `Reduce.secure` of each of its partial
-        reductions: the least number of groups to sum, 0 if it is not secure.
+      demands: For each local stage, in the order of `rounds_of`, a list with one int
+        for each array of `BlockResult.partials`: the least number of groups to sum,
+        `Reduce.secure`; 0 if it is not secure, or belongs to a fold.
     """
 
     def __init__(self, file: File):
@@ -214,8 +215,8 @@ class CompiledStage:
         It takes `(mask, groups, *inputs)`: which groups count in reductions, bool
         `[b]`; the group indices, int32 `[b]`; and the inputs of the stage, in order:
         slices `[b, ...]` of a partitioned one, the value of a global one. It returns
-        the partial reductions, then the slices `[b, ...]` of each output that is read
-        later.
+        the partial reductions, then the leaves of the block's states for folds, `[*s]`,
+        then the slices `[b, ...]` of each output that is read later.
         """
         return self._compiled(batched_of(self.stage))
 
