@@ -128,12 +128,12 @@ def least_groups(partials: Sequence[Partial], clients: int) -> int:
 
 
 def is_step(message: Any) -> bool:
-    """Return whether a Flower message that a client received is one of the protocol."""
+    """Return whether a Flower message to a client is of the SecAgg+ protocol."""
     return secure_replies.configs_key() in message.content.config_records
 
 
 def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
-    """Answer a message of the protocol, at a client.
+    """Answer a message of the SecAgg+ protocol of secure sums, at a client.
 
     Args:
       message: The Flower message.
@@ -144,7 +144,7 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
       The reply, a Flower message.
 
     Raises:
-      ValueError: The server demands too few groups, or a step out of turn.
+      ValueError: The server demands too few groups, or its messages are out of order.
     """
     mod = needed("flwr.client.mod", "flower", "Flower").secaggplus_mod
     flwr = needed("flwr.app", "flower", "Flower")
@@ -276,7 +276,7 @@ def results(
     Args:
       call: The run of the stage.
       link: The link to the clients.
-      nodes: The assignment of groups to nodes.
+      nodes: Which client process, a node of Flower, has which group.
       partials: The planned partial reductions of the stage.
       secure_range: The largest magnitude of a number of one group.
 
@@ -343,9 +343,9 @@ def _check_enough(
 
 
 class _Aggregation:
-    """One run of the protocol, with Flower's workflow: four exchanges of messages.
+    """One run of the SecAgg+ protocol by Flower's workflow: four exchanges.
 
-    It is also what the workflow takes for its grid, strategy and client manager.
+    The workflow calls it: it has methods of a grid, a strategy and a client manager.
 
     Args:
       link: The link to the clients.
@@ -472,7 +472,8 @@ class _Aggregation:
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
         """Return what each client is to train, as the workflow's strategy: nothing.
 
-        All clients take part, and get no parameters: they get the request of the stage.
+        All clients take part; what they get is the request of the stage. `unused` are
+        the workflow's arguments, ignored.
         """
         common = needed("flwr.common", "flower", "Flower")
         nothing = common.Parameters([], "numpy.ndarray")
