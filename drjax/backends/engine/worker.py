@@ -408,7 +408,7 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
       shared: The global inputs of the stage, in order.
 
     Returns:
-      The `BlockResult`: the block's partial reductions, the slices `[c, ...]` of outputs
+      The `BlockResult`: the block's partial reductions, slices `[c, ...]` of outputs
       that are read later, and why groups failed. It is empty, with `pid` 0, if the
       driver has called `skip` for the task.
 
