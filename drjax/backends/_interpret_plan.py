@@ -26,9 +26,12 @@ from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 class Environment:
     """The arrays of one run of a plan: a mapping from `drjax.plan.Value` to array.
 
+    Values are looked up by their name.
+
     Attributes:
-      arrays: The arrays by the name of their value. Each backend has its own kind: JAX
-        or numpy arrays, tracers, or objects that read an array later.
+      arrays: A dict from the name of a value to its array. Each backend has its own
+        kind of arrays: JAX or numpy arrays, tracers, or objects that read an array
+        later.
     """
 
     def __init__(self) -> None:
@@ -44,19 +47,28 @@ class Environment:
         self.arrays[value.name] = array
 
     def read(self, values: Iterable[Value]) -> list:
-        """The arrays of these values, in the order of the values."""
+        """Return the arrays of these values as a list, in the order of the values.
+
+        Raises:
+          KeyError: A value has no array.
+        """
         return [self[value] for value in values]
 
     def write(self, values: Iterable[Value], arrays: Iterable) -> None:
-        """Set the arrays of these values, in the order of the values."""
+        """Set the arrays of these values, given in the order of the values.
+
+        Arrays that the values had before are replaced.
+        """
         for value, array in zip(values, arrays, strict=True):
             self[value] = array
 
     def updated(self, arrays: dict[str, Any]) -> "Environment":
-        """A copy of the environment with other arrays for some values.
+        """Return a copy of the environment with other arrays for some values.
+
+        This environment is not changed.
 
         Args:
-          arrays: These arrays, by the names of the values.
+          arrays: A dict from the names of these values to their new arrays.
         """
         copy = Environment()
         copy.arrays = self.arrays | arrays
@@ -100,57 +112,81 @@ class PlanInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Run a server stage: read its inputs from `env`, write its outputs to it."""
+        """Run a server stage: read its inputs from `env`, write its outputs to `env`.
+
+        Args:
+          stage: The server stage.
+          env: The arrays of all values that were computed so far; it is changed.
+        """
 
     @abc.abstractmethod
     def scatter(self, slices: Value, whole: Any) -> Any:
-        """Scatter a global array: convert it to the array of the partitioned value.
+        """Convert a global array to this backend's array of a partitioned value.
+
+        Group i gets slice i.
 
         Args:
-          slices: The partitioned value.
-          whole: The global array `[..., n, ...]`, whose slices lie along `slices.axis`.
+          slices: The partitioned value that the scatter gives.
+          whole: The array of the global value, `[..., n, ...]`, whose n slices lie
+            along axis `slices.axis`.
 
         Returns:
-          The array of `slices`, with the slices along the axis that the backend uses.
+          The array of `slices`, with the n slices along the axis along which this
+          backend has the groups: axis 0, or `slices.axis`.
         """
 
     @abc.abstractmethod
     def run_groups(self, index: int, env: Environment) -> None:
-        """Run the local stage of a round for all groups, its reductions and folds.
+        """Run the local stage of a round for all groups, and its reductions and folds.
 
-        It reads the inputs of the stage from `env`, and writes to `env` the results of
-        the reductions and folds, and those outputs of the stage that are read later as
-        slices.
+        It reads the inputs of the stage from `env`. It writes to `env` the results of
+        the reductions and folds, and the slices of those outputs of the stage that are
+        read after it.
 
         Args:
-          index: The index of the round in the plan, from 0.
-          env: The arrays so far.
+          index: The index of the round in `plan.rounds`, from 0.
+          env: The arrays of all values that were computed so far; it is changed.
         """
 
     @abc.abstractmethod
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
-        """Move slices between groups.
+        """Move slices between groups by a permute, a take or a put_add.
+
+        A permute has `result[i] = slices[move.sources[i]]`, and a take
+        `result[i] = slices[index[i]]`. A put_add starts from zeros, and for each i adds
+        `slices[i]` to `result[index[i]]`.
+
+        Here `x[i]` is slice i of x, along the axis that the backend has for groups. A
+        take clamps indices that are out of bounds, and a put_add drops their slices.
 
         Args:
           move: The move.
-          slices: The array of `move.source`.
-          index: The array of `move.index`; None if it has none.
+          slices: The array of `move.source`, with the slices of all groups; or, if the
+            source is a population, a global value `[N, *s]` with its N slices along
+            axis 0.
+          index: The array of `move.index`, int32 with one index for each slice of the
+            result of a take, or for each slice of the source of a put_add. None for a
+            permute.
 
         Returns:
-          The array of `move.result`, with the slices along the same axis as `slices`.
+          The array of `move.result`: with the slices along the same axis as those of
+          other partitioned values of the backend; or, for a population, along axis 0.
         """
 
     @abc.abstractmethod
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
-        """Run a loop of a round: a scan, while or cond whose bodies are plans.
+        """Run a loop of a round, whose bodies are plans.
+
+        It may be a scan, a while loop, a cond, or a single run of a plan over another
+        partition (`loop.op == "program"`).
 
         Args:
-          index: The index of the loop's round in the plan, from 0.
+          index: The index of the loop's round in `plan.rounds`, from 0.
           loop: The loop.
           inputs: The arrays of `loop.inputs`, in order.
 
         Returns:
-          The arrays of `loop.outputs`, in order.
+          A list of the arrays of `loop.outputs`, in order.
         """
 
 
@@ -159,10 +195,15 @@ class PlanInterpreter(abc.ABC):
 
 
 def reads_after_server(a_round: Round) -> Iterator[Value]:
-    """The values that a round reads after its server stage, for their liveness.
+    """Iterate over the values that a round reads after its server stage has run.
 
-    They are read by its scatters, local stage, reductions, folds, moves and loops; some
-    occur more than once.
+    They are read by its scatters, local stage, reductions, folds, moves and loops, and
+    are yielded in this order; a value that is read twice comes twice. The inputs of the
+    server stage itself are not among them. The liveness of values is computed from
+    them.
+
+    Args:
+      a_round: The round.
     """
     yield from (whole for whole, _ in a_round.scatter)
     yield from a_round.local.inputs
@@ -174,13 +215,14 @@ def reads_after_server(a_round: Round) -> Iterator[Value]:
 
 
 def names_read_last(plan: Plan) -> list[list[str]]:
-    """For each round, the names of the values that this round is the last to read.
+    """Return the names of the values that each round is the last to read.
 
     A backend can drop their arrays after the round. The last server stage of the plan
-    and the plan's outputs count as later: the values that they read are in no list.
+    and the plan's outputs are read after all rounds, so their values are in no list. A
+    value that nothing reads is in no list either.
 
     Returns:
-      One list of names for each round of the plan.
+      One list of names for each of `plan.rounds`, in order.
     """
     last: dict[str, int] = {}
     for index, a_round in enumerate(plan.rounds):
@@ -202,30 +244,32 @@ T = TypeVar("T")
 
 
 def split_while(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split a list of one element for each input of a while loop into its three parts.
+    """Split a list of one element for each input of a while loop into three parts.
 
     Args:
       loop: The while loop.
-      xs: The list, such as the values or the arrays of the inputs.
+      xs: A sequence in the order of `loop.inputs`, such as these values or their
+        arrays.
 
     Returns:
-      `(constants of the condition, constants of the body, carried values)`, lists of
-      elements of `xs`.
+      `(constants of the condition, constants of the body, carried values)`: three
+      lists, which are consecutive parts of `xs`.
     """
     first, second = loop.consts[0], sum(loop.consts)
     return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
 
 
 def split_scan(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split a list of one element for each input of a scan into its three parts.
+    """Split a list with one element for each input of a scan into its three parts.
 
     Args:
       loop: The scan.
-      xs: The list, such as the values or the arrays of the inputs.
+      xs: A sequence in the order of `loop.inputs`, such as these values or their
+        arrays.
 
     Returns:
-      `(constants, carried values, stacks)`, lists of elements of `xs`. Stacks are the
-      `xs` of `lax.scan`: each step takes one entry of every stack.
+      `(constants, carried values, stacks)`: three lists, which are consecutive parts of
+      `xs`. Stacks are the `xs` of `lax.scan`: each step takes one entry of every stack.
     """
     first = sum(loop.consts)
     second = first + loop.carry

@@ -29,8 +29,9 @@ from drjax.plan import Stage
 class _Located(Exception):
     """Raised to end the evaluation of a jaxpr once the origin of a failure is known.
 
-    Its only argument is an equation, which raises or yields the first NaN; or the
-    variable of an input or constant of the jaxpr that has a NaN.
+    Its only argument, `args[0]`, is the origin: the equation that raises, or that
+    yields the first NaN; or, if the NaN was in the jaxpr's inputs or constants, the
+    `Var` of that input or constant.
     """
 
 
@@ -86,17 +87,25 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
 
 
 def has_nan(x: Any) -> bool:
-    """Whether an array has a NaN; False for dtypes without NaN, as integers or keys."""
+    """Return whether an array has a NaN; False for dtypes without NaN, as integers.
+
+    Args:
+      x: The array, of JAX or numpy; of random keys the result is False, too.
+    """
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 
 def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
-    """Evaluate an inlined jaxpr equation by equation; returns the list of its results.
+    """Evaluate an inlined jaxpr equation by equation, up to a failure's origin.
 
     Args:
-      program: The inlined jaxpr.
-      args: The arrays of its arguments.
-      find_nan: Whether to look for the origin of a NaN in the results.
+      program: The inlined jaxpr, which has no calls of other jaxprs except the bodies
+        of loops and branches.
+      args: The arrays of its arguments, in order.
+      find_nan: Whether a NaN in a result counts as a failure.
+
+    Returns:
+      The list of the arrays of its results, if there was no failure.
 
     Raises:
       _Located: An equation raises; or, with `find_nan`, a result has a NaN. Its
@@ -130,10 +139,10 @@ def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
     """Follow a NaN back to the equation that yields it from operands without NaN.
 
     Args:
-      program: The inlined jaxpr, which was evaluated.
+      program: The inlined jaxpr, all of whose equations were evaluated.
       var: The variable of a result with a NaN.
       bad: The set of all variables of `program` whose arrays have a NaN.
-      read: A function from a variable or literal to its array.
+      read: A function from a variable or literal of `program` to its array.
 
     Returns:
       The equation; or a variable, if an input or a constant of `program` has the NaN.
@@ -190,13 +199,18 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
 
 
 def _scan(eqn, body: Callable, operands: list) -> list:
-    """Evaluate the equation of a scan step by step; returns the list of its results.
+    """Evaluate the equation of a scan step by step.
 
     Args:
       eqn: The equation.
       body: `body(*constants, *carried values, *entries of the stacks)` runs one step;
         it returns a list: the new carried values, then the outputs to stack.
-      operands: The arrays of the equation's operands.
+      operands: The arrays of the equation's operands: constants, initial carried values
+        and stacks.
+
+    Returns:
+      The list of the carried values after the last step, then of the stacked outputs,
+      whose entry t is that of step t, also if the scan is reversed.
     """
     consts, carry, stacks = split_scan(eqn, operands)
     n_carry = len(carry)

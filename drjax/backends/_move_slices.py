@@ -17,21 +17,27 @@ from drjax.plan import Move
 
 
 def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> Any:
-    """Move all groups' slices.
+    """Move all groups' slices by a permute, a take or a put_add.
+
+    A permute has `result[i] = slices[move.sources[i]]`, and a take
+    `result[i] = slices[index[i]]`. A put_add starts from zeros, and for each i adds
+    `slices[i]` to `result[index[i]]`.
 
     Args:
-      move: The move.
-      slices: All slices of the source, an array of numpy or JAX, random keys included:
-        `[n, *s]`; of a put_add `[k, *s]`.
-      index: int32 `[k]`. A take has one for each slice of its result, clamped to the
-        bounds. A put_add has one for each of `slices`, and drops slices whose index is
-        out of bounds. A permute has none.
-      groups: Of a put_add the number of groups of the plan.
+      move: The move. Its source or result may be a population: a global value `[N, *s]`
+        of more slices than the plan has groups.
+      slices: All slices of the source along axis 0, an array of numpy or JAX, random
+        keys included; it is not changed.
+      index: int32, one for each slice of the result of a take, or for each of `slices`
+        of a put_add. A take clamps indices to the bounds; a put_add drops slices whose
+        index is out of bounds. None for a permute, which does not use it.
+      groups: n, the number of groups of the plan. Only a put_add to a partitioned value
+        uses it, as the number of slices of the result.
 
     Returns:
-      An array of the dtype of `slices`: of a permute `[n, *s]`, and of a take
-      `[k, *s]`. Of a put_add a numpy array of `groups` slices; if the result is a
-      population of N, of N slices.
+      An array of the dtype of `slices`, with the slices of the result along axis 0: as
+      many as in `slices` for a permute, as many as in `index` for a take, and n, or N
+      for a population, for a put_add. The result of a put_add is a numpy array.
     """
     if move.op == "permute":
         return slices[np.asarray(move.sources, np.int32)]

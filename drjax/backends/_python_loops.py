@@ -27,22 +27,24 @@ class Steps:
     """
 
     def load(self) -> tuple[int, list, list] | None:
-        """Load the progress that was saved last; None if nothing is saved.
+        """Load the progress that was saved last; return None if nothing is saved.
 
         Returns:
-          `(done, carry, outs)`: the number of finished steps; the list of the carried
-          arrays after them; and for each finished step, in the order in which they ran,
-          the list of the arrays that a scan stacks, [] for a while loop.
+          `(done, carry, outs)`. `done` is the number of finished steps, and `carry` the
+          list of the carried arrays after them. `outs` has for each finished step, in
+          the order in which the steps ran, the list of the arrays that a scan stacks;
+          [] for a while loop.
         """
 
     def save(self, done: int, carry: list, outs: list) -> None:
-        """Save the progress after a step of the loop.
+        """Save the progress of the loop after a step; it replaces what was saved.
 
         Args:
           done: The number of finished steps.
           carry: The carried arrays after these steps.
-          outs: For each finished step of a scan, in the order in which they ran, the
-            list of arrays to stack; [] for a while loop.
+          outs: For each finished step of a scan, in the order in which the steps ran
+            (the last index first if the scan is reversed), the list of arrays to stack;
+            [] for a while loop.
         """
 
 
@@ -54,9 +56,10 @@ def run(
     numpy: Any,
     steps: Steps | None = None,
 ) -> list:
-    """Run a loop of a plan step by step; returns the arrays of its outputs, in order.
+    """Run a scan, while loop or cond of a plan step by step, in Python.
 
-    Partitioned inputs and outputs are arrays `[n, ...]`, with the slices along axis 0.
+    Partitioned inputs and outputs are arrays `[n, ...]`, with the slices along axis 0;
+    a partitioned stack of a scan is `[n, steps, ...]`.
 
     Args:
       loop: The loop.
@@ -68,6 +71,9 @@ def run(
         numpy's, with random keys as key data.
       steps: Loads and saves the progress of a scan or while loop. Default: the loop
         starts from the beginning, and nothing is saved.
+
+    Returns:
+      The list of the arrays of `loop.outputs`, in order.
     """
     steps = Steps() if steps is None else steps
     if loop.op == "cond":
@@ -86,17 +92,23 @@ def run(
 
 
 def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> list:
-    """Run a scan; returns the list of its carried arrays, then of its stacked outputs.
+    """Run a scan step by step, from the progress that `steps` loads if there is some.
 
     Args:
       loop: The scan.
-      body: Runs one step: from the list of the arrays of constants, carried values and
-        entries of the stacks to the list of carried arrays, then of outputs to stack.
-      inputs: The arrays of `loop.inputs`, in order; partitioned ones `[n, ...]`.
+      body: Runs one step: from one list, of the arrays of the constants, the carried
+        values and this step's entry of each stack, to one list, of the new carried
+        arrays and the step's outputs to stack.
+      inputs: The arrays of `loop.inputs`, in order: constants, initial carried values,
+        and stacks, `[steps, ...]` or if partitioned `[n, steps, ...]`.
       size: n, the number of groups.
       numpy: The module that stacks arrays: `jax.numpy`; or `numpy`, if the arrays are
         numpy's, with random keys as key data.
-      steps: A `Steps`, which loads and saves the progress.
+      steps: A `Steps`; its `save` is called after each step.
+
+    Returns:
+      The list of the carried arrays after the last step, then of the stacked outputs,
+      `[steps, ...]` or if partitioned `[n, steps, ...]`.
     """
     consts, init, stacks = split_scan(loop, inputs)
     _, _, stacked_values = split_scan(loop, loop.inputs)
@@ -132,10 +144,11 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
 
 
 def _empty_stack(value: Value, size: int, numpy: Any):
-    """The stacked output of a scan without steps: an array of size 0.
+    """Return the stacked output of a scan that has no steps: an array of size 0.
 
     Args:
-      value: The output of the scan.
+      value: The output of the scan; its shape is that of the whole stack, `[0, ...]`,
+        or of one group's slice of it if it is partitioned.
       size: n, the number of groups.
       numpy: The module that creates the array: `jax.numpy`; or `numpy`, which
         represents random keys by key data.

@@ -81,10 +81,11 @@ def compile(
         where c is the number of groups n by its logarithm, `ceil(log2(n))`. The sum is
         off by less than n such steps; integers are exact if the step is not above 1.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
-        slices stay in the context of their client and are in no message. In the first
-        call pass `Clients()` as that argument too: each client then begins with zeros,
-        or with what `initial` of its `client` returns.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each, whose slices stay in the context of their client and
+        are in no message. In the first call pass `Clients()` as that argument too: each
+        client then begins with zeros, or with what `initial` of its `client` returns.
       **options: See `drjax.backends.EngineOptions`: `on_error`, `min_groups`,
         `check_nans` (here also for infinities, unless they cannot decide a maximum or
         minimum), `timeout` of a client in seconds, `retries` of one that took longer,
@@ -197,7 +198,7 @@ class _Messages:
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
 
     def present(self) -> set[int]:
-        """The ids of the nodes that are connected."""
+        """Return the ids of the nodes that are connected now."""
         return {*self._grid.get_node_ids()}
 
     def query(self, client: int) -> str | None:
@@ -213,7 +214,9 @@ class _Messages:
         return self.push({}, client, "query")
 
     def claim(self, number: str) -> Any:
-        """The group index in a client's answer to a query; None if there is none yet.
+        """Return the group index in a client's answer to a query; None without one.
+
+        It waits for a second at most.
 
         Args:
           number: The number of the query, Flower's message id.
@@ -256,7 +259,7 @@ class _Messages:
         return numbers[0] if numbers else None
 
     def pull(self, number: str) -> Any:
-        """The reply to a message; None if there is none yet.
+        """Return the reply to a message; None if there is none yet.
 
         Flower waits for hours for what a client announces and does not send. So a pull
         that takes longer than a second continues in its own thread, and delays no other

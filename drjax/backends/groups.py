@@ -83,7 +83,7 @@ class Groups:
         Returns:
           An iterator with one pytree for each group, in the order of group indices. If
           it iterates over a sequence, `next` may raise for one group, and continues
-          with the next group. In place of a pytree there may be a `DrjaxError`: the
+          with the next group. An element may be a `DrjaxError` instead of a pytree: the
           data of that group cannot be read.
         """
         items: Any = self.items() if callable(self.items) else self.items
@@ -94,7 +94,7 @@ class Groups:
         return itertools.islice(items, group, None)
 
     def bounds(self) -> list[int] | None:
-        """The bounds of the ranges of groups that workers can read without the driver.
+        """Return the bounds of ranges of groups that workers read without the driver.
 
         Returns:
           Group indices: range i has the groups from `bounds[i]` to before
@@ -103,7 +103,7 @@ class Groups:
         """
 
     def count(self) -> int | None:
-        """The number of groups; None if only reading all of them would tell it."""
+        """Return the number of groups; None if only reading all of them tells it."""
         bounds = self.bounds()
         if bounds is not None:
             return bounds[-1]
@@ -111,7 +111,7 @@ class Groups:
         return len(items) if hasattr(items, "__len__") else None
 
     def identity(self) -> str:
-        """Text that identifies the data, for fingerprints; empty if it is unknown."""
+        """Return text that identifies the data, for fingerprints; empty if unknown."""
         return ""
 
 
@@ -200,21 +200,23 @@ class Lazy(Unread):
         self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
 
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
-        """`x[:, t]`: the value in step t of a scan over it, as another `Lazy`.
+        """Return the value in step t of a scan over it, `x[:, t]`, as another `Lazy`.
 
-        It reads nothing.
+        Nothing is read, and this `Lazy` is unchanged.
 
         Args:
-          index: `(slice(None), t)`, with t an int.
+          index: `(slice(None), t)`, with t an int: the groups are axis 0, and the steps
+            of the scan are the next axis.
         """
         # The index by which a scan takes one step of a stack: groups are its axis 0.
         return self.at_steps((*self.steps, index[1]))
 
     def at_steps(self, steps: tuple[int, ...]) -> "Lazy":
-        """The value in these steps of scans, as another `Lazy`; it reads nothing.
+        """Return the value in these steps of scans, as another `Lazy`; nothing is read.
 
         Args:
-          steps: The step of each scan, from the outermost to the innermost.
+          steps: The current step of each scan over the value, from the outermost to the
+            innermost. It replaces `self.steps`.
         """
         return Lazy(self.source, self.leaf, self.value, self.n, steps)
 
@@ -330,7 +332,9 @@ class Source:
             raise DrjaxValueError(f"{text} {group}.")
 
     def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
-        """The error of a group whose data raised when it was read; it is not raised.
+        """Make, but not raise, the error of a group whose data could not be read.
+
+        It raises only if the data of all later groups is lost too.
 
         Args:
           items: The iterator over the groups' pytrees, whose `next` raised.
@@ -376,11 +380,15 @@ class Source:
     def _leaves(self, item: Any) -> list[np.ndarray]:
         """Validate and flatten the pytree of one group, under the plan's x64 setting.
 
+        If the pytree has the structure of the plan but other classes, as those of a
+        loaded plan, its structure is stored, so that later comparisons are fast.
+
         Args:
           item: The pytree of arrays or numbers; or a `DrjaxError`, which is raised.
 
         Returns:
-          The leaves as numpy arrays, random keys as key data.
+          The leaves as numpy arrays, random keys as key data, in the order of
+          `jax.tree.leaves`.
 
         Raises:
           DrjaxError: The structure, a shape or a dtype is not that of the plan; or
@@ -436,7 +444,8 @@ def as_array(x: Any) -> Any:
     """Convert a leaf of an argument to an array in a dtype that JAX has.
 
     Args:
-      x: An array, an `Unread`, or anything that `jax.numpy.asarray` converts.
+      x: An array, anything that `jax.numpy.asarray` converts, or an `Unread`, which
+        stands for slices that are not in this process.
 
     Returns:
       `x` itself if it is an `Unread`. For numpy arrays and scalars a numpy array, cast
@@ -460,9 +469,10 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
       kwargs: The keyword arguments of the call; some may be `Groups`.
 
     Returns:
-      For each input of the plan a numpy array, random keys as key data; of a
-      partitioned input `[n, ...]`, with the slices along axis 0. A `Lazy` for each leaf
-      of a `Groups`.
+      A list: for each input of the plan a numpy array, random keys as key data; of a
+      partitioned input `[n, ...]`, with the slices along axis 0. For each leaf of a
+      `Groups` a `Lazy`, which reads its slices later; other `Unread` values as they
+      are.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: The arguments do not fit the plan.
@@ -487,13 +497,16 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
-    """Replace a `Groups` argument by a pytree of `Lazy`; other arguments are unchanged.
+    """Replace a `Groups` argument by a pytree of `Lazy`; return others unchanged.
+
+    A `Lazy` stands for the slices of one leaf, and reads them group by group later.
 
     Args:
       plan: The plan.
       x: The argument.
       positions: A pytree of ints with the structure of the argument in the plan: for
-        each leaf its index in `plan.inputs`. None if the plan has no such argument.
+        each leaf its index in `plan.inputs`. None if the plan has no such argument;
+        then `x` is returned unchanged.
 
     Returns:
       For a `Groups`, a pytree of the structure of `positions`, one `Lazy` for each
@@ -519,15 +532,15 @@ def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
 
 
 def empty_slices(value: Value, n: int) -> np.ndarray:
-    """The slices of groups without results: NaN, or zero if the dtype has no NaN.
+    """Return slices for groups without results: NaN, or zero if the dtype has no NaN.
 
     Args:
       value: A partitioned value of a plan; its shape is that of one slice.
       n: The number of slices.
 
     Returns:
-      A numpy array `[n, ...]` in the dtype of the value; for random keys, key data of
-      zeros.
+      A new numpy array `[n, ...]` in the dtype of the value; for random keys, key data
+      of zeros.
     """
     raw = raw_type(value)
     inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
@@ -535,13 +548,16 @@ def empty_slices(value: Value, n: int) -> np.ndarray:
 
 
 def read_if_lazy(x: Any) -> Any:
-    """Read the slices of all groups of an `Unread`; an array is returned unchanged.
+    """Read the slices of all groups of an `Unread`; return an array unchanged.
+
+    An `Unread` stands for slices that are not in this process, as those of a `Groups`
+    argument, or those that workers have.
 
     Args:
       x: A numpy array, or an `Unread`.
 
     Returns:
-      `x`, or the numpy array `[n, ...]` of the `Unread`.
+      `x`, or a numpy array `[n, ...]` with the slices of the `Unread`.
 
     Raises:
       DrjaxTypeError: `x` is an `Unread` whose data only the workers have.
@@ -550,19 +566,19 @@ def read_if_lazy(x: Any) -> Any:
 
 
 def mask_dropped_slices(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
-    """Replace the slices of dropped groups by NaN, or by zero if the dtype has no NaN.
+    """Replace the slices of dropped groups by NaN, or by zero if there is no NaN.
 
     Args:
       value: The partitioned value in the plan.
-      slices: The slices of all n groups: a numpy array `[n, ...]`, or a `Lazy`, which
-        is read.
+      slices: The slices of all n groups: a numpy array `[n, ...]`, which is not
+        changed; or an `Unread`, a value that is not in this process, which is read.
       alive: Which groups take part, bool `[n]`; the others were dropped.
 
     Returns:
       A numpy array `[n, ...]`. It is a copy, unless all groups take part.
 
     Raises:
-      DrjaxTypeError: `slices` is a `Lazy` whose data only the workers have.
+      DrjaxTypeError: `slices` is an `Unread` whose data only the workers have.
     """
     slices = read_if_lazy(slices)
     if alive.all():

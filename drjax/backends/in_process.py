@@ -35,7 +35,9 @@ def compile(
       workers: The number of workers for which the default block size is chosen. All
         blocks run in this process, one after another.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each.
       **options: See `EngineOptions`. `timeout` interrupts no block.
 
     Returns:
@@ -115,12 +117,14 @@ class InProcess:
 
 
 class _FinishedTask:
-    """The handle of a task; the constructor runs the task.
+    """The handle of a task that has ended: the constructor runs the task.
+
+    An exception of the task is caught and stored, for `InProcess.result` to raise.
 
     Args:
       file: The plan file.
-      task: The stage to run, and the block of groups.
-      shared: The global inputs of the stage, a list of numpy arrays.
+      task: The block of groups, and the stage to run on it.
+      shared: The global inputs of the stage, in order, a list of numpy arrays.
 
     Attributes:
       result: The `BlockResult` of the task; None if the task raised.

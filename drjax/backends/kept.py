@@ -24,14 +24,16 @@ from drjax.plan import Plan, Value
 
 @dataclass(frozen=True, eq=False)
 class KeptPair:
-    """A result that stays, and the argument that it is in the next call.
+    """A result that stays with the groups, and the argument it is in the next call.
 
     Attributes:
-      result: The path of the result: a tuple of indices, keys or names.
-      argument: The path of the argument in `(args, kwargs)`.
-      outputs: The indices of its leaves in `plan.outputs`.
-      inputs: The indices of its leaves in `plan.inputs`.
-      tree: The structure of both, a `jax.tree_util.PyTreeDef`.
+      result: The path of the result in what the planned function returns: a tuple of
+        indices, keys or names.
+      argument: The path of the argument in the pair `(args, kwargs)`: `(0, 2)` is the
+        third positional argument, `(1, "x")` the keyword argument x.
+      outputs: The indices in `plan.outputs` of the leaves of the result, in order.
+      inputs: The indices in `plan.inputs` of the leaves of the argument, in order.
+      tree: The pytree structure of both, a `jax.tree_util.PyTreeDef`.
     """
 
     result: tuple
@@ -86,7 +88,9 @@ class Kept:
         return self._pair.tree.unflatten(self._fetch(self.leaves()))
 
     def leaves(self) -> Sequence[Any]:
-        """The backend's objects for the slices, one for each leaf of the result.
+        """Return the backend's objects for the slices, one for each leaf of the result.
+
+        The handle stays valid.
 
         Raises:
           DrjaxValueError: The handle was used up by a later call.
@@ -100,14 +104,18 @@ class Kept:
         return self._leaves
 
     def use_up(self) -> None:
-        """Release the slices: a later call has replaced them."""
+        """Mark the handle as used up, and release its slices: a call replaced them.
+
+        Each leaf that has a method `release` is released. From then on the handle is
+        refused.
+        """
         for x in self._leaves or ():
             if hasattr(x, "release"):
                 x.release()
         self._leaves = None
 
     def belongs_to(self, keep: "Keep") -> bool:
-        """Whether the `compile` of this `Keep` has returned the handle."""
+        """Return whether the `compile` that made `keep` has returned this handle."""
         return self._keep is keep
 
     @property
@@ -137,11 +145,11 @@ class Keep:
         what the planned function returns, or a tuple of these, a path; `()` is all of
         it. An argument is a position, or the name of a keyword argument, or a path that
         begins so. Both are pytrees of the same structure, of partitioned values of the
-        same types.
+        same types. Indices and positions count from 0.
 
     Attributes:
       plan: The plan.
-      pairs: A `KeptPair` for each.
+      pairs: A list with a `KeptPair` for each item of `keep`, in its order.
 
     Raises:
       DrjaxTypeError: `keep` is no dict.
@@ -173,11 +181,16 @@ class Keep:
         """Find a result and an argument in the plan, and check that they are alike.
 
         Args:
-          result: The path of the result.
-          argument: The path of the argument.
+          result: The path of the result, a tuple of indices, keys and names.
+          argument: The path of the argument: a position or the name of a keyword
+            argument, then the path in it.
+
+        Returns:
+          The `KeptPair` of both. Nothing is recorded.
 
         Raises:
-          DrjaxValueError: There is none, or they differ in structure or type.
+          DrjaxValueError: There is no such result or argument, or the two differ in
+            structure, type or group axis, or one is a global value.
         """
         plan = self.plan
         results = plan.out_tree.unflatten(range(len(plan.outputs)))
@@ -205,19 +218,24 @@ class Keep:
         kwargs: dict,
         start: Callable[[KeptPair, Any], Sequence[Any] | None] = lambda *_: None,
     ) -> tuple[tuple, dict, list[Kept]]:
-        """Put slices in the places of handles among the arguments of a call.
+        """Replace each handle among the arguments of a call by what it stands for.
+
+        A handle, a `Kept`, stands for slices that an earlier call has left with the
+        groups.
 
         Args:
           args: The positional arguments.
           kwargs: The keyword arguments.
-          start: A function of a `KeptPair` and of the object in its place in the
-            arguments, no handle. It returns what the backend takes for each of its
-            leaves; or None if the object is to be passed on as it is.
+          start: `start(pair, x)` is called for each kept argument that is no handle, as
+            in the first call: `pair` is its `KeptPair` and x the argument. It returns
+            what the backend takes for each leaf of the argument; or None if x is to be
+            passed on as it is. Default: all are passed on.
 
         Returns:
-          `(args, kwargs, handles)`: the arguments, in which each handle is a pytree of
-          what the backend has for its leaves; and the handles. The caller is to call
-          `use_up` of these when it has the results.
+          `(args, kwargs, handles)`: copies of the arguments, in which each handle is
+          replaced by a pytree of the backend's objects for its leaves; and the list of
+          the handles. They are still valid: the caller is to call their `use_up` when
+          it has the results.
 
         Raises:
           DrjaxValueError: A handle is of another `compile`, was used up, or is passed
@@ -247,7 +265,11 @@ class Keep:
         return args, kwargs, handles
 
     def _misplaced(self, handle: Kept) -> None:
-        """Raise the error of a handle that stands where this `Keep` cannot take it."""
+        """Raise `DrjaxValueError` for a handle that this `Keep` cannot take.
+
+        The handle is in another place of the arguments than its own, or another
+        `compile()` has returned it.
+        """
         name = self.plan.name
         if handle.belongs_to(self):
             raise DrjaxValueError(
@@ -266,16 +288,20 @@ class Keep:
         leaves: Sequence[Any],
         fetch: Callable[[KeptPair, Sequence[Any]], Iterable[Any]],
     ) -> Any:
-        """Put handles in the places of the results that stay.
+        """Replace each kept result of a call by a new handle, a `Kept`.
 
         Args:
-          tree: The result of the planned function; what stays may be anything.
-          leaves: For each of `plan.outputs` what the backend has for it.
-          fetch: A function of a `KeptPair` and of what the backend has for its leaves
-            to arrays with the group axis.
+          tree: The result of the planned function; in the places of kept results it may
+            have anything.
+          leaves: For each of `plan.outputs`, in order, what the backend has for it:
+            arrays, or objects for slices that workers have. Only those of kept results
+            are used.
+          fetch: `fetch(pair, xs)` copies a kept result to the caller: from its
+            `KeptPair` and the list of its elements of `leaves` to arrays with the group
+            axis. A handle's `fetch` calls it.
 
         Returns:
-          The result, with a `Kept` for each kept result.
+          A copy of the result, with a `Kept` in the place of each kept result.
         """
         for pair in self.pairs:
             mine = [leaves[i] for i in pair.outputs]
@@ -287,9 +313,11 @@ class Keep:
 def _check_alike(result: Value, argument: Value) -> None:
     """Raise `DrjaxValueError` unless a result can be an argument of the next call.
 
+    Both must be partitioned, with the same shape, dtype and group axis.
+
     Args:
-      result: A leaf of the result: it must be partitioned, as `argument`.
-      argument: The leaf of the argument, which must have the same type and group axis.
+      result: A leaf of the result, from `plan.outputs`.
+      argument: The leaf of the argument, from `plan.inputs`.
     """
     for value, what in ((result, "result"), (argument, "argument")):
         if not value.partitioned:
@@ -312,25 +340,31 @@ def _check_alike(result: Value, argument: Value) -> None:
 
 
 def _path(path: Any) -> tuple:
-    """A path in a pytree, as users write it, as a tuple.
+    """Return a path in a pytree, as users write it, as a tuple.
 
     Args:
-      path: A tuple, or a single index, key or name, which is a path of one.
+      path: A tuple of indices, keys and names, which is returned as it is; or a single
+        one, which becomes a tuple of one element.
     """
     return path if isinstance(path, tuple) else (path,)
 
 
 def _text(path: tuple) -> str:
-    """A path as text, such as `1` or `0['inner']`."""
+    """Return a path as text: `1` for `(1,)`, `0['inner']` for `(0, 'inner')`."""
     return "".join(str(k) if i == 0 else f"[{k!r}]" for i, k in enumerate(path)) or "()"
 
 
 def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """The children of a pytree's root with their keys, and the structure of the root.
+    """Return the children of a pytree's root with their keys, and its structure.
+
+    Args:
+      tree: The pytree.
 
     Returns:
-      `(pairs, structure)`: pairs of a key of JAX's paths and a child; and a `PyTreeDef`
-      of which the children are the leaves. A leaf has no children.
+      `(pairs, structure)`. `pairs` is a list of pairs of a key, as in the key paths of
+      `jax.tree_util` (`SequenceKey`, `DictKey`, ...), and a child. `structure` is a
+      `PyTreeDef` whose `unflatten` takes the children in this order. A leaf has no
+      children.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
@@ -340,11 +374,13 @@ def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_key(key: Any, name: Any) -> bool:
-    """Whether a key of JAX's paths stands for an index, key or name of a user's path.
+    """Return whether a key of JAX's paths is an element of a user's path.
+
+    Types must be equal too, so that True is not the index 1.
 
     Args:
-      key: A key of JAX's, such as `SequenceKey`.
-      name: An element of a user's path.
+      key: A key of `jax.tree_util`, such as `SequenceKey(0)`.
+      name: An element of a user's path, such as `0` or `"inner"`.
     """
     fields = ("idx", "key", "name")
     return any(
@@ -354,15 +390,15 @@ def _is_key(key: Any, name: Any) -> bool:
 
 
 def _subtree(tree: Any, path: tuple, what: str) -> Any:
-    """The subtree of a pytree at a path.
+    """Return the subtree of a pytree at a path.
 
     Args:
       tree: The pytree.
-      path: The path, a tuple of indices, keys and names.
+      path: The path, a tuple of indices, keys and names; () is the whole pytree.
       what: What is looked for, for the error: `result 0 of step`.
 
     Raises:
-      DrjaxValueError: There is none.
+      DrjaxValueError: The pytree has no such path.
     """
     for name in path:
         children, _ = _children(tree)
@@ -377,11 +413,12 @@ def _subtree(tree: Any, path: tuple, what: str) -> Any:
 
 
 def _replaced(tree: Any, path: tuple, new: Any) -> Any:
-    """Copy a pytree with another subtree in the place of that at a path.
+    """Return a copy of a pytree in which the subtree at a path is replaced by another.
 
     Args:
-      tree: The pytree.
-      path: The path of a subtree that exists.
+      tree: The pytree, which is not changed.
+      path: The path of a subtree that exists, a tuple of indices, keys and names; for
+        () the result is `new`.
       new: The other subtree.
     """
     if not path:

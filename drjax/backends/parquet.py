@@ -103,7 +103,9 @@ class Parquet(Groups):
             yield from itertools.islice(rows, max(0, group - first), None)
 
     def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
-        """Read a row group of a Parquet file: the pytree of one group from each row.
+        """Read one row group of a Parquet file lazily; each row is a group's pytree.
+
+        A row group is a range of rows that a Parquet file stores together.
 
         Args:
           path: The path or URL of the file.

@@ -67,8 +67,10 @@ def compile(
       ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
         `resources`, `runtime_env`, ... Default: one CPU each.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
-        slices stay in Ray's object store, where workers read them.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each, whose slices stay in Ray's object store, where
+        workers read them.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
 
@@ -120,8 +122,14 @@ class _Connection:
     def open(self, workers: int) -> None:
         """Connect to Ray, or start it with at least one CPU for each worker.
 
+        The connection is recorded as in use, and `store_bytes` is set. Ray that this
+        process starts is shut down when its last connection closes.
+
         Args:
           workers: The number of workers.
+
+        Raises:
+          EngineError: The raylet of an earlier connection has ended.
         """
         ray = self.live()
         _open.add(self)
@@ -144,9 +152,10 @@ class _Connection:
                 self.store_bytes = node["Resources"].get("object_store_memory", 0)
 
     def live(self) -> Any:
-        """The module `ray`, if the raylet still runs.
+        """Return the module `ray`, if the raylet still runs.
 
-        If the raylet has ended, any use of the module would end this process.
+        The raylet is Ray's process on this machine. If it has ended, any use of the
+        module would end this process.
 
         Raises:
           EngineError: The raylet has ended. All connections of this process are reset,
@@ -246,6 +255,9 @@ class Actors(Keeping):
     def _reset(self, limit: float = 0) -> None:
         """Clear the records of actors, tasks and stored slices; no actor is ended.
 
+        `generation` grows, so that slices and objects of the former actors are known as
+        gone.
+
         Args:
           limit: How many bytes of slices may stay stored from now on.
         """
@@ -271,9 +283,10 @@ class Actors(Keeping):
         self._wait_until_started(self._placement.workers)
 
     def _start(self) -> Any:
-        """Start an actor, without waiting; returns Ray's handle of the actor.
+        """Start an actor, without waiting; return Ray's handle of the actor.
 
-        Ray delays the start of an actor until the resources for it are free.
+        Ray delays the start of an actor until the resources for it are free. The actor
+        is not recorded: the caller does that.
         """
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         # A single worker may use all cores.
@@ -311,7 +324,8 @@ class Actors(Keeping):
     def _replace(self, actor: Any) -> None:
         """Kill an actor that is dead or too slow, and wait until another has started.
 
-        Nothing happens if the actor was replaced already.
+        The new one takes its place in the table of workers. Nothing happens if the
+        actor was replaced already.
 
         Args:
           actor: Ray's handle of the actor.
@@ -418,6 +432,8 @@ class Actors(Keeping):
 
 def _ask(method: Any, *args: Any) -> Any:
     """Call a method of an actor in its second thread; the first may be running a task.
+
+    It does not wait.
 
     Args:
       method: The method of the actor's handle, as `actor.state`.

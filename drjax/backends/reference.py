@@ -59,7 +59,9 @@ def compile(
       check_nans: Whether to raise `GroupError` if an output of a group's stage has a
         NaN.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each.
 
     Returns:
       A function with the signature of the planned one.
@@ -95,14 +97,19 @@ def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
     """Run a plan on flat inputs, one group at a time.
 
     Args:
-      plan: The plan; that of an inner level, in one group of the outer one; or that of
-        a program over another partition.
-      inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
+      plan: The plan of a call; or the plan of an inner level, which then runs for one
+        group of the outer level; or the body of a loop over another partition.
+      inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`,
+        with the n slices along `Value.axis`.
       check_nans: Whether to raise `GroupError` if an output of a group's stage has a
         NaN.
 
     Returns:
-      The list of the arrays of `plan.outputs`; partitioned ones `[..., n, ...]`.
+      The list of the arrays of `plan.outputs`, in order; partitioned ones
+      `[..., n, ...]`, with the slices along `Value.axis`.
+
+    Raises:
+      GroupError: The work of a group failed.
     """
     slices_first = [
         # Slices are along axis 0 inside, whatever axis users chose.
@@ -173,11 +180,13 @@ class _GroupByGroup(PlanInterpreter):
         Args:
           group: The group index.
           stage: The local stage.
-          env: The arrays so far, from which the inputs of the stage are read.
+          env: The arrays of all values that were computed so far, by `Value`; the
+            inputs of the stage are read from it, and it is not changed. Partitioned
+            ones are `[n, ...]`.
           location: The round and the plan as text, for errors.
 
         Returns:
-          A list of arrays: the group's slice of each output of the stage.
+          A list of arrays: the group's slice of each output of the stage, in order.
 
         Raises:
           GroupError: The work raises; or `check_nans` is set and an output has a NaN.
@@ -216,15 +225,15 @@ class _GroupByGroup(PlanInterpreter):
 
 
 def _call(stage: Stage, args: list) -> list:
-    """Evaluate the jaxpr of a stage, one equation after another.
+    """Evaluate the jaxpr of a stage, one equation after another, without compiling it.
 
     Args:
       stage: The stage.
       args: The arguments of its jaxpr: of a local stage the group index, then for both
-        kinds of stage one array for each input.
+        kinds of stage one array for each input, in order.
 
     Returns:
-      A list of arrays, one for each output of the stage.
+      A list of JAX arrays, one for each output of the stage, in the output's dtype.
     """
     outs = _compat.jaxpr_as_fun(stage.jaxpr)(*args)
     return as_arrays(outs, [value.dtype for value in stage.outputs])
@@ -275,8 +284,9 @@ def _reduced(reduce: Reduce, slices: Any) -> Any:
       slices: The array of all groups' slices, `[n, *s]`.
 
     Returns:
-      The global value `[*s]`, in the dtype of the slices; floats are added up in
-      float64. Of a gather, `slices` itself.
+      The global value `[*s]`, reduced over axis 0, in the dtype of the slices; floats
+      are added up in float64. A gather reduces nothing: its result is `slices`,
+      `[n, *s]`.
     """
     if reduce.op == "gather":
         return slices

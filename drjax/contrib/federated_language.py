@@ -123,9 +123,13 @@ class _Export:
         return run.to_building_block()
 
     def _tensor(self, value: Value) -> Any:
-        """The `federated_language.TensorType` of a global value or of a group's slice.
+        """Return the `federated_language.TensorType` of a global value or of one slice.
 
-        Random keys have the type of their raw data.
+        Of a partitioned value it is that of one group's slice. Random keys have the
+        type of their raw data.
+
+        Args:
+          value: The value in the plan.
 
         Raises:
           DrjaxTypeError: federated-language has no such dtype.
@@ -139,9 +143,12 @@ class _Export:
         return self.fl.TensorType(raw.dtype.type, raw.shape)
 
     def _placed(self, value: Value) -> Any:
-        """The `federated_language.FederatedType` of a value, with its placement.
+        """Return the `federated_language.FederatedType` of a value, with its placement.
 
         A partitioned value is placed at the clients, a global value at the server.
+
+        Args:
+          value: The value in the plan.
 
         Raises:
           DrjaxTypeError: federated-language has no such dtype.
@@ -155,8 +162,12 @@ class _Export:
 
         Args:
           reduce: The reduction.
-          values: For the name of each value of the plan the object of
-            federated-language that stands for it in the computation.
+          values: A dict from the name of a value of the plan to the object of
+            federated-language that stands for it in the computation. The source is read
+            from it; the result is not added to it.
+
+        Returns:
+          The object that stands for the result.
         """
         intrinsic = getattr(self.fl, f"federated_{reduce.op}")
         return intrinsic(values[reduce.source.name])
@@ -166,9 +177,11 @@ class _Export:
 
         Args:
           stage: The stage; one without outputs is skipped.
-          values: For the name of each value of the plan the object of
-            federated-language that stands for it in the computation.
-          place: `federated_language.SERVER` for a server stage, or `CLIENTS`.
+          values: A dict from the name of a value of the plan to the object of
+            federated-language that stands for it in the computation. The inputs are
+            read from it, and the outputs are added.
+          place: `federated_language.SERVER` for a server stage, or `CLIENTS` for a
+            local stage, to which global inputs are broadcast.
         """
         if stage.exported is None:
             return
@@ -251,7 +264,7 @@ _GROUP_INDEX = "the index of the client"
 
 
 def _uses_group_index(stage: Stage) -> bool:
-    """Whether the results of a local stage depend on the group index.
+    """Return whether the results of a local stage depend on the group index.
 
     The StableHLO of its per-group function decides. False if the stage is not exported.
     """
@@ -262,9 +275,10 @@ def _uses_group_index(stage: Stage) -> bool:
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
-    """Whether the results of StableHLO code depend on one of its arguments; cached.
+    """Return whether the results of StableHLO code depend on one of its arguments.
 
-    That is, whether the main function uses the argument at all.
+    Answers are cached. The question is whether the main function uses the argument at
+    all.
 
     Args:
       code: A StableHLO portable artifact, in MLIR bytecode.
@@ -277,10 +291,10 @@ def _uses_argument(code: bytes, from_last: int) -> bool:
 
 
 def _used(argument: Any, functions: dict[str, Any]) -> bool:
-    """Whether an MLIR function uses one of its arguments.
+    """Return whether an MLIR function uses one of its arguments.
 
-    An argument of a call counts if the callee uses it; in any other operation it counts
-    always.
+    If the argument is passed to a call, it counts if the callee uses it; if any other
+    operation takes it, it always counts.
 
     Args:
       argument: The argument, an `ir.BlockArgument`.

@@ -53,9 +53,11 @@ def compile(
       folder: The folder in which the driver and the workers exchange files: any path
         that Beam's `FileSystems` knows and all of them see. Default: a temporary one.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each, whose
-        slices stay in files in `folder` until it is closed; with `checkpoint`, the
-        driver has them.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each, whose slices stay in files in `folder` until the
+        handle is used up or the `Runner` is closed; with the option `checkpoint`, they
+        are in the memory of this process instead.
       **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
         `min_groups`, `check_nans`, `retries` of a pipeline that fails, `checkpoint`,
         `progress`. Runners have time limits of their own, so there is no `timeout`.
@@ -114,15 +116,17 @@ class Pipelines(FileExchange):
     """An engine that runs each local stage of a plan as one Beam pipeline.
 
     Args:
-      workers: The number of worker processes, for the default block size.
-      flags: The options of the pipelines, as on a command line; the runner is one.
-      folder: The path of the folder that the driver and the workers share. Default: a
-        temporary one.
+      workers: The number of worker processes, from which the default block size
+        follows.
+      flags: The options of the pipelines, as on a command line; one of them names the
+        runner.
+      folder: The path of the folder in which the driver and the workers exchange files.
+        None: a temporary folder of this machine.
       in_thread: Whether a pipeline runs in a thread of this process; else it runs in a
         subprocess.
 
     Raises:
-      DrjaxValueError: `workers` is no integer from 1.
+      DrjaxValueError: `workers` is not an integer of at least 1.
     """
 
     def __init__(

@@ -29,7 +29,14 @@ def read(path: str) -> bytes:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file whole or not at all; replace an old file of that path."""
+    """Write a file whole or not at all; replace an old file of that path.
+
+    The bytes go to a temporary file first, which is renamed.
+
+    Args:
+      path: The path of the file.
+      data: Its content.
+    """
     # A crash must not leave half of a file under the name that readers look for.
     # Two workers may run one task at once: each needs a temporary file of its own.
     systems, part = _systems(), f"{path}.{secrets.token_hex(8)}.part"
@@ -42,7 +49,7 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """The paths of all files that begin with `prefix`, without unfinished files.
+    """List the paths of all files that begin with `prefix`, without unfinished files.
 
     Args:
       prefix: The beginning of the paths: a folder, and the beginning of a file name.

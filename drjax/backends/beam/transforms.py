@@ -32,12 +32,13 @@ from drjax.plan import Plan
 class Sums(beam.CombineFn):
     """Beam's `CombineFn` for the partial reductions of blocks of groups.
 
-    An element is a list with the partial reduction of a block for each operation. The
-    accumulators and the result are such lists over several blocks; they have None for
-    an operation if no group took part.
+    An element is a list with one array for each operation: the partial reduction of a
+    block. Accumulators and the result are lists of the same length, with the partial
+    reductions over several blocks; they have None for an operation until a block with a
+    group that takes part was added.
 
     Args:
-      ops: The names of the operations, such as `"sum"` or `"max"`.
+      ops: The names of the operations, such as `"sum"` or `"max"`, in order.
     """
 
     def __init__(self, ops: tuple[str, ...]):
@@ -64,17 +65,18 @@ class Sums(beam.CombineFn):
 class RunBlocks(beam.DoFn):
     """Runs blocks of groups through a local stage.
 
-    It takes pairs `(Block, reasons)`, with a dict from group index to the reason for
-    which the data of that group could not be read. Its main output has for each block
-    the list of its partial reductions, then the number of its groups. Its output with
-    the tag `"failed"` has pairs of a group index and the reason for which that group
-    failed.
+    An element is a pair of a `Block`, which has the indices and slices of some groups
+    that run at once, and a dict from group index to the reason why the data of that
+    group could not be read. For each block the main output has a list: its partial
+    reductions, then the number of its groups that take part and did not fail. A block
+    without such groups gives no list. The output with the tag `"failed"` has pairs of a
+    group index and the reason why that group failed.
 
     Args:
       load: A function without arguments that returns the `Job`: the stage with its
         global inputs. It is called once in each worker.
-      report: Called as `report(block, result)` with each block and its `BlockResult`.
-        None: nothing is reported.
+      report: Called as `report(block, result)` with each block and its `BlockResult`,
+        before anything is raised. None: nothing is reported.
     """
 
     def __init__(self, load: Callable[[], Job], report: Callable | None = None):
@@ -84,16 +86,18 @@ class RunBlocks(beam.DoFn):
         self.job = self.load()
 
     def process(self, element: LoadedBlock) -> Iterator[Any]:
-        """Run a block; yields its partial reductions, and the groups in it that failed.
+        """Run a block; yield its partial reductions, and the groups that failed.
 
         Args:
-          element: A `Block`, and a dict from group index to the reason for which the
-            data of that group could not be read.
+          element: A pair of a `Block` and a dict from group index to the reason why the
+            data of that group could not be read; these groups are masked and have
+            failed.
 
-        Returns:
-          A generator of a `beam.pvalue.TaggedOutput("failed", (group index, reason))`
-          for each group that failed; then, if some group did not fail, of the list of
-          the block's partial reductions with the number of these groups last.
+        Yields:
+          A `beam.pvalue.TaggedOutput("failed", (group index, reason))` for each group
+          that failed. Then, if a group of the block takes part and did not fail, one
+          list: the block's partial reductions, one for each operation, and last the
+          number of these groups.
 
         Raises:
           RuntimeError: A group failed, and the job does not drop groups.
@@ -117,15 +121,18 @@ class RunBlocks(beam.DoFn):
 class _Stage(beam.PTransform):
     """A transform from blocks of groups to a stage's totals and the failed groups.
 
-    Its result is a dict of two collections. `"totals"` has one element, a list: for
+    Its result is a dict of two `PCollection`s. `"totals"` has one element, a list: for
     each operation the combined partial reductions of all blocks, then the number of
-    groups. `"failed"` has pairs of a group index and the reason for which that group
-    failed.
+    groups; each is None if no group takes part. `"failed"` has pairs of a group index
+    and the reason why that group failed.
 
     Args:
-      ops: The names of the operations of the stage's partial reductions, as `"sum"`.
-      *job: A function without arguments that returns the `Job`; then, optionally, a
-        function `report(block, result)` to call with each block and its `BlockResult`.
+      ops: The names of the operations of the stage's partial reductions, as `"sum"`, in
+        order.
+      *job: One or two functions. The first takes no arguments and returns the `Job`,
+        the stage with its global inputs; it is called once in each worker. The second,
+        which may be left out, is called as `report(block, result)` with each block and
+        its `BlockResult`.
     """
 
     def __init__(self, ops: tuple[str, ...], *job: Any):
@@ -137,10 +144,12 @@ class _Stage(beam.PTransform):
 
         Args:
           input_or_inputs: A `PCollection` of pairs of a `Block` and a dict from group
-            index to the reason for which the data of that group could not be read.
+            index to the reason why the data of that group could not be read.
 
         Returns:
-          The dict of the `PCollection`s `"totals"` and `"failed"`.
+          A dict of two `PCollection`s. `"totals"` has one list: the total of each
+          operation, then the number of groups. `"failed"` has pairs of a group index
+          and a reason.
         """
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
         outputs = input_or_inputs | "Work" >> run
@@ -156,12 +165,14 @@ class _Stage(beam.PTransform):
 def run(stage_run: StageRun, flags: list[str]) -> None:
     """Run a local stage on all groups as a Beam pipeline, and wait until it has ended.
 
-    The results of each block, and the totals of all blocks, are written to files.
+    The workers read the groups' slices from files, and write the results of each block
+    and the totals of all blocks to files: nothing is returned.
 
     Args:
       stage_run: The stage with its global inputs, the ranges of groups to read, and the
         folder of the files.
-      flags: The options of the pipeline, as on a command line.
+      flags: The options of the pipeline, as on a command line; one of them names the
+        runner.
     """
     p = beam.Pipeline(options=PipelineOptions(flags))
     loaded = (

@@ -33,13 +33,16 @@ def without_slices(
 
     Args:
       name: The name of the plan file.
-      task: The task.
-      reference: `ResidentSlices.reference`, which stores slices for workers.
+      task: The task, which is not changed.
+      reference: `ResidentSlices.reference`: from a key, a list of arrays and a place to
+        a reference by which workers read the arrays.
 
     Returns:
-      `(task, sources, parts)`: the task, whose block has no slices; and for each
-      partitioned input of the stage which of `parts`, references or lists of arrays,
-      has its slices.
+      `(task, sources, parts)`. The task has a block without slices. `parts` is a list
+      of references and, if the slices are small, lists of arrays. `sources` says for
+      each partitioned input of the stage, in order, where its slices are: the index in
+      `parts` of a list with one array; or a `PiecesOfBlock`, whose pieces are indices
+      of `parts`.
     """
     block, parts, sources = task.block, [], []
     arrays = [x for x in block.slices if not isinstance(x, PiecesOfBlock)]
@@ -84,20 +87,22 @@ class Worker:
 
         Args:
           name: The name of the plan file in this worker's store.
-          file: The plan file; None if an earlier call passed the file of this name.
+          file: The plan file, which is stored; None if an earlier call passed the file
+            of this name.
           task: The index of the stage, the block, and how failures are treated. The
             block's list of slices is empty.
           sources: For each partitioned input of the stage, in order, which of `parts`
             has the slices of the block's c groups, `[c, ...]`, as its only array; or a
             `PiecesOfBlock`, whose pieces are indices of `parts`.
           shared: The global inputs of the stage, in order.
-          *parts: Lists of arrays.
+          *parts: Lists of arrays, to which `sources` refers.
 
         Returns:
-          The block's partial reductions, the groups' slices of the outputs that are
-          read later, and why groups failed. No values if `task.search` is true, or if
-          `skip` was called for the task. If slices stay with the workers, a pair: the
-          result without these, and the list of them.
+          The `BlockResult`: the block's partial reductions, the groups' slices of the
+          outputs that are read later, and why groups failed. It has no values if
+          `task.search` is true, or if `skip` was called for the task. If slices stay
+          with the workers, a pair: the result without these, and the list of them,
+          arrays `[c, ...]`.
 
         Raises:
           Exception: The stage failed, and no single group causes it.
@@ -128,7 +133,7 @@ class Worker:
         worker.skip(number)
 
     def state(self) -> WorkerState:
-        """The worker's process id, the groups that it runs, and for how long.
+        """Return the worker's process id, the groups that it runs, and for how long.
 
         It may be called in another thread while `run` runs.
         """

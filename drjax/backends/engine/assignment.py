@@ -50,11 +50,15 @@ class Assignment:
             )
 
     def __getitem__(self, group: int) -> int | None:
-        """The id of the client of group `group`, a group index; None if it has none."""
+        """Return the id of the client of a group; None if the group has no client.
+
+        Args:
+          group: The group index.
+        """
         return self._clients.get(group)
 
     def complete(self, groups: Iterable[int], present: Collection[int]) -> bool:
-        """Whether each of these groups has a client that is connected.
+        """Return whether each of these groups has a client that is connected.
 
         Args:
           groups: Group indices.
@@ -66,8 +70,8 @@ class Assignment:
         """Assign a group to the client that claims it, or refuse the claim.
 
         A claim is refused if it is not a group index from 0 to n - 1, or if another
-        connected client has the group. The client loses the group of its earlier claim
-        in any case.
+        connected client has the group. In any case the client first loses the group of
+        its earlier claim. A refused claim is recorded, for `refused` and `reclaimable`.
 
         Args:
           client: The id of the client.
@@ -103,14 +107,14 @@ class Assignment:
         )
 
     def refused(self) -> list[str]:
-        """For each client with a refused claim, a text: its id and the reason."""
+        """Return a text for each client with a refused claim: its id and the reason."""
         return [why for _, why in self._refused.values()]
 
     def reclaimable(self, present: Collection[int]) -> list[int]:
-        """The ids of clients whose claim was refused but would be accepted now.
+        """Return the ids of clients whose claim was refused but would be accepted now.
 
         These are the clients that claimed a group of another client that has since
-        disconnected, or claimed another group.
+        disconnected, or claimed another group. Nothing is assigned.
 
         Args:
           present: The ids of all connected clients.

@@ -43,8 +43,8 @@ class Background:
             call with this key was started before and its result was not returned yet.
 
         Returns:
-          What the function returned; None if it is still running. In that case call
-          `result` again with the same key.
+          What the function returned, which is then forgotten; None if it is still
+          running. In that case call `result` again with the same key.
 
         Raises:
           BaseException: Whatever the function raised.

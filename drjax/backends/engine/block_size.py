@@ -110,7 +110,7 @@ class BlockSize:
 
 
 def _bytes(value: Value) -> int:
-    """The size in bytes of a plan's value; of a partitioned one, that of one slice.
+    """Return the size in bytes of a plan's value; of a partitioned one, of one slice.
 
     A random key has the size of its raw data.
     """

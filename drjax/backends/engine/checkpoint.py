@@ -49,10 +49,10 @@ class Checkpoint:
     resumed = 0
 
     def get(self, key: str) -> Entry | None:
-        """The entry with this key, from this call or restored; None if there is none.
+        """Return the entry of a key, from this call or restored; None if there is none.
 
         Args:
-          key: The location in the plan, such as `2.groups`.
+          key: The location in the plan, such as `2.groups` for the groups of round 2.
         """
 
     def put(self, key: str, entry: Entry, over: str | None = None) -> None:
@@ -201,7 +201,7 @@ def _locked_folder(
 
     Returns:
       `(folder, lock)`: an object that reads and writes files in the folder by name, and
-      the lock, to be ended by `lock.release()`.
+      the lock, which the caller ends by `lock.release()`.
 
     Raises:
       EngineError: The folder cannot be used, or another driver has locked it.
@@ -225,7 +225,7 @@ def _locked_folder(
 
 
 def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
-    """A hash of what determines the results of one call of a plan on an engine.
+    """Hash what determines the results of one call of a plan on an engine.
 
     Arrays are hashed by content, dtype and shape, Parquet files by their paths and
     sizes. The data of other `Groups`, such as an iterable, is not hashed.

@@ -153,7 +153,8 @@ class StepFiles:
         Call `wait` before the next `save`: it reports whether the file was written.
 
         Args:
-          entries: All entries of the call, by key.
+          entries: All entries of the call, by key. The dict may be changed afterwards,
+            its arrays may not.
         """
         self._number += 1
         # A copy of the dict, not of the arrays: entries are never changed in place.
@@ -162,9 +163,9 @@ class StepFiles:
         )
 
     def _write(self, name: str, entries: dict[str, Entry]) -> None:
-        """Write a checkpoint file, then remove old files but the latest two.
+        """Write a checkpoint file, then remove older ones except the one before it.
 
-        It runs in the background thread.
+        It runs in the background thread. Damaged files are removed too.
 
         Args:
           name: The name of the new file, such as `step-000000001`.
@@ -183,7 +184,9 @@ class StepFiles:
                 self._folder.remove(step)
 
     def wait(self) -> None:
-        """Wait until the file that `save` began is on disk; return if none is pending.
+        """Wait until the file that `save` began is on disk.
+
+        If no file is being written, it returns at once.
 
         Raises:
           EngineError: The file could not be written. The error is raised once.
@@ -302,7 +305,10 @@ def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    """The bytes of an array of any dtype, in C order, copied only if not contiguous."""
+    """Return the bytes of an array `x` of any dtype, in C order, as a `memoryview`.
+
+    The array is copied only if it is not contiguous.
+    """
     # Flat and as bytes: a memoryview has no format for bfloat16, and an array `[]`
     # cannot be viewed with another item size.
     return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))

@@ -34,7 +34,7 @@ class Link(Protocol):
     """
 
     def present(self) -> set[int]:
-        """The ids of the clients that are connected now."""
+        """Return the ids of the clients that are connected now."""
         ...
 
     def query(self, client: int) -> str | None:
@@ -84,8 +84,9 @@ class ClaimQueries:
     def run(self, groups: Iterable[int], seconds: float, late: bool) -> None:
         """Ask clients for their groups, until each of `groups` has a connected client.
 
-        Clients that are new, or that may claim again, are asked. It returns without an
-        error if time is over before each group has a client.
+        Clients that are new, or that may claim again, are asked; their answers are put
+        into the assignment. It returns without an error if time is over before each
+        group has a client.
 
         Args:
           groups: Group indices.
@@ -115,7 +116,8 @@ class ClaimQueries:
         """Send a query to each connected client that was not asked, or may claim again.
 
         A client may claim again if it has reconnected, or if its claim was refused for
-        another client that has disconnected or claimed another group.
+        another client that has disconnected or claimed another group. The queries are
+        recorded, and a client has one unanswered query at most.
 
         Args:
           present: The ids of all connected clients.

@@ -58,7 +58,7 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
 
     Args:
       plan: The plan.
-      keep: Which of its results stay with the workers.
+      keep: Which of its results stay with the workers, as arguments of the next call.
       options: The engine's options.
 
     Raises:
@@ -96,10 +96,11 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
 
 
 class StoredSlices:
-    """The keys under which workers store slices for one runner, on the server.
+    """The server's table of the keys under which workers store slices, for one runner.
 
-    A worker keeps the slices of a key until the next call begins, or, if a handle has
-    them, until the handle is used up or gone.
+    The slices that a run of a stage leaves with its workers have one key. A worker
+    keeps them until the next call begins, or, if a handle (a `Kept`) has them, until
+    the handle is used up or gone.
 
     Attributes:
       scope: The beginning of all keys, text; another for each runner.
@@ -114,18 +115,25 @@ class StoredSlices:
         return f"{self.scope}/{next(self._count)}"
 
     def begin(self) -> None:
-        """Begin a call: release the slices of earlier calls that no handle has."""
+        """Begin a call: release the slices of earlier calls that no handle has.
+
+        Workers forget them at their next request, which lists the keys that are still
+        needed.
+        """
         for x in [*self._all]:
             if not x.held:
                 x.release()
                 self._all.discard(x)
 
     def add(self, slices: WorkerSlices) -> None:
-        """Count slices as stored by workers, until their release."""
+        """Record slices as stored by workers, until their release.
+
+        Only a weak reference is held, so that slices that are gone count as released.
+        """
         self._all.add(slices)
 
     def needed(self, group: int) -> list[str]:
-        """The keys under which a worker still needs the slices of its group, sorted.
+        """Return the sorted keys of the slices of a group that its worker still needs.
 
         Args:
           group: The group index.
@@ -147,7 +155,8 @@ class Requests:
       call: The run of the stage. Among its partitioned inputs, each `Lazy` is data that
         the workers have, and `WorkerSlices` are slices of earlier stages and calls that
         they have; arrays are slices that the server sends.
-      stored: The keys of these.
+      stored: The keys of the slices that workers have stored; a new key is taken from
+        it.
 
     Attributes:
       key: The key under which workers store the slices of this stage that are read
@@ -191,12 +200,13 @@ class Requests:
         """Make the request for one group, which the worker passes to `answer`.
 
         Args:
-          task: A task whose block has one group. From its slices, the request includes
+          task: A task whose block has one group. Of its slices, the request includes
             those that the worker does not have.
 
         Returns:
-          The stage with its global inputs, the group index, the mask, the slices, and
-          the planned structure and types of the worker's data, as bytes.
+          As bytes: the stage with its global inputs, the group index, the mask and the
+          slices; and, for each other input, which leaf of the worker's data or which
+          stored slices it is, with the planned structure and types of that data.
         """
         block, slices, stored = task.block, [], []
         for origin, x in zip(self._header["slices"], block.slices, strict=True):
@@ -237,10 +247,12 @@ def answer(
         that the workers have, a pytree of arrays. If it raises, or the data does not
         fit the plan, the group has failed. It is not called if the stage needs none of
         this data.
-      store: Where the worker keeps its slices of earlier stages and calls; it is
-        changed. None: it keeps none.
-      initial: A function without arguments that returns the group's slice of the kept
-        arguments before the first call; of several, a tuple. None: zeros.
+      store: Where the worker stores its slices of earlier stages and calls, bytes by
+        key; it is changed: new slices are added, and those that are not needed any more
+        are deleted. None: none are stored.
+      initial: A function without arguments that returns, before the first call, the
+        group's slice of the kept arguments (those that are results of the call before);
+        of several, a tuple. None: zeros.
 
     Returns:
       The group's partial reductions, or the reason why the group failed, as bytes of
@@ -266,7 +278,8 @@ class SecureAnswer:
       block: The group, with the mask that says whether it has failed.
       result: Its `BlockResult`, without the secure sums.
       slices: The group's slices of the secure sums, in order: to be masked.
-      min_groups: The largest demand of the secure sums.
+      min_groups: The least number of groups that must be summed before a sum is
+        revealed: the largest `Reduce.secure` of these sums.
     """
 
     block: Block
@@ -281,10 +294,15 @@ def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
     Args:
       request: The bytes that `Requests.to_bytes` returned.
       load: A function without arguments that returns the group's slice of the argument
-        that the workers have, as for `answer`.
+        that the workers have, a pytree of arrays. If it raises, or the data does not
+        fit the plan, the group has failed.
 
     Returns:
       A `SecureAnswer`. Its slices are not masked yet: the caller does that.
+
+    Raises:
+      RuntimeError: The stage failed, and no single group causes it.
+      ValueError: The stage would return slices of the group.
     """
     block, done, demands = _run(request, load, {}, None)
     pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
@@ -305,13 +323,21 @@ def _run(
     Args:
       request: The bytes that `Requests.to_bytes` returned.
       load: A function without arguments that returns the group's own data.
-      store: Where the worker keeps its slices of earlier stages and calls.
-      initial: A function without arguments that returns the group's slice of the kept
-        arguments before the first call; None: zeros.
+      store: Where the worker stores its slices of earlier stages and calls, bytes by
+        key; new slices are added, and those that the request does not list are deleted.
+      initial: A function without arguments that returns, before the first call, the
+        group's slice of the kept arguments (those that are results of the call before);
+        None: zeros.
 
     Returns:
-      `(block, result, demands)`: the block of the group, its `BlockResult`, and for
-      each of its partial reductions the `Reduce.secure`.
+      `(block, result, demands)`: the block of the group; its `BlockResult`, without
+      slices; and for each of its partial reductions the `Reduce.secure`, the least
+      number of groups to sum, 0 if it is not secure. If the group failed, the result
+      has only the reason.
+
+    Raises:
+      RuntimeError: The stage failed, and no single group causes it.
+      ValueError: The stage would return slices of the group.
     """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
     block, failed = Block(groups, valid, slices), {}
@@ -346,15 +372,21 @@ def _slices(
     store: Store,
     initial: Callable[[], Any] | None,
 ) -> list[np.ndarray]:
-    """The group's slices of the partitioned inputs of a stage: arrays `[1, ...]`.
+    """Return the group's slices, `[1, ...]`, of a stage's partitioned inputs in order.
+
+    Each is sent with the request, a leaf of the group's own data, an initial slice of a
+    kept argument, or in the store.
 
     Args:
-      header: The header of the request.
-      sent: The slices that the request has.
-      load: A function without arguments that returns the group's own data.
-      store: Where the worker keeps its slices of earlier stages and calls.
-      initial: A function without arguments that returns the group's slice of the kept
-        arguments before the first call; None: zeros.
+      header: The header of the request, which says for each input which of these it is.
+      sent: The slices that the request has, in order.
+      load: A function without arguments that returns the group's own data; it is called
+        only if the stage takes a part of it.
+      store: Where the worker stores its slices of earlier stages and calls, bytes by
+        key; it is not changed.
+      initial: A function without arguments that returns, before the first call, the
+        group's slice of the kept arguments (those that are results of the call before);
+        None: zeros.
 
     Raises:
       ValueError: The data does not fit the plan, or slices are not in the store.

@@ -34,15 +34,17 @@ FOLD = "fold"
 
 
 def ops_of(a_round: Round) -> tuple[str, ...]:
-    """The operation of each array that a block returns for the reductions of a round.
+    """Return the operation of each array that a block returns for a round's reductions.
+
+    The result is parallel to `BlockResult.partials`.
 
     Args:
       a_round: The round.
 
     Returns:
       The operation of each reduction but gathers, such as "sum". If the round has
-      folds, then `FOLD` for the index of the block's first group, `[1]`, and for each
-      leaf of the states, `[1, *s]`.
+      folds, `FOLD` follows several times: once for the index of the block's first
+      group, `[1]`, and once for each leaf of the block's states, `[1, *s]`.
     """
     leaves = sum(len(fold.sources) for fold in a_round.folds)
     states = (FOLD,) * (1 + leaves) if leaves else ()
@@ -53,15 +55,18 @@ def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
     """Combine the partial reductions over earlier blocks with those of one more block.
 
     Args:
-      ops: For each reduction its operation: sum, mean, max, min or fold.
-      totals: For each reduction the partial reduction over all earlier blocks; None if
-        no group took part. The arrays are overwritten, so do not use them afterwards.
-      partials: For each reduction the partial reduction over the new block; None if no
-        group took part.
+      ops: For each array of a block's result its operation: sum, mean, max, min or
+        fold.
+      totals: For each of `ops` the partial reduction over all earlier blocks, an array;
+        None if no group took part. The arrays are overwritten, so do not use them
+        afterwards. For a fold it is the list of the blocks' arrays, `[1, *s]`, in the
+        order in which blocks were added.
+      partials: For each of `ops` the partial reduction over the new block, an array;
+        None if no group took part. It is not changed.
 
     Returns:
-      For each reduction the partial reduction over all of these blocks; None if no
-      group took part. For a mean it is the sum. Floats are added in float64.
+      For each of `ops` the partial reduction over all of these blocks; None if no group
+      took part. For a mean it is the sum. Floats are added in float64.
     """
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
@@ -70,15 +75,17 @@ def _add(op: str, total: Any, partial: Any) -> Any:
     """Combine two partial reductions of one reduction, over disjoint sets of groups.
 
     Args:
-      op: The operation: sum, mean, max or min.
+      op: The operation: sum, mean, max, min or fold.
       total: The partial reduction over all earlier blocks, which is overwritten; None
-        if no group took part.
+        if no group took part. For a fold, the list of the blocks' arrays.
       partial: The partial reduction over the new block, an array or an
-        `EncodedPartial`; None if no group took part.
+        `EncodedPartial`; None if no group took part. For a fold, an array or a list of
+        arrays.
 
     Returns:
-      The partial reduction over both; None if no group took part. It shares no memory
-      with `partial`. Floats are added in float64.
+      The partial reduction over both; None if no group took part. For a fold, a new
+      list with the arrays of `total`, then of `partial`; for others an array that
+      shares no memory with `partial`. Floats are added in float64.
     """
     # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
@@ -96,9 +103,14 @@ def _add(op: str, total: Any, partial: Any) -> Any:
 
 
 def stacked(totals: Totals) -> Totals:
-    """Totals as arrays: the states of a fold are joined to `[blocks, *s]`.
+    """Return totals as arrays: a fold's states of blocks are joined to `[blocks, *s]`.
 
-    Pipelines of Beam return them in this form, and `finish` reads it.
+    Beam's pipelines return totals so, and `finish` reads them so.
+
+    Args:
+      totals: For each array of a block's result its total, as `add` returns it: an
+        array, None, or for a fold a list of arrays `[1, *s]`, which is concatenated. An
+        array that was joined before stays.
     """
     join = lambda x: np.concatenate(x) if isinstance(x, list) else x
     return list(map(join, totals))
@@ -110,18 +122,20 @@ def finish(
     groups: int,
     fold: Callable[[Fold, list[list[np.ndarray]]], list[np.ndarray]],
 ) -> list[np.ndarray]:
-    """The results of the reductions but gathers of a round, and of its folds.
+    """Compute the results of a round's reductions but gathers, and of its folds.
 
     Args:
       a_round: The round.
-      totals: The combined partial reductions of all blocks, as `add` returns them.
-      groups: The number of groups that took part.
+      totals: The combined partial reductions of all blocks, as `add` returns them: for
+        each reduction an array, or None if no group took part; then, if there are
+        folds, the indices of the blocks' first groups, and the leaves of their states.
+      groups: The number of groups that took part, by which a mean is divided.
       fold: `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their
         order; its result is the neutral state if there is none.
 
     Returns:
       A list of arrays: for each reduction its result, and then the leaves of the result
-      of each fold.
+      of each fold. States are folded in the order of their blocks' first groups.
     """
     reduces = a_round.partials
     pairs = zip(reduces, totals, strict=False)
@@ -138,10 +152,10 @@ def finish(
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
-    """The result of a reduction, from its partial reduction over all groups.
+    """Compute the result of a reduction from its partial reduction over all groups.
 
     Args:
-      reduce: The reduction, as in the plan.
+      reduce: The reduction, as in the plan; no gather.
       total: The partial reduction over all groups, as `add` returns it; None if no
         group took part.
       groups: The number of groups that took part, by which a mean divides.

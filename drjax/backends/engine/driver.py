@@ -108,7 +108,7 @@ class Runner:
 
     @property
     def file(self) -> File:
-        """The plan file that workers get."""
+        """The plan file that workers get: its bytes and hash, a `File`."""
         return self.executable.file
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,13 +141,14 @@ class Runner:
         Args:
           plan: The plan for the number of groups of the call.
           inputs: The inputs of the plan, in order. Each is a numpy array, with the
-            groups along axis 0 if it is partitioned, or a `Lazy`, which is read by
-            blocks.
+            groups along axis 0 if it is partitioned; a `Lazy`, whose slices are read
+            block by block; or a `WorkerSlices`, whose slices workers have.
           saved: The open checkpoint of the call: results that it has are not computed.
 
         Returns:
-          The pytree of arrays that the planned function returns; the slices of dropped
-          groups are NaN, or zero if they are not floats.
+          The pytree that the planned function returns, of JAX arrays; a kept result,
+          which is an argument of the next call, is a handle, a `Kept`. The slices of
+          dropped groups are NaN, or zero if they are not floats.
         """
         call = _Call(self, plan, saved)
         run = _DriverInterpreter(call, self.executable.plan, "")
@@ -164,7 +165,7 @@ class Runner:
         return self.kept.results(self.executable.results(outputs), staying)
 
     def _checkpoint(self, inputs: list, n: int) -> checkpoint.Checkpoint:
-        """Open the checkpoint of a call in the folder of the option `checkpoint`.
+        """Open and lock the checkpoint of a call in the option `checkpoint`'s folder.
 
         Args:
           inputs: The inputs of the plan, in order, each a numpy array or a `Lazy`; a
@@ -172,7 +173,8 @@ class Runner:
           n: The number of groups of the call.
 
         Returns:
-          The checkpoint, a context manager; without the option, one that saves nothing.
+          The checkpoint, a context manager that unlocks the folder; without the option,
+          one that saves nothing.
 
         Raises:
           EngineError: The folder cannot be used, is locked, or has another call's
@@ -185,7 +187,10 @@ class Runner:
         return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
 
     def block_size(self, a_round: Round, n: int) -> BlockSize:
-        """The `BlockSize` of a round's local stage; calls of this runner share it.
+        """Return the `BlockSize` that chooses how many groups a block of a stage has.
+
+        The first call for a round and a number of groups creates it; later calls return
+        the same one, so that all calls of this runner share what was measured.
 
         Args:
           a_round: A round of the plan, or of the body of a loop.
@@ -217,8 +222,9 @@ class _DriverInterpreter(PlanInterpreter):
 
     Server stages run in this process, and stages of the groups on the engine. Inputs
     and outputs are lists of numpy arrays in the order of `plan.inputs` and
-    `plan.outputs`. Partitioned values have the groups along axis 0, or are a `Lazy`,
-    which is read by blocks.
+    `plan.outputs`, random keys as key data. Partitioned values have the groups along
+    axis 0; or they are a `Lazy`, whose slices are read block by block, or a
+    `WorkerSlices`, whose slices workers have.
 
     Args:
       call: The state of the call.
@@ -282,18 +288,20 @@ class _DriverInterpreter(PlanInterpreter):
 
 
 def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], list]:
-    """Make the body of a scan return arrays, not `Lazy`s, for the outputs to stack.
+    """Make the body of a scan return arrays for the outputs to stack, also if unread.
 
-    Stacks are arrays; a `Lazy` has no array to put there until it is read.
+    A partitioned output may be a `Lazy`, whose slices are read later; a stack needs its
+    array `[n, *s]`.
 
     Args:
       body: Runs one step: from the list of its inputs to the list of carried values,
         then of outputs to stack.
-      carry: The number of carried values. These stay `Lazy`, as the next step reads
+      carry: The number of carried values. These may stay `Lazy`, as the next step reads
         them by blocks.
 
     Returns:
-      A function with the same arguments and results.
+      A function with the same arguments and results, in which the outputs to stack are
+      numpy arrays.
     """
 
     def step(inputs: list) -> list:
@@ -339,17 +347,20 @@ class _Call:
     ) -> list[Any]:
         """Run the local stage of a round for all groups, on the engine.
 
+        It writes the checkpoint so far, adds to the report, and drops groups that fail.
+
         Args:
           a_round: The round.
           kept: The outputs of the stage whose slices are needed after it.
-          env: The arrays of the plan's values so far; the stage's inputs are read from
-            it.
+          env: The arrays of all values that were computed so far; the stage's inputs
+            are read from it.
           location: The location of the round: `2`, or `2.scan.0.1` for round 1 in body
             0 of the loop `scan` in round 2.
 
         Returns:
-          The results of the round's reductions but gathers and of its folds, then for
-          each output in `kept` all groups' slices, `[n, ...]`, or `WorkerSlices`.
+          A list: the results of the round's reductions but gathers, `[*s]`, the leaves
+          of the results of its folds, then for each output in `kept` all groups'
+          slices, `[n, *s]`, or a `WorkerSlices` if they stay with the workers.
 
         Raises:
           EngineError: The stage failed, a group failed with `on_error="raise"`, or
@@ -409,7 +420,8 @@ class _Call:
     ) -> None:
         """Run a stage on the engine, and add the result of each block to `results`.
 
-        Groups that fail are dropped; the report and the progress bar are updated.
+        Groups that fail are dropped: they are False in `alive` from then on. The report
+        and the progress bar are updated.
 
         Args:
           call: The run of the stage, for the engine.
@@ -471,17 +483,17 @@ class _Call:
         return stage_error(self.runner.plan, location, stage, why, group)
 
     def _progress_bar(self, text: str) -> Any:
-        """A context manager for a progress bar that counts groups.
+        """Make a context manager for a progress bar that counts groups.
 
         Args:
           text: The title of the bar.
 
         Returns:
-          A context manager whose value in the `with` block is a `tqdm` bar, with
+          A context manager. Its value in the `with` block is a `tqdm` bar, with
           `update(count)`; None if the option `progress` is false.
 
         Raises:
-          EngineError: tqdm is not installed.
+          EngineError: The option is true, and tqdm is not installed.
         """
         if not self.options.progress:
             return nullcontext()
@@ -493,8 +505,8 @@ class _CheckpointedSteps(_python_loops.Steps):
     """Loads and saves the progress of a loop as an entry of the checkpoint.
 
     The progress is the number of steps done, the carried values, and the values that a
-    scan stacks. Of a carried `Lazy` its origin is saved, not its slices: which input of
-    the loop has the same source and leaf, and its steps.
+    scan stacks. A carried `Lazy`, a value whose slices are read later, is saved without
+    its slices: as the input of the loop that it is a step of, and its current steps.
 
     Args:
       saved: The checkpoint of the call.
@@ -533,14 +545,14 @@ class _CheckpointedSteps(_python_loops.Steps):
         self.checkpoint.put(self.key, [sizes, *carry, *flat], over=f"{self.key}.")
 
     def _origin(self, x: Lazy) -> np.ndarray:
-        """The array that is saved in place of a carried `Lazy`: int `[1 + k]`.
+        """Describe a carried `Lazy` by an int array `[1 + k]`, which is saved instead.
 
         Args:
-          x: The `Lazy`, of an input of the loop.
+          x: The `Lazy`, one of the loop's inputs or a step of one.
 
         Returns:
-          The position of that input among the inputs that are `Lazy`, then the k
-          current steps of `x`.
+          The position of that input among those inputs of the loop that are `Lazy`,
+          then the k steps of the scans over it in which `x` is, the outermost first.
         """
         same = [y.source is x.source and y.leaf == x.leaf for y in self._lazy]
         return np.array([same.index(True), *x.steps])

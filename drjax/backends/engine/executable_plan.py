@@ -69,6 +69,9 @@ class ExecutablePlan:
         Args:
           file: The plan file. Its stages may make the custom calls that
             `file.custom_calls` names.
+
+        Returns:
+          A new `ExecutablePlan`, which can run the server stages in this process.
         """
         path = Path(f"{file.key[:12]}.drjax")  # for errors
         # Without x64 the loader refuses a file that has 64-bit values.
@@ -76,29 +79,34 @@ class ExecutablePlan:
             return cls(plan_from_bytes(path, file.data, custom_calls=file.custom_calls))
 
     def precision(self) -> AbstractContextManager:
-        """A context manager for the plan's precision: 64-bit values are enabled or not.
+        """Return a context manager for the plan's precision, `jax_enable_x64`.
 
-        They are enabled if the plan has such values, or if `jax_enable_x64` is set.
+        64-bit values are enabled in it if the plan has such values, or if
+        `jax_enable_x64` is set.
         """
         return jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64")))
 
     def stage_index(self, a_round: Round) -> int:
-        """The index of a round among all rounds of the plan, loops included, from 0.
+        """Return the index of a round, from 0, among all rounds of the plan and loops.
 
         By this index, workers find the round's local stage in the plan file.
 
         Args:
-          a_round: A round of `self.plan`, or of the body of a loop.
+          a_round: A round of `self.plan`, or of the body of a loop; the same object,
+            not an equal one.
         """
         return self._indices[id(a_round)]
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         """Run a server stage in this process; it is compiled on first use.
 
+        A stage without outputs does nothing.
+
         Args:
           stage: A server stage of `self.plan`.
-          env: The arrays of the plan's values so far. The stage's inputs are read from
-            it, and its outputs are added as numpy arrays; random keys are raw data.
+          env: The arrays of all values that were computed so far. The stage's inputs
+            are read from it, and its outputs are added as numpy arrays; random keys are
+            raw data.
         """
         # A stage without outputs is not exported.
         if stage.exported is None:
@@ -113,12 +121,14 @@ class ExecutablePlan:
         """Fold states in this process, in their order, from the neutral state on.
 
         Args:
-          env: The arrays of the plan's values so far.
+          env: The arrays of all values that were computed so far; the neutral state,
+            and what the function of the fold closes over, are read from it.
           fold: A fold of `self.plan`.
           states: The states, each a list of leaves `[*s]`.
 
         Returns:
-          The leaves of the fold; of the neutral state if there is no other.
+          The leaves of the result, numpy arrays `[*s]`; of the neutral state if there
+          are no states.
         """
         total, consts = env.read(fold.init), env.read(fold.consts)
         for state in states:
@@ -130,10 +140,12 @@ class ExecutablePlan:
 
         Args:
           stage: The stage.
-          args: Its inputs, in order: arrays, random keys as raw data.
+          args: Its inputs, in order: arrays, random keys as raw data. Those of the
+            function of a fold are what it closes over, the leaves of the left state,
+            and of the right one.
 
         Returns:
-          The list of its outputs, arrays.
+          The list of its outputs, JAX arrays.
         """
         if id(stage) not in self._compiled:
             self._compiled[id(stage)] = jax.jit(
@@ -153,8 +165,8 @@ class ExecutablePlan:
 
         Args:
           a_round: A round of `self.plan`, or of the body of a loop.
-          env: The arrays of the plan's values so far; the stage's global inputs are
-            read from it.
+          env: The arrays of all values that were computed so far; the stage's global
+            inputs are read from it.
           location: The location of the round, for errors: `2`, or `2.scan.0.1` for
             round 1 in body 0 of the loop `scan` in round 2.
           size: The number of groups in a block.
@@ -191,10 +203,10 @@ class ExecutablePlan:
 
 
 def scatter(slices: Value, whole: np.ndarray) -> np.ndarray:
-    """Move the group axis of a global array to axis 0: its slices `[n, ...]`, a view.
+    """Return the slices of a global array, `[n, ...]`: its group axis moved to axis 0.
 
     Args:
       slices: The partitioned value that is the result; its `axis` is the group axis.
-      whole: The global array.
+      whole: The global array, `[..., n, ...]`; the result is a view of it.
     """
     return np.moveaxis(whole, slices.axis, 0)

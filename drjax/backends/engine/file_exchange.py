@@ -54,11 +54,11 @@ class Files(Protocol):
     def read(self, path: str) -> bytes: ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file whole or not at all; a file of that name is replaced."""
+        """Write `data` to the file `path`, whole or not at all; replace an old file."""
         ...
 
     def listed(self, prefix: str) -> list[str]:
-        """The paths of all finished files whose paths begin with `prefix`."""
+        """List the paths of all finished files whose paths begin with `prefix`."""
         ...
 
     def remove(self, folder: str) -> None: ...
@@ -72,7 +72,7 @@ class Run(Protocol):
         ...
 
     def error(self) -> str | None:
-        """The reason why the run failed, once it has ended; None if it did not fail."""
+        """Return why the run failed, text; None if it did not. It must have ended."""
         ...
 
     def end(self) -> None:
@@ -91,7 +91,8 @@ class StageRun:
       files: The file system that the driver and all workers see, a `Files`.
       folder: The path of the run's folder in it.
       ops: For each reduction of the round but gathers its operation: sum, mean, max or
-        min.
+        min; then, if there are folds, `fold` for the index of a block's first group and
+        for each leaf of its states.
       starts: The groups are divided into ranges, one for a worker at a time: the index
         of the first group of each range.
       lazy: For each partitioned input of the stage, in order, a `Lazy` that workers can
@@ -116,15 +117,15 @@ class StageRun:
         return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
     def blocks(self, start: int) -> Iterator[LoadedBlock]:
-        """Read the groups of one range, in blocks.
+        """Read the groups of one range, in blocks; a worker calls it.
 
         Args:
           start: The index of the first group of the range, one of `starts`.
 
         Returns:
-          An iterator of pairs `(block, failed)`, in the order of group indices.
-          `failed` is a dict from group index to reason, with the groups whose data
-          cannot be read.
+          An iterator of pairs `(block, failed)`, in the order of group indices: a
+          `Block` of at most `size` groups with their slices, and a dict from group
+          index to reason, with the groups of the block whose data cannot be read.
         """
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
@@ -139,8 +140,9 @@ class StageRun:
         """Write the result of a block to a file in the run's folder, for the driver.
 
         The file has the block's group indices and mask, its groups' slices of the
-        stage's outputs that are read later, and why groups failed. It does not have the
-        partial reductions: workers combine these.
+        stage's outputs that are read later, and why groups failed. Slices that stay
+        between stages are written to another file, in the folder `kept`. The partial
+        reductions are in none: workers combine these.
 
         Args:
           block: The block.
@@ -158,9 +160,9 @@ class StageRun:
         """Write the partial reductions over all groups to a file in the run's folder.
 
         Args:
-          totals: For each reduction of the round but gathers the partial reduction over
-            all groups, then the number of groups that took part, as an array. Each is
-            None if no group took part.
+          totals: For each of `ops` the partial reduction over all groups, for a fold
+            the stack of all blocks' arrays; then the number of groups that took part,
+            as an array. Each is None if no group took part.
         """
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
@@ -173,9 +175,9 @@ class StageRun:
         """Read the partial reductions over all groups from the file that workers wrote.
 
         Returns:
-          For each reduction of the round but gathers the partial reduction over all
-          groups, then the number of groups that took part, as an array. Each is None if
-          no group took part.
+          For each of `ops` the partial reduction over all groups, for a fold the stack
+          of all blocks' arrays; then the number of groups that took part, as an array.
+          Each is None if no group took part.
         """
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")
@@ -215,7 +217,7 @@ class FileExchange:
           folder: A local folder for files of the driver, such as logs.
 
         Returns:
-          The `Run`, to wait for its end and to kill it.
+          The `Run` that was started, to wait for its end and to kill it.
         """
         raise NotImplementedError
 
@@ -295,7 +297,11 @@ class FileExchange:
             self._files.remove(folder)
 
     def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
-        """Write the slices that workers cannot read themselves to files for them.
+        """Write a file for each range of groups, with what workers cannot read.
+
+        A file has the slices of those inputs that workers cannot read themselves, and
+        the mask of the groups that take part: there is one for each range even without
+        slices.
 
         Args:
           call: The run of the stage.
@@ -367,9 +373,10 @@ _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
 def _readable_by_workers(x: Any) -> bool:
-    """Whether workers can read a partitioned input themselves, as from Parquet files.
+    """Return whether workers can read a partitioned input themselves, as from Parquet.
 
     Args:
-      x: The input: an array of all groups' slices, or a `Lazy`.
+      x: The input: an array of all groups' slices, a `Lazy`, or a `WorkerSlices`. Only
+        a `Lazy` whose `Groups` has bounds can be read by workers.
     """
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

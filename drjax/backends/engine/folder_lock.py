@@ -160,9 +160,12 @@ def _locked_file(path: Path) -> int | None:
 
 
 def _open_or_create(path: Path) -> tuple[int, bool]:
-    """Open a file, or create it if it does not exist.
+    """Open a file for reading and writing, or create it if it does not exist.
 
     It is not truncated before it is locked: its text names the holder, for the error.
+
+    Args:
+      path: The path of the file.
 
     Returns:
       `(file descriptor, whether this call has created the file)`.
@@ -282,7 +285,11 @@ class Lease:
                     return
 
     def _is_own(self) -> bool:
-        """Whether the folder's lease file is this lease's; False if there is none."""
+        """Return whether the folder's lease file is this lease's; False if it is gone.
+
+        Raises:
+          OSError: The file cannot be read.
+        """
         owner = self._read()
         return owner is not None and owner.get("token") == self._owner["token"]
 
@@ -300,7 +307,7 @@ class Lease:
             return None
 
     def _text(self) -> bytes:
-        """The content of this lease's file: its owner and its renewals, as JSON."""
+        """Return the content of this lease's file, JSON: its owner and its renewals."""
         # The count changes the content: by that other drivers notice a renewal, without
         # comparing clocks.
         return json.dumps({**self._owner, "renewals": self._renewals}).encode()
@@ -349,10 +356,11 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _describe(owner: dict[str, Any] | None) -> str:
-    """The process id and host name of a lock's owner, as text for errors.
+    """Return the process id and host name of a lock's owner, as text for errors.
 
-    `owner` is the content of the lock file, a dict with the keys `process` and `host`.
-    If it is None or {}, the text is "another process".
+    Args:
+      owner: The content of the lock file, a dict with the keys `process` and `host`. If
+        it is None or {}, the text is "another process".
     """
     if not owner:
         return "another process"
@@ -360,7 +368,7 @@ def _describe(owner: dict[str, Any] | None) -> str:
 
 
 def _machine() -> str:
-    """Text that identifies the scope in which process ids are unique.
+    """Return text that identifies the scope in which process ids are unique.
 
     It has the host name and, on Linux, the id of the boot and the PID namespace, which
     differs between containers.
@@ -374,7 +382,7 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """The time at which a process started, to tell apart processes with one id.
+    """Return the time at which a process started, to tell apart processes with one id.
 
     Args:
       pid: The process id.
@@ -393,7 +401,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _state(owner: dict[str, Any] | None) -> str:
-    """Whether the process that has a lease lives.
+    """Return whether the process that has a lease lives.
 
     Args:
       owner: The content of the lease's file, a dict with the keys `process`, `machine`,
@@ -401,8 +409,8 @@ def _state(owner: dict[str, Any] | None) -> str:
 
     Returns:
       `"alive"`; `"dead"`, also if `owner` is None; or `"unknown"`, as for a process on
-      another machine. A lease of this process itself counts as alive until its
-      `release`.
+      another machine. A lease of this process itself is alive until its `release`, and
+      dead afterwards.
     """
     if owner is None:
         return "dead"  # released just now

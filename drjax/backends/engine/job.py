@@ -50,7 +50,9 @@ class Job:
     stay: tuple[bool, ...] = ()
 
     def task(self, block: Block, search: bool = False) -> Task:
-        """A `Task` for a worker of a pool: to run the stage on a block.
+        """Make a `Task` for a worker of a pool: to run the stage on a block.
+
+        Each task gets a new number.
 
         Args:
           block: The groups.
@@ -89,7 +91,10 @@ class Job:
         return result
 
     def to_bytes(self) -> bytes:
-        """Serialize the job, plan file and global inputs included, without pickle."""
+        """Serialize the job, plan file and global inputs included, without pickle.
+
+        Which outputs stay with the workers, `stay`, is not included.
+        """
         header = {
             "stage": self.stage,
             "where": self.location,
@@ -107,7 +112,7 @@ class Job:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Job":
-        """Deserialize a job from bytes that `to_bytes` returned."""
+        """Make a job from `data`, bytes that `to_bytes` returned; its `stay` is ()."""
         header, (plan, *shared) = wire_format.from_bytes(data)
         file = File(
             plan.tobytes(),

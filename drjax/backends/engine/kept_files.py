@@ -41,22 +41,35 @@ class KeptFiles:
         self._slices: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def new_folder(self, parent: str) -> str:
-        """Make a folder for the slices of one run of a stage, and return its path."""
+        """Make a folder for the slices of one run of a stage, and return its path.
+
+        The folder is recorded, for `remove`.
+
+        Args:
+          parent: The path of the folder in which it is made.
+        """
         folder = f"{parent}/kept-{uuid.uuid4().hex}"
         self._files.make(folder)
         self._folders.add(folder)
         return folder
 
     def add(self, slices: WorkerSlices) -> None:
-        """Count slices as in use: until their release, their files stay."""
+        """Record slices as in use: until their release, `remove` leaves their files.
+
+        Only a weak reference is held, so that slices that are gone count as released.
+        """
         self._slices.add(slices)
 
     def read(self, path: str) -> Sequence[np.ndarray]:
-        """Read the slices of one block from its file: a list of arrays `[c, ...]`."""
+        """Read the slices of one block from its file, a list of arrays `[c, ...]`.
+
+        Args:
+          path: The path of the file, from `path_of`.
+        """
         return read(self._files, path)
 
     def remove(self, unused_only: bool = True) -> None:
-        """Remove the folders that have no slices in use.
+        """Remove the folders with slices of which none is in use.
 
         Args:
           unused_only: If False, all folders are removed, as when the engine is closed.
@@ -73,37 +86,43 @@ class KeptFiles:
 
 
 def read(files: Any, path: str) -> list[np.ndarray]:
-    """Read the slices of a block from their file.
+    """Read the slices of a block that stay from their file.
 
     Args:
       files: The file system, a `drjax.backends.engine.file_exchange.Files`.
       path: The path of the file, from `path_of`.
 
     Returns:
-      For each output that stays an array `[c, ...]`.
+      For each output of the stage that stays, in order, an array `[c, ...]`.
     """
     return wire_format.from_bytes(files.read(path))[1]
 
 
 def path_of(folder: str, block: Block) -> str:
-    """The path of the file with the slices of a block that stay."""
+    """Return the path of the file with the slices of a block that stay between stages.
+
+    Args:
+      folder: The folder for the slices of this run of the stage.
+      block: The block; the file is named by its first group.
+    """
     return f"{folder}/block-{block.groups[0]:012}"
 
 
 def store_staying_slices(
     files: Any, folder: str, stay: Sequence[bool], block: Block, result: BlockResult
 ) -> BlockResult:
-    """Write the slices of a block that stay to a file; a worker calls it.
+    """Write a block's slices that stay between stages to a file; a worker calls it.
 
     Args:
       files: The file system, a `drjax.backends.engine.file_exchange.Files`.
       folder: The folder for the slices of this run of the stage.
       stay: For each of `result.slices` whether it stays.
       block: The block.
-      result: Its result.
+      result: Its result, which is not changed.
 
     Returns:
-      The result without these slices.
+      A copy of the result without these slices; `result` itself, and no file, if it has
+      no slices.
     """
     if not result.slices:  # all groups have failed
         return result
@@ -114,17 +133,19 @@ def store_staying_slices(
 
 
 def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
-    """Write the slices of a block for workers: by the names of files, or as arrays.
+    """Prepare a block's slices for a file to workers: as paths, or as arrays.
 
     Args:
-      x: An array, or the `PiecesOfBlock` of a value whose slices are in files.
-      read: A function from the path of a piece to its arrays.
+      x: An array `[c, ...]`; or the `PiecesOfBlock` of a value whose slices are parts
+        of pieces, each a file with the slices of one block, or a list of arrays.
+      read: A function from the path of a file to its list of arrays.
 
     Returns:
-      `(paths, arrays)`: the paths of the files with the slices, each with the position
-      of the value in the file, as JSON data; and two index arrays, the file of each
-      group and its position there. None for the paths if the slices themselves are the
-      only array.
+      `(paths, arrays)`. If all pieces of the block are files, `paths` is a list, as
+      JSON data, of pairs of a path and the position of the value among the arrays of
+      the file; and `arrays` has two index arrays, int `[c]`: for each group its file in
+      `paths` (-1: none), and the position of its slice in it. Else `paths` is None, and
+      `arrays` has the slices themselves, `[c, ...]`.
     """
     if not isinstance(x, PiecesOfBlock):
         return None, [x]
@@ -144,12 +165,14 @@ def slices_from_message(
     """Read the slices of a block, on a worker: the inverse of `slices_to_message`.
 
     Args:
-      entries: For each partitioned input the paths, or None.
-      arrays: The arrays of all inputs, in order.
+      entries: For each partitioned input of the stage, in order, the `paths` that
+        `slices_to_message` returned: a list of pairs of a path and a position, or None.
+      arrays: The arrays of all inputs, in order: of each the two index arrays, or if
+        its entry is None the slices.
       files: The file system, a `drjax.backends.engine.file_exchange.Files`.
 
     Returns:
-      For each input an array `[c, ...]`.
+      For each input an array `[c, ...]`. Each file is read once.
     """
     rest, slices = iter(arrays), []
     cache: dict[str, list[np.ndarray]] = {}

@@ -29,7 +29,9 @@ from drjax.plan import Plan, Value
 
 
 class HostSlices(Unread):
-    """A kept result that the driver has as an array, as its workers have nothing.
+    """A kept result whose slices the driver has as an array, as its workers keep none.
+
+    It stands among the arguments of the next call in the place of its handle.
 
     Args:
       value: The value in the plan.
@@ -49,6 +51,9 @@ class HostSlices(Unread):
 class KeptResults:
     """What stays between the calls of a `Runner`, and how calls take and return it.
 
+    A kept result is one that is an argument of the next call, a kept argument. The
+    caller has a handle for it, a `Kept`.
+
     Args:
       plan: The plan.
       keep: Which partitioned results are arguments of the next call: the argument
@@ -58,9 +63,9 @@ class KeptResults:
       options: The engine's options.
 
     Attributes:
-      initial: What workers need to know of the kept arguments, of which they may have
-        the first slices themselves: the structure, types and names, as JSON data; None
-        if nothing is kept.
+      initial: A description, as JSON data, of one group's slice of the kept arguments:
+        structure, names and types. Workers that load these slices themselves before the
+        first call check them against it. None if nothing is kept.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: `keep` does not fit the plan; or there is a
@@ -81,29 +86,39 @@ class KeptResults:
             )
 
     def open(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Kept]]:
-        """Replace the handles among the arguments of a call by their slices.
+        """Replace the handles among a call's arguments by the slices they stand for.
 
         Args:
           args: The positional arguments.
           kwargs: The keyword arguments.
 
         Returns:
-          `(args, kwargs, handles)`: the arguments, with `WorkerSlices` or `HostSlices`
-          in the places of handles; and the handles, which the caller uses up once it
-          has results.
+          `(args, kwargs, handles)`: copies of the arguments, with `WorkerSlices`
+          (workers have the slices) or `HostSlices` (the driver has them) in the places
+          of handles; and the handles, still valid, which the caller uses up once it has
+          results.
+
+        Raises:
+          DrjaxValueError: A handle is of another `compile`, was used up, or is passed
+            as another argument.
         """
         return self._keep.open(args, kwargs, self._start)
 
     def _start(self, pair: KeptPair, x: Any) -> list[WorkerSlices] | None:
-        """The leaves of a kept argument in the first call, if workers have its data.
+        """Make the leaves of a kept argument for which the caller has no handle yet.
+
+        In the first call a kept argument, one that is a result of the call before, has
+        no slices from an earlier call. If the caller passes a `Remote`, a placeholder
+        for data that only workers have, and workers keep all slices, then each worker
+        begins with slices of its own.
 
         Args:
-          pair: The result and the argument.
-          x: What the caller passed as the argument.
+          pair: The kept result, and the argument that it is.
+          x: What the caller passed as the argument; no handle.
 
         Returns:
-          A `WorkerSlices` for each leaf, if `x` is a `Remote` and workers keep all
-          slices; else None: `x` is passed on as it is.
+          A `WorkerSlices` for each leaf of the argument, of slices that each worker
+          loads itself; None if `x` is to be passed on as it is, such as arrays.
         """
         if not isinstance(x, Remote) or self._engine.stays != "all":
             return None
@@ -117,14 +132,15 @@ class KeptResults:
         return leaves
 
     def inputs(self, inputs: list[Any]) -> list[Any]:
-        """The inputs of the plan as stages take them: arrays, `Lazy` or `WorkerSlices`.
+        """Return the plan's inputs as stages take them: arrays, `Lazy`, `WorkerSlices`.
+
+        Each `HostSlices` is replaced by its array.
 
         Args:
-          inputs: The flat inputs of the plan; `HostSlices` are replaced by their
-            arrays.
+          inputs: The flat inputs of the plan, in order; the list is not changed.
 
         Raises:
-          EngineError: The workers that had slices have ended.
+          EngineError: The workers that had the slices of a `WorkerSlices` have ended.
         """
         for x in inputs:
             if isinstance(x, WorkerSlices):
@@ -132,7 +148,7 @@ class KeptResults:
         return [x.slices if isinstance(x, HostSlices) else x for x in inputs]
 
     def _check_workers_live(self, x: WorkerSlices) -> None:
-        """Raise `EngineError` if the workers that had these slices have ended."""
+        """Raise `EngineError` if the workers that had the slices of `x` have ended."""
         if x.generation != self._engine.generation:
             raise EngineError(
                 f"The workers that had the slices of {x.value.name} have ended, by "
@@ -141,13 +157,13 @@ class KeptResults:
             )
 
     def staying(self, values: Sequence[Value]) -> tuple[bool, ...]:
-        """Which outputs of a stage stay with the workers.
+        """Return which outputs of a stage stay with the workers.
 
         Args:
           values: The outputs of the stage that are read later.
 
         Returns:
-          A bool for each; () if none stays.
+          A bool for each of `values`; () if none stays.
         """
         if self._engine.stays == "all":
             return (True,) * len(values)
@@ -158,12 +174,15 @@ class KeptResults:
         """Take the kept results out of the outputs of a call, for their handles.
 
         Args:
-          outputs: The outputs of the plan; those that stay are set to None.
-          inputs: The inputs of the call: dropped groups keep their slices of these.
+          outputs: The outputs of the plan, in order; the list is changed: those that
+            stay are set to None.
+          inputs: The inputs of the call, in order. A dropped group keeps its slice of
+            the kept argument that the result replaces.
           alive: Which groups take part, bool `[n]`; the others were dropped.
 
         Returns:
-          For each output a `WorkerSlices` or `HostSlices`; None if it does not stay.
+          For each output of the plan a `WorkerSlices` (workers have the slices) or a
+          `HostSlices` (the driver has them); None if the output does not stay.
         """
         leaves: list[Any] = [None] * len(outputs)
         for pair in self._keep.pairs:
@@ -178,14 +197,16 @@ class KeptResults:
         return leaves
 
     def results(self, tree: Any, leaves: list[Any]) -> Any:
-        """Put handles in the places of kept results.
+        """Put a new handle, a `Kept`, in the place of each kept result.
 
         Args:
-          tree: The result of the planned function; what stays may be anything.
-          leaves: What `split` returned for each output.
+          tree: The result of the planned function; in the places of kept results it may
+            have anything.
+          leaves: For each output of the plan what `split` returned: a `WorkerSlices` or
+            `HostSlices` for one that stays, else None.
 
         Returns:
-          The result, with a `Kept` for each kept result.
+          A copy of the result, with a `Kept` for each kept result.
         """
         return self._keep.results(tree, leaves, self._fetch)
 
@@ -194,10 +215,15 @@ class KeptResults:
 
         Args:
           _: The kept pair, not used.
-          leaves: The `WorkerSlices` or `HostSlices` of the result.
+          leaves: For each leaf of the kept result its `WorkerSlices` or `HostSlices`.
 
         Returns:
-          For each an array with the group axis where the plan has it.
+          For each leaf a new JAX array `[..., n, ...]`, with the group axis where the
+          plan has it.
+
+        Raises:
+          EngineError: The workers that had the slices have ended.
+          DrjaxTypeError: The workers give no slices away.
         """
         arrays = []
         for x in leaves:
@@ -215,8 +241,13 @@ class KeptResults:
 def _description_for_workers(plan: Plan, pairs: Sequence[KeptPair]) -> dict[str, Any]:
     """Describe one group's slice of the kept arguments, as JSON data for workers.
 
-    Workers check the slices that they load themselves before the first call against it.
-    Of several kept arguments, the slice is a tuple.
+    Before the first call workers may load these slices themselves, and check them
+    against the description. Of several kept arguments, the slice is a tuple, in the
+    order of `pairs`.
+
+    Args:
+      plan: The plan.
+      pairs: The kept results and the arguments that they are, at least one.
 
     Returns:
       A dict: `tree`, the structure of the slice; `wide`, whether it has 64-bit values;

@@ -48,10 +48,11 @@ class Block:
 
     Attributes:
       groups: The group indices, int32 `[c]`.
-      valid: Which of them take part, bool `[c]`; the others are masked.
+      valid: Which of them take part, bool `[c]`; the others are masked: they run, or
+        hold a place, but their results do not count.
       slices: For each partitioned input of the stage, in order, an array `[c, ...]` of
         the groups' slices. Before it is with its worker it may also have a
-        `drjax.backends.engine.worker_slices.PiecesOfBlock`, of slices that workers
+        `drjax.backends.engine.worker_slices.PiecesOfBlock`, for slices that workers
         have.
     """
 
@@ -60,21 +61,28 @@ class Block:
     slices: list[Any]
 
     def without(self, out: np.ndarray) -> "Block":
-        """The block with those groups masked for which `out`, bool `[c]`, is true."""
+        """Return a copy of the block with some groups masked: they do not count.
+
+        Args:
+          out: Which groups to mask, bool `[c]`; those that are masked already stay so.
+        """
         return replace(self, valid=self.valid & ~out)
 
     def without_failed(self, failed: dict[int, str]) -> "Block":
-        """The block with failed groups masked.
+        """Return a copy of the block with failed groups masked: they do not count.
 
-        `failed` is a dict from group index to reason; groups of other blocks are
-        ignored.
+        Args:
+          failed: A dict from group index to reason; groups of other blocks are ignored.
         """
         return self.without(np.isin(self.groups, list(failed)))
 
     def halves(self) -> list["Block"]:
         """Split the groups that take part into two blocks of about equal size.
 
-        Masked groups are left out. Of an odd number the second block has one more.
+        Masked groups are left out. If the number is odd, the second block has one more.
+
+        Returns:
+          The two blocks, in the order of the groups; this block is unchanged.
         """
         # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
@@ -82,10 +90,11 @@ class Block:
         return [self._take_slots(chosen[:middle]), self._take_slots(chosen[middle:])]
 
     def _take_slots(self, positions: np.ndarray) -> "Block":
-        """The block of some of its slots.
+        """Return the block of some of this block's slots, in the order of `positions`.
 
         Args:
-          positions: Their positions in this block, int `[k]`.
+          positions: The positions of the slots in this block, int `[k]`; the result has
+            k slots.
         """
         return Block(
             self.groups[positions],
@@ -152,12 +161,12 @@ class BlockResult:
     """The result of a stage for one block of c groups.
 
     Attributes:
-      partials: The partial reduction over the block for each of the round's reductions
-        but gathers, a list of arrays, or an `EncodedPartial` of one with `wire=`; None
-        in place of each if no group takes part. If
-        the round has folds, then the block's first group, `[1]`, and the leaves of the
-        block's state, `[1, *s]`.
-        Empty if the block has no results.
+      partials: A list: for each of the round's reductions but gathers the partial
+        reduction over the block, an array, or None if no group of the block takes part;
+        of one with `wire=` an `EncodedPartial`.
+        If the round has folds, two kinds of arrays follow: the index of the block's
+        first group, int32 `[1]`, and the leaves of the block's states, `[1, *s]`. The
+        list is empty if the block has no results.
       slices: For each output of the stage that is read later an array `[c, ...]` of the
         groups' slices, unless they stay with the workers. Empty if the block has no
         results.
@@ -166,7 +175,7 @@ class BlockResult:
       pid: The id of the worker's process, int; 0 if no worker ran.
       seconds: How long the worker took, float.
       piece: The engine's reference to the slices that stay with the workers, a list of
-        arrays `[c, ...]` there; None if there are none.
+        arrays `[c, ...]` in their store; None if there are none.
     """
 
     partials: Sequence[Any]
@@ -179,7 +188,7 @@ class BlockResult:
 
 @dataclass
 class WorkerState:
-    """What a worker is doing.
+    """What a worker is doing, as it reports it to the driver.
 
     Attributes:
       pid: The id of its process, int.
@@ -215,15 +224,16 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 
 
 def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
-    """The outputs of a round's local stage of which slices are read after the stage.
+    """Return the outputs of a round's local stage whose slices are read after it.
 
     Args:
       plan: The plan, or the body of a loop, that has the round.
       a_round: The round.
 
     Returns:
-      A list of `Value`s: outputs that are read by a later round, a gather or a loop, or
-      that the plan returns.
+      A list of `Value`s, in the order of the stage's outputs: those that a later round,
+      a gather, a move or a loop reads, or that the plan returns. The others are only
+      reduced.
     """
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
@@ -232,6 +242,9 @@ def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
 
 def refuse_other_partitions(plan: Plan) -> None:
     """Refuse a plan with programs over another partition, whose groups no worker has.
+
+    Args:
+      plan: The plan.
 
     Raises:
       DrjaxValueError: The plan, or a loop in it, has such a program.
@@ -248,6 +261,9 @@ def refuse_other_partitions(plan: Plan) -> None:
 
 def refuse_secure_sums(plan: Plan) -> None:
     """Refuse a plan with a secure sum, for an engine whose processes see slices.
+
+    Args:
+      plan: The plan.
 
     Raises:
       DrjaxValueError: The plan, or a loop in it, has a secure sum.

@@ -16,7 +16,9 @@ from drjax.plan import Plan
 
 
 def for_arguments(plan: Plan, args: tuple, kwargs: dict) -> Plan:
-    """The plan for as many groups as the arguments of a call have.
+    """Return the plan for as many groups as the arguments of a call have.
+
+    The first argument that tells its number of groups decides; nothing is read.
 
     Args:
       plan: The plan.

@@ -100,10 +100,14 @@ def split(
 def _check_one_round(plan: Plan) -> None:
     """Check that a plan has one round with reductions, and otherwise global work only.
 
-    There may be no gathers, no moves, no loops and no partitioned results.
+    There may be no gathers, no moves, no loops, no partitioned results, and no folds
+    that need the order of the groups.
+
+    Args:
+      plan: The plan.
 
     Raises:
-      DrjaxValueError: It is another plan.
+      DrjaxValueError: The plan has one of these, or no or several rounds.
     """
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
@@ -127,7 +131,7 @@ def _check_one_round(plan: Plan) -> None:
 def _inputs_of_groups(
     executable: ExecutablePlan, a_round: Round, args: Sequence[Any]
 ) -> Environment:
-    """Run a plan up to its groups' stage: the server stage, then the scatters.
+    """Run a plan of one round up to its local stage: server stage, then scatters.
 
     Args:
       executable: The plan, of one round, with compiled server stages.
@@ -136,9 +140,9 @@ def _inputs_of_groups(
         the groups have.
 
     Returns:
-      An `Environment` with the inputs of the plan, the outputs of the server stage and
-      the scattered values. The values of the argument `...` are each a `Lazy`, which
-      has no data.
+      A new `Environment` with the arrays of the plan's inputs, the outputs of the
+      server stage and the scattered values. The values of the argument `...` are each a
+      `Lazy`, which names a leaf of a group's data, and has no data.
     """
     plan, env = executable.plan, Environment()
     # A `Groups` has the place of the data, and is never read.
@@ -172,14 +176,15 @@ class ResultsFromTotals:
         """Compute the planned function's results from all blocks' partial reductions.
 
         Args:
-          totals: A list. For each of the round's reductions but gathers an array, the
-            combination of the partial reductions of all blocks; a mean is still a sum.
-            For its folds the states of all blocks.
-            Then the number of groups that took part. None for each if no group took
+          totals: A list. It has for each of the round's reductions but gathers the
+            combination of the partial reductions of all blocks, an array (a mean is
+            still a sum); then, if there are folds, the indices of the blocks' first
+            groups, `[blocks]`, and each leaf of the blocks' states, `[blocks, *s]`; and
+            last the number of groups that took part. Each is None if no group took
             part.
 
         Returns:
-          A pytree of JAX arrays.
+          The result of the planned function, a pytree of JAX arrays.
 
         Raises:
           EngineError: More than n groups took part, or too few: less than `min_groups`,

@@ -46,9 +46,9 @@ class Placement:
         self._files: dict[Any, set[str]] = {}
 
     def least_loaded(self) -> Any:
-        """The worker with the fewest tasks; the first one if several have as few.
+        """Return the worker with the fewest tasks; of several such ones, the first.
 
-        Tasks in flight count, and abandoned ones.
+        Tasks in flight count, and abandoned ones. Nothing is recorded.
         """
         load = {id(worker): 0 for worker in self.workers}
         for task in (*self._in_flight.values(), *self.abandoned.values()):
@@ -57,7 +57,7 @@ class Placement:
         return min(self.workers, key=lambda worker: load[id(worker)])
 
     def first_use(self, worker: Any, file: str) -> bool:
-        """Whether a worker lacks a plan file; from now on the file counts as sent.
+        """Return whether a worker lacks a plan file, and record the file as sent to it.
 
         Args:
           worker: The worker.
@@ -69,7 +69,7 @@ class Placement:
         return lacks
 
     def submitted(self, handle: Any, worker: Any, number: int) -> None:
-        """Add a task that was sent to a worker; it is then in flight.
+        """Record a task that was sent to a worker; it is then in flight.
 
         Args:
           handle: The pool's handle of the task, hashable.
@@ -79,7 +79,14 @@ class Placement:
         self._in_flight[handle] = PlacedTask(worker, number)
 
     def finished(self, handle: Any) -> Any:
-        """Remove a task in flight, by its handle; returns the worker that had it."""
+        """Remove a task from those in flight, and return the worker that had it.
+
+        Args:
+          handle: The pool's handle of the task.
+
+        Raises:
+          KeyError: It is not in flight.
+        """
         return self._in_flight.pop(handle).worker
 
     def abandon(self, handle: Any) -> PlacedTask | None:
@@ -120,6 +127,8 @@ class Placement:
         timeout: float | None,
     ) -> None:
         """Remove abandoned tasks that are done; replace workers that are stuck in one.
+
+        An abandoned task is one whose result is not needed, but which may still run.
 
         Args:
           wait: Takes a list of handles, a count and a time in seconds, and returns

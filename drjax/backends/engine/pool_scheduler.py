@@ -44,8 +44,9 @@ class _BlockState:
       alone: Whether its worker has no other block, bool: if the worker ends then, this
         block is the cause.
       task_number: The `Task.number` of its latest task.
-      search: The groups of it to run one by one, before the block runs again, a
-        `Block`: to find a group that takes too long. None: no search.
+      search: The groups of it that its next task runs one by one, a `Block`, to find
+        one that takes too long; after that the block runs as a whole again. None: the
+        task runs the block.
       searched: Whether a search was done, or has found a group already, bool.
     """
 
@@ -63,7 +64,9 @@ class _BlockState:
         """Split a block that ends its workers into two, to find the group that does.
 
         Returns:
-          The states of the two halves, each without retries.
+          The states of the two halves, each without retries. The first one has the
+          block's `failed`, so that each failure is reported once. This state is
+          unchanged.
         """
         # No retries: a group that ends its workers then costs one loss for each
         # halving, and not `retries + 1`.
@@ -76,10 +79,10 @@ class _BlockState:
         ]
 
     def after_search(self) -> "_BlockState":
-        """The state of the block without its search, so that it runs as a whole again.
+        """Return the block's state without its search, to run as a whole again.
 
         In a search the groups of the block run one by one. If there is none, the state
-        is returned as it is.
+        is returned as it is; else it is a copy with `searched` set.
         """
         return (
             self if self.search is None else replace(self, search=None, searched=True)
@@ -93,14 +96,16 @@ _Finished = tuple[_BlockState, BlockResult | None]
 def results(pool: Pool, call: StageCall) -> Results:
     """Run the blocks of a stage on the workers of a pool, lost blocks more than once.
 
-    It is the `Engine.results` of engines that are pools.
+    It is the `Engine.results` of engines that are pools. The plan file is sent to the
+    workers unless `call.cache` has a reference to it.
 
     Args:
       pool: The workers, which run.
       call: The run of the stage.
 
     Yields:
-      Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+      Pairs of a `Block` (groups that run at once) and its `BlockResult` (their partial
+      reductions and slices, and which groups failed), in the order of the groups.
 
     Raises:
       Exception: The stage failed, and no single group causes it; as `Pool.result` does.
@@ -132,7 +137,9 @@ class _Scheduler:
         released.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
+          partial reductions and slices, and which groups failed), in the order of the
+          groups.
         """
         call = self.call
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
@@ -151,7 +158,9 @@ class _Scheduler:
             read.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
+          partial reductions and slices, and which groups failed), in the order of the
+          groups.
         """
         unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
         while more or ordered.waiting:
@@ -186,11 +195,12 @@ class _Scheduler:
     def _finished(self) -> Iterator[_Finished]:
         """Wait until tasks end or are late, and decide what is next for their blocks.
 
-        Blocks that are to be sent again go to the queue.
+        A block that is to be sent again is put into the queue, and not yielded.
 
         Yields:
-          Pairs `(state, result)` for the other blocks: the `BlockResult`; or None if
-          the block was lost too often, and is to be split into halves.
+          Pairs `(state, result)` for the other blocks: the block's state and its
+          `BlockResult`; or None instead if the block was lost too often, and is to be
+          split into halves.
         """
         for state, result in self.in_flight.wait():
             if isinstance(result, Lost):
@@ -211,16 +221,16 @@ class _Scheduler:
         """Decide what is next for a late block: search its slow group, retry, or fail.
 
         A search runs the groups one by one. A group that takes too long in it has
-        failed, and is masked in the block.
+        failed: it is added to the state's `failed`, and masked in its block.
 
         Args:
-          state: The block; a search of it may be under way.
+          state: The block, which may be changed; a search of it may be under way.
           group: The index of the group that took too long; None if it is not known.
 
         Yields:
-          Nothing if the block is to be sent again: it goes to the queue. Else one pair
-          of the block's state and its `BlockResult`, or None if it is to be split into
-          halves.
+          Nothing if the block is to be sent again: it goes to the queue of blocks to
+          send. Else one pair of the block's state and its `BlockResult`, or None
+          instead of the result if the block is to be split into halves.
         """
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
@@ -252,13 +262,13 @@ class _Scheduler:
         failed.
 
         Args:
-          state: The block.
+          state: The block; its `retries_left` may be reduced.
           why: Why the worker is gone, text.
 
         Yields:
-          Nothing if the block is to be sent again: it goes to the queue. Else one pair
-          of the block's state and its `BlockResult`, or None if it is to be split into
-          halves.
+          Nothing if the block is to be sent again: it goes to the queue of blocks to
+          send. Else one pair of the block's state and its `BlockResult`, or None
+          instead of the result if the block is to be split into halves.
         """
         groups = state.block.groups[state.block.valid]
         self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
@@ -274,10 +284,16 @@ class _Scheduler:
             yield from self._retry(state)
 
     def _retry(self, state: _BlockState) -> Iterator[_Finished]:
-        """Queue a block to be sent again, if it has retries left.
+        """Put a block into the queue to be sent again, if it has retries left.
+
+        A retry is subtracted.
+
+        Args:
+          state: The block, which is changed.
 
         Yields:
-          If it has none left, one pair `(state, None)`: it is to be split into halves.
+          Nothing if the block is in the queue; else one pair `(state, None)`: the block
+          is to be split into halves.
         """
         if state.retries_left:
             state.retries_left -= 1
@@ -312,7 +328,7 @@ class _InFlight:
         return len(self._states)
 
     def free(self) -> bool:
-        """Whether another block may be sent now: fewer than `limit` are in flight."""
+        """Return whether another block may be sent: `limit` is not reached."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:
@@ -320,10 +336,12 @@ class _InFlight:
         self.limit = self.pool.workers
 
     def send(self, state: _BlockState) -> None:
-        """Send a block to a worker, or its search if it has one.
+        """Send a block to a worker; or its search, if it has one.
 
-        In a search its groups run one by one. The task number, the deadline and `alone`
-        of `state` are set.
+        A search is a task that runs groups of the block one by one.
+
+        Args:
+          state: The block. Its task number, deadline and `alone` are set.
         """
         block = state.search or state.block
         task = self.job.task(block, search=state.search is not None)
@@ -338,9 +356,15 @@ class _InFlight:
     def wait(self) -> Iterator[tuple[_BlockState, BlockResult | Lost]]:
         """Wait until a task is done, or until one may be late.
 
+        The blocks that are yielded are no longer in flight.
+
         Yields:
-          Pairs of the state of a block whose task is done, and its `BlockResult`; or a
-          `Lost` if its worker is gone. These blocks are no longer in flight.
+          Pairs `(state, result)` of the state of a block whose task is done, and its
+          `BlockResult`; or, if its worker is gone, a `Lost` instead, which is not
+          raised.
+
+        Raises:
+          Exception: The stage failed, and no single group causes it.
         """
         for handle in self.pool.wait([*self._states], self._patience()):
             state = self._states.pop(handle)
@@ -353,9 +377,10 @@ class _InFlight:
                 yield state, result
 
     def _patience(self) -> float | None:
-        """How long to wait for a task before looking for late ones, in seconds.
+        """Return how long to wait for a task before looking for late ones, in seconds.
 
-        None if there is no time limit. Some block must be in flight.
+        It is the time to the first deadline, or less while a search runs groups one by
+        one. None if there is no time limit. At least one block must be in flight.
         """
         if self.timeout is None:
             return None
@@ -368,9 +393,12 @@ class _InFlight:
     def abandon_late(self) -> Iterator[tuple[_BlockState, int | None]]:
         """Abandon the tasks of late blocks, so that their workers are replaced.
 
+        A task that is done by now is not abandoned.
+
         Yields:
-          Pairs of the state of a late block, and the index of the group that took too
-          long, or None if that is not known. These blocks are no longer in flight.
+          Pairs `(state, group)` of the state of a late block, and the index of the
+          group that took too long, or None if that is not known. These blocks are no
+          longer in flight.
         """
         for handle, group in self._late():
             # A result that came just in time counts, though the deadline is over.
@@ -410,7 +438,8 @@ class _OrderedResults:
 
     Attributes:
       waiting: The `_BlockState.position`s of the blocks whose result was not yielded
-        yet, a list in the order of the groups.
+        yet, a list in the order of the groups. The scheduler appends that of each new
+        block.
     """
 
     def __init__(self) -> None:
@@ -431,8 +460,11 @@ class _OrderedResults:
         """Replace a block that waits for its result by its two halves, in its place.
 
         Args:
-          state: The block.
-          halves: The states of its halves, in order.
+          state: The state of the block that is split; its position must be in
+            `waiting`.
+          halves: The states of its halves, in order. Their positions take the place of
+            the block's in `waiting`, so that their results come where the block's would
+            have come.
         """
         i = self.waiting.index(state.position)
         self.waiting[i : i + 1] = [half.position for half in halves]
@@ -441,16 +473,18 @@ class _OrderedResults:
         """Remove and yield the results that no earlier block holds up.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups.
+          Pairs of a `Block` and its `BlockResult`, in the order of the groups, until
+          the first block in `waiting` has no result yet.
         """
         while self.waiting and self.waiting[0] in self._results:
             yield self._results.pop(self.waiting.pop(0))
 
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:
-    """A `BlockResult` without partial reductions and slices.
+    """Make a `BlockResult` without partial reductions and slices.
 
-    `failed` is a dict from group index to reason, for groups that failed; it is {} for
-    a block in which no group takes part.
+    Args:
+      failed: A dict from group index to reason, for groups that failed; {} for a block
+        in which no group takes part.
     """
     return BlockResult([], [], failed, 0, 0.0)

@@ -46,7 +46,7 @@ class ListeningProcess:
             return
 
     def ended(self) -> bool:
-        """Whether the process has ended.
+        """Return whether the process has ended; it does not wait.
 
         Also True for a zombie; False if the process cannot be watched, or after
         `close`.

@@ -31,16 +31,18 @@ class StageCall:
     Attributes:
       job: The stage with its global inputs, a `Job`: what all workers get.
       slices: For each partitioned input of the stage, in order, an array `[n, ...]`
-        with the slices along axis 0; or a `drjax.backends.groups.Lazy`, whose slices
-        are read block by block.
+        with the slices along axis 0; a `drjax.backends.groups.Lazy`, whose slices are
+        read block by block; or a `WorkerSlices`, whose slices workers have.
       alive: Which groups take part, bool `[n]`; the others were dropped.
       options: The engine's options, an `EngineOptions`.
       lost: A function of the reason, a text, without a result. The engine calls it
         whenever a block is lost and tried again.
-      cache: A dict in which the engine may keep objects, by keys of its own, between
+      cache: A dict in which the engine may store objects, by keys of its own, between
         calls of the same `Runner`.
-      initial: Of kept arguments, of which workers may have the first slices themselves,
-        the structure, types and names, as JSON data; None if nothing is kept.
+      initial: A description, as JSON data, of one group's slice of the kept arguments
+        (those that are results of the call before): structure, names and types. Workers
+        that load these slices themselves before the first call check them against it.
+        None if nothing is kept.
     """
 
     job: Job
@@ -81,9 +83,10 @@ class Engine(Protocol):
           call: The run of the stage.
 
         Yields:
-          Pairs of a `Block` and its `BlockResult`, until each group was in one. An
-          engine that combines partial reductions itself yields them in the end, in the
-          result of an empty block; the results before have none.
+          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
+          partial reductions and slices, and which groups failed), until each group was
+          in one. An engine that combines partial reductions itself yields these last,
+          as the result of an empty block; its results before that have none.
 
         Raises:
           Exception: The stage failed, and no single group causes it.
@@ -110,7 +113,8 @@ class Pool(Protocol):
     Attributes:
       workers: How many workers there are, int.
       stays: Of which outputs of stages the workers have the slices between stages,
-        text: `"all"`, `"kept"` or `""`, as `Engine.stays`.
+        text: `"all"` that are read later; `"kept"`, results that stay for the next
+        call; or `""`, none.
       generation: An int that grows whenever all workers are started again, and objects
         that were shared with the former ones are gone.
     """
@@ -131,7 +135,7 @@ class Pool(Protocol):
         ...
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
-        """Send a task to the worker that has the fewest.
+        """Send a task to the worker that has the fewest tasks, without waiting.
 
         Args:
           task: The block, and the stage to run.
@@ -158,7 +162,10 @@ class Pool(Protocol):
         ...
 
     def result(self, handle: Any) -> BlockResult:
-        """The result of a task that is done. Its handle is not used again.
+        """Return the result of a task that is done, and release its handle.
+
+        Args:
+          handle: What `submit` returned for the task; it is not used again.
 
         Raises:
           Lost: The worker is gone, and was replaced by another.
@@ -169,22 +176,26 @@ class Pool(Protocol):
     def abandon(self, handle: Any) -> None:
         """Give up a task: end the worker that has it, and start another.
 
-        `handle` is what `submit` returned; it is not used again.
+        Args:
+          handle: What `submit` returned for the task; it is not used again.
         """
         ...
 
     def forget(self, handle: Any) -> None:
         """Release a task whose result is not needed.
 
-        The worker stays, and may finish the task; `abandon` replaces it. `handle` is
-        what `submit` returned; it is not used again.
+        The worker stays, and may finish the task; `abandon` replaces it.
+
+        Args:
+          handle: What `submit` returned for the task; it is not used again.
         """
         ...
 
     def states(self) -> list[WorkerState]:
-        """What each worker is doing, a list of `WorkerState`.
+        """Ask each worker what it is doing, and return a list of `WorkerState`s.
 
-        It is empty if the pool cannot run the groups of a block one by one to find a
-        group that takes too long.
+        A worker that does not answer in time may be left out. The list is empty if the
+        pool cannot run the groups of a block one by one to find a group that takes too
+        long.
         """
         ...

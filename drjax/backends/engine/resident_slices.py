@@ -41,7 +41,11 @@ class _Entry:
     keys: int = 1
 
     def has(self, slices: list[np.ndarray]) -> bool:
-        """Whether these are the slices, bit by bit."""
+        """Return whether these are the stored slices: equal shapes, dtypes and bits.
+
+        Args:
+          slices: An array `[c, ...]` for each partitioned input of the stage.
+        """
         return len(self.slices) == len(slices) and all(map(_same, self.slices, slices))
 
 
@@ -79,7 +83,8 @@ class ResidentSlices:
         """Store the slices of a block, unless the same slices are stored already.
 
         Args:
-          key: What identifies the block, whatever the values of its slices are.
+          key: What identifies the block, whatever the values of its slices are. Slices
+            that were stored for this key before, and differ, are removed.
           slices: An array `[c, ...]` for each partitioned input of the stage.
           place: If not None, the same slices are also looked for among those of other
             keys with this place: rounds and inputs may share them.
@@ -119,7 +124,10 @@ class ResidentSlices:
     def _remove(self, key: Hashable) -> None:
         """Remove the slices of this key from the cache, if there are any.
 
-        The store itself drops them once no task and no other key needs them.
+        Args:
+          key: The key of the block. If another key has the same slices, they stay for
+            that one, and count as before; else the store drops them once no task needs
+            them.
         """
         if (entry := self._entries.pop(key, None)) is not None:
             entry.keys -= 1
@@ -127,7 +135,10 @@ class ResidentSlices:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays have the same shape, dtype and bits."""
+    """Return whether arrays `a` and `b` have equal shapes, dtypes and bits.
+
+    NaNs with equal bits are the same; 0.0 and -0.0 are not.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # As unsigned integers: NaN equals itself, and dtypes unknown to numpy compare.

@@ -30,10 +30,11 @@ def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, A
       length: The total number of elements of all secure sums.
 
     Returns:
-      The fields by name, for Flower's workflow.
+      A dict from name to field, for Flower's workflow: those of this exchange only.
 
     Raises:
-      BadReply: They do not fit.
+      BadReply: A field is missing, or has another type, size or number of items, or
+        names other nodes.
     """
     key = constants().Key
     of = lambda name: untrusted_replies.content_of(reply, configs_key(), name)
@@ -60,7 +61,7 @@ def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, A
 
 
 def _items(name: str, x: Any, count: int) -> list[Any]:
-    """Check that a field of a reply is a list of `count` items; returns a copy.
+    """Check that a field of a reply is a list of `count` items; return a copy.
 
     Args:
       name: The name of the field, for the error.
@@ -68,7 +69,7 @@ def _items(name: str, x: Any, count: int) -> list[Any]:
       count: The number of items.
 
     Raises:
-      BadReply: It is not.
+      BadReply: It is no list, or has another number of items.
     """
     if not isinstance(x, list) or len(x) != count:
         raise BadReply(f"its {name} has not {count} items")
@@ -76,15 +77,15 @@ def _items(name: str, x: Any, count: int) -> list[Any]:
 
 
 def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
-    """Check that a field of a reply is a list of short byte strings; returns a copy.
+    """Check that a field of a reply is a list of short byte strings; return a copy.
 
     Args:
       name: The name of the field, for the error.
       x: The field, of any type.
-      count: The number of byte strings.
+      count: The number of byte strings; each may have 4096 bytes at most.
 
     Raises:
-      BadReply: It is not.
+      BadReply: It is no list of so many byte strings, or one is too long.
     """
     items = _items(name, x, count)
     if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
@@ -93,10 +94,14 @@ def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
 
 
 def _check_array(data: Any, length: int) -> None:
-    """Check that bytes hold an int64 array `[length]` in numpy's format.
+    """Check that bytes hold an int64 array `[length]` in numpy's `.npy` format.
+
+    Args:
+      data: The field of a reply, of any type; it is compared, and never parsed.
+      length: The number of elements.
 
     Raises:
-      BadReply: They do not.
+      BadReply: It is anything else.
     """
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
@@ -120,5 +125,5 @@ def constants() -> Any:
 
 
 def configs_key() -> str:
-    """The name of the record of a Flower message that has the protocol's fields."""
+    """Return the name of a Flower message's record that has the protocol's fields."""
     return constants().RECORD_KEY_CONFIGS

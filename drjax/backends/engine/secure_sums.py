@@ -50,15 +50,15 @@ _POLL = 0.1  # seconds between looks for replies
 
 
 def _levels(n: int) -> int:
-    """How many steps the range of one group's numbers has: n of them add up to 2^31.
+    """Return how many steps the range of one group's numbers has, a power of 2.
 
-    The modulus is 2^32, so that no sum of n groups is too large for it.
+    The modulus is 2^32, and n groups of so many steps add up to 2^31 at most.
     """
     return 2 ** (31 - max(1, math.ceil(math.log2(n))))
 
 
 def _limit(secure_range: float) -> float:
-    """The option `secure_range` as the protocol uses it: rounded up to a power of 2.
+    """Return the option `secure_range`, rounded up to a power of 2 for the protocol.
 
     Steps are then powers of 2, too, and integers in the range exact.
     """
@@ -66,7 +66,7 @@ def _limit(secure_range: float) -> float:
 
 
 def step(n: int, secure_range: float) -> float:
-    """The step to a multiple of which each number of a secure sum is rounded.
+    """Return the step to a multiple of which each number of a secure sum is rounded.
 
     Args:
       n: The number of groups of the plan.
@@ -111,7 +111,7 @@ def check_plan(plan: Plan, secure_range: float) -> None:
 
 
 def least_groups(partials: Sequence[Partial], clients: int) -> int:
-    """How many clients must send masked values, before their sum is revealed.
+    """Return how many clients must send masked values before their sum is revealed.
 
     It is the largest demand of the secure sums, and more than half of the clients, so
     that no two sets of clients can reveal different sums.
@@ -128,12 +128,12 @@ def least_groups(partials: Sequence[Partial], clients: int) -> int:
 
 
 def is_step(message: Any) -> bool:
-    """Whether a Flower message that a client received is one of the protocol."""
+    """Return whether a Flower message to a client is of the SecAgg+ protocol."""
     return secure_replies.configs_key() in message.content.config_records
 
 
 def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
-    """Answer a message of the protocol, at a client.
+    """Answer a message of the SecAgg+ protocol of secure sums, at a client.
 
     Args:
       message: The Flower message.
@@ -144,7 +144,7 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
       The reply, a Flower message.
 
     Raises:
-      ValueError: The server demands too few groups, or a step out of turn.
+      ValueError: The server demands too few groups, or its messages are out of order.
     """
     mod = needed("flwr.client.mod", "flower", "Flower").secaggplus_mod
     flwr = needed("flwr.app", "flower", "Flower")
@@ -158,7 +158,7 @@ def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
 class _Failed(Exception):
     """Raised if a client's group failed, so that nothing of it is masked.
 
-    `done` is the reply that says why, as bytes of `wire_format.result_to_bytes`.
+    `done` is the reply with the reason, as bytes of `wire_format.result_to_bytes`.
     """
 
     def __init__(self, done: bytes):
@@ -174,7 +174,7 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
       load: Returns the group's own data, a pytree of arrays.
 
     Returns:
-      The Flower message with the secure slices as one vector, which the mod takes out,
+      A Flower message with the secure slices as one vector, which the mod masks,
       and the other partial reductions.
 
     Raises:
@@ -230,15 +230,15 @@ class Link(Protocol):
     """
 
     def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
-        """Send a message with the fields `content` to the function `kind` of a node.
+        """Send a message with the fields `content` to a node; return its number.
 
-        `records` are further records of it, Flower's, by name. Returns its number; None
-        if it cannot be sent.
+        `kind` is the function of its `ClientApp`, "query" or "train", and `records` are
+        further records of Flower, by name. None is returned if it cannot be sent.
         """
         ...
 
     def pull(self, number: str) -> Any:
-        """The reply to the message with this number; None if there is none yet.
+        """Return the reply to the message with this number; None if there is none yet.
 
         Raises `BadReply` if it cannot be read.
         """
@@ -276,7 +276,7 @@ def results(
     Args:
       call: The run of the stage.
       link: The link to the clients.
-      nodes: The assignment of groups to nodes.
+      nodes: Which client process, a node of Flower, has which group.
       partials: The planned partial reductions of the stage.
       secure_range: The largest magnitude of a number of one group.
 
@@ -330,7 +330,7 @@ def _check_enough(
       clients: The number of clients that began.
 
     Raises:
-      EngineError: They are too few.
+      EngineError: `left` is less than the number that is needed.
     """
     least, demand = least_groups(partials, clients), least_groups(partials, 0)
     if left < least:
@@ -343,9 +343,9 @@ def _check_enough(
 
 
 class _Aggregation:
-    """One run of the protocol, with Flower's workflow: four exchanges of messages.
+    """One run of the SecAgg+ protocol by Flower's workflow: four exchanges.
 
-    It is also what the workflow takes for its grid, strategy and client manager.
+    The workflow calls it: it has methods of a grid, a strategy and a client manager.
 
     Args:
       link: The link to the clients.
@@ -356,7 +356,7 @@ class _Aggregation:
       least: How many clients must be left, to the end.
 
     Attributes:
-      lost: For each node that was lost the reason.
+      lost: A dict from the id of a node that was lost to the reason.
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class _Aggregation:
                 self._exchange(exchange)
 
     def collect(self) -> None:
-        """Run the stage at the clients, and collect their masked values."""
+        """Run the stage at the clients; collect masked values and other results."""
         self._exchange("collect_masked_vectors_stage")
 
     def unmask(self, left: int) -> list[np.ndarray | None]:
@@ -461,18 +461,19 @@ class _Aggregation:
     # What Flower's workflow calls
 
     def _exchange(self, name: str) -> bool:
-        """Run an exchange of the workflow; False if too few clients are left."""
+        """Run the workflow's method `name`; return whether enough clients are left."""
         self._now = name
         return getattr(self._workflow, name)(self, self._context, self._state)
 
     def num_available(self) -> int:
-        """The number of clients, as the workflow's client manager."""
+        """Return the number of clients, as the workflow's client manager."""
         return len(self._clients)
 
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
-        """What each client is to train, as the workflow's strategy: nothing of its own.
+        """Return what each client is to train, as the workflow's strategy: nothing.
 
-        All clients take part, and get no parameters: they get the request of the stage.
+        All clients take part; what they get is the request of the stage. `unused` are
+        the workflow's arguments, ignored.
         """
         common = needed("flwr.common", "flower", "Flower")
         nothing = common.Parameters([], "numpy.ndarray")
@@ -480,7 +481,7 @@ class _Aggregation:
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
     def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
-        """Take the mean of the unmasked values, as the workflow's strategy."""
+        """Store the mean of unmasked values, in `pairs`, as the workflow's strategy."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}
@@ -541,7 +542,8 @@ class _Aggregation:
           An object like a Flower message, with validated fields only.
 
         Raises:
-          BadReply: It does not fit, or the group has failed.
+          BadReply: The reply does not fit the exchange or the plan, or the group has
+            failed.
         """
         if reply.has_error():
             raise BadReply(f"{reply.error.reason} (code {reply.error.code})")
@@ -589,7 +591,7 @@ class _Aggregation:
         return result
 
     def _nothing(self) -> Any:
-        """The records of a Flower `FitRes` without parameters, for the workflow."""
+        """Make the records of a Flower `FitRes` without parameters."""
         common = needed("flwr.common", "flower", "Flower")
         compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
         status = common.Status(common.Code.OK, "")

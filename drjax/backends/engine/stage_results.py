@@ -32,9 +32,10 @@ class StageResults:
       kept: The outputs of the stage that are read later, `Value`s.
       n: The number of groups.
       block_size: The number of groups in a full block.
-      fold: Folds states, as the argument of `combine.finish`.
+      fold: `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their
+        order, and returns the leaves of the result; it is called in `finish`.
       stay: For each of `kept` whether its slices stay with the workers; () if none do.
-      engine: The engine whose workers these are.
+      engine: The engine whose workers these are; None if no slices stay.
 
     Attributes:
       groups: How many groups took part to the end, int.
@@ -71,8 +72,10 @@ class StageResults:
     def add(self, block: Block, block_result: BlockResult, alive: np.ndarray) -> None:
         """Add the result of a block: combine partial reductions, and store slices.
 
+        `groups`, `blocks` and `full_blocks` are updated.
+
         Args:
-          block: The block.
+          block: The block; groups that its `valid` masks do not count.
           block_result: Its result.
           alive: Which groups take part, bool `[n]`, without those that failed in this
             block.
@@ -127,7 +130,7 @@ class StageResults:
 def stage_error(
     plan: Plan, location: str, stage: Stage, why: str, group: int | None = None
 ) -> EngineError:
-    """An `EngineError` to raise for a stage that failed.
+    """Make, but not raise, the `EngineError` of a stage that failed.
 
     Args:
       plan: The plan.

@@ -74,7 +74,7 @@ class SubprocessRun:
             )
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the process for at most `seconds`; returns whether it has ended."""
+        """Wait for the process for at most `seconds`; return whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -82,9 +82,10 @@ class SubprocessRun:
         return True
 
     def error(self) -> str | None:
-        """Why the function failed, as text; None if it did not.
+        """Return why the function failed, as text; None if it did not.
 
-        The process must have ended.
+        The process must have ended. The text is what the function raised, or the exit
+        status and the end of the log.
         """
         if self._process.returncode == 0:
             return None
@@ -142,7 +143,10 @@ class ThreadRun:
 def _end_with(parent: int) -> None:
     """Wait for the end of the parent process, then kill this process and its workers.
 
-    It runs in a thread, and never returns. `parent` is the process id of the parent.
+    It runs in a thread, and never returns.
+
+    Args:
+      parent: The process id of the parent.
     """
     # A process whose parent dies gets another parent, without a signal.
     while os.getppid() == parent:

@@ -28,10 +28,11 @@ _folders = set[Path]()
 
 
 def make() -> Path:
-    """Make a new temporary folder, which is removed when the process ends.
+    """Make a new temporary folder, and return its path.
 
-    Returns:
-      The path of the folder.
+    The folder is removed when the process ends, also by SIGTERM: if this is the main
+    thread and the signal has its default handler, a handler that raises `SystemExit` is
+    set.
     """
     # Also if there is a folder: another thread may have made it, without a handler.
     if threading.current_thread() is threading.main_thread():
@@ -44,7 +45,10 @@ def make() -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder that `make` returned, with all files in it."""
+    """Remove the folder `path`, which `make` returned, with all files in it.
+
+    After the last folder, SIGTERM has its default handler again.
+    """
     # Workers that are just ending may still write there.
     shutil.rmtree(path, ignore_errors=True)
     _folders.discard(path)
@@ -56,8 +60,9 @@ def remove(path: Path) -> None:
 def _exit(number: int, frame: Any) -> None:
     """Handle SIGTERM: raise `SystemExit`, so that `atexit` removes the folders.
 
-    The arguments are those of any signal handler: the signal's number, and a frame that
-    is not used.
+    Args:
+      number: The number of the signal.
+      frame: The frame that was interrupted; it is not used.
     """
     sys.exit(128 + number)  # as a shell reports a process that a signal ended
 

@@ -42,13 +42,13 @@ class Partial:
     """An array that the reply for one group must hold, mostly a partial reduction.
 
     Attributes:
-      op: The reduction, text: sum, mean, max, min or fold. Empty for the two
-        arrays that are no partial reductions: the group index and the mask.
+      op: The reduction, text: sum, mean, max, min or fold. Empty for the two arrays
+        that are no partial reductions: the group index and the mask.
       name: What errors call the array, text: of a partial reduction the name of the
         partitioned value that is reduced.
       shape: The planned shape, a tuple of ints.
       dtype: The planned dtype.
-      secure: The `Reduce.secure` of the reduction.
+      secure: Of a secure sum the least number of groups to sum, int; 0 if it is none.
       encoded: What the reply's array decodes to, `(wire, shape)`, if it is the codes of
         an encoded partial reduction; else None.
     """
@@ -77,9 +77,13 @@ _PLACE = Partial(FOLD, "its place in a fold", (1,), np.dtype(np.int32))
 def partials_of(file: File) -> list[list[Partial]]:
     """Read from a plan file which partial reductions each local stage returns.
 
+    Args:
+      file: The plan file.
+
     Returns:
       For each round, loops included, in the order of `rounds_of`: a list of `Partial`,
-      one for each of its reductions but gathers.
+      one for each of its reductions but gathers. If it has folds, one for the group
+      index follows, and then one for each leaf of the states, `[1, *s]`.
     """
     with jax.enable_x64(file.x64):
         # Without `file.custom_calls`, as clients allow none of them: the server refuses
@@ -130,7 +134,7 @@ def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
 
 
 def failure(group: int, why: str) -> BlockResult:
-    """A `BlockResult` for a block of one group, which has failed.
+    """Make a `BlockResult` for a block of one group, which has failed.
 
     Args:
       group: The group index.
@@ -170,7 +174,18 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """Check and parse a reply: `validate_reply`, of the same arguments and result.
+    """Check the reply of an untrusted worker for one group, and parse it.
+
+    Args:
+      data: The reply, of any type; bytes of `wire_format.result_to_bytes` are expected.
+      group: The index of the group that the worker was asked for.
+      partials: The planned partial reductions of the stage.
+      check_nans: Whether a reply with a NaN is refused, or one with an infinity that is
+        not the identity of its reduction.
+
+    Returns:
+      The group's `BlockResult`: its partial reductions and no slices; or only the
+      reason, if the worker reports that the group has failed.
 
     Raises:
       BadReply: The reply does not fit the plan or the request.
@@ -246,7 +261,7 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object of its `(name, value)` pairs: a hook of `json.loads`.
+    """Make a dict of a JSON object's `(name, value)` pairs: a hook of `json.loads`.
 
     Raises:
       ValueError: A name occurs twice.
@@ -258,9 +273,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    """Refuse NaN and Infinity, which JSON does not have: a hook of `json.loads`.
+    """Refuse a constant that JSON does not have: a hook of `json.loads`.
 
-    `text` is the constant.
+    Args:
+      text: The constant, `NaN`, `Infinity` or `-Infinity`.
 
     Raises:
       ValueError: Always.
@@ -269,7 +285,7 @@ def _no_constant(text: str) -> Any:
 
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
-    """The values of a JSON object that must have exactly some names.
+    """Return the values of a JSON object that must have exactly some names.
 
     Args:
       x: JSON data of any type, parsed.
@@ -363,7 +379,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
     """Check that a group's partial reductions are finite, or the reduction's identity.
 
     The identity of a maximum is -inf: the partial reduction of a group without entries.
-    Integers pass.
+    Integers pass; a state of a fold may have infinities, but no NaN.
 
     Args:
       partials: The planned partial reductions.
@@ -386,7 +402,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
 
 
 def content_of(reply: Any, record: str, name: str) -> Any:
-    """A field of a client's reply, as the client sent it, not validated.
+    """Return a field of a client's reply, as the client sent it, not validated.
 
     Args:
       reply: The reply, a Flower `Message`.
@@ -404,7 +420,7 @@ def content_of(reply: Any, record: str, name: str) -> Any:
 
 
 def readable(text: Any) -> str:
-    """Text of an untrusted worker as one printable line, for logs and errors.
+    """Return text of an untrusted worker as one printable line, for logs and errors.
 
     At most 2000 characters of `str(text)` are used, with a remark if there were more;
     characters that cannot be printed are escaped.

@@ -23,11 +23,16 @@ from drjax.backends.engine.messages import Block, BlockResult
 
 
 def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
-    """Serialize a header and arrays, without pickle.
+    """Serialize a header and arrays to bytes, without pickle.
 
     Args:
       header: A dict of JSON data.
       arrays: Arrays of any dtype, also of those that numpy does not have.
+
+    Returns:
+      Bytes that `from_bytes` reads: the length of the JSON header, 8 bytes in
+      little-endian order; the header, with dtypes and shapes; then the arrays in C
+      order.
     """
     # By name: bfloat16 and the like have no code in numpy's own format.
     kinds = [[str(x.dtype), [*x.shape]] for x in arrays]
@@ -41,10 +46,14 @@ def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Deserialize what `to_bytes` returned: `(header, arrays)`.
+    """Deserialize the bytes that `to_bytes` returned; the bytes are trusted.
 
-    The header is a dict of JSON data; the arrays are read-only views of `data`, in
-    order.
+    Args:
+      data: The bytes.
+
+    Returns:
+      `(header, arrays)`: the dict of JSON data, and the list of arrays, in order, which
+      are read-only views of `data`.
     """
     offset = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:offset])
@@ -62,9 +71,13 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
 
     Args:
       block: The block, of which the group indices and the mask are included.
-      result: Its result. Partial reductions that are None are left out: if no group of
-        a block takes part, all are. Of an encoded one the codes are included, uint8
-        `[k]`: how they are encoded is known from the plan.
+      result: Its result: partial reductions, slices, `failed`, `pid` and `seconds` are
+        included, `piece` is not. Partial reductions that are None are left out: if no
+        group of a block takes part, all are. Of an encoded one the codes are included,
+        uint8 `[k]`: how they are encoded is known from the plan.
+
+    Returns:
+      Bytes that `result_from_bytes` reads.
     """
     failed = {str(group): why for group, why in result.failed.items()}
     # All or none are None: a block either has a group that takes part or not.
@@ -76,6 +89,8 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
 
 def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
     """Deserialize the result of a block from bytes that `result_to_bytes` returned.
+
+    The bytes are trusted.
 
     Returns:
       `(block, result)`: a `Block` with group indices and mask, but without slices of

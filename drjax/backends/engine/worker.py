@@ -49,8 +49,9 @@ class LoadedPlan:
       file: The plan file, a `File`.
 
     Attributes:
-      demands: For each stage a list with the `Reduce.secure` of each of its partial
-        reductions: the least number of groups to sum, 0 if it is not secure.
+      demands: For each local stage, in the order of `rounds_of`, a list with one int
+        for each array of `BlockResult.partials`: the least number of groups to sum,
+        `Reduce.secure`; 0 if it is not secure, or belongs to a fold.
     """
 
     def __init__(self, file: File):
@@ -95,14 +96,20 @@ class LoadedPlan:
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """Run a stage on a block, in the precision of the plan; see `run`.
+        """Run a stage on a block in the plan's precision; find the groups that fail.
 
         Args:
-          task: The block, and the stage to run.
+          task: The block, and the stage to run. If groups fail and `task.drop` is true,
+            the block runs again without them; if it is false, the result has only the
+            reasons.
           shared: The global inputs of the stage, in order.
 
         Returns:
-          The `BlockResult`.
+          The `BlockResult`: partial reductions, slices `[c, ...]` without padding, and
+          why groups failed.
+
+        Raises:
+          Exception: The stage failed, and no single group causes it.
         """
         start, stage = time.perf_counter(), self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
@@ -197,7 +204,10 @@ class CompiledStage:
       states: How many outputs after these are leaves of folded states, int.
 
     Attributes:
-      partials: The number of outputs that are combined over blocks: both together.
+      stage: The stage.
+      states: As given to the constructor.
+      partials: `reduces + states`: the number of the first outputs of the batched
+        function, which are combined over blocks. The outputs after them are slices.
     """
 
     def __init__(self, stage: Stage, reduces: int, states: int = 0):
@@ -211,8 +221,8 @@ class CompiledStage:
         It takes `(mask, groups, *inputs)`: which groups count in reductions, bool
         `[b]`; the group indices, int32 `[b]`; and the inputs of the stage, in order:
         slices `[b, ...]` of a partitioned one, the value of a global one. It returns
-        the partial reductions, then the slices `[b, ...]` of each output that is read
-        later.
+        the partial reductions, then the leaves of the block's states for folds, `[*s]`,
+        then the slices `[b, ...]` of each output that is read later.
         """
         return self._compiled(batched_of(self.stage))
 
@@ -227,7 +237,10 @@ class CompiledStage:
         return self._compiled(exported_of(self.stage).per_group)
 
     def _compiled(self, exported: ExportedFunction) -> functools.partial:
-        """Wrap an exported function of the stage in `jax.jit`.
+        """Wrap an exported function of the stage in `jax.jit`; nothing compiles yet.
+
+        Args:
+          exported: The batched or the per-group function of the stage.
 
         Returns:
           A `functools.partial` in which the constants of the stage, the first arguments
@@ -246,9 +259,10 @@ class CompiledStage:
           size: The number of groups to which the block is padded.
 
         Returns:
-          A list of numpy arrays: the partial reduction for each of the round's
-          reductions but gathers, then the slices `[size, ...]` of each output that is
-          read later.
+          A list of numpy arrays: the partial reduction over the block for each of the
+          round's reductions but gathers; then the leaves of the block's states, if the
+          round has folds; then the slices `[size, ...]` of each output that is read
+          later.
         """
         # One shape for all blocks, so that XLA compiles the stage once.
         padded = block.padded(size)
@@ -260,7 +274,7 @@ class CompiledStage:
     def args_of_group(
         self, block: Block, shared: list[np.ndarray], position: int
     ) -> list:
-        """The arguments of `per_group` for one group of a block.
+        """Return the arguments of `per_group` for one group of a block.
 
         Args:
           block: The block.
@@ -268,33 +282,32 @@ class CompiledStage:
           position: The position of the group in the block.
 
         Returns:
-          A list: the group index, then the inputs of the stage, in order.
+          A list: the group index, then the inputs of the stage, in order, of
+          partitioned ones the group's slice.
         """
         slices = [x[position] for x in block.slices]
         return [block.groups[position], *self._inputs(shared, slices)]
 
     def _inputs(self, shared: list, slices: list) -> list:
-        """Merge global and partitioned inputs of the stage, in the stage's order.
+        """Merge global and partitioned inputs into one list, in the stage's order.
 
         Args:
           shared: The global ones, in order.
           slices: The partitioned ones, in order: slices of one group or of several.
-
-        Returns:
-          A list of all inputs.
         """
         shared_, slices_ = iter(shared), iter(slices)
         inputs = self.stage.inputs
         return [next(slices_ if v.partitioned else shared_) for v in inputs]
 
     def has_nan(self, outs: list, block: Block) -> bool:
-        """Whether outputs of a block have a NaN; slices of masked groups do not count.
+        """Return whether outputs of a block have a NaN, except for masked groups.
 
         Args:
-          outs: A list of arrays: the partial reductions of the block, then the slices
-            `[size, ...]` of each output that is read later, as `run_batch` returns
-            them.
-          block: The block, not padded.
+          outs: What `run_batch` returned for the block: a list of `partials` arrays
+            that are partial reductions and states, then the slices `[size, ...]` of
+            each output that is read later.
+          block: The block of c groups, not padded: only the first c slices are looked
+            at.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
         return any(map(_has_nan, partials)) or any(
@@ -307,7 +320,9 @@ def _suspects(
 ) -> np.ndarray:
     """Narrow down which groups of a block yield NaN, by halving the block.
 
-    Halving ends early if many groups yield a NaN, as trying each group is then faster.
+    Parts of the block run with the other groups masked. Halving ends at parts of 64
+    groups or fewer, and early if many groups yield a NaN, as trying each group is then
+    faster.
 
     Args:
       stage: The stage.
@@ -373,7 +388,7 @@ def _failures(
 
 
 def _has_nan(x: np.ndarray) -> bool:
-    """Whether an array has a NaN; False if its dtype has none, as integers."""
+    """Return whether the array `x` has a NaN; False if its dtype has none."""
     # Not numpy's `issubdtype`, to which bfloat16 is not inexact.
     return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
@@ -399,8 +414,9 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
       shared: The global inputs of the stage, in order.
 
     Returns:
-      The `BlockResult`; empty, with `pid` 0, if the driver has called `skip` for the
-      task.
+      The `BlockResult`: the block's partial reductions, slices `[c, ...]` of outputs
+      that are read later, and why groups failed. It is empty, with `pid` 0, if the
+      driver has called `skip` for the task.
 
     Raises:
       Exception: The stage failed, and no single group causes it.
@@ -427,7 +443,11 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
 
 
 def _loaded(file: File) -> LoadedPlan:
-    """The plan of a file, which is loaded unless it is one of the four used last."""
+    """Return the plan of a file, loading it unless it is one of the four used last.
+
+    The file then counts as the latest; of five loaded ones the least recently used is
+    forgotten, with its compiled stages.
+    """
     with _lock:
         loaded = _files.pop(file.key, None) or LoadedPlan(file)
         # Back at the end: the least recently used file is the first.
@@ -438,27 +458,30 @@ def _loaded(file: File) -> LoadedPlan:
 
 
 def demands(file: File, stage: int) -> list[int]:
-    """How secure each partial reduction of a stage has to be.
+    """Return how secure each partial reduction of a stage has to be.
 
     Args:
-      file: The plan file.
-      stage: The index of the stage, as of `Task.stage`.
+      file: The plan file; it is loaded unless it is one of the four used last.
+      stage: The index of the stage's round in `rounds_of(plan)`, as of `Task.stage`.
 
     Returns:
-      For each the `Reduce.secure`: the least number of groups to sum, 0 if it is not
-      secure.
+      For each array in `BlockResult.partials` of the stage the least number of groups
+      to sum, `Reduce.secure`; 0 if it is not secure.
     """
     return _loaded(file).demands[stage]
 
 
 def skip(number: int) -> None:
-    """Do not begin a task whose result is not needed.
+    """Record that a task's result is not needed, so that `run` does not begin it.
 
-    `number` is its `Task.number`. A task that runs already is not stopped.
+    A task that runs already is not stopped.
+
+    Args:
+      number: The `Task.number` of the task.
     """
     _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 
 def state() -> WorkerState:
-    """What this process is doing now, a `WorkerState`."""
+    """Return what this process is doing now, a `WorkerState`."""
     return replace(_state, seconds=time.time() - _state.since)

@@ -36,11 +36,16 @@ INITIAL = "initial"  # the piece of slices with which workers begin by themselve
 class PiecesOfBlock:
     """The slices of a block of c groups, as parts of pieces that workers have.
 
+    A piece is a list of arrays, with the slices that one block of an earlier stage left
+    with its worker.
+
     Attributes:
-      pieces: The pieces: for each the engine's reference, or a list of arrays, and the
-        position of the value among the arrays of the piece.
-      piece: For each group the index of its piece, int `[c]`; -1: it has none.
-      position: For each group the position of its slice in that piece, int `[c]`.
+      pieces: The pieces, as pairs: the engine's reference to the piece, or its list of
+        arrays; and the position, among the arrays of the piece, of the one to read.
+      piece: For each group the index of its piece in `pieces`, int `[c]`; -1: it has
+        none.
+      position: For each group the position of its slice along axis 0 of that array, int
+        `[c]`.
     """
 
     pieces: list[Piece]
@@ -48,15 +53,27 @@ class PiecesOfBlock:
     position: np.ndarray
 
     def __getitem__(self, index: np.ndarray) -> "PiecesOfBlock":
-        """The slices of the groups at these positions in the block, int `[k]`."""
+        """Return the slices of some groups of the block, as another `PiecesOfBlock`.
+
+        Args:
+          index: The positions of these k groups in the block, int `[k]`, or a bool mask
+            `[c]`.
+        """
         piece, position = self.piece[index], self.position[index]
         return replace(self, piece=piece, position=position)
 
     def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
-        """Read the slices into one array `[c, ...]`; zeros for groups that have none.
+        """Read the slices of the c groups into one array `[c, ...]`.
+
+        Groups that have no piece get zeros; if no group has one, the result is zeros
+        `[c]`.
 
         Args:
-          arrays: A function from the reference of a piece to its arrays.
+          arrays: A function from the reference of a piece (the first element of its
+            pair) to its list of arrays. It is called once for each piece that is used.
+
+        Returns:
+          The array; it may be an array of a piece itself, if the block is exactly that.
         """
         used = [int(i) for i in np.unique(self.piece) if i >= 0]
         parts = {i: arrays(self.pieces[i][0])[self.pieces[i][1]] for i in used}
@@ -86,17 +103,17 @@ class Keeping(Protocol):
     generation: int
 
     def created(self, slices: "WorkerSlices") -> None:
-        """Count new slices as in use: until their `release`, workers keep them."""
+        """Record new slices as in use: until their `release`, workers keep them."""
 
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
-        """Read pieces.
+        """Read pieces, lists of arrays that workers have, to the driver.
 
         Args:
           value: The value that is read, for errors.
           pieces: References of the engine to pieces.
 
         Returns:
-          For each its list of arrays.
+          For each reference its list of arrays, in order.
 
         Raises:
           DrjaxTypeError: The workers give no slices away.
@@ -109,13 +126,20 @@ class Keeping(Protocol):
 
 
 class WorkerSlices(Unread):
-    """A partitioned value whose slices are pieces that workers have.
+    """A partitioned value whose slices are in pieces that workers have.
+
+    A piece is a list of arrays, with the slices that one block of an earlier stage left
+    with its worker. The constructor registers the value with the engine, so that
+    workers keep its pieces until `release`.
 
     Args:
       value: The value in the plan.
-      pieces: The pieces.
-      piece: For each group the index of its piece, int `[n]`; -1: it has none.
-      position: For each group the position of its slice in that piece, int `[n]`.
+      pieces: The pieces, as pairs: the engine's reference to the piece, or its list of
+        arrays; and the position of the value among the arrays of the piece.
+      piece: For each group the index of its piece in `pieces`, int `[n]`; -1: it has
+        none.
+      position: For each group the position of its slice along axis 0 of the piece's
+        array, int `[n]`.
       engine: The engine whose workers have them; None if the driver has all pieces.
 
     Attributes:
@@ -151,33 +175,52 @@ class WorkerSlices(Unread):
 
     @classmethod
     def of_array(cls, value: Value, slices: np.ndarray) -> "WorkerSlices":
-        """Make the value from an array `[n, ...]`, as one piece that the driver has."""
+        """Make the value from an array `[n, ...]`, as one piece that the driver has.
+
+        Args:
+          value: The value in the plan.
+          slices: The slices of all groups, with the groups along axis 0.
+        """
         n = len(slices)
         return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
 
     def of_value(self, value: Value) -> "WorkerSlices":
-        """The same slices as those of another value of the plan.
+        """Return the same slices as those of another value, as a new `WorkerSlices`.
 
         It has a `release` of its own: a call may return an argument unchanged as a
-        result.
+        result, and the argument is released then.
+
+        Args:
+          value: The other value in the plan.
         """
         return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
 
     def release(self) -> None:
-        """Release the pieces, as the slices are not needed any more."""
+        """Drop the references to all pieces, as the slices are not needed any more.
+
+        From then on no group has a slice. Workers keep a piece until no value has it.
+        """
         self.pieces, self.piece, self.held = [], np.full_like(self.piece, -1), False
 
     def block(self, low: int, high: int) -> PiecesOfBlock:
-        """The slices of the groups from index `low` to before `high`, as of a block."""
+        """Return the slices of the groups from index `low` to before `high`, unread.
+
+        Returns:
+          A `PiecesOfBlock` of `high - low` groups, for the block that has these groups.
+        """
         part = slice(low, high)
         return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
 
     def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
-        """The value in which dropped groups have the slices of another value.
+        """Return the value in which dropped groups have the slices of another value.
 
         Args:
-          old: The other value: an array `[n, ...]`, or an `Unread`.
+          old: The other value: an array `[n, ...]`, or an `Unread` (slices that are not
+            in this process), which is read unless workers have it.
           alive: Which groups take part, bool `[n]`; the others were dropped.
+
+        Returns:
+          A new `WorkerSlices`; this one itself if no group was dropped.
         """
         if alive.all():
             return self
@@ -217,16 +260,19 @@ class WorkerSlices(Unread):
 
 
 def keep_dropped(value: Value, new: Any, old: Any, alive: np.ndarray) -> Any:
-    """A kept result in which dropped groups have the slices of the call before.
+    """Return a kept result in which dropped groups have the slices of the call before.
 
     Args:
       value: The result in the plan.
-      new: The result of the call: an array `[n, ...]`, or an `Unread`.
-      old: The argument of the call that it replaces: an array or an `Unread`, too.
+      new: The result of the call: an array `[n, ...]`, or an `Unread`, slices that are
+        not in this process.
+      old: The argument of the call that the result replaces: an array `[n, ...]` or an
+        `Unread`, too.
       alive: Which groups take part, bool `[n]`; the others were dropped.
 
     Returns:
-      A `WorkerSlices` if workers have the slices, else an array.
+      If workers have the slices of `new`, a new `WorkerSlices`. Else an array
+      `[n, ...]`, which is a copy if a group was dropped.
     """
     if isinstance(new, WorkerSlices):
         return new.of_value(value).unless_dropped(old, alive)
@@ -248,11 +294,11 @@ def slices_to_read(
 
     Args:
       plan: The plan, or the body of a loop.
-      taken: Of its partitioned inputs those that earlier stages may have computed.
+      taken: Those of its partitioned inputs that earlier stages may have computed.
       kept: The names of its outputs that stay with the groups.
 
     Yields:
-      Partitioned values, some more than once.
+      Partitioned values, some more than once; none if no slice is needed elsewhere.
     """
     computed = {v.name for v in taken}
     read = [v for v in plan.outputs if v.name not in kept]
@@ -272,13 +318,15 @@ def slices_to_read(
 def _read_in_loop(loop: Loop) -> Iterator[Value]:
     """Find the slices that are needed outside of the groups, in the bodies of a loop.
 
-    What a scan or while loop carries from step to step may stay with the groups.
+    What a scan or while loop carries from step to step may stay with the groups; what a
+    scan stacks may not.
 
     Args:
       loop: The loop.
 
     Yields:
-      Partitioned values of its bodies, as `slices_to_read`.
+      Partitioned values of its bodies whose slices are needed outside of their groups,
+      some more than once.
     """
     first = sum(loop.consts)
     for body in loop.bodies:

@@ -50,20 +50,21 @@ from drjax.plan import Reduce, Stage, Value
 class ChunkedStage:
     """The local stage and the reductions of a round for the groups of one device.
 
-    The device has k slots for groups. The stage runs for a chunk of c slots at once, in
-    a loop over chunks. Slots without a group are padding.
+    The device has k slots; a slot is a place for one group, and slots without a group
+    are padding. The stage runs for a chunk of c slots at once, in a loop over chunks.
 
     Args:
       layout: How the n groups are laid out on the mesh.
       stage: The local stage.
-      reduces: The reductions of the round, without gathers.
-      folds: The folds of the round.
+      reduces: The reductions of the round but gathers.
+      folds: The folds of the round, with the arrays of their global operands.
       kept: The outputs of the stage to return as slices, because they are read later.
       shared: The arrays of the global inputs of the stage, in order.
-      inner: `inner(*args)` runs the plan of the stage's inner level: the result of
-        `run_inner_levels`. None: the stage runs as it is.
-      merged: The outputs of the stage that are partial reductions over its inner level,
-        `[m, *s]`.
+      inner: If the stage's work uses an inner level, `inner(*args)` runs that level's
+        plan for one group: from the arguments of the stage's jaxpr to the list of its
+        outputs. None: the jaxpr of the stage runs as it is.
+      merged: The names of the outputs of the stage that are partial reductions over its
+        inner level, `[m, *s]`, one for each of the m devices of that level.
     """
 
     def __init__(
@@ -101,14 +102,17 @@ class ChunkedStage:
           first: The group index of the device's first slot, int32 `[]`; n or more if
             the device has no group.
           slices: For each partitioned input of the stage, in order, the slices of the
-            device's k slots, `[k, ...]`.
-          step: How many groups run at once; None: all.
+            device's k slots: an array `[k, *s]`; or, in an inner level, a `Stacked`,
+            which stands for a part of an array of more groups.
+          step: c, how many groups run at once; None: all.
 
         Returns:
-          `(partials, slices)`: for each reduction its partial reduction over the
-          device's groups, `[*s]`, in the accumulator dtype, and then the leaves of the
-          state of each fold, `[*s]`; and for each output in `kept` the slices of the
-          device's slots, `[k, ...]`.
+          `(partials, slices)`, two lists of arrays. `partials` has for each reduction
+          its partial reduction over the device's groups, `[*s]`, in the accumulator
+          dtype, and then for each fold the leaves of its state, `[*s]`. If the device
+          has no group, these are the identity of the reduction, and zeros for a fold.
+          `slices` has for each output in `kept` the slices of the device's slots,
+          `[k, *s]`; those of padding mean nothing.
         """
         layout = self.layout
 
@@ -131,9 +135,21 @@ class ChunkedStage:
         return work() if self._effects else unless_empty(layout, first, work, nothing)
 
     def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """Run the stage on a device that has groups: `run`, of the same arguments.
+        """Run the stage on a device that has groups, and reduce, chunk by chunk.
 
         If the stage has effects, the device may have no group; then no slot runs it.
+
+        Args:
+          first: The group index of the device's first slot, int32 `[]`.
+          slices: For each partitioned input of the stage, in order, the slices of the
+            device's k slots: an array `[k, *s]`, or a `Stacked`.
+          step: c, how many groups run at once; None: all.
+
+        Returns:
+          `(partials, slices)`. `partials` has for each reduction its partial reduction
+          over the device's groups, `[*s]`, in the accumulator dtype, and then for each
+          fold a list of the leaves of its state, `[*s]`. `slices` has for each output
+          in `kept` the slices of the device's slots, `[k, *s]`.
         """
         count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
@@ -198,20 +214,22 @@ class ChunkedStage:
         """Run the stage for one chunk of c slots at once, and reduce over their groups.
 
         Args:
-          first: The group index of the device's first slot, int32 `[]`.
+          first: The group index of the device's first slot, int32 `[]`. Padding slots
+            run with this index.
           indices: The group indices of the chunk's slots, int32 `[c]`; of padding, n or
             more.
           slices: For each partitioned input of the stage, in order, the slices of these
-            slots, `[c, ...]`; of padding, those of the device's first group.
+            slots: an array `[c, *s]`, or a `Stacked` with their positions, int32 `[c]`.
+            Padding has the slices of the device's first group.
           partial_count: How many slots of this chunk have groups on the one device that
             has both groups and padding.
           alone: Whether this chunk has all slots of the device.
 
         Returns:
           `(partials, slices)`: for each reduction its partial reduction over the
-          chunk's groups, `[*s]`, in the accumulator dtype, and for each fold a
-          `ChunkState`; and for each output in `kept` the slices of the slots,
-          `[c, ...]`.
+          chunk's groups, `[*s]`, in the accumulator dtype, and then for each fold a
+          `ChunkState`, the fold of the chunk's states; and for each output in `kept`
+          the slices of the slots, `[c, *s]`.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
         slices_, shared = iter(slices), iter(self.shared)
@@ -268,16 +286,20 @@ class ChunkedStage:
         return totals, [outs[i] for i in self._kept]
 
     def _slots(self, x, start, indices, lazy: bool) -> Any:
-        """The slices of the slots of a chunk; of padding, those of the first group.
+        """Take the slices of a chunk's slots; padding gets those of the first group.
 
         Args:
-          x: The slices of the device's slots, `[k, *s]`, or a `Stacked` array of them.
-          start: The position of the first slot.
-          indices: The group indices of the chunk's slots, int32 `[c]`.
-          lazy: Whether the inner level reads them in chunks.
+          x: The slices of the device's k slots, `[k, *s]`; or a `Stacked`, which stands
+            for such an array as a part of a larger one.
+          start: The position of the chunk's first slot among the k slots, int32 `[]`.
+          indices: The group indices of the chunk's slots, int32 `[c]`; of padding, n or
+            more.
+          lazy: Whether the inner level reads these slices in chunks: then they are not
+            cut out of `x`.
 
         Returns:
-          The slices, `[c, *s]`; or a `Stacked` with their positions, int32 `[c]`.
+          The slices, `[c, *s]`. If `lazy` is true and `x` is an array, a `Stacked` of
+          `x` and the positions of the slots in it, int32 `[c]`.
         """
         size = indices.shape[0]
         if lazy and not isinstance(x, Stacked):
@@ -292,17 +314,19 @@ class ChunkedStage:
         return copy_slice_to_padding(self.layout, indices, own, x[:1])
 
     def _batched_states(self, outs: list, mask) -> list[ChunkState]:
-        """The states of a chunk's folds, from the results of a loaded stage.
+        """Return the states of a chunk's folds, from the results of a loaded stage.
 
         The batched function of a stage from a plan file has folded the groups of the
-        chunk.
+        chunk already: its results are only split.
 
         Args:
-          outs: Its results: partial reductions, and then the leaves of the states.
+          outs: Its results, a list: for each reduction but gathers a partial reduction,
+            and then the leaves of the state of each fold, `[*s]`, with random keys as
+            key data.
           mask: Which slots have groups, bool `[c]`.
 
         Returns:
-          A `ChunkState` for each fold.
+          A list with a `ChunkState` for each fold, the fold of the states of the chunk.
         """
         flat = outs[len(self.reduces) :]
         values = [v for work in self.folds for v in work.fold.results]
@@ -311,7 +335,7 @@ class ChunkedStage:
         return [ChunkState(x, mask[0] if self.layout.uneven else None) for x in states]
 
     def _reduce(self, reduce: Reduce, x, indices):
-        """The partial reduction over the groups of a chunk; padding is masked.
+        """Return the partial reduction over the groups of a chunk; padding is masked.
 
         Args:
           reduce: The reduction.
@@ -319,7 +343,8 @@ class ChunkedStage:
           indices: The group indices of the slots, int32 `[c]`; of padding, n or more.
 
         Returns:
-          `[*s]`, in the accumulator dtype of the reduction.
+          The reduction over axis 0, `[*s]`, in the accumulator dtype of the reduction.
+          A mean is not divided yet.
         """
         op = REDUCE_OPS[reduce.op]
         if self.layout.uneven:
@@ -342,8 +367,9 @@ def _summed_in_map(stage: Stage, partitioned: list[bool], args: list) -> dict[in
         int32 `[c]`; then the inputs, `[c, *s]` if partitioned, else `[*s]`.
 
     Returns:
-      The sums `[*s]` by the index of the output. Outputs without such a sum are left
-      out.
+      A dict from the position of an output in `stage.outputs` to its sum over the c
+      groups, `[*s]`. Outputs without such a sum are left out; with one group the dict
+      is empty.
     """
     count = args[0].shape[0]
     if count == 1:
@@ -364,19 +390,23 @@ def _empty_accumulators(
     chunk: Callable[[], tuple],
     other_shapes: bool = False,
 ) -> list[Running | RunningFold]:
-    """The accumulators with which a scan over chunks starts: one for each reduction.
+    """Return the accumulators with which a scan over chunks starts.
 
-    They have the identity of the reduction, and the types of the partial reductions;
-    that of a fold is empty.
+    An accumulator of a reduction has the identity of the reduction, such as 0 for a
+    sum, in the type of its partial reductions. That of a fold is marked as empty.
 
     Args:
-      reduces: The reductions, without gathers.
-      folds: The folds.
+      reduces: The reductions of the round but gathers.
+      folds: The folds of the round.
       steps: The number of chunks, on which it depends which sums are compensated.
       chunk: A function without arguments that runs one chunk, and returns
         `(partial reductions, slices)`. It is only traced, for the types of results.
-      other_shapes: Whether a partial reduction has another shape than its result, as
-        one over two levels does: `[m, *s]`, for the m devices of the inner level.
+      other_shapes: Whether a partial reduction may have another shape than a slice of
+        its source: over two levels it is `[m, *s]`, for the m devices of the inner
+        level.
+
+    Returns:
+      A list: a `Running` for each reduction, then a `RunningFold` for each fold.
     """
     shapes = [(reduce.source.shape, sum_dtype(reduce)) for reduce in reduces]
     types = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -399,7 +429,7 @@ def _empty_accumulators(
 
 
 def sum_dtype(reduce: Reduce):
-    """The dtype in which a device accumulates a reduction.
+    """Return the dtype in which a device accumulates the reduction `reduce`.
 
     It is float32 for sums and means of 16-bit floats, else the dtype of the values.
     """
@@ -409,18 +439,20 @@ def sum_dtype(reduce: Reduce):
 def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """Combine the devices' partial reductions by collectives, and finish reductions.
 
-    All additive reductions that are not sharded share one psum, or one message if they
-    are encoded; a mean is divided by n. It is called for one device: inside the
-    `shard_map`, if there is one.
+    It is called for one device: inside the `shard_map`, if there is one. All additive
+    reductions (sums and means) that are not sharded share one psum, or one exchange of
+    codes if they are encoded; a mean is divided by n.
 
     Args:
       layout: How the partition of n groups is laid out on the mesh.
-      reduces: The reductions, without gathers.
-      totals: For each of them the partial reduction `[*s]` of this device.
+      reduces: The reductions of the round but gathers.
+      totals: For each of them the partial reduction `[*s]` of this device, in the
+        accumulator dtype.
 
     Returns:
-      The global value of each reduction, `[*s]`, or the device's part of it if it is
-      sharded; in the dtype of the program.
+      A list with the global value of each reduction, `[*s]`, the same on all devices;
+      or, if the reduction is sharded, the device's part of it. They have the dtype of
+      the slices that are reduced.
     """
     n, results = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in reduces]
@@ -457,14 +489,15 @@ def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 
 
 def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
-    """The axis along which the devices have parts of the result of a reduction.
+    """Return the axis along which the devices have parts of the result of a reduction.
 
     Args:
       layout: How the partition is laid out on the mesh.
       reduce: The reduction.
 
     Returns:
-      The axis; None if each device has the whole result.
+      The axis of the result, an int; None if each device has the whole result, as the
+      reduction is not sharded, or no axis divides evenly.
     """
     # An Explicit axis besides may divide the result, which only its type tells.
     if not reduce.sharded or layout.other_explicit_axes:
@@ -473,28 +506,33 @@ def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
 
 
 def result_specs(layout: Layout, reduces: list[Reduce]) -> list:
-    """For each reduction how the devices have its result: the whole, or a part.
+    """Return for each reduction whether the devices have its whole result, or parts.
+
+    Args:
+      layout: How the partition is laid out on the mesh.
+      reduces: The reductions.
 
     Returns:
-      `PartitionSpec`s, or False for the whole, as `shard_map_over_devices` takes them.
+      A list for the output specs of `shard_map_over_devices`: a `PartitionSpec` for a
+      result that is divided, and False for one that is whole on each device.
     """
     return [sharded_spec(layout, divided_axis(layout, r)) for r in reduces]
 
 
 def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
-    """Map `fn`, a function of one group, over `count` groups by `jax.vmap`.
+    """Make a function of several groups from a function of one, by `jax.vmap`.
 
     With a single group there is no batch: `fn` runs on its slices.
 
     Args:
-      fn: The function; it takes arrays, and returns a list of arrays.
+      fn: The function of one group; it takes arrays, and returns a list of arrays.
       count: The number of groups.
       partitioned: For each argument whether it has a slice for each group, along axis
         0; else all groups share it.
 
     Returns:
-      A function of the arguments for all groups, `[count, *s]` or `[*s]`. It returns
-      the list of the results of all groups, `[count, *t]`.
+      A function of the arguments for all groups, `[count, *s]` or if shared `[*s]`. It
+      returns the list of the results of all groups, `[count, *t]`.
     """
     if count > 1:
         return jax.vmap(fn, [0 if p else None for p in partitioned], axis_size=count)
@@ -508,9 +546,20 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
 
 
 def _in_a_loop(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
-    """Map a function of one group over groups one after another, by `lax.map`.
+    """Make a function of several groups from a function of one, by `lax.map`.
 
-    It takes the place of `_over_groups`, and has its arguments and result.
+    The groups run one after another, for functions that `jax.vmap` cannot batch; else
+    `_over_groups` is used, which has the same arguments and result.
+
+    Args:
+      fn: The function of one group; it takes arrays, and returns a list of arrays.
+      count: The number of groups; not used, as the arguments tell it.
+      partitioned: For each argument whether it has a slice for each group, along axis
+        0; else all groups share it.
+
+    Returns:
+      A function of the arguments for all groups, `[count, *s]` or if shared `[*s]`. It
+      returns the list of the results of all groups, `[count, *t]`.
     """
 
     def run(*args):
@@ -525,12 +574,15 @@ def _in_a_loop(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
 
 
 def call(stage: Stage, args: Sequence) -> list:
-    """Run a stage; returns the list of its outputs as JAX arrays.
+    """Run a stage: evaluate its jaxpr, or trace it under a JAX transformation.
 
     Args:
       stage: The stage.
       args: The arguments of its jaxpr: of a local stage the group index, then for both
-        kinds of stage one array for each input.
+        kinds of stage one array for each input, in order.
+
+    Returns:
+      The list of its outputs as JAX arrays, in the dtypes of `stage.outputs`.
     """
     outs = evaluate_on_mesh(stage.jaxpr, args)
     return as_arrays(outs, [value.dtype for value in stage.outputs])

@@ -53,9 +53,10 @@ def compile(
         what the devices have left.
       mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
       keep: Which partitioned results are arguments of the next call: a dict from
-        results to arguments, as `{1: 0}`. The function returns a `Kept` for each. It is
-        compiled already, and donates these arguments, also arrays that the first call
-        gets for them: the results take their buffers.
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each. It is compiled already, and donates these arguments,
+        also arrays that the first call gets for them: the results take their buffers.
 
     Returns:
       A function with the signature of the planned one; with `keep`, it has a method
@@ -132,6 +133,9 @@ def _largest_step(
       budget: Bytes of temporary memory for each device; None: what is free.
       user_mesh: The mesh that the user passed; None: the one in context.
 
+    Returns:
+      The number, from 1 to the most groups that a device has in any level of the plan.
+
     Raises:
       DrjaxValueError: One group does not fit, or no device can be asked for its memory.
     """
@@ -187,7 +191,7 @@ def on_mesh(plan: Plan, inputs: list) -> list:
       inputs: The arrays of `plan.inputs`, in order.
 
     Returns:
-      The arrays, in the same order.
+      The arrays in the same order, with the same values.
     """
     layout = layout_of(plan)
     for each in [] if layout is None else _layouts(plan, layout):
@@ -197,7 +201,12 @@ def on_mesh(plan: Plan, inputs: list) -> list:
 
 
 def groups_of_device(plan: Plan) -> int:
-    """The number of slots for groups of a device of the mesh in context, at least 1.
+    """Return the number of slots of a device of the mesh in context, at least 1.
+
+    A slot is a place for one group of a plan; of several levels, the most slots count.
+
+    Args:
+      plan: The plan; without a partition the result is 1.
 
     Raises:
       MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
@@ -207,10 +216,10 @@ def groups_of_device(plan: Plan) -> int:
 
 
 def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
-    """The largest useful number of groups at once: that of slots of a device.
+    """Return the largest number of groups of a device, over the levels of a plan.
 
-    It is the maximum over the partitions of all levels of a plan, and bounds the search
-    for a number that fits in memory.
+    More groups at once than that change nothing, so it bounds the search for a number
+    that fits in memory.
 
     Args:
       plan: The plan.
@@ -221,14 +230,14 @@ def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
 
 
 def _layouts(plan: Plan, layout: Layout, mesh: Any = None) -> list[Layout]:
-    """How the groups of each level of a plan are laid out, outermost first.
+    """Return how the groups of each level of a plan are laid out, outermost first.
 
     Args:
       plan: The plan.
-      layout: The layout of its outermost level.
+      layout: The layout of its outermost level, the first of the result.
       mesh: The mesh that the user passed; None: the one in context.
 
     Returns:
-      A `Layout` for each level.
+      A list with a `Layout` for each of `plan.levels`.
     """
     return [layout, *layouts_inside(layout.partition, plan.levels[1:], mesh)]

@@ -37,9 +37,12 @@ States = list[Any]
 class FoldWork:
     """A fold with the arrays of its global operands.
 
+    A fold combines the states of all groups, in order, by an associative function of
+    two states. A state is a list of arrays, its leaves.
+
     Attributes:
-      fold: The fold.
-      consts: The arrays of the values that its function closes over.
+      fold: The fold in the plan.
+      consts: The arrays of the global values that the function closes over, in order.
       init: The leaves of the neutral state, `[*s]`.
     """
 
@@ -48,14 +51,27 @@ class FoldWork:
     init: Sequence[Any]
 
     def combine(self, left: States, right: States) -> States:
-        """Combine two states, lists of leaves `[*s]`."""
+        """Combine two states by the fold's function; return the leaves of the result.
+
+        Args:
+          left: The leaves of the state of earlier groups, `[*s]`.
+          right: The leaves of the state of later groups, `[*s]`.
+        """
         args = [*self.consts, *left, *right]
         stage = self.fold.combine
         outs = evaluate_on_mesh(stage.jaxpr, args)
         return as_arrays(outs, [v.dtype for v in stage.outputs])
 
     def combine_pairs(self, left: States, right: States) -> States:
-        """Combine each of k states with another, lists of leaves `[k, *s]`."""
+        """Combine k pairs of states: entry i of `left` with entry i of `right`.
+
+        Args:
+          left: The leaves of k states of earlier groups, `[k, *s]`.
+          right: The leaves of k states of later groups, `[k, *s]`.
+
+        Returns:
+          The leaves of the k results, `[k, *s]`.
+        """
         count = left[0].shape[0]
         if self.fold.combine.exported is not None or count == 1:
             each = lambda states, i: [x[i] for x in states]
@@ -66,13 +82,16 @@ class FoldWork:
     def of_chunk(self, states: States, layout: Layout, indices) -> "ChunkState":
         """Fold the states of a chunk of c slots, in the order of the groups.
 
+        The neutral state is not part of the fold.
+
         Args:
-          states: Their leaves, `[c, *s]`; those of padding are copies, and left out.
+          states: The leaves of the slots' states, `[c, *s]`. The state of a padding
+            slot, which has no group, is left out.
           layout: How the groups are laid out on the mesh.
           indices: The group indices of the slots, int32 `[c]`; of padding, n or more.
 
         Returns:
-          A `ChunkState`.
+          A `ChunkState`: the leaves of the fold, and whether the chunk has a group.
         """
         real = indices < layout.partition.size if layout.uneven else None
         leaves = fold_by_tree(self.combine_pairs, states, real)
@@ -82,11 +101,13 @@ class FoldWork:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChunkState:
-    """The fold of the states of a chunk.
+    """The fold of the states of a chunk of groups.
 
     Attributes:
-      leaves: Its leaves, `[*s]`.
-      real: Whether the chunk has groups, bool `[]`; None: it has.
+      leaves: The leaves of the fold, `[*s]`; they mean nothing if the chunk has no
+        group.
+      real: Whether the chunk has a group, bool `[]`. None: it has, as there is no
+        padding.
     """
 
     leaves: States
@@ -94,20 +115,20 @@ class ChunkState:
 
     @property
     def value(self) -> States:
-        """The leaves of the state, under the name that running reductions have."""
+        """The leaves of the fold, `leaves`; running reductions have the same name."""
         return self.leaves
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class RunningFold:
-    """The fold of the states that a loop over chunks has seen so far.
+    """The fold of the states that a loop over chunks has seen so far, an accumulator.
 
     Attributes:
-      work: The fold.
-      value: The leaves of the state, `[*s]`.
-      empty: Whether there is none yet, bool `[]`: no combination sees what stands in
-        `value` then.
+      work: The fold, with the arrays of its global operands.
+      value: The leaves of the state, `[*s]`; zeros before the first chunk.
+      empty: Whether no chunk was added yet, bool `[]`. Then `value` is no state, and is
+        never passed to the user's function.
     """
 
     work: FoldWork
@@ -115,7 +136,14 @@ class RunningFold:
     empty: Any
 
     def add(self, x: ChunkState) -> "RunningFold":
-        """Combine the fold with that of the next chunk; this one is unchanged."""
+        """Return the fold of this one, on the left, and the next chunk, on the right.
+
+        This one is unchanged. If it is empty, the result is the fold of the chunk. If
+        the chunk has no group, the value stays.
+
+        Args:
+          x: The fold of the next chunk.
+        """
         first = lambda total, new: list(new)
         both = lambda total, new: _reshard_like(self.work.combine(total, new), new)
         # A branch, as a state of zeros may make the user's function loop forever.
@@ -134,13 +162,14 @@ class RunningFold:
 
 
 def _reshard_like(states: States, like: States) -> States:
-    """Reshard states to the shardings of others on Explicit axes.
+    """Reshard states to the shardings of others on Explicit axes, leaf by leaf.
 
-    The branches of a `cond` need results of equal types.
+    The branches of a `cond` need results of equal types. Without Explicit axes the
+    states are returned unchanged.
 
     Args:
-      states: The leaves of the states.
-      like: The leaves of the other ones.
+      states: The leaves of the states, arrays or tracers.
+      like: As many leaves, of the same shapes; only their shardings are used.
     """
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return states
@@ -151,13 +180,18 @@ def _reshard_like(states: States, like: States) -> States:
 def finish_folds(layout: Layout, works: list[FoldWork], states: list) -> list:
     """Fold the devices' states; called for one device, inside the `shard_map`.
 
+    The states of all devices are all-gathered, and each device folds them, in the order
+    of the devices, after the neutral state. Devices without groups are left out.
+
     Args:
       layout: How the partition is laid out on the mesh.
       works: The folds.
-      states: The leaves of the state of this device, `[*s]`, of all folds.
+      states: One flat list of arrays `[*s]`: for each fold, in order, the leaves of
+        this device's state.
 
     Returns:
-      The leaves of the fold of all groups, `[*s]`, of all folds.
+      One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result
+      over all groups, the same on all devices.
     """
     own = [x[None] for x in states]
     used = -(-layout.partition.size // layout.per_device)
@@ -167,13 +201,18 @@ def finish_folds(layout: Layout, works: list[FoldWork], states: list) -> list:
 def finish_stacked_folds(layout: Layout, works: list[FoldWork], states: list) -> list:
     """Fold the devices' states; called for all devices, outside of a `shard_map`.
 
+    The states are folded in the order of the devices, after the neutral state. Devices
+    without groups are left out.
+
     Args:
       layout: How the partition is laid out on the mesh, with m devices.
       works: The folds.
-      states: The leaves of the states of the devices, `[m, *s]`, of all folds.
+      states: One flat list of arrays `[m, *s]`: for each fold, in order, the leaves of
+        the states of the m devices.
 
     Returns:
-      The leaves of the fold of all groups, `[*s]`, of all folds.
+      One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result
+      over all groups.
     """
     used = -(-layout.partition.size // layout.per_device)
     return _fold_devices(works, [x[:used] for x in states])
@@ -184,10 +223,11 @@ def _fold_devices(works: list[FoldWork], states: list) -> list:
 
     Args:
       works: The folds.
-      states: The leaves of the states of all folds, `[used, *s]` of as many devices.
+      states: One flat list of arrays `[used, *s]`: for each fold, in order, the leaves
+        of the states of these devices, in the order of their groups.
 
     Returns:
-      The leaves of the fold of all groups, `[*s]`, of all folds.
+      One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result.
     """
     outs, remaining = [], iter(states)
     for work in works:
@@ -198,19 +238,20 @@ def _fold_devices(works: list[FoldWork], states: list) -> list:
 
 
 def operands_of(folds: Sequence[Fold]) -> list[Value]:
-    """The global values that the functions of folds close over, and neutral states.
+    """Return the global values that the folds need, as one list.
 
-    `with_arrays` takes an array for each of them.
+    For each fold, in order, these are the values that its function closes over, and
+    then the leaves of its neutral state. `with_arrays` takes an array for each of them.
     """
     return [v for fold in folds for v in (*fold.consts, *fold.init)]
 
 
 def with_arrays(folds: Sequence[Fold], arrays: Sequence[Any]) -> list[FoldWork]:
-    """The folds with the arrays of their global operands.
+    """Return a `FoldWork` for each fold, with the arrays of its global operands.
 
     Args:
       folds: The folds.
-      arrays: The array of each value in `operands_of(folds)`.
+      arrays: The array of each value in `operands_of(folds)`, in that order.
     """
     remaining = iter(arrays)
     take = lambda values: [next(remaining) for _ in values]
@@ -218,6 +259,11 @@ def with_arrays(folds: Sequence[Fold], arrays: Sequence[Any]) -> list[FoldWork]:
 
 
 def split_states(works: list[FoldWork], flat: Sequence[Any]) -> list[States]:
-    """Split a flat list of the leaves of all folds' states into one for each fold."""
+    """Split one flat list of the leaves of all folds' states into a list for each fold.
+
+    Args:
+      works: The folds, in order; each takes as many elements as its state has leaves.
+      flat: The leaves.
+    """
     remaining: Callable[[], Any] = iter(flat).__next__
     return [[remaining() for _ in work.init] for work in works]

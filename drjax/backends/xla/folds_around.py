@@ -23,24 +23,30 @@ from drjax.plan import Plan, Stage, Value
 
 
 def has_folds(stage: Stage) -> bool:
-    """Whether a server stage folds all groups' states around each group.
+    """Return whether a server stage folds the states of all groups around each group.
 
-    That is, whether it has an equation of `fold_of_all_p`, as gradients of `reduce`
-    have.
+    That is, whether it has an equation of `fold_of_all_p`, which computes, for each
+    group, the fold of the groups before it and of those after it. Gradients of `reduce`
+    have such equations. A stage from a plan file has no jaxpr, and none.
     """
     return stage.jaxpr is not None and any(map(_is_fold, _equations(stage)))
 
 
 def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
-    """Run a server stage, with its folds around all groups on the mesh.
+    """Run a server stage whose folds around the groups run on the devices of the mesh.
+
+    Each equation of `fold_of_all_p` is bound as `fold_around_p`, which leaves the
+    groups' states on their devices. Other equations are evaluated as they are.
 
     Args:
-      stage: The stage.
-      args: Its inputs.
+      stage: The server stage, for which `has_folds` is true.
+      args: The arrays of its inputs, in order; the states of all groups are `[n, *s]`,
+        sharded over the groups.
       layout: How the partition is laid out on the mesh.
 
     Returns:
-      The list of its outputs. Folds around groups are sharded over these.
+      The list of the arrays of its outputs, in order. Those with the folds before or
+      after each group, `[n, *s]`, are sharded over the groups.
     """
 
     def step(eqn, operands):
@@ -56,13 +62,13 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
 
 
 def only_for_folds(plan: Plan, value: Value) -> bool:
-    """Whether a gathered value is only read as states of folds around all groups.
+    """Return whether a gathered value is only read as states of folds around groups.
 
-    Then the gather is none: `run_with_folds` leaves the states on their devices.
+    Then no gather is needed: `run_with_folds` leaves the states on their devices.
 
     Args:
       plan: The plan.
-      value: The result of a gather.
+      value: The global value that is the result of a gather.
     """
     reads = [*plan.outputs]
     for a_round in plan.rounds:
@@ -75,13 +81,16 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
 
 
 def folded_slices(plan: Plan) -> frozenset[str]:
-    """The names of scattered values that are results of folds around the groups.
+    """Return the names of scattered values that are results of folds around the groups.
 
-    `run_with_folds` gives them as arrays sharded over the groups, so that the devices
-    have the slices already.
+    `run_with_folds` returns these results as arrays that are sharded over the groups,
+    so that each device has its slices already, and the scatter moves nothing.
 
     Args:
       plan: The plan.
+
+    Returns:
+      Names of partitioned values, those that the scatters give.
     """
     folded = set()
     for stage in (*(a_round.server for a_round in plan.rounds), plan.server):
@@ -97,11 +106,14 @@ def folded_slices(plan: Plan) -> frozenset[str]:
 
 
 def _only_folded(stage: Stage, value: Value) -> bool:
-    """Whether all uses of an input of a stage are as states of folds around the groups.
+    """Return whether a stage uses an input only as states of folds around the groups.
+
+    It is False for a stage from a plan file, whose equations are not known, and for an
+    input that the stage also returns.
 
     Args:
       stage: A server stage.
-      value: One of its inputs.
+      value: One of `stage.inputs`.
     """
     if stage.jaxpr is None:
         return False

@@ -32,7 +32,7 @@ from drjax.plan import Loop, Plan, Stage
 def layouts_inside(
     outer: Partition, levels: Sequence[Partition], mesh: Any
 ) -> list[Layout]:
-    """How the groups of inner levels are laid out, in the work of an outer group.
+    """Return how the groups of inner levels are laid out, inside an outer group.
 
     Args:
       outer: The partition of the level around them.
@@ -40,8 +40,9 @@ def layouts_inside(
       mesh: The mesh that the user passed; None: the one in context.
 
     Returns:
-      The layout of each. It is local if the mesh has no axes for the level, or if they
-      have the groups of a level around it.
+      A list with the `Layout` of each of `levels`. It is local (one device has all
+      groups of the level) if the mesh has no axes for the level, or if one of its mesh
+      axes is Manual already or belongs to a level around it.
 
     Raises:
       MeshError: A partition does not fit the mesh.
@@ -63,21 +64,27 @@ def layouts_inside(
 
 @dataclass(frozen=True)
 class Stacked:
-    """The slices of one group's inner groups, as part of an array for more groups.
+    """The slices of one outer group's n inner groups, as part of a larger array.
 
     A loop over the inner groups reads its chunks from the array of all outer groups of
-    the device, as the slice of one outer group is an operand that would be a copy.
+    the device. The slices of one outer group as an array of their own would be a copy.
 
     Attributes:
-      array: The slices of the device's outer groups, `[k, n, *s]`.
-      index: The position of the outer group in `array`, int32 `[]`.
+      array: The slices of the k outer groups of the device, `[k, n, *s]`.
+      index: The position of the outer group in `array`, int32 `[]`. Before a `vmap`
+        over c outer groups, it is the positions of all of them, int32 `[c]`.
     """
 
     array: Any
     index: Any
 
     def take(self, start, size: int):
-        """The slices of `size` inner groups from position `start` on, `[size, *s]`."""
+        """Return the slices of inner groups from position `start` on, `[size, *s]`.
+
+        Args:
+          start: The position of the first, int32 `[]`.
+          size: Their number.
+        """
         starts = (self.index, start, *[0] * (self.array.ndim - 2))
         sizes = (1, size, *self.array.shape[2:])
         # In 64-bit mode a literal would have another type than the index.
@@ -86,22 +93,23 @@ class Stacked:
         return lax.squeeze(chunk, (0,))
 
     def whole(self):
-        """The slices of all inner groups, `[n, *s]`: a copy."""
+        """Return the slices of all n inner groups of the group, `[n, *s]`: a copy."""
         return self.take(0, self.array.shape[1])
 
 
 def read_in_chunks(plan: Plan) -> frozenset[int]:
-    """The inputs of a plan that only local stages read: they need not be copied.
+    """Return the inputs of a plan whose slices are only read by local stages.
 
-    A loop over chunks of groups reads the slices of such an input from a `Stacked`.
-    Other inputs are read as whole arrays: gathered, moved, returned, or carried by a
-    loop.
+    A loop over chunks of groups reads the slices of such an input from a `Stacked`, a
+    part of a larger array, so that they need not be copied. Other inputs are read as
+    whole arrays: gathered, folded, moved, returned, or carried by a loop.
 
     Args:
       plan: The plan of an inner level, or of the body of a loop in it.
 
     Returns:
-      Their positions in `plan.inputs`.
+      The positions of these inputs in `plan.inputs`. Only partitioned inputs whose
+      group axis is 0 are among them.
     """
     whole = {v.name for v in plan.outputs}
     for a_round in plan.rounds:
@@ -119,7 +127,10 @@ def read_in_chunks(plan: Plan) -> frozenset[int]:
 
 
 def constants_in_chunks(loop: Loop) -> frozenset[int]:
-    """The constants of a scan that its rounds read in chunks: see `read_in_chunks`.
+    """Return the constants of a scan whose slices only its body's local stages read.
+
+    Loops over chunks of groups in the body read them from a `Stacked`, a part of a
+    larger array, so that they need not be copied.
 
     Returns:
       Their positions in `loop.inputs`; none if the loop is no scan.
@@ -145,21 +156,28 @@ def run_inner_levels(
 ) -> Callable | None:
     """Make the function that runs the plan of the inner level of a local stage.
 
+    The function runs the work of one outer group: the rounds of the inner level stream
+    over chunks of inner groups, or are sharded over mesh axes of their own.
+
     Args:
-      stage: The stage.
-      outer: The partition of its groups.
+      stage: The local stage of the outer groups.
+      outer: The partition of these groups.
       interpreter: `interpreter(plan, layout, step, mesh, partial)` makes a function of
-        flat inputs that runs a plan; `partial` are the names of reductions of which
-        it returns those of the devices, `[m, *s]`.
+        a list of inputs that runs a plan. `partial` has the names of those results of
+        reductions of which it returns the partial reductions of the m devices of the
+        inner level, `[m, *s]`.
       step: How many groups run at once; None: all, and nothing is streamed.
       mesh: The mesh that the user passed; None: the one in context.
-      by_vmap: Whether a `vmap` over all groups runs the stage.
-      merged: The result of `merge_levels.reductions_to_merge`.
+      by_vmap: Whether a `vmap` over all outer groups runs the stage.
+      merged: For outputs of the stage that one collective reduces over both levels, a
+        dict from the name of the output to the name of the inner plan's result.
 
     Returns:
-      `run(*args)`, from the arguments of the stage's jaxpr to the list of its outputs;
-      it takes `Stacked` arrays where it `read_in_chunks`. None if the stage runs as it
-      is.
+      `run(*args)`, from the arguments of the stage's jaxpr, the group index first, to
+      the list of its outputs. An argument may be a `Stacked` if its position is in
+      `read_in_chunks(stage.inner)`. None if the jaxpr of the stage is to run as it is:
+      it has no inner level, or has effects; a `vmap` runs the outer groups, and the
+      inner level is sharded; or there is nothing to stream or to shard.
     """
     inner = stage.inner
     if inner is None or _compat.effects_of(stage.jaxpr):
@@ -183,11 +201,15 @@ def run_inner_levels(
 
 
 def map_jaxprs(stage: Stage, rewrite: Callable) -> Stage:
-    """Rewrite the jaxpr of a stage, and those of the plan of its inner level.
+    """Rewrite the jaxpr of a stage, and all jaxprs in the plan of its inner level.
 
     Args:
-      stage: The stage.
-      rewrite: From a closed jaxpr to one with the same arguments and results.
+      stage: The stage, which is not changed.
+      rewrite: A function from a closed jaxpr to one with the same arguments and
+        results.
+
+    Returns:
+      A new stage.
     """
     inner = stage.inner
     if inner is not None:

@@ -29,12 +29,15 @@ from drjax.plan import Value
 
 
 class KeptRun:
-    """A compiled function of a plan, with handles in the place of kept results.
+    """A compiled function of a plan, which returns handles (`Kept`) for kept results.
+
+    A kept result is one that is an argument of the next call. Its array stays on the
+    devices, and the next call donates it.
 
     Args:
-      keep: What stays; not empty.
-      run_flat: The function of the plan: from the arrays of `plan.inputs` to a list of
-        those of `plan.outputs`.
+      keep: Which results are which arguments; not empty.
+      run_flat: The function of the plan: from the list of the arrays of `plan.inputs`
+        to the list of those of `plan.outputs`.
       mesh: A `jax.sharding.Mesh` or `AbstractMesh`; None: the one in context.
     """
 
@@ -75,14 +78,22 @@ class KeptRun:
     def _flat_arguments(
         self, args: tuple, kwargs: dict
     ) -> tuple[list, list, list[Kept]]:
-        """Flatten the arguments of a call, with arrays in the places of handles.
+        """Flatten the arguments of a call, and replace handles by their arrays.
+
+        Args:
+          args: The positional arguments.
+          kwargs: The keyword arguments.
 
         Returns:
-          `(staying, others, handles)`: the arrays of kept arguments, which will be
-          donated; those of all other arguments; and the handles.
+          `(staying, others, handles)`: the list of the arrays of kept arguments, in the
+          sharding of their results, which the call donates; the list of the arrays of
+          all other arguments, in the order of `plan.inputs`; and the handles that were
+          passed, which are still valid.
 
         Raises:
           DrjaxTypeError: The call is inside `jax.jit` or another transformation.
+          DrjaxValueError: A handle is of another function, was used up, or is passed as
+            another argument.
         """
         args, kwargs, handles = self._keep.open(args, kwargs)
         leaves = flat_inputs(self._plan, args, kwargs)
@@ -99,13 +110,14 @@ class KeptRun:
         return list(map(self._in_result_sharding, values, staying)), others, handles
 
     def _in_result_sharding(self, value: Value, x: Any) -> Any:
-        """Copy an array of a kept argument to the sharding that its result will have.
+        """Return a kept argument's array in the sharding that its result will have.
 
-        XLA can put the result into its buffer only if both have the same sharding.
+        XLA can put the result into its buffer only if both have the same sharding. The
+        array is copied if it has another one; without a mesh it is returned as it is.
 
         Args:
           value: The input of the plan.
-          x: The array.
+          x: Its array, `[..., n, ...]`.
         """
         assert self._plan.partition is not None
         sharding = host_sharding(self._plan.partition, self._mesh)
@@ -123,7 +135,8 @@ def _divide(xs: Sequence[Any], indices: list[int]) -> tuple[list, list]:
       indices: The indices.
 
     Returns:
-      `(elements in the order of indices, the others in their order)`.
+      `(some, others)`: the list of the elements in the order of `indices`, and the list
+      of all other elements, in the order of `xs`.
     """
     return [xs[i] for i in indices], [
         x for i, x in enumerate(xs) if i not in set(indices)
@@ -131,12 +144,12 @@ def _divide(xs: Sequence[Any], indices: list[int]) -> tuple[list, list]:
 
 
 def _interleave(some: Sequence[Any], others: Sequence[Any], indices: list[int]) -> list:
-    """Put two lists together to one: the inverse of `_divide`.
+    """Join the two lists that `_divide` has returned to one: its inverse.
 
     Args:
-      some: The elements with these indices in the result.
-      others: All other elements, in their order.
-      indices: The indices.
+      some: The elements with these indices: `some[i]` becomes element `indices[i]`.
+      others: All other elements, in the order in which they fill the other indices.
+      indices: The indices of `some` in the result.
     """
     by_index, rest = dict(zip(indices, some, strict=True)), iter(others)
     return [
@@ -146,5 +159,13 @@ def _interleave(some: Sequence[Any], others: Sequence[Any], indices: list[int]) 
 
 
 def _copies(_: Any, arrays: Sequence[Any]) -> list:
-    """Copy the arrays of a kept result for `Kept.fetch`: the next call donates them."""
+    """Copy the arrays of a kept result, for `Kept.fetch`: the next call donates them.
+
+    Args:
+      _: The kept pair, not used.
+      arrays: The arrays of the result's leaves.
+
+    Returns:
+      The list of the copies.
+    """
     return [jnp.array(x, copy=True) for x in arrays]

@@ -36,15 +36,19 @@ from drjax.plan import Reduce, Round, Stage, Value
 class InnerLevels:
     """How the reductions of a round are combined with those of other levels.
 
-    A round may have levels inside, whose reductions its own merge with, and may itself
-    be inside a level that merges with its reductions.
+    One collective can reduce over two levels, if the reductions of an inner level are
+    only reduced further by the outer level. A round may have levels inside with which
+    its reductions merge, and may itself be inside a level that merges with its
+    reductions.
 
     Attributes:
       mesh: The mesh that the user passed; None: the one in context.
-      merged: From the name of an output of the local stage to that of the result of the
-        inner level that it is, if one collective reduces both levels.
-      partial: The names of results that stay partial reductions of the devices, `[m,
-        *s]`, as an outer level combines them.
+      merged: For outputs of the local stage that one collective reduces over both
+        levels, a dict from the name of the output to the name of the inner level's
+        result that it is; {} if there are none.
+      partial: The names of those results of the round that are not combined over
+        devices: they stay partial reductions of the m devices, `[m, *s]`, for an outer
+        level.
     """
 
     mesh: Any
@@ -67,7 +71,12 @@ class InnerLevels:
           a_round: The round.
           kept: The outputs of its local stage that are returned as slices.
           mesh: The mesh that the user passed; None: the one in context.
-          partial: The names of results that an outer level combines.
+          partial: The names of those results of the round that an outer level combines
+            over devices.
+
+        Returns:
+          The `InnerLevels` of the round, with its `merged`; `mesh` and `partial` are
+          passed on.
         """
         stage, merged = a_round.local, {}
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
@@ -84,17 +93,18 @@ class InnerLevels:
         """Combine and finish the partial reductions of a device.
 
         Each is finished by its level alone, by one collective over both levels, or left
-        partial for an outer level.
+        partial for an outer level. It is called inside the `shard_map` of the round.
 
         Args:
-          layout: How the groups are laid out.
+          layout: How the groups of the round are laid out.
           stage: The local stage.
-          reduces: The reductions, without gathers.
-          totals: For each its partial reduction.
+          reduces: The reductions of the round but gathers.
+          totals: For each its partial reduction on this device, `[*s]`; or if it is
+            merged, those of the m devices of the inner level, `[m, *s]`.
 
         Returns:
-          For each reduction its global value, `[*s]`, or `[1, *s]` if it is left
-          partial.
+          A list: for each reduction, in order, its global value, `[*s]`; or, if its
+          result is left partial, this device's part, `[1, *s]`.
         """
         results: list[Any] = [None] * len(totals)
         plain: list[int] = []
@@ -123,10 +133,11 @@ class InnerLevels:
 def reductions_to_merge(
     stage: Stage, reduces: Sequence[Reduce], kept: Sequence[Value], layout: Layout
 ) -> dict[str, str]:
-    """The outputs of a stage that one collective can reduce over both levels.
+    """Return the outputs of a stage that one collective can reduce over both levels.
 
-    They are results of plain reductions over the inner level, and only reductions of
-    the same operation over the outer level read them.
+    Such an output is the result of a reduction over the inner level, and only
+    reductions over the outer level read it, of the same operation, or of sums and
+    means. None of these reductions is encoded, sharded or secure.
 
     Args:
       stage: The stage of the outer groups, with the plan of its inner level.
@@ -135,8 +146,8 @@ def reductions_to_merge(
       layout: How the inner groups are laid out.
 
     Returns:
-      A dict from names of outputs of the stage to those of the results in the plan of
-      the inner level; {} if there are none.
+      A dict from the name of an output of the stage to the name of the value in the
+      plan of the inner level that is this output; {} if there are none.
     """
     inner = stage.inner
     if inner is None or not layout.sharded or layout.spec_entry is not None:
@@ -160,15 +171,16 @@ def reductions_to_merge(
 
 
 def _finish_locally(layout: Layout, reduce: Reduce, total):
-    """Finish a partial reduction, to be merged with one over an outer level.
+    """Finish a partial reduction on this device; an outer level combines the devices.
 
     Args:
-      layout: How the inner groups are laid out.
-      reduce: The reduction over them.
+      layout: How the inner groups, over which it reduces, are laid out.
+      reduce: The reduction.
       total: Its partial reduction on this device, `[*s]`, in the accumulator dtype.
 
     Returns:
-      The same, `[1, *s]`; of a mean its part, as its `finish` is linear.
+      The partial reduction, `[1, *s]`. That of a mean is divided by the number of inner
+      groups of all devices, so that the parts of the devices add up to the mean.
     """
     return REDUCE_OPS[reduce.op].finish(total, layout.partition.size)[None]
 
@@ -178,14 +190,17 @@ def _finish_merged(
 ) -> list:
     """Combine the partial reductions of the devices of two levels, by one collective.
 
+    It is called inside the `shard_map` of the outer level, if there is one.
+
     Args:
       layout: How the outer groups are laid out.
       inner: How the inner groups are laid out, on m devices.
-      reduces: The reductions.
-      totals: For each the partial reductions of these m devices, `[m, *s]`.
+      reduces: The reductions over the outer groups.
+      totals: For each the partial reductions of these m devices, `[m, *s]`, over the
+        outer groups of this device.
 
     Returns:
-      The global value of each reduction, `[*s]`.
+      A list with the global value of each reduction, over both levels, `[*s]`.
     """
     axes, devices = (*layout.axes, *inner.axes), layout.devices * inner.devices
     both = replace(layout, axes=axes, devices=devices)

@@ -71,11 +71,14 @@ from drjax.primitives import gather_p, permute_p
 
 
 def layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
-    """How the partition of a plan is laid out on the mesh; None without a partition.
+    """Return how a plan's partition is laid out on the mesh; None without a partition.
 
     Args:
       plan: The plan.
       mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
+
+    Returns:
+      The `Layout`. Without a mesh it is local: one device has all groups.
 
     Raises:
       MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
@@ -99,15 +102,16 @@ class MeshInterpreter(PlanInterpreter):
 
     It takes and returns lists of arrays, in the order of `plan.inputs` and
     `plan.outputs`. Partitioned values are whole arrays `[..., n, ...]`, with the group
-    axis `Value.axis`.
+    axis `Value.axis`. An input of an inner level's plan may be a `Stacked`, which
+    stands for a part of an array of more groups.
 
     Args:
       plan: The plan.
       layout: How its partition is laid out on the mesh; None without a partition.
       step: How many of a device's groups run at once; None: all.
       mesh: The mesh that the user passed, for inner levels; None: the one in context.
-      partial: The names of reductions of which the devices' partial reductions are
-        results, `[m, *s]`.
+      partial: The names of those results of reductions that are not combined over the m
+        devices: the interpreter gives their partial reductions, `[m, *s]`.
     """
 
     def __init__(
@@ -188,14 +192,17 @@ class MeshInterpreter(PlanInterpreter):
     ) -> None:
         """Combine the devices' partial reductions, and run the next server stage.
 
-        Results of the shape and dtype of a running sum take the sum's buffer.
+        The results are written to `env`, so that the next round does not run its server
+        stage again. Results of the shape and dtype of a device's running sum take the
+        sum's buffer.
 
         Args:
           layout: How the partition is laid out on the mesh.
           reuse: Which result takes the buffer of which running sum.
           totals: For each reduction of the round but gathers the partial reductions of
             the m devices, `[m, *s]`.
-          env: The arrays so far; the results that are read later are added.
+          env: The arrays of all values that were computed so far; the results that are
+            read later are added.
         """
 
         def server(results: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +274,7 @@ class MeshInterpreter(PlanInterpreter):
         return [*carry, *ys]
 
     def _typed(self, value: Value, x: Any) -> Any:
-        """Reshard a loop's input to the sharding of a round's partitioned results.
+        """Reshard a loop's input as a round's partitioned results are sharded.
 
         On Explicit axes, a carried value must not change its sharding between steps.
         Global values, and all values without Explicit axes, are returned unchanged.
@@ -275,6 +282,9 @@ class MeshInterpreter(PlanInterpreter):
         Args:
           value: The input of the loop, from `loop.inputs`.
           x: Its array; of a partitioned value `[..., n, ...]`.
+
+        Returns:
+          An array of the same shape and values.
         """
         layout = self.layout
         if not value.partitioned or layout is None or layout.spec_entry is None:
@@ -298,16 +308,20 @@ def _run_groups(
       layout: How the partition is laid out on the mesh: n groups on m devices.
       a_round: The round.
       kept: The outputs of its local stage to return as slices.
-      env: The arrays so far, from which the inputs of the stage are read.
+      env: The arrays of all values that were computed so far, from which the inputs of
+        the stage and of the folds are read; it is not changed.
       step: How many of a device's groups run at once; None: all.
       combine: Whether to combine the devices' partial reductions.
-      levels: How reductions are combined with those of inner and outer levels.
+      levels: Which reductions are combined over two levels at once, or by an outer
+        level.
 
     Returns:
-      `(totals, stacks)`: for each reduction but gathers its result `[*s]`, and then the
-      leaves of those of the folds, or with `combine=False` the partial reductions
-      `[m, *s]` of the m devices; and for each output in `kept` the slices of all
-      groups, `[n, *s]`.
+      `(totals, stacks)`, two lists of arrays. With `combine=True`, `totals` has for
+      each reduction but gathers its result `[*s]`, and then the leaves of the result of
+      each fold, `[*s]`; results that `levels` leaves to an outer level are `[m, *s]`.
+      With `combine=False` all of them are the partial reductions of the m devices,
+      `[m, *s]`. `stacks` has for each output in `kept` the slices of all groups,
+      `[n, *s]`.
     """
     stage, reduces, folds = a_round.local, a_round.partials, a_round.folds
     shared = env.read(v for v in stage.inputs if not v.partitioned)
@@ -404,6 +418,9 @@ def _check_known_shapes(stage: Stage) -> None:
     """Check that no input or output of a local stage has symbolic dimensions.
 
     XLA crashes on these in a loop in a `shard_map`.
+
+    Args:
+      stage: The local stage.
 
     Raises:
       PlanError: A value has symbolic dimensions.

@@ -99,14 +99,17 @@ class AccumulatorReuse:
     ) -> dict[str, Any]:
         """Run the end of the round as one step of a loop, so that results alias sums.
 
+        The step combines the devices' partial reductions, and runs the server stage.
+
         Args:
           layout: How the partition is laid out on the mesh.
-          totals: For each reduction the partial reductions of the m devices, `[m, *s]`.
+          totals: For each of `reduces`, in order, the partial reductions of the m
+            devices, `[m, *s]`. Those in `aliases` give their buffers to results.
           server: Runs the server stage: from a dict of the reductions' results by name
             to a dict of the stage's outputs by name.
 
         Returns:
-          The arrays of `outputs`, by name.
+          A dict from the name of each of `outputs` to its array.
         """
         aliases, names = self.aliases, [r.result.name for r in self.reduces]
 
@@ -149,16 +152,19 @@ class AccumulatorReuse:
 def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     """Decide whether the end of a round reuses accumulator buffers, and which.
 
-    The end of a round is its reductions and the server stage after it.
+    The end of a round is its reductions and the server stage after it. A result reuses
+    the buffer of a device's running sum if both have one shape and dtype. Nothing is
+    run.
 
     Args:
       plan: The plan.
-      index: The index of the round, from 0.
+      index: The index of the round in `plan.rounds`, from 0.
 
     Returns:
       The reuse. None if the results that could reuse buffers are small (less than
-      `LARGE` bytes) or have symbolic dimensions, if the round has loops, folds or moves
-      to a population, or if the end of the round cannot be the step of a loop.
+      `LARGE` bytes) or have symbolic dimensions; if the round has loops, folds, sharded
+      reductions or moves to a population; if the server stage folds states around the
+      groups; or if the end of the round cannot be the step of a loop.
     """
     # A loop that starts with the round's results needs them before the next stage.
     if plan.rounds[index].loops:
@@ -185,11 +191,13 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 
     Args:
       layout: How the partition of n groups is laid out on the mesh.
-      reduces: The reductions, without gathers.
-      totals: For each of them the partial reductions of the m devices, `[m, *s]`.
+      reduces: The reductions of the round but gathers.
+      totals: For each of them the partial reductions of the m devices, `[m, *s]`, in
+        the accumulator dtype.
 
     Returns:
-      The global value of each reduction, `[*s]`, in the dtype of the program.
+      A list with the global value of each reduction, `[*s]`, in the dtype of the slices
+      that are reduced.
     """
 
     def reduced(*sums):
@@ -203,24 +211,24 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 
 
 def _server_after(plan: Plan, index: int):
-    """The server stage that follows a round: of the next round, or the plan's last one.
+    """Return the server stage after a round: of the next round, or the plan's last.
 
     Args:
       plan: The plan.
-      index: The index of the round, from 0.
+      index: The index of the round in `plan.rounds`, from 0.
     """
     after = index + 1
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
 
 def _needed_after(plan: Plan, index: int) -> set[str]:
-    """The names of the values that are read after a round and its next server stage.
+    """Return the names of values read after a round and the server stage behind it.
 
-    The plan's outputs are among them.
+    What that server stage itself reads does not count; the plan's outputs do.
 
     Args:
       plan: The plan.
-      index: The index of the round, from 0.
+      index: The index of the round in `plan.rounds`, from 0.
     """
     needed = {v.name for v in plan.outputs}
     for i, a_round in enumerate(plan.rounds[index + 1 :]):
@@ -234,12 +242,13 @@ def _needed_after(plan: Plan, index: int) -> set[str]:
 
 
 def _fits(reduce: Reduce, value: Value) -> bool:
-    """Whether a value has the shape and dtype of the running sum of a reduction.
+    """Return whether a value has the shape and dtype of a device's sum of a reduction.
 
-    If so, the value can reuse the buffer of that sum.
+    If so, the value can reuse the buffer of that running sum.
 
     Args:
-      reduce: The reduction.
+      reduce: The reduction; its running sum has the shape of a slice of its source, and
+        the accumulator dtype.
       value: The value.
     """
     return (reduce.source.shape, sum_dtype(reduce)) == (value.shape, value.dtype)

@@ -42,7 +42,7 @@ GroupsPerStep = int | None | Fit
 
 
 def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
-    """Validate the options `groups_per_step` and `memory_budget`; returns them as one.
+    """Validate the options `groups_per_step` and `memory_budget`, and return one value.
 
     Args:
       groups_per_step: A positive int, `"auto"`, or None for all groups at once.
@@ -50,7 +50,8 @@ def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
         None: what a device has left.
 
     Returns:
-      An int, None for all groups at once, or a `Fit` for `"auto"`.
+      The number of groups at once, an int; None for all; or, for `"auto"`, a `Fit` with
+      the budget.
 
     Raises:
       DrjaxTypeError, DrjaxValueError: An option has another type or value.
@@ -105,13 +106,16 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
     The search assumes that memory grows with the number of groups, guesses that it does
     so linearly, and compiles at most eight times. So of a great many groups it may miss
     the largest number by a little, but the number that it returns was compiled and seen
-    to fit.
+    to fit. The result is logged.
 
     Args:
-      count: The number of slots for groups of a device.
+      count: The number of slots of a device: places for one group each.
       temp_bytes: A function from a number of groups at once to the bytes of temporary
         memory of the program; it compiles the program.
       budget: Bytes of temporary memory that the program may have.
+
+    Returns:
+      The number, from 1 to `count`.
 
     Raises:
       DrjaxValueError: One group does not fit.
@@ -155,17 +159,18 @@ def fastest(count: int, seconds: Callable[[int], float]) -> int:
     """Find the number of groups at once, up to `count`, that takes the least time.
 
     All at once, a fourth of them, a sixteenth, ..., are measured, until two, one after
-    the other, take half as long again as the best; then half and twice the best number.
-    The search assumes that away from the best number time grows.
+    the other, take more than 1.5 times as long as the best; then half and twice the
+    best number. The search assumes that time grows away from the best number. The
+    result is logged.
 
     Args:
-      count: The number of slots for groups of a device.
+      count: The number of slots of a device: places for one group each.
       seconds: A function from a number of groups at once to the time of the program,
         which it compiles; infinity if it does not fit in memory.
 
     Returns:
-      The number; of `2 + log(count) / log(4)` numbers that are measured at most, and
-      one or two more.
+      The number, from 1 to `count`: the fastest of those that were measured, at most
+      `4 + log(count) / log(4)`.
 
     Raises:
       DrjaxValueError: One group does not fit.
@@ -195,13 +200,13 @@ def fastest(count: int, seconds: Callable[[int], float]) -> int:
 
 
 def free_bytes(devices: Sequence[Any]) -> int:
-    """The bytes of free memory of the device with the least, of several devices.
+    """Return the bytes of free memory of the device that has the least.
 
     For a CPU, or a device that does not report its limit, it is the host's free memory
     divided by the number of local devices.
 
     Args:
-      devices: The devices, of type `jax.Device`.
+      devices: The devices, of type `jax.Device`, at least one.
     """
     free = []
     for device in devices:
