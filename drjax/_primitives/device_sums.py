@@ -34,6 +34,7 @@ from drjax._sharding.layout import Layout
 from drjax.plan import Wire
 
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
+_TPU_TILE = 1024  # of a vector of bytes
 
 
 def accumulator(dtype):
@@ -223,9 +224,7 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
     whole = [i for i, axis in enumerate(axes) if axis is None]
     if whole:
         own = encode(jnp.concatenate([sums[i] for i in whole]), wire)
-        # With VMA checking, the type says that all devices have the same result.
-        to = "invarying" if _compat.check_vma() else "varying"
-        every = decode(lax.all_gather(own, layout.axes, to=to), wire)
+        every = decode(_all_gather_bytes(layout, own), wire)
         gathered = _split(every, [parts[i].shape[1] for i in whole])
         for i, x in zip(whole, gathered, strict=True):
             sums[i] = x
@@ -233,6 +232,23 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
         _undivide(y, x, axis, m).astype(x.dtype)
         for y, x, axis in zip(sums, xs, axes, strict=True)
     ]
+
+
+def _all_gather_bytes(layout: Layout, x):
+    """All-gather bytes: from uint8 `[k]` on each of m devices to `[m, k]` on all.
+
+    XLA makes an all-reduce, of twice the traffic, of an all-gather whose parts are no
+    whole tiles on a TPU. So parts are padded to tiles there.
+    """
+    # With VMA checking, the type says that all devices have the same result.
+    to = "invarying" if _compat.check_vma() else "varying"
+    gather = lambda x: lax.all_gather(x, layout.axes, to=to)
+    size = x.shape[0]
+    padding = -size % _TPU_TILE
+    if not padding:
+        return gather(x)
+    in_tiles = lambda x: gather(jnp.pad(x, (0, padding)))[:, :size]
+    return lax.platform_dependent(x, tpu=in_tiles, default=gather)
 
 
 def _split(x, sizes: Sequence[int]) -> list:

@@ -405,5 +405,7 @@ def test_plans_and_gradients(name):
     jax.tree.map(near, reference.compile(plan)(*args), want)
     jax.tree.map(near, drjax.jit(both, groups_per_step=2)(*args), want)
     # On an engine without derivatives, whose stages take as long to export again.
-    run = in_process.compile(drjax.make_plan(one.program)(*args), block_size=9)
+    # Of one group, an engine encodes what it has rounded to these codes: exactly.
+    size = 1 if "int8" in name else 9
+    run = in_process.compile(drjax.make_plan(one.program)(*args), block_size=size)
     jax.tree.map(near, run(*args), want[0][1])

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax.compiled import read_hlo
+from drjax.plan import Wire
 from examples import diloco
 from experiments import machine
 from experiments.config import Machine
@@ -103,6 +104,29 @@ def _between_slices(text: str) -> dict[str, int]:
     """How many messages of each kind are sent to another slice."""
     kinds = re.findall(r" send\(.*_xla_megascale_transfer_type=\"(\w+)\"", text)
     return {kind: kinds.count(kind) for kind in kinds}
+
+
+# ---------------------------------------------------------------------------------
+# Numbers in few bits
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "float8_e4m3fn", "float4_e2m1fn"])
+class TestWires:
+    pytestmark = on_tpus
+
+    def test_devices_send_codes_of_few_bits(self, wire):
+        """An all-to-all and an all-gather of bytes; its parts are padded to tiles."""
+        mesh = tpu_mesh({"workers": 8})
+        x = typed(mesh, jax.ShapeDtypeStruct((8, 20_000), jnp.float32), P("workers"))
+        mean = drjax.program(workers=8)(lambda x: drjax.reduce_mean(x, wire=wire))
+        with jax.set_mesh(mesh):
+            text = jax.jit(mean).lower(x).compile().as_text() or ""
+        part = Wire(wire).nbytes(20_000 // 8)
+        assert [(m.kind, m.bytes) for m in read_hlo(text, dict(mesh.shape))] == [
+            ("all-to-all", 8 * part),
+            ("all-gather", 8 * -(-part // 1024) * 1024),
+        ]
+        assert not re.search(r"= \w*(f32|bf16)\S* all-(to-all|gather)\(", text)
 
 
 # ---------------------------------------------------------------------------------
