@@ -15,7 +15,7 @@ from drjax import _compat
 
 
 def literal_value(literal: Literal) -> Any:
-    """Return the value of a literal: a number or array that has a dtype."""
+    """Return the value of a jaxpr's literal: a number or array that has a dtype."""
     # JAX's numbers in literals have dtypes; but a bool of Python has no subclass.
     return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
 
@@ -23,7 +23,7 @@ def literal_value(literal: Literal) -> Any:
 def as_arrays(values: Sequence[Any], dtypes: Sequence[Any]) -> list[jax.Array]:
     """Convert the results of an evaluated jaxpr to arrays.
 
-    A result that is a literal evaluates to a number, which has no dtype of its own.
+    A result that is a literal of the jaxpr evaluates to a number, not to an array.
 
     Args:
       values: The results: arrays, tracers or numbers.

@@ -60,11 +60,11 @@ def from_raw(x: Any, dtype: Any) -> Any:
 def on_raw(fn: Callable[[Any], Any], x: Any) -> Any:
     """Apply a function of arrays to `x`; of typed keys, to their raw data.
 
-    Unlike `from_raw`, it takes keys of any implementation, registered or not.
+    The implementation of the keys may be any, also one that JAX knows by no name.
 
     Args:
-      fn: From an array to an array of the same dtype, which keeps the trailing axis of
-        raw data.
+      fn: From an array to an array of the same dtype. For keys `[*s]` it takes their
+        raw data, uint32 `[*s, k]`, and may change any axis but the last one.
       x: An array of any dtype.
 
     Returns:

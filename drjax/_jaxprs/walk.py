@@ -48,6 +48,10 @@ def deep_equations(
       jaxpr: The jaxpr, open or closed.
       enters: `enters(eqn)` says whether to visit the jaxprs in the parameters of an
         equation. Default: all are visited.
+
+    Yields:
+      The equations in the order of the program. An equation, also one that is not
+      entered, precedes those of the jaxprs in its parameters.
     """
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -95,8 +99,9 @@ def backward_slice(
 
     Returns:
       `(eqns, starts)`: the equations, as a dict `{id(eqn): eqn}` in the order of a
-      depth-first search; and the list of variables from which the slice starts: those
-      without an equation, and those for which `enters` returned False.
+      depth-first search from the roots, not that of the program; and the list of
+      variables from which the slice starts: those without an equation, and those for
+      which `enters` returned False.
     """
     eqns: dict[int, Any] = {}
     starts: dict[Any, None] = {}

@@ -126,7 +126,9 @@ def _local_sum(layout: Layout, x, indices, scale=None, rounded: bool = True):
 def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False, secure=0):
     """Execution function of `reduce_sum`: sum a partitioned value over the groups.
 
-    Each device adds the slices of its groups; one all-reduce adds the devices' sums.
+    Each device adds the slices of its groups. Then the devices' sums are added: by one
+    all-reduce; by a reduce-scatter if `sharded`; or with a `wire` by an all-to-all, and
+    for a whole sum an all-gather.
 
     Args:
       x: The partitioned value, `[n, *s]`.
@@ -134,12 +136,14 @@ def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False, secure=0
       mesh: The mesh, or None: the program runs locally.
       wire: A `drjax.plan.Wire`, the format in which the devices exchange their sums,
         with fewer bits; None: they exchange the dtype of `x`.
-      sharded: Whether each device gets a part of the sum only, by a reduce-scatter
-        along the first axis whose size the devices divide. If there is no such axis, it
-        makes no difference.
-      secure: The least number of groups of a secure sum, 0 if the sum is not secure.
-        Only engines, whose groups are in other processes, do something about it; it is
-        ignored in this function.
+      sharded: Whether each device gets a part of the sum only: an m-th along the first
+        axis of `[*s]` whose positive size is a multiple of m, the number of devices,
+        and that no Explicit mesh axis shards. Each device gets the whole sum if there
+        is no such axis, in a local program, and inside a user's `shard_map` over the
+        partition's axes.
+      secure: The least number of groups of a secure sum, 0 if the sum is not secure. It
+        is ignored here: only engines, which run the groups in other processes, compute
+        a sum securely.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
@@ -164,8 +168,8 @@ def _add_on_devices(layout: Layout, total: Callable, x, wire, sharded: bool):
       x: The partitioned value, `[n, *s]`.
       wire: A `drjax.plan.Wire`, the format in which the devices exchange their sums,
         with fewer bits; None: they exchange the dtype of `x`.
-      sharded: Whether each device gets a part of the sum only, along the first axis
-        whose size the devices divide.
+      sharded: Whether each device gets a part of the sum only, along the axis that
+        `_axis_to_divide` returns; if that is None, each device gets the whole sum.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
@@ -191,19 +195,21 @@ def _reduce_abstract_eval(x, *, partition, mesh, sharded=False, **options):
 
 
 def _axis_to_divide(layout: Layout, aval, sharded: bool | str) -> int | None:
-    """Find the axis along which a result is divided over the devices, if it is at all.
+    """Find the axis along which the result of a reduction or gather is divided.
 
     Args:
-      layout: The layout of the partition.
-      aval: The type of the result, `[*s]`, or for a gather of one slice.
-      sharded: Whether `result="sharded"` asks for a divided result. "auto": divide it
-        only on a mesh without Explicit axes, where the division is not part of its
-        type.
+      layout: The layout of the partition, on m devices.
+      aval: The type `[*s]` of a reduction's result; of the result `[n, *s]` of a
+        gather, the type `[*s]` of one slice.
+      sharded: False: the result is not divided. True: it is, as `result="sharded"` of
+        the public functions asks for. "auto": it is if the mesh has no Explicit axis,
+        as on Explicit axes the division would be part of the result's type.
 
     Returns:
-      The first axis of `[*s]` whose size the number of devices divides, and over which
-      no Explicit mesh axis is sharded. None if the result is not to be divided, or has
-      no such axis, or if the program runs locally.
+      The first axis of `[*s]` whose positive size is a multiple of m, and that no
+      Explicit mesh axis shards. None if `sharded` forbids the division; if there is no
+      such axis; in a local program; and inside a user's `shard_map` over the
+      partition's axes. Then each device has the whole result.
     """
     explicit = layout.spec_entry is not None or layout.other_explicit_axes
     if not sharded or (sharded == "auto" and explicit):
@@ -259,10 +265,13 @@ reduce_mean_p = registration.new_primitive("reduce_mean")
 def execute_reduce_mean(x, *, partition, mesh, wire=None, sharded=False):
     """Execution function of `reduce_mean`: average a partitioned value over the groups.
 
-    Each device adds the slices of its groups; one all-reduce adds the devices' sums.
-    The division by n comes after that, but for 16-bit floats and encoded sums: a sum of
-    n slices may overflow 16 bits, so each device divides its sum, in float32, before it
-    is rounded or encoded.
+    Each device adds the slices of its groups. Then the devices' sums are added: by one
+    all-reduce; by a reduce-scatter if `sharded`; or with a `wire` by an all-to-all, and
+    for a whole mean an all-gather.
+
+    The division by n is usually last. For 16-bit floats, and with a `wire`, it is
+    first, as the sum of n slices may be too large for 16 bits: each device divides its
+    own sum, before it is rounded or encoded.
 
     Args:
       x: The partitioned value, `[n, *s]`, of an inexact dtype.
@@ -270,9 +279,11 @@ def execute_reduce_mean(x, *, partition, mesh, wire=None, sharded=False):
       mesh: The mesh, or None: the program runs locally.
       wire: A `drjax.plan.Wire`, the format in which the devices exchange their sums,
         with fewer bits; None: they exchange the dtype of `x`.
-      sharded: Whether each device gets a part of the mean only, by a reduce-scatter
-        along the first axis whose size the devices divide. If there is no such axis, it
-        makes no difference.
+      sharded: Whether each device gets a part of the mean only: an m-th along the first
+        axis of `[*s]` whose positive size is a multiple of m, the number of devices,
+        and that no Explicit mesh axis shards. Each device gets the whole mean if there
+        is no such axis, in a local program, and inside a user's `shard_map` over the
+        partition's axes.
 
     Returns:
       The mean, a global value `[*s]`, in the dtype of `x`.
@@ -313,10 +324,12 @@ def execute_gather(x, *, partition, mesh, sharded=False):
       x: The partitioned value, `[n, *s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      sharded: Whether each device gets a part of each slice only, along the first axis
-        of `[*s]` whose size the devices divide; "auto": only if no mesh axis is
-        Explicit. Without such an axis, and for random keys, each device gets
-        everything.
+      sharded: Whether each device gets a part of each slice only: an m-th along the
+        first axis of `[*s]` whose positive size is a multiple of m, the number of
+        devices, and that no Explicit mesh axis shards. "auto": as True, if the mesh has
+        no Explicit axis; else as False. Each device gets everything if there is no such
+        axis, for random keys, in a local program, and inside a user's `shard_map` over
+        the partition's axes.
 
     Returns:
       The slices of all groups as a global value, `[n, *s]`, without padding.
@@ -429,12 +442,13 @@ def _scatter_transpose(ct, x, **params):
 
 
 def check_transposable(layout: Layout) -> None:
-    """Check that a transpose is not in a user's `shard_map(check_vma=False)`.
+    """Check that a transpose rule is not run where its cotangent is ambiguous.
 
-    In a `shard_map` over the partition's axes with `check_vma=False`, JAX divides the
-    cotangent of a replicated result by the number of devices, and leaves the cotangent
-    of a sharded result whole. The types there do not tell a transpose rule which of the
-    two its cotangent is, so that the gradient could be wrong by that factor.
+    In a user's `shard_map` over the partition's axes with `check_vma=False`, JAX
+    divides the cotangent of a replicated result by the number of devices, and leaves
+    the cotangent of a sharded result whole. The types do not tell a transpose rule
+    which of the two its cotangent is, so that the gradient could be wrong by that
+    factor.
 
     Args:
       layout: The layout of the partition of the equation that is transposed.
@@ -484,11 +498,16 @@ def register_linear(
     group_axis_in=True,
     lowering_rule=None,
 ):
-    """Register all rules of a linear primitive with one operand and one result.
+    """Register the rules of a linear primitive with one operand and one result.
+
+    They are execution, lowering, printing, abstract evaluation, JVP, transpose and
+    batching. The JVP rule binds the primitive for the tangent. The transpose rule
+    raises `MeshError` inside a user's `shard_map(check_vma=False)` over the partition's
+    axes, where cotangents are ambiguous.
 
     Args:
-      primitive: The primitive; its parameters are `partition`, `mesh`, and what the
-        functions below take besides.
+      primitive: The primitive. Its parameters are `partition` and `mesh`, and perhaps
+        options of its own, which the four functions below take as keywords, too.
       execute: Its execution function, traceable: `execute(x, partition=, mesh=)`
         returns the result.
       abstract_eval: `abstract_eval(x, partition=, mesh=)`, from the type (aval) of the

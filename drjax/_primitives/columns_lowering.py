@@ -128,12 +128,13 @@ def columns_by_gather(eqn):
 def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
     """Run a function of all groups' slices, between a gather and a scatter.
 
-    It is for work that needs the slices of all groups at once: each device, or in a
-    plan the server, gets all slices and computes everything.
+    It is for work that needs the slices of all groups at once. `gather` decides which
+    device gets them: usually each device gets all slices, and computes everything; in a
+    plan the server does.
 
     Args:
-      run: The function. It takes and returns flat sequences of arrays, none of them
-        divided over devices.
+      run: The function. It takes and returns flat sequences of arrays: `[n, *s]`, with
+        the slices of all groups, for operands and results of the kind "groups".
       args: The operands: partitioned values `[n, *s]`, and global values.
       kinds: `(kinds of the operands, kinds of the results)`, a string each. Operands of
         the kind `GROUPS` ("groups") are gathered before `run`, and results of that kind
@@ -155,6 +156,8 @@ def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
 def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
     """Run a function of one coordinate for a device's share of the coordinates.
 
+    It is called in the code of one device: inside a `shard_map` over the partition's
+    axes, or in a local program, where the device has all groups and all coordinates.
     Each device has its groups' slices at all d coordinates. An all-to-all gives it all
     groups' elements for d / m of the coordinates, the last ones perhaps padding. It
     runs the function on these, and collectives return the results for all coordinates.
@@ -211,8 +214,9 @@ def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
 def _own_columns(layout: Layout, x, kind: str, coordinates, chunk: int, device):
     """Return the part of an operand for a device's share of the coordinates.
 
-    The d coordinates are in their flat order; device j gets those from `j * chunk` on.
-    Coordinates beyond d are padding, which holds copies of the first coordinate.
+    It is called in the code of one device. The d coordinates are in their flat order;
+    device j gets the `chunk` ones from `j * chunk` on. Coordinates beyond d are
+    padding, which holds copies of the first coordinate.
 
     Args:
       layout: The layout: m devices with k slots (places for one group) each.

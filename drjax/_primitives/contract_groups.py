@@ -99,18 +99,20 @@ class GroupSums:
             self._live, self.used = _compat.select_outputs(jaxpr, self._per_group)
 
     def _linear_equation(self, atom) -> Any:
-        """Return the equation through which a sum over groups can pass, if any.
+        """Return the equation of a variable, if a sum over groups can pass through it.
 
-        The sum over the groups of a linear function is that function of the sums of its
-        operands, or for a product of matrices one product over all groups.
+        There are two sorts of such equations. The sum over groups of an addition,
+        subtraction, negation, transpose, reshape, squeeze or `broadcast_in_dim` is the
+        same equation of the sums of its operands. That of a `dot_general` or
+        `reduce_sum` is one such equation over the slices of all groups.
 
         Args:
           atom: A variable or a literal of the per-group jaxpr.
 
         Returns:
           The equation that computes `atom`. None if `atom` is a literal or an input of
-          the jaxpr, has more than one use, is not float32, or is computed by a
-          primitive for which there is no such rule.
+          the jaxpr, has more than one use, is not float32, or is computed by any other
+          primitive: then its sum needs its value in each group.
         """
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
@@ -123,8 +125,9 @@ class GroupSums:
     def _plan(self, atom) -> tuple[bool, list]:
         """Find the variables from which the sum of `atom` over groups is computed.
 
-        It walks back through the equations that `_linear_equation` returns, until a
-        `dot_general`, a `reduce_sum`, or a variable without such an equation.
+        It walks back from `atom` through linear equations, which `_linear_equation`
+        returns. A walk ends at the operands of a `dot_general` or `reduce_sum`, and at
+        a variable for which there is no such equation.
 
         Args:
           atom: A variable or a literal of the per-group jaxpr.

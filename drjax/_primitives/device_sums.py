@@ -66,10 +66,11 @@ def psum(layout: Layout, *xs):
 def sum_over_devices(layout: Layout, collective: Callable, *xs):
     """Run a collective that sums over the partition's devices.
 
-    In code that is Manual over some axes of the mesh only, XLA's CPU compiler aborts
-    the process when it promotes an all-reduce of bfloat16 to float32. So on CPU this
-    function casts bfloat16 values to float32 before the collective, and the sums back
-    after it: same bytes, same sum.
+    XLA's CPU compiler promotes an all-reduce of bfloat16 to float32. If the mesh has
+    axes that are not Manual (`layout.partly_manual`), it aborts the process as it does
+    so. So in this case, and if the program is lowered for CPU, this function casts
+    bfloat16 values to float32 before the collective, and the sums back after it. The
+    bytes on the network and the sums are those of the compiler's promotion.
 
     Args:
       layout: The layout of the partition, which has mesh axes.
@@ -162,15 +163,16 @@ def add_devices(
     Args:
       layout: The layout of the partition; without mesh axes, the values are returned as
         they are.
-      xs: The device's values, `[*s]`; with a wire, floats.
+      xs: The device's values, `[*s]`, in a sequence; those with a wire are floats.
       wires: For each value the `drjax.plan.Wire`, the format in which the devices
         exchange it, or None: they exchange its dtype.
       axes: For each value the axis along which its sum is divided over the devices, or
         None: each device gets the whole sum.
 
     Returns:
-      The list of sums, each in the dtype of its value: `[*s]`, or this device's part.
-      Encoded values are added in float32, also float64 ones.
+      The list of sums, each in the dtype of its value: `[*s]`, or with an axis this
+      device's part, an m-th along that axis on m devices. Encoded values are added in
+      float32, also float64 ones.
     """
     results = list(xs)
     if not layout.axes:
@@ -260,7 +262,7 @@ def _split(x, sizes: Sequence[int]) -> list:
 
 
 def _divide(x, axis: int | None, m: int, wire: Wire):
-    """Divide the numbers of a value into one part for each device, which adds it up.
+    """Cut a value into m parts, of which device j of m will add up the j-th.
 
     Each part is flat, and padded with zeros to a whole number of the encoding's blocks.
 
@@ -317,9 +319,10 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
 def encode(x, wire: Wire):
     """Encode float32 numbers as bytes.
 
-    Blocks of `wire.block` consecutive numbers share a scale, the largest magnitude of
-    the block divided by the largest number of the code; bfloat16 has no scales. A block
-    with an infinity or NaN decodes to NaNs, but for bfloat16.
+    Blocks of `wire.block` consecutive numbers share a scale: the largest magnitude in
+    the block, divided by the largest number that is a code of `wire.dtype`. The code of
+    a number is the number divided by the scale, rounded. With bfloat16 there are no
+    scales. With other dtypes, a block that has an infinity or NaN decodes to NaNs.
 
     Args:
       x: float32 `[..., c]`, c a multiple of the block size.
@@ -400,8 +403,9 @@ def _pack_nibbles(x):
     """Round numbers `[..., 2c]` to float4_e2m1fn, two in each byte of uint8 `[..., c]`.
 
     The first of two consecutive numbers is in the lower four bits. Compilers lack
-    conversions to 4-bit floats, so the code of a magnitude is the number of bounds
-    below it.
+    conversions to 4-bit floats. So the three bits of a magnitude are computed by
+    comparisons: they count how many of the seven bounds between neighboring magnitudes
+    it exceeds. The fourth bit is the sign.
     """
     size = jnp.abs(x)
     code = jnp.signbit(x).astype(jnp.uint8) << 3

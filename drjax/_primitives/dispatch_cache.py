@@ -62,9 +62,9 @@ def _jaxpr_key(jaxpr):
 
     Returns:
       Nested tuples: the types of inputs; for each equation its primitive, operands,
-      types of results, parameters and context; and the results. A variable is
-      represented by its number in the order of definitions. The key is unhashable if a
-      parameter is.
+      types of results, parameters and JAX's context, which has the mesh and the
+      precision under which it was traced; and the results. A variable is represented by
+      its number in the order of definitions. The key is unhashable if a parameter is.
 
     Raises:
       _Unknown: The jaxpr has constants, or a parameter is a JAX array.
@@ -98,16 +98,18 @@ def _jaxpr_key(jaxpr):
 def parameter_keys(eqn, jaxpr_key: Callable) -> tuple:
     """Compute keys of the parameters of an equation, by which equations are compared.
 
-    Names, debug information, and the derivative rules of `custom_jvp` and `custom_vjp`
-    are left out, as they do not change what the equation computes.
+    The parameters `name` and `debug_info`, and the derivative rules of `custom_jvp` and
+    `custom_vjp` are left out, as they do not change what the equation computes.
 
     Args:
-      eqn: The equation.
+      eqn: The equation, which is not changed.
       jaxpr_key: A function from a jaxpr among the parameters to its key.
 
     Returns:
-      A tuple of pairs `(name, key)`, sorted by name. The key is nested tuples, hashable
-      if the value is, which `value_key` computes from the value.
+      A tuple with a pair `(name, key)` for each other parameter, sorted by name. Equal
+      keys mean equal values, provided that those of `jaxpr_key` do. A key is unhashable
+      if its parameter is or holds an unhashable object that is no list, dict or NumPy
+      array.
 
     Raises:
       _Unknown: A parameter is or holds a `jax.Array`, or `jaxpr_key` raises it.
@@ -133,15 +135,21 @@ def _is_rule(value) -> bool:
 def value_key(value, jaxpr_key: Callable):
     """Compute a key for the value of an equation's parameter, or of a literal.
 
-    1, 1.0 and True have different keys, and so have 0.0 and -0.0.
+    Values with equal keys have the same type and are equal: 1, 1.0 and True have
+    different keys. Python's floats and complex numbers are compared by their `repr`,
+    and NumPy's scalars and arrays by dtype, shape and bytes: 0.0 and -0.0 have
+    different keys.
 
     Args:
-      value: Any Python object: a number, an array, a jaxpr, a container of such, or
-        else an object that is compared by `==`.
+      value: Any Python object. The elements of a tuple, list or dict get keys of their
+        own. An object that is no container, number, NumPy array or jaxpr is compared by
+        `==`.
       jaxpr_key: A function from a jaxpr to its key.
 
     Returns:
-      A tuple. It is unhashable if `value` is an unhashable object of another type.
+      For a jaxpr what `jaxpr_key` returns, else a tuple. It can be hashed unless
+      `value` is, or contains, an unhashable object that is no list, dict or NumPy
+      array.
 
     Raises:
       _Unknown: `value` is or holds a `jax.Array`, or `jaxpr_key` raises it.
@@ -188,20 +196,20 @@ def cache_by_params(make: Callable) -> Callable:
     """Cache a function's results by its keywords; `jaxpr=` is compared by structure.
 
     A jaxpr is looked up by its identity first (a weak reference, the fast path), and
-    then by its structural key, so that a new trace of the same function finds the
-    results of the old one. A jaxpr without such a key is looked up by identity only.
-    The caches are bounded. JAX's trace context is not in their keys, as the results are
-    jitted functions, which have it in theirs.
+    then by its structural key, which `structure` computes, so that a new trace of the
+    same function finds the results of the old one. A jaxpr without such a key is looked
+    up by identity only. The caches are bounded. JAX's trace context is not in their
+    keys: the results are jitted functions, and `jit` has it in its own cache keys.
 
     Args:
-      make: The function, `make(**params)`. It gets a copy of the jaxpr, if there is
-        one.
+      make: The function, `make(**params)`, which returns a jitted function. Its keyword
+        `jaxpr` is a copy of the jaxpr; it is left out if there is none.
 
     Returns:
       The cached function, `cached(jaxpr=None, **params)`. It returns the result of
-      `make` for these keywords, or the result of an earlier call, whose jaxpr has the
-      same structure and whose other keywords are equal. The values of `params` have to
-      be hashable.
+      `make` for these keywords, or the result of an earlier call whose jaxpr has the
+      same structure, and whose other keywords are equal and in the same order. The
+      values of `params` have to be hashable.
     """
 
     @_compat.cache(max_size=512, trace_context_in_key=False)

@@ -69,6 +69,11 @@ def schedule(sources: tuple[int, ...], devices: int, per_device: int) -> Schedul
         `devices * per_device`: the last slots are padding then.
       devices: m, the number of devices.
       per_device: k, the number of slots of each device.
+
+    Returns:
+      The `Schedule`: its `steps` are the `ppermute`s, with the slots that each device
+      sends; its `positions` say, for each slot of each device, where its new slice is
+      among the slices that the device has after all steps.
     """
     moves = [(s // per_device, t // per_device) for t, s in enumerate(sources)]
     colors = _equal_matchings(moves, per_device)
@@ -103,20 +108,23 @@ def schedule(sources: tuple[int, ...], devices: int, per_device: int) -> Schedul
 def _equal_matchings(
     moves: Sequence[tuple[int, int]], per_device: int
 ) -> dict[int, int] | None:
-    """Color the slices to send by the receiver's slot, if that gives valid `ppermute`s.
+    """Give each slice to send the color of its slot at the receiver, if that is valid.
 
     Slices of one color are sent by one `ppermute`, in which each device sends to at
-    most one other. In a ring shift the slots of all devices get slices from equally
-    distant ones, so many colors have equal pairs of devices, and merge to one
-    `ppermute`. A general coloring would mix them.
+    most one other. The color of a slice is the place of its slot on the receiver, 0 to
+    k - 1. In a ring shift, each device sends to one or two others; so most colors have
+    the same pairs of devices, and the caller merges them to one `ppermute`. A general
+    coloring, as of `color_edges`, would mix the pairs.
 
     Args:
       moves: For each slot of the result the devices `(sender, receiver)` of its slice.
-      per_device: k, the number of slots of each device.
+        Slot i is on device `i // k`, which is the receiver.
+      per_device: k, the number of slots (places for one group's slice) of each device.
 
     Returns:
       A dict from the index in `moves` of each slice that changes its device to its
-      color, 0 to k - 1. None if two slices of a color have the same sender.
+      color. None if two slices of a color have the same sender, so that one `ppermute`
+      cannot send both.
     """
     colors, senders = {}, set()
     for target, (sender, receiver) in enumerate(moves):

@@ -208,7 +208,8 @@ def _total_tangents(primals, tangents, outs, params) -> list:
       params: The parameters of the equation, a dict.
 
     Returns:
-      The list of tangents, global, arrays `[*s]` or symbolic zeros.
+      The list of the tangents of the leaves of the fold of all groups: global arrays
+      `[*s]`, or symbolic zeros.
     """
     n_states, jaxpr = params["n_states"], params["jaxpr"]
     placement = {"partition": params["partition"], "mesh": params["mesh"]}
@@ -454,10 +455,12 @@ batching.primitive_batchers[fold_of_all_p] = _of_all_batching
 def _batching_rule(primitive):
     """Make the batching rule of `reduce_fold_p` or `fold_around_p`.
 
-    The rule batches f, and binds the primitive for the batched f. As a result of f is a
-    state again, all leaves of all states are batched, also where only some operands
-    are: those are repeated. A global leaf has its batch dimension at 0, a group's state
-    behind the group axis, at 1.
+    The rule batches f, and binds the primitive for the batched f. A result of f is a
+    state again, so if any operand is batched, all leaves of all states have to be:
+    leaves without a batch dimension are repeated along a new one. An array that f
+    closes over stays without one. The leaves of the neutral state and of the fold of
+    all groups have their batch dimension at 0; leaves with a group axis have it at 1,
+    behind that axis.
 
     Args:
       primitive: `reduce_fold_p` or `fold_around_p`.

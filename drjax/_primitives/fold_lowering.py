@@ -43,10 +43,11 @@ Combine = Callable[[States, States], States]
 def kinds_of_fold(n_operands: int, n_states: int, prefixes_and_suffixes: bool):
     """Return which operands and results of a fold have a slice for each group.
 
+    A fold combines the states of all groups by a function f of two states.
+
     Args:
-      n_operands: The number of operands: the values that f, the function of two states,
-        closes over, the leaves of the neutral state, and the leaves of the groups'
-        states.
+      n_operands: The number of operands: the arrays that f closes over, the leaves of
+        the neutral state, and the leaves of the groups' states, in this order.
       n_states: The number of leaves of a state.
       prefixes_and_suffixes: Whether the folds before and after each group are results,
         too: 2 * n_states more leaves.
@@ -208,13 +209,16 @@ def _run_device(
 def states_of_devices(layout: Layout, own: States, varying, used: int) -> States:
     """Collect one state of each device that has groups, by all-gathers.
 
-    It is one all-gather for each dtype; or one for each leaf, if the mesh has other
-    axes, which may shard the leaves.
+    It is called in the code of one device. It runs one all-gather for each dtype; or
+    one for each leaf, if the mesh has axes that are not the partition's and that may
+    shard the leaves: Auto ones larger than one, or Explicit ones.
 
     Args:
       layout: The layout of the partition, on m devices.
       own: The leaves of this device's state, `[1, *s]`.
-      varying: The mesh axes over which an operand of the fold varies, a set.
+      varying: The set of the Manual mesh axes over which some operand of the fold
+        varies. Before the all-gather, the leaves are cast to vary over these and the
+        partition's axes.
       used: The number of devices that have groups: the first ones.
 
     Returns:

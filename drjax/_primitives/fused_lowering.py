@@ -122,9 +122,12 @@ def map_rule(execute: Callable) -> Callable:
     An operand that is the result of a `broadcast` with the same partition and mesh,
     lowered before in the same module, is replaced by the operand of the broadcast. The
     rule also records the map in the module's `_LoweredEquations`, so that sums of its
-    results can be computed within it. If a result of the mapped function is a reduction
-    over an inner level of groups, the map gets more results for it: each device's part
-    of that reduction.
+    results can be computed within it.
+
+    A result of the mapped function may be a reduction over an inner level of groups
+    (`with_partial_reductions`). If both levels are sharded, the map gets one more
+    result for it: the part of the reduction on each device of the inner level. Before
+    JAX 0.12, it does not if the mesh has Explicit axes that are not the partition's.
 
     Args:
       execute: The execution function of the primitive,
@@ -184,10 +187,10 @@ def reduction_rule(primitive: Any, execute: Callable) -> Callable:
 
     A program may reduce over an inner level in each group of an outer one, and then
     over the outer level: a map whose result is a reduction, and a reduction of that
-    result. If both are of one primitive and have no options such as `wire`, and the map
-    was lowered before in the same module for the same partition and mesh, the rule
-    lowers both as one collective over the mesh axes of both levels. Else it calls
-    `execute`.
+    result. The rule lowers both as one collective over the mesh axes of both levels,
+    if both are of one primitive and have no options such as `wire`, both levels are
+    sharded, and the map was lowered before in the same module for the same partition
+    and mesh as the outer reduction. Else it calls `execute`.
 
     Args:
       primitive: The reduction.
@@ -217,9 +220,11 @@ def reduction_rule(primitive: Any, execute: Callable) -> Callable:
 def extremum_rule(primitive: Any, execute: Callable) -> Callable:
     """Make the lowering rule of an extremum, which merges with one over an inner level.
 
-    If the operand is a result of a map that takes the same extremum over an inner level
-    in each group, both become one collective over the mesh axes of both levels. Else
-    `execute` is lowered.
+    A program may take the maximum over an inner level in each group of an outer one,
+    and then the maximum of these over the outer level. If the map that computes the
+    inner ones was lowered before in the same module, for the same partition and mesh as
+    the outer one, and both levels are sharded, both become one collective over the mesh
+    axes of both levels. Else `execute` is lowered. The same holds for the minimum.
 
     Args:
       primitive: `reduce_max_p` or `reduce_min_p`.
@@ -241,11 +246,12 @@ def extremum_rule(primitive: Any, execute: Callable) -> Callable:
 def reduce_sum_rule(execute: Callable) -> Callable:
     """Make the lowering rule of `reduce_sum`, which sums a map's result within the map.
 
-    If the operand is a result of a map that was lowered before in the same module, for
-    the same partition and mesh, the map may be able to compute each device's sum over
-    its groups, without storing a slice for each group. Then `execute` adds up these
-    sums: it gets them as a value of a partition with one group for each device. Else it
-    gets the operand itself.
+    The operand may be a result of a map that was lowered before in the same module, for
+    the same partition and mesh. If `_LoweredMap.sums` of that map has the result, the
+    map computes each device's sum over its groups, without storing a slice for each
+    group: this is possible for a float32 result that ends in a product of matrices or a
+    sum. Then `execute` adds up these sums, which it gets as a value of a partition with
+    one group for each device. Else it gets the operand itself.
 
     Args:
       execute: The execution function of the primitive,
@@ -275,10 +281,11 @@ def reduce_sum_rule(execute: Callable) -> Callable:
 def _partial_reduction_rule(ctx, x, *, partition, mesh, reduction):
     """Lowering rule of `partial_reduction`: reduce the groups of each of m devices.
 
-    If the reduction is a sum, and the operand is a result of a map that was lowered
-    before in the same module, for the same partition and mesh, and that can compute the
-    sums itself, these are the result. Else the slices of each device are reduced. There
-    is no communication.
+    The operand may be a result of a map that was lowered before in the same module, for
+    the same partition and mesh. If the reduction is a sum, and `_LoweredMap.sums` of
+    that map has the result, the sums that it computes are returned, and no slice for
+    each group is stored. Else the slices of each device are reduced. There is no
+    communication.
 
     Args:
       ctx: The `LoweringRuleContext`.
@@ -338,8 +345,11 @@ class _LoweredMap:
     def sums(self, ctx) -> dict[int, Operand]:
         """Return the devices' sums of those results that can be summed within the map.
 
-        The first call in an MLIR block lowers the sums of all such results into that
-        block; later calls in the block return the same values.
+        Such a result is float32, and linear equations compute it from a `dot_general`
+        or a `reduce_sum`, into which the sum over the groups merges; and the jaxpr of
+        one group is straight-line code without effects (`GroupSums`). The first call in
+        an MLIR block lowers the sums of all such results into that block; later calls
+        in the block return the same values.
 
         Args:
           ctx: The `LoweringRuleContext` of the equation that uses the sums.
@@ -347,7 +357,8 @@ class _LoweredMap:
         Returns:
           A dict from the position of a result of the map to the pair of MLIR value and
           type of its sums, `[m, *s]`: for each of m devices the sum over its groups. {}
-          if no result qualifies.
+          if there is no such result; if each device has one group only, or some slot is
+          padding; or if the map is lowered by a `vmap` over all devices' groups.
         """
         # A use in another block needs sums of its own: see the sharp edge above.
         block = _compat.current_block()
@@ -361,8 +372,9 @@ class _LoweredMap:
     def _lower_sums(self, ctx) -> dict[int, Operand]:
         """Lower the sums that the map can compute into the current MLIR block.
 
-        There are none if some device has padding, or one group only, or if the map is
-        lowered by a `vmap` over all devices' groups.
+        They are those of results that are float32, and that linear equations compute
+        from a `dot_general` or a `reduce_sum`, in a jaxpr of straight-line code without
+        effects (`GroupSums`).
 
         Args:
           ctx: The `LoweringRuleContext` of the equation that uses the sums.
@@ -370,7 +382,8 @@ class _LoweredMap:
         Returns:
           A dict from the position of a result of the map to the pair of MLIR value and
           type of its sums, `[m, *s]`: for each of m devices the sum over its groups. {}
-          if no result qualifies.
+          if there is no such result; if each device has one group only, or some slot is
+          padding; or if the map is lowered by a `vmap` over all devices' groups.
         """
         layout = self._layout
         # Padding would have to be masked in the operands of each contraction; a single

@@ -70,8 +70,10 @@ def register_merging(primitive: Primitive, merging: Merging) -> None:
     for a primitive replaces the first.
 
     Args:
-      primitive: The reduction, with the parameters `partition` and `mesh`.
-      merging: How it is split between the devices and the collective.
+      primitive: The reduction. Equations of it merge if they have no parameters but
+        `partition` and `mesh`.
+      merging: A `Merging`: how a device reduces its own slices, and how a collective
+        combines the devices' results.
     """
     _REDUCTIONS[primitive] = merging
 
@@ -161,10 +163,11 @@ class InnerReduction:
 def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
     """Add the devices' parts of inner reductions to the results of a mapped function.
 
-    A result of the jaxpr may be a reduction over an inner level of groups, sharded over
-    m devices. For each such result, the new jaxpr also returns what each of these
-    devices has before the collective, by a `partial_reduction` equation. Cached by the
-    jaxpr.
+    A result of the jaxpr is an inner reduction if a reduction equation computes it, for
+    which `register_merging` was called; the equation has no options, such as an
+    encoding or a sharded result; and its partition is sharded over m devices. For each
+    such result, the new jaxpr also returns what each of these devices has before the
+    collective, by a `partial_reduction` equation. Cached by the jaxpr.
 
     Args:
       jaxpr: The closed jaxpr of one group of the outer level, without constants.
@@ -172,9 +175,9 @@ def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
     Returns:
       `(extended, inner)`. `extended` is the closed jaxpr whose additional results,
       `[m, *s]` each, follow those of `jaxpr`. `inner` is a dict from the position of
-      each such result to its `InnerReduction`, which has the position of the additional
-      one. `(jaxpr, {})` if no result is such a reduction; encoded and divided ones do
-      not count.
+      each inner reduction among the results of `jaxpr` to its `InnerReduction`: the
+      primitive, the inner mesh axes, and the position of the additional result in
+      `extended`. `(jaxpr, {})` if no result is an inner reduction.
     """
     raw = _compat.open_jaxpr(jaxpr)
     defined = {eqn.outvars[0]: eqn for eqn in raw.eqns if eqn.primitive in _REDUCTIONS}
@@ -205,7 +208,8 @@ def reduce_levels(x, *, layout: Layout, inner: InnerReduction):
       x: For each of the n groups of the outer level the parts of the reduction on the m
         devices of the inner level, `[n, m, *s]`.
       layout: The layout of the outer level, which is sharded.
-      inner: The `InnerReduction`: the reduction, and the mesh axes of the inner level.
+      inner: The `InnerReduction`, of which the primitive of the reduction and the mesh
+        axes of the inner level are read.
 
     Returns:
       The reduction over both levels, a global value `[*s]`.

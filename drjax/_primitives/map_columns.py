@@ -416,15 +416,17 @@ def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **
 def _groups_first(jaxpr, low: tuple[bool, ...]):
     """Move the batch dimension of some results behind their group axis; cached.
 
-    Batching puts the batch dimension at axis 0, but a column `[n, *t]`, the elements of
-    all groups at one coordinate, needs its group axis there.
+    Batching may put the batch dimension of a result at axis 0, but a column `[n, *t]`,
+    the elements of all groups at one coordinate, needs its group axis there.
 
     Args:
       jaxpr: The closed, batched jaxpr of one coordinate, without constants.
-      low: For each result whether its axes 0 and 1 change places.
+      low: For each result whether its batch dimension is at axis 0, before the group
+        axis, so that the two change places.
 
     Returns:
-      The closed jaxpr that returns the results so.
+      A closed jaxpr with the same inputs and results as `jaxpr`, but for the order of
+      these axes.
     """
     fn = _compat.jaxpr_as_fun(jaxpr)
 

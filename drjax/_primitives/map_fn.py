@@ -367,7 +367,8 @@ def _partial_eval(trace, *tracers, **params):
     The per-group jaxpr is split into what known operands determine and the rest. The
     map of the first part is bound; it also returns residuals, `[n, *s]`, the values
     that the second part needs. The map of the second part becomes an equation of the
-    trace.
+    trace. If no operand is known, and no result can be computed without them, the map
+    is not split: all of it becomes one equation of the trace.
 
     Args:
       trace: JAX's `JaxprTrace`.

@@ -66,11 +66,13 @@ _INDEXING = (
 def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
     """Decide whether a map is lowered by a `vmap` that the compiler partitions.
 
-    Otherwise the groups of each device run in a `shard_map`; or, if the layout is not
-    sharded, on the current device without one. The `vmap` is for what cannot run in a
-    `shard_map`: any map in a user's `shard_map(check_vma=True)` over other axes; and a
-    gather or scatter of arrays where the mesh has two or more other Auto axes larger
-    than one, for which XLA would abort the process.
+    The default is a `shard_map` over the partition's axes, in which each device runs
+    its own groups. The `vmap` is for the two cases in which that is impossible: the map
+    is in a user's `shard_map(check_vma=True)` over other mesh axes; or its jaxpr has a
+    `lax.gather` or `lax.scatter` (array indexing), at any depth, and the mesh has two
+    or more Auto axes larger than one that are not the partition's, for which XLA would
+    abort the process. If the layout is not sharded, neither is needed, and the groups
+    run on the current device.
 
     Args:
       layout: The layout of the partition.
@@ -190,16 +192,16 @@ def _run_padded(
 def prepare_for_shard_map(layout: Layout, jaxpr):
     """Rewrite a per-group jaxpr for a `shard_map` over the partition's axes.
 
-    Three changes may be made. The types are put on the mesh with the partition's axes
-    Manual. If no axis of the mesh is left, and the jaxpr has no `shard_map` or sharding
-    constraint, the types get no mesh at all, as some libraries refuse other types at
-    lowering than at tracing. Draws from random keys of `rbg` or `unsafe_rbg` become
-    equations of `draw_per_key`, so that they do not depend on the other groups in a
-    batch.
+    The types are put on the mesh with the partition's axes Manual. But if then all axes
+    of the mesh are Manual, and the jaxpr has no `shard_map` or sharding constraint, the
+    types get no mesh at all, as some libraries refuse other types at lowering than at
+    tracing. In either case, draws from random keys of `rbg` or `unsafe_rbg` become
+    equations of `draw_per_key`, so that the bits of a group do not depend on the other
+    groups in a batch.
 
     Args:
       layout: The layout of the partition. If it has no mesh, or its axes are Manual
-        already, only the draws are rewritten.
+        already, inside a user's `shard_map`, only the draws are rewritten.
       jaxpr: The closed jaxpr of one group.
 
     Returns:
@@ -215,17 +217,19 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
     """Rewrite a per-group jaxpr for the lowering that will run it.
 
-    For a `shard_map`, its types are put on the mesh with the partition's axes Manual,
-    and draws from `rbg` keys are made independent of the other groups in a batch. For a
-    `vmap`, the axes stay as they are, but a `shard_map` of the model's own is widened
-    to map over the partition's axes, too; nothing is changed on Explicit axes, or in a
-    user's `shard_map(check_vma=True)`.
+    For a `shard_map`, `prepare_for_shard_map` puts its types on the mesh with the
+    partition's axes Manual, and makes draws from `rbg` keys independent of the other
+    groups in a batch. For a `vmap`, each `shard_map` in the jaxpr, which the user's
+    mapped function has called, is made to map over the partition's axes, too; but the
+    jaxpr stays as it is if these axes are Explicit, or if the map is in a user's
+    `shard_map(check_vma=True)`.
 
     Args:
       layout: The layout of the partition.
-      jaxpr: The closed jaxpr of one group; None for a stage from a plan file.
+      jaxpr: The closed jaxpr of one group; None for a stage from a plan file, which has
+        no jaxpr.
       by_vmap: Whether a `vmap` over all groups runs it, the result of `lowers_by_vmap`;
-        else a `shard_map`.
+        else a `shard_map` does.
 
     Returns:
       The rewritten jaxpr, closed; None if `jaxpr` is None.

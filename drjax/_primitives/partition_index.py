@@ -54,8 +54,8 @@ def execute_partition_index(*, partition, mesh, per_group):
     Args:
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
-      per_group: Has to be False, as only the batching rule gives a mapped function the
-        index of its group.
+      per_group: Has to be False. An equation in a mapped function has True there; its
+        value comes from the batching rule, and it is never executed.
 
     Returns:
       The group indices 0 to n - 1, a partitioned value, int32 `[n]`.
@@ -78,13 +78,15 @@ def _partition_index_abstract_eval(*, partition, mesh, per_group):
 def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
     """Batching rule of `partition_index`: under a vmap over groups, it gives indices.
 
-    Under any other vmap, and with `per_group=False`, the equation is bound again
-    without a batch dimension, as its value is the same for the whole batch.
+    The vmap is over the groups of the equation if its axis name is a `GroupAxis` with
+    an equal partition. Under any other vmap, and if `per_group` is False, the equation
+    is bound again without a batch dimension, as its value is the same for the whole
+    batch.
 
     Args:
-      axis_data: JAX's `AxisData` of the vmap. Its name is a `GroupAxis` if the vmap
-        maps over groups; its size is then the number of slots (places for one group):
-        of all devices, of one device, or fewer.
+      axis_data: JAX's `AxisData` of the vmap, of which the name and the size are read.
+        The size of a vmap over groups is a number of slots (places for one group): of
+        all devices, of one device, or fewer.
       args: The operands: none.
       dims: The batch dimensions of the operands: none.
       partition: The `Partition` of the equation.
@@ -92,9 +94,10 @@ def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group)
       per_group: Whether the equation is in a mapped function.
 
     Returns:
-      `(indices, 0)`: the group index of each slot, int32 `[slots]`, where padding has
-      the index of its device's first group; or `(index, None)`, without a batch
-      dimension.
+      Under a vmap over the groups `(indices, 0)`: the group index of each slot, int32
+      `[slots]`. A padded slot has the index of the group whose slices it holds copies
+      of: group 0 if the vmap is over the slots of all devices, else the first group of
+      its device. Otherwise `(index, None)`, the result of the equation bound again.
     """
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:

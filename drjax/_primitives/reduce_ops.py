@@ -144,7 +144,8 @@ class ReduceOp:
         """Return the dtype of partial reductions on the host, for values of `dtype`.
 
         It is `dtype` itself if the reduction `selects` a value of some group, as a
-        maximum does; else it has 64 bits, or 128 for complex numbers.
+        maximum does; else the dtype of the same kind with 64 bits, or 128 for complex
+        numbers. A dtype that is no number, as bool, is returned as it is.
         """
         return dtype if self.selects else wide(dtype)
 
@@ -258,8 +259,9 @@ def is_compensated(reduce, steps: int) -> bool:
     """Decide whether a running sum has a second accumulator, for its rounding errors.
 
     It has one if it adds up 16-bit or 32-bit floats, or complex64, and either one
-    group's value has at most `FEW_NUMBERS` elements, or there are more than
-    `MANY_STEPS` steps. A reduction that is not additive, such as a maximum, has none.
+    group's slice has at most `FEW_NUMBERS` elements, or the loop has more than
+    `MANY_STEPS` steps. A symbolic number of elements counts as large. A reduction that
+    is not additive, such as a maximum, has none.
 
     Args:
       reduce: The reduction of a plan, a `drjax.plan.Reduce` (not a gather).
@@ -311,8 +313,9 @@ class Running:
           x: The partial reduction, an array `[*s]` in the dtype of `value`.
 
         Returns:
-          The new running reduction, with `excess` if this one has it. This one is
-          unchanged.
+          The new running reduction. Its `excess`, the rounding error of its `value`, is
+          None if that of this one is; else `x` is added with the rounding error taken
+          into account. This one is unchanged.
         """
         if self.excess is None:
             return Running(self.op, REDUCE_OPS[self.op].combine(self.value, x))

@@ -130,17 +130,22 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
         is called once, for the primal jaxpr.
       jaxpr: The closed jaxpr to linearize.
       primals: Its operands, a sequence of arrays.
-      split: The result of `_compat.linearize_jaxpr(jaxpr, ...)`: a tuple of the primal
-        jaxpr, the number of flat residuals that it returns, for each result whether its
-        tangent is nonzero, for each flat residual the position of the operand that it
-        is (None: the primal jaxpr returns it), and the tangent jaxpr.
+      split: The result of `_compat.linearize_jaxpr(jaxpr, ...)`, a tuple of five: the
+        primal jaxpr, which returns the results of `jaxpr`, and then residuals; how many
+        of these residuals are flat; for each result whether its tangent is nonzero; for
+        each flat residual the position of the operand that it is, or None if the primal
+        jaxpr returns it; and the tangent jaxpr.
 
     Returns:
-      `(results, nonzeros_out, residuals, linear
-      jaxpr)`. `results` is the list of results of `jaxpr`; `nonzeros_out` says for each
-      whether its tangent is nonzero. `residuals` is a pair of lists, flat and
-      structured ones. The linear jaxpr takes `linear_operands(residuals, nonzero
-      tangents of the operands)`, and returns the nonzero tangents of the results.
+      `(results, nonzeros_out, residuals, tangent)`:
+
+      * `results`: The list of results of `jaxpr`.
+      * `nonzeros_out`: For each of them whether its tangent is nonzero.
+      * `residuals`: `(flat residuals, structured residuals)`, two lists of arrays. A
+        flat residual that is an operand is that operand, not a copy.
+      * `tangent`: The tangent jaxpr of `split`, which is linear. It takes the operands
+        that `linear_operands(residuals, tangents)` lists, for the nonzero tangents of
+        `primals`; it returns the nonzero tangents of the results.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)

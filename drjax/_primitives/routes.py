@@ -65,7 +65,8 @@ MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 def _move_bits(move: Callable, x):
     """Move slices of an array of any dtype as integers.
 
-    A collective that adds slices to zeros then keeps NaNs and the sign of zeros.
+    `move` may use a collective that adds slices to zeros. On integers this is an exact
+    copy; on floats it would change NaNs and the sign of zeros.
 
     Args:
       move: From an array of integers `[k, *s]` to one of the same dtype. Each element
@@ -272,15 +273,16 @@ def execute_put_add(x, index, *, partition, mesh):
 def partitions_of(eqn) -> tuple[Partition, Partition]:
     """Return the partitions of the operand and of the result of a building block.
 
-    They differ only for `take` and `put_add` between a population of groups and a
-    cohort, some of them: the index has one element for each group of the cohort.
+    Both are the parameter `partition` of the equation, but for `take` and `put_add`.
+    These have an index of k elements as their second operand. The result of a `take`,
+    and the first operand of a `put_add`, has k groups, in a partition with the name and
+    mesh axes of the parameter.
 
     Args:
-      eqn: An equation of a primitive of drjax.
+      eqn: An equation of a primitive of drjax with the parameter `partition`.
 
     Returns:
-      `(partition of the first operand, partition of the result)`. Both have the name
-      and mesh axes of the parameter `partition`.
+      `(partition of the first operand, partition of the result)`.
     """
     partition = eqn.params["partition"]
     if eqn.primitive not in (take_p, put_add_p):
@@ -349,16 +351,19 @@ def _index_on_devices(index, layout: Layout, fill: int):
 def _own_index(index, layout: Layout, of: Layout, first):
     """Return the elements of a padded index that belong to the slots of this device.
 
-    A slot is a place for one group. It is called in the code of one device.
+    It is called in the code of one device. A slot is a place for one group, and the
+    padded index has an element for each slot of the layout `of`. If that layout is
+    sharded, `_run_on_devices` has divided the index over the devices already, and it is
+    returned. Inside a user's `shard_map` over the partition's axes, each device has the
+    whole index, and its part is cut out.
 
     Args:
-      index: The index that `_run_on_devices` passes to that code. If the layout `of` is
-        sharded, it has the elements of this device already, and is returned; inside a
-        user's `shard_map`, it has those of all slots, and the device's are cut out of
-        it.
-      layout: The layout of which `first` is a group index.
-      of: The layout of the slots that the index has elements for, on the same devices.
-      first: The group index of the device's first slot in `layout`, int32 `[1]`.
+      index: The index, int32: `[k]` if `of` is sharded, else `[k * m]`, for m devices
+        with k slots each in `of`.
+      layout: Another layout on the same devices, or the same one. With `first`, it
+        tells which device this is.
+      of: The layout whose slots the index has elements for.
+      first: The group index of this device's first slot in `layout`, int32 `[1]`.
 
     Returns:
       int32 `[k]`, for the k slots of the device in the layout `of`.
@@ -391,24 +396,26 @@ def _run_on_devices(
     spec: P | bool = False,
     result: Layout | None = None,
 ):
-    """Run a function that moves one device's slices on all devices.
+    """Run a function of one device's slices on all devices, to move slices.
 
-    It runs in a `shard_map` over the partition's mesh axes; inside a user's `shard_map`
-    over these axes directly.
+    On a sharded layout, the function runs in a `shard_map` over the partition's mesh
+    axes. Inside a user's `shard_map` over these axes it is called without another one,
+    as the arguments are those of one device already.
 
     Args:
       layout: The layout of `x`: k slots (places for one group) on each device.
       body: `body(x, first)`, or with an index `body(x, index, first)`: from the
         device's slices `[k, *s]`, the index, and the group index of the device's first
         slot, int32 `[1]`, to a list with the device's slices of the result.
-      x: The partitioned value, `[n, *s]`.
-      index: The index that `body` takes, int32, or None.
+      x: The partitioned value, `[n, *s]`; inside a user's `shard_map`, `[k, *s]`.
+      index: The index that `body` takes, int32, or None: `body` takes none.
       spec: The `PartitionSpec` by which the index is divided over the devices; False:
         each device gets all of it.
       result: The layout of the result; None: `layout`.
 
     Returns:
-      The result, a partitioned value, without padding.
+      The result, a partitioned value without padding; inside a user's `shard_map`, the
+      slices of this device.
     """
     args, specs = ([x], [True]) if index is None else ([x, index], [True, spec])
     return shard_map_over_devices(
@@ -471,14 +478,16 @@ def _batch_indexed(primitive) -> Callable:
 
     If only the value is batched, the rule binds the primitive once, with the batch
     dimension behind the group axis. If the index is batched, it binds the primitive for
-    one element of the batch after the other, in a `lax.map`.
+    one element of the batch after the other, in a `lax.map`, and the batch dimension of
+    the result is axis 0.
 
     Args:
       primitive: `take_p` or `put_add_p`.
 
     Returns:
-      `rule((x, index), dims, **params)`, which returns the result and its batch
-      dimension.
+      `rule((x, index), dims, **params)`, which returns the result and the position of
+      its batch dimension. `dims` has that of `x` and of `index`, None for one that is
+      not batched.
     """
 
     def rule(args, dims, **params):
