@@ -21,13 +21,14 @@ class Scope:
     """The ambient partition and mesh, on which building blocks act by default.
 
     Attributes:
-      partition: The partition of the innermost program; None outside of programs and
-        directly inside a mapped function.
+      partition: The ambient partition: of the innermost program, the outermost level
+        that no `map_fn` of the program maps over. None outside of programs; and in a
+        mapped function, unless `enter_level` has entered a level inside, or a program
+        is called in the function.
       mesh: The mesh given to that program; None for the mesh in context.
       mapped: The partitions whose mapped functions are being traced, outermost first.
-      levels: The partitions of that program's levels, outermost first, if it has
-        several. `partition` is the outermost level that is not mapped over. It stays in
-        the mapped functions of the program.
+      levels: If that program has several levels, all of them, outermost first, also
+        while its mapped functions are traced; else ().
     """
 
     partition: Partition | None = None
@@ -39,9 +40,10 @@ class Scope:
     def open_levels(self) -> tuple[Partition, ...]:
         """The levels on which building blocks may act now, outermost first.
 
-        They are the levels of the program that no enclosing `map_fn` maps over:
-        `(partition,)` in a program with one partition, and () outside of programs and
-        directly inside a mapped function.
+        In a program with one partition they are `(partition,)`. In a program with
+        several levels they are `partition`, the outermost level that no enclosing
+        `map_fn` maps over, and all levels inside it. () if `partition` is None: outside
+        of programs, and in a mapped function in which no inner level is left to act on.
         """
         if self.partition is None:
             return ()
@@ -51,12 +53,12 @@ class Scope:
 
     @property
     def mapped_levels(self) -> tuple[Partition, ...]:
-        """The partitions of which running code sees one group each, outermost first.
+        """The partitions that `drjax.partition_index()` is about in a mapped function.
 
-        They belong to the innermost program whose mapped function is running. If the
-        program has levels, and all of them are mapped over, these are its levels. Else
-        it is the one partition of the innermost mapped function. () outside of mapped
-        functions.
+        They are all of `levels`, outermost first, if the program has levels and the
+        innermost enclosing maps are over exactly these: the running code then sees one
+        group of each. Otherwise they are one partition, that of the innermost enclosing
+        `map_fn`. () outside of mapped functions.
         """
         all_mapped = self.levels and self.mapped[-len(self.levels) :] == self.levels
         return self.levels if all_mapped else self.mapped[-1:]
@@ -80,9 +82,10 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
     """Make the function that enters a program's scope, for each call of the program.
 
     The `Scope` is made once, when the program is decorated, so that a call costs
-    little. Inside a mapped function, the program is an inner scope: it keeps the
-    partitions that are mapped over, and its own partition may have the name of one of
-    these.
+    little. It is made at each call in two cases. Inside a mapped function, the scope
+    keeps the partitions that are mapped over; the program's own partition may have the
+    name of one of these. And while `make_plan(open_groups=True)` traces a program a
+    second time, with one more group, the scope has the partition of that size.
 
     Args:
       levels: The partitions of the program, outermost first; one if it has no levels.
@@ -125,10 +128,11 @@ def _as_traced(partition: Partition) -> Partition:
 def enter_mapped(partition: Partition):
     """Return the context manager in which the function of a `map_fn` is traced.
 
-    In it, `current_scope()` has no partition, so that a building block without
-    `partition=` is an error, and its `mapped` ends with `partition`. If the program has
-    levels, its mesh and levels stay in the scope, as an inner level may be entered
-    inside the function.
+    In it, `current_scope().partition` is None, so that a building block without
+    `partition=` is an error (but for `partition_index` and `partition_size`); and
+    `current_scope().mapped` ends with `partition`. If the program has several levels,
+    its mesh and levels stay in the scope, as `enter_level` may enter an inner level in
+    the function. Otherwise they are not in it.
 
     Args:
       partition: The partition that the `map_fn` maps over.
@@ -144,8 +148,9 @@ def enter_mapped(partition: Partition):
 def enter_level(partition: Partition):
     """Return the context manager in which building blocks act on an inner level.
 
-    It is entered inside a map over the level above. In it, the partition of
-    `current_scope()` is `partition`; its mesh, levels and mapped partitions stay.
+    It is entered in a function that is mapped over the level around it. In it,
+    `current_scope().partition` is `partition`; the mesh, the levels and the mapped
+    partitions of the scope stay.
 
     Args:
       partition: The level just inside the one that is mapped over.
@@ -159,20 +164,22 @@ def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition,
 
     Args:
       block: The name of the building block, for errors.
-      mesh: Its argument `mesh=`, a `jax.sharding.Mesh` or `AbstractMesh`; None: that of
-        the program.
+      mesh: Its argument `mesh=`, a `jax.sharding.Mesh` or `AbstractMesh`, or None.
       partition: Its argument `partition=`, a `Partition`, a mapping such as
-        `{"clients": 100}`, or a program; None: that of the program.
+        `{"clients": 100}`, or a program; None: the ambient partition, which is that of
+        the current scope.
 
     Returns:
-      `(partition, mesh)`. The mesh is the argument of the block; by default that of the
-      program, if the program is over this partition; else None, for the mesh in
-      context.
+      `(partition, mesh)`. The mesh is the argument. If that is None, it is the mesh of
+      the program if the partition is the ambient one, and None for any other partition.
+      None stands for the mesh in context.
 
     Raises:
-      ScopeError: No partition is passed, outside of a program or directly inside a
-        mapped function; or the one passed has the name of the partition of an enclosing
-        mapped function, and is not the program's.
+      ScopeError: `partition` is None, and no partition is ambient: outside of programs,
+        and in a mapped function in which no inner level is left to act on. Or
+        `partition` is not the ambient one, and an enclosing mapped function is over a
+        partition of the same name.
+      DrjaxTypeError, DrjaxValueError: `partition` does not define one partition.
     """
     scope = current_scope()
     if partition is not None:

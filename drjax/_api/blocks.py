@@ -59,10 +59,13 @@ def _inwards(block: str) -> Callable:
       block: "broadcast" or "scatter".
 
     Returns:
-      `outer(arguments, inner, over)`, as `over_levels` calls it: with the arguments of
-      the building block by name; `inner(**arguments)`, which runs it over the inner
-      levels in each group of the outermost one; and the names of the levels, outermost
-      first. It returns the tree of results, with the leading axes of all levels.
+      `outer(arguments, inner, over)`, the function that `over_levels` needs. It returns
+      the tree of results, with the leading axes of all levels.
+
+      * `arguments`: The arguments of the building block, by name.
+      * `inner`: `inner(**arguments)` runs the building block over all levels but the
+        outermost, in each group of that one.
+      * `over`: The names of the levels, outermost first.
     """
 
     def outer(arguments, inner, over):
@@ -76,17 +79,18 @@ def _inwards(block: str) -> Callable:
 def _gather_outwards(arguments, inner, over):
     """Run `gather` over several levels: over the inner ones first, then the outermost.
 
-    `result=` is for the last of these gathers only. `over_levels` calls it as `outer`.
+    `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of `gather`, by name; `result` is removed from the dict.
+      arguments: The arguments of `gather`, by name. `result` is removed from the dict,
+        as it is for the gather over the outermost level only.
       inner: `inner(**arguments)` gathers over all levels but the outermost, in each
         group of that one.
       over: The names of the levels, outermost first.
 
     Returns:
-      The gathered tree, with the leading axes of all levels; global if `over` has all
-      levels of the program.
+      The gathered tree, with the leading axes of all levels. It is global if `over` has
+      all levels of the program.
     """
     options = {k: arguments.pop(k) for k in ("result",) if k in arguments}
     options |= mesh_argument(arguments)
@@ -112,19 +116,21 @@ def _map_inwards(arguments, inner, over):
 
 
 def _index_outwards(arguments, inner, over):
-    """Run `partition_index` over several levels: the outer index, then the inner one.
+    """Run `partition_index` over several levels, with one count for all of them.
 
-    `over_levels` calls it as `outer`.
+    The index of a group is `i * size + j`: i is the index of the outermost group that
+    it is in, j its index over the inner levels, and `size` the product of the numbers
+    of groups of these. `over_levels` calls it as `outer`.
 
     Args:
       arguments: The arguments of `partition_index`, by name.
-      inner: `inner(**arguments)` computes the index over all levels but the outermost,
-        in each group of that one.
+      inner: `inner(**arguments)` computes j: the index over all levels but the
+        outermost, in each group of that one.
       over: The names of the levels, outermost first.
 
     Returns:
       The index of each innermost group among those of all the levels, int32 with the
-      leading axes of all levels. The indices of one outermost group are consecutive.
+      leading axes of all levels.
     """
     size = math.prod(p.size for p in current_scope().open_levels if p.name in over[1:])
     first = partition_index(over=over[0], **mesh_argument(arguments))
@@ -416,11 +422,16 @@ def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> 
       levels: The levels, outermost first, of n_0, n_1, ... groups.
 
     Returns:
-      The tree of arrays on the devices; on the default device if there is no mesh with
-      the axes of any level. A level without mesh axes of its own is not divided.
+      The tree of arrays on the devices. The axis of a level is divided over the mesh
+      axes of that level; it stays whole if the mesh lacks these, or if their devices do
+      not divide the number of groups. If the mesh lacks the axes of all levels, or
+      there is none, the arrays are on the default device.
 
     Raises:
+      DrjaxTypeError: A leaf is neither an array nor a number.
       DrjaxValueError: A leaf does not have these leading axes.
+      MeshError: The mesh differs from the one in context, has only some of a level's
+        axes, or cannot divide its groups.
     """
     leaves, treedef = flatten("shard", tree, "tree")
     lead = tuple(p.size for p in levels)
@@ -470,10 +481,11 @@ def _place(leaf, sharding):
 def _indices(
     *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
-    """Return all group indices, partitioned; outside of mapped functions only.
+    """Return the indices of all groups of a partition, as a partitioned value.
 
-    It is `partition_index` there, a function of its own, as `over_levels` maps it over
-    outer levels.
+    `drjax.partition_index` calls it, unless it refers to a partition of which the
+    running code sees one group only. It is a function of its own, so that `over_levels`
+    can map it over the outer levels.
 
     Args:
       over: The name of a level, or a tuple of names; None: all levels of the program.
@@ -493,22 +505,34 @@ def _mapped_partitions(
 ) -> tuple[Partition, ...]:
     """Return the partitions of enclosing mapped functions that a block refers to.
 
-    `partition_index` and `partition_size` may be called inside a mapped function, about
-    the groups of which the function sees one.
+    The building blocks `partition_index` and `partition_size` may be called in a mapped
+    function, about the groups of which it sees one. But if a level or a program inside
+    that function is ambient (`current_scope().partition` is not None), they are about
+    that one by default.
 
     Args:
       block: The name of the building block, for errors.
-      over: Its argument `over=`, the names of levels, or None.
-      partition: Its argument `partition=`: a `Partition`, a mapping `{"clients": n}` or
-        a program. None, directly inside a mapped function: the partition of that
-        function, or all levels of its program. None, where another partition is
-        ambient, such as a level inside: only the levels that `over` names, if all of
-        them are mapped over.
+      over: Its argument `over=`: a name of a level, or a tuple of names; or None. It is
+        not read if `partition` is not None.
+      partition: Its argument `partition=`: a `Partition`, a mapping `{"clients": n}`, a
+        program, or None.
 
     Returns:
-      The partitions, outermost first, if the code runs inside a function mapped over
-      them. () if it does not: then the building block acts on the program's partition,
-      or on an explicit partition that is not mapped over.
+      A tuple of partitions that enclosing functions are mapped over, outermost first.
+      () if the block refers to none: it then acts on `partition`, or if that is None on
+      the ambient partition.
+
+      * With `partition`: it alone if an enclosing function is mapped over it; else (),
+        also if it is a program with several levels.
+      * Without `partition`, and no partition is ambient: the partition of the innermost
+        mapped function; or if all levels of its program are mapped over, those that
+        `over` names, by default all. () outside of mapped functions.
+      * Without `partition`, and one is ambient: the levels that `over` names if all of
+        them are mapped over; else (), also if `over` is None.
+
+    Raises:
+      DrjaxTypeError, DrjaxValueError: `over` does not name such levels, or `partition`
+        does not define a partition.
     """
     scope = current_scope()
     if partition is not None:

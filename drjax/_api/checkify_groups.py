@@ -86,9 +86,9 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
       name: The name of the mapped function.
 
     Returns:
-      `(error, results)`: a `checkify.Error` with global leaves, that of the first group
-      with an error for each kind of error; and the list of the equation's results,
-      `[n, *t]`.
+      `(error, results)`. `error` is a `checkify.Error` with global leaves. For each
+      kind of error it has that of the group with the lowest index in which one
+      happened. `results` is the list of the equation's results, `[n, *t]`.
     """
     run: Any = _compat.jaxpr_as_fun(jaxpr)
     checked: Any = checkify.checkify(run, enabled)

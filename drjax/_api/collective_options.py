@@ -141,20 +141,21 @@ def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:
 def bind_sums(
     primitive, leaves: Sequence[Any], options: dict[str, Any], params: dict[str, Any]
 ) -> list[jax.Array]:
-    """Bind a sum or mean for several leaves; encoded ones are one equation.
+    """Bind a sum or mean of several leaves: one equation for each, or one for all.
 
-    With `wire`, the leaves are flattened in each group, cast to float32, padded to
-    whole blocks, and concatenated, so that one equation reduces all of them. The leaves
-    are reduced one by one without `wire`, for sharded results, and on a mesh with other
-    axes, over which leaves may be sharded.
+    It is one equation for all leaves if there are several, `options` has `wire` but not
+    `sharded`, and the mesh has no Auto axis of more than one device but the partition's
+    (leaves may be sharded over such an axis). Then each group's slices are flattened,
+    cast to float32, padded with zeros to multiples of `wire.block` numbers, and
+    concatenated; the result is split again.
 
     Args:
       primitive: `reduce_sum_p` or `reduce_mean_p`.
       leaves: Partitioned arrays `[n, *s]`.
-      options: Parameters of the primitive, a dict: `wire`, a `drjax.plan.Wire`, the
-        format in which the devices exchange their sums; `sharded`, True; `secure`, the
-        least number of groups. None of them has to be there.
-      params: The parameters `partition` and `mesh`, a dict.
+      options: Parameters of the primitive, a dict, in which each may be missing:
+        `wire`, a `drjax.plan.Wire`, the format in which the devices exchange their
+        sums; `sharded`, True; `secure`, the least number of groups.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       The list of reductions, global arrays `[*s]` in the dtypes of the leaves.

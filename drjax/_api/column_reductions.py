@@ -95,7 +95,7 @@ def _reduce_leaf(fn: Callable, x, add: bool, **params):
         tree of numbers and arrays `[*t]`.
       x: The leaf, `[n, *s]`.
       add: Whether the results are added over the coordinates `s`.
-      **params: The parameters `partition` and `mesh`.
+      **params: The keywords `partition` and `mesh`; mesh None: it runs locally.
 
     Returns:
       The tree that `fn` returns, of global arrays `[*s, *t]`; with `add`, `[*t]`.
@@ -133,14 +133,14 @@ def _trace(flat_fn: Callable, x, coordinates, layout: Layout, name: str):
       flat_fn: The function, from an array `[n]`, the elements of all groups at one
         coordinate, to a list of arrays.
       x: The leaf, `[n, *s]`.
-      coordinates: Its shape `s`, a tuple.
+      coordinates: The shape `s` of one group's slice, a tuple.
       layout: The layout of the groups.
       name: The name of the user's function, for errors.
 
     Returns:
       `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
       and tracers that the function closes over. The jaxpr takes `consts`, and then the
-      column.
+      array `[n]`.
 
     Raises:
       ScopeError: The function calls a building block.

@@ -228,16 +228,18 @@ def _neutral_leaf(name: str, value, leaf):
 
     Args:
       name: Its name with its path, such as `init['a']`, for errors.
-      value: The leaf of the neutral state, an array.
+      value: The leaf of the neutral state, an array. A Python number is a scalar array,
+        which JAX types weakly.
       leaf: The leaf of `x`, `[n, *s]`.
 
     Returns:
-      An array `[*s]` in the dtype of `leaf`. A weakly typed number, or a bool, fills
-      it.
+      An array `[*s]` in the dtype of `leaf`. A weakly typed scalar, or a scalar bool,
+      is repeated in all of its elements.
 
     Raises:
-      DrjaxTypeError: It has another dtype, which JAX would not promote.
-      DrjaxValueError: It has another shape.
+      DrjaxTypeError: It has another dtype than `leaf`, and is not a weakly typed number
+        that this dtype holds.
+      DrjaxValueError: Its shape is not `[*s]`, and it is not such a scalar.
     """
     shape, dtype, weak = leaf.shape[1:], leaf.dtype, _compat.typeof(value).weak_type
     # JAX's bools are never weakly typed.
@@ -279,10 +281,14 @@ def _trace(combine: Callable, tree, leaves: list, layout: Layout):
       layout: The layout of the groups.
 
     Returns:
-      `(leaves, jaxpr, consts)`: the leaves, cast to vary over all Manual mesh axes over
-      which a result of the function varies, as a result is a state again; the closed
-      jaxpr, from `consts` and the leaves of two states to those of one; and the list of
-      the arrays and tracers that the function closes over.
+      `(leaves, jaxpr, consts)`:
+
+      * `leaves`: The leaves of `x`. A result of `combine` is a state again, so both
+        must have one type: inside a `shard_map`, leaves are cast to vary over all
+        Manual mesh axes over which a leaf or a result varies.
+      * `jaxpr`: A closed jaxpr. It takes `consts`, the leaves of the first state, and
+        those of the second; it returns the leaves of a state.
+      * `consts`: The list of the arrays and tracers that `combine` closes over.
 
     Raises:
       ScopeError: The function calls a building block.

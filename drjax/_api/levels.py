@@ -42,22 +42,23 @@ def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F
     """Make the decorator by which a building block acts on the levels of a program.
 
     `@drjax.program(pods=2, groups=4)` has the levels pods and groups. The building
-    block itself acts on one partition, the ambient one. To act on a level inside
-    another one, the decorated building block is mapped over the outer level.
+    block itself acts on one partition, the ambient one: `current_scope().partition`.
+    The decorated one acts on the levels that its argument `over` names; None: on all
+    levels that no enclosing function is mapped over. To act on a level inside another
+    one, it maps the building block over the outer level.
 
     Args:
       *partitioned: The names of the building block's partitioned arguments, trees of
-        arrays, which a map over an outer level maps over. It closes over the other
-        arguments.
+        arrays. A map over an outer level maps over these, and closes over the others.
       outer: `outer(arguments, inner, over)` runs the building block over several
         levels, whose names are `over`, outermost first. `arguments` are its arguments,
         by name, in a dict that it may change; `inner(**arguments)` runs it over all of
-        these levels but the first, in each group of that one. None: to act on several
-        levels is an error.
+        these levels but the first, in each group of that one. It returns the result of
+        the building block. None: to act on several levels is an error.
 
     Returns:
-      The decorator. The decorated building block reads its parameter `over`, the names
-      of the levels to act on, by default all; it is not passed to the building block.
+      The decorator, from the building block to the decorated one. The signature of the
+      building block has the parameter `over`, too, but no call of it passes `over`.
     """
 
     def decorate(block: F) -> F:
@@ -108,23 +109,28 @@ def reduce_parts(
     parts: Callable[..., Any],
     combine: Callable[[Any], Any],
 ) -> Any:
-    """Reduce over several levels: parts over the innermost one, combined outwards.
+    """Reduce over several levels: over the innermost of them, and then outwards.
 
-    It maps over the levels outside the innermost one, runs `parts` in each group, and
-    then `combine` over each of the other levels that `over` names.
+    It maps `parts` over all levels outside the innermost one in `over`: each group of
+    these reduces its own inner groups. Then, from the inside out, it calls `combine`
+    for each of the other levels in `over`. Both act on the ambient partition,
+    `current_scope().partition`, which is the level in question.
 
     Args:
       name: The name of the building block, for errors.
       over: The names of the levels to reduce over, outermost first.
-      partitioned: The names of those of `arguments` that are partitioned.
+      partitioned: The names of those of `arguments` that are partitioned, with the
+        leading axes of all levels down to the innermost one in `over`.
       arguments: The arguments of `parts`, by name.
-      parts: `parts(**arguments)` reduces over the ambient partition, to a tree.
-      combine: `combine(tree)` reduces such a tree, with a slice for each group, over
-        the ambient partition, to a tree of the same structure.
+      parts: `parts(**arguments)` reduces over the ambient partition, and returns a tree
+        of arrays. Its arguments have no axes of the levels outside.
+      combine: `combine(tree)` reduces such trees over the ambient partition: from
+        leaves `[n, *t]`, with one result for each of n groups, to a tree of the same
+        structure with leaves `[*t]`.
 
     Returns:
-      The reduced tree. It is partitioned over the levels that `over` does not name and
-      that are outside of its last one.
+      The reduced tree. It has a leading axis for each level that is not in `over` and
+      lies outside the innermost one in `over`.
     """
     first = current_scope().open_levels[0]
     if tuple(over) == (first.name,):
@@ -156,17 +162,24 @@ def map_over(
 ) -> Any:
     """Map a building block over a level, to run it on the levels inside.
 
-    It binds one `map_fn`. In it, building blocks act on the next level by default.
+    It binds one `map_fn` over `partition`. In the mapped function, building blocks act
+    on the next level inside `partition`: it is `current_scope().partition`.
 
     Args:
       name: The name of the building block, for errors and for the name of the map.
       partition: The level to map over, n groups, which is not the innermost one.
       work: `work(arguments)` runs the building block on the arguments of one group.
       partitioned: The names of the arguments to map over, trees of arrays `[n, *s]`.
-      arguments: The arguments by name. Those that are None are not mapped over.
+      arguments: The arguments by name. `work` gets one group's slices `[*s]` of those
+        in `partitioned`, unless they are None, and all others unchanged. `mesh`, if it
+        is one of them, is also the mesh of the map.
 
     Returns:
       The tree that `work` returns, with leaves `[n, *t]`.
+
+    Raises:
+      DrjaxTypeError: A leaf to map over is neither an array nor a number.
+      DrjaxValueError: A leaf to map over has another leading axis than n.
     """
     names = [key for key in partitioned if arguments.get(key) is not None]
     others = {k: v for k, v in arguments.items() if k not in names}
@@ -191,15 +204,17 @@ def map_over(
 
 
 def in_next_level(fn: Callable) -> Callable:
-    """Make a mapped function act on the levels inside the one that it is mapped over.
+    """Wrap a mapped function so that building blocks in it act on the next inner level.
+
+    It is called before the map, when `current_scope().open_levels` are the levels that
+    are not mapped over yet, outermost first.
 
     Args:
-      fn: The function given to `map_fn` over the outermost level that is not mapped
-        over.
+      fn: The function given to `map_fn` over the first of these levels.
 
     Returns:
-      A function that calls `fn` with the next level as the ambient partition; `fn`
-      itself if there is no level inside.
+      A function that calls `fn` in a scope whose `partition` is the second of these
+      levels; `fn` itself if there is no second one.
     """
     below = current_scope().open_levels[1:]
     if not below:
@@ -275,10 +290,11 @@ def _mask_as_array(name: str, value: Any) -> Any:
 
 
 def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
-    """Return the context manager of the levels that the argument `partition=` names.
+    """Return the context manager that enters the levels of a program in `partition=`.
 
-    In it, the levels of the program that is passed as `partition=` are the ambient
-    ones. It does nothing if `partition` is no program with several levels.
+    If the argument `partition` is a program with several levels, these are the levels
+    on which building blocks act in the context manager, with the mesh in context.
+    Otherwise it does nothing.
 
     Args:
       name: The name of the building block, for errors.
@@ -287,7 +303,8 @@ def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
       scope: The current scope.
 
     Raises:
-      ScopeError: Such a program is named inside a mapped function over its levels.
+      ScopeError: `partition` is a program with several levels, and an enclosing
+        function is mapped over one of them.
     """
     levels = attached_levels(arguments.get("partition"))
     if len(levels) < 2:
@@ -305,9 +322,11 @@ def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
 
 
 def _check_alone(name: str, over: Over) -> None:
-    """Raise `DrjaxValueError` if `over` is not None, where no level can be named.
+    """Raise `DrjaxValueError` unless `over` is None.
 
-    That is outside of programs, and in a call with `partition=`.
+    It is called where there are no levels that `over` could name: outside of programs,
+    in a mapped function in which no inner level is left to act on, and in a call whose
+    `partition=` is one partition.
 
     Args:
       name: The name of the building block, for the error.

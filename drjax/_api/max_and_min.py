@@ -50,10 +50,14 @@ def _extremum_outwards(block: str) -> Callable:
       block: "reduce_max" or "reduce_min".
 
     Returns:
-      `outer(arguments, inner, over)`, as `over_levels` calls it: with the arguments of
-      the reduction by name, from which it removes `default`; `inner(**arguments)`,
-      which reduces over the inner levels in each group of the outermost one; and the
-      names of the levels, outermost first. It returns the tree of extrema.
+      `outer(arguments, inner, over)`, the function that `over_levels` needs. It returns
+      the tree of extrema over all these levels.
+
+      * `arguments`: The arguments of the reduction, by name. `default` is removed from
+        the dict.
+      * `inner`: `inner(**arguments)` reduces over all levels but the outermost, in each
+        group of that one.
+      * `over`: The names of the levels, outermost first.
     """
 
     def outer(arguments, inner, over):

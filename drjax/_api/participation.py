@@ -40,7 +40,7 @@ def participation_mask(block: str, where, by, num, params: dict[str, Any]):
       by: The segment of each group, integers `[n]`, as for `jax.ops.segment_sum`; or
         None: no segments. Groups whose segment is not in 0 to num - 1 do not take part.
       num: The number of segments, or None.
-      params: The parameters `partition` and `mesh`, a dict.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       None if all groups take part, without segments. Else a partitioned bool array:
@@ -72,7 +72,7 @@ def check_where(block: str, where, params: dict[str, Any]) -> jax.Array:
     Args:
       block: The name of the reduction, for errors.
       where: The argument: an array, or what `jnp.asarray` accepts.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       The mask as a JAX array, bool `[n]`.
@@ -124,7 +124,7 @@ def _check_segments(block: str, by, params: dict[str, Any]) -> jax.Array:
     Args:
       block: The name of the reduction, for errors.
       by: The argument: an array, or what `jnp.asarray` accepts.
-      params: The parameters `partition` and `mesh`, as `resolve` returns them.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Raises:
       DrjaxTypeError: It is not an array of integers.
@@ -147,7 +147,7 @@ def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
       fix: The end of the error about another dtype.
       each: The text before "each group of ..." in the error about the shape, such as
         "one for" or "the segment of".
-      params: The parameters `partition` and `mesh`, a dict.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       The array, `[n]`.
@@ -173,17 +173,17 @@ def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
 
 
 def keep_slices(mask, leaf, fill, **params):
-    """Replace what the mask leaves out of a reduction by a number without effect on it.
+    """Replace slices that take no part in a reduction by a number without effect on it.
 
     With segments, each group gets an array with one position for each segment: its
     slice is at the position of its segment, and the number everywhere else.
 
     Args:
       mask: The partitioned mask that `participation_mask` returns: bool `[n]`, or with
-        segments `[n, num]`; None: `leaf` is returned.
+        segments `[n, num]`, True where a slice takes part; None: `leaf` is returned.
       leaf: A partitioned array, `[n, *s]`.
       fill: The number, a scalar: the identity of the reduction, as 0 of a sum.
-      **params: The parameters `partition` and `mesh`.
+      **params: The keywords `partition` and `mesh`; mesh None: it runs locally.
 
     Returns:
       A partitioned array in the dtype of `leaf`: `[n, *s]`, or with segments
@@ -257,15 +257,17 @@ def or_default(block: str, value, empty, default):
       value: The result of the reduction, `[*s]`, or with segments `[num, *s]`. It must
         have finite derivatives where `empty` is True.
       empty: True where no group takes part, a bool array; its shape is a leading part
-        of that of `value`. None: some group does everywhere.
-      default: The default, a JAX array `[]`, checked by `check_default`. None: `value`
-        is returned.
+        of that of `value`. None: nothing is replaced, as there is no such element.
+      default: The default, a JAX array `[]`, as `check_default` returns it. None:
+        nothing is replaced, as the caller has passed no default.
 
     Returns:
-      An array of the shape and dtype of `value`.
+      An array of the shape and dtype of `value`, with `default` where `empty` is True;
+      `value` itself if nothing is replaced.
 
     Raises:
-      DrjaxTypeError: The default is a float and the result an integer, for instance.
+      DrjaxTypeError: The default cannot be cast to the dtype of `value`: it is a float
+        and the result an integer, for instance.
       DrjaxValueError: The default is beyond the limits of an integer dtype.
     """
     if default is None:

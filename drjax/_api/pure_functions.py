@@ -50,7 +50,7 @@ class PureFunctionErrors:
     effects: str
 
     def checked(self, trace: Callable[[], Any]):
-        """Trace the function, and check what it does.
+        """Trace a function given to `reduce` or `reduce_columns`, and check it.
 
         Args:
           trace: Traces the function: `trace()` returns `(jaxpr, consts)`, a closed
@@ -95,10 +95,11 @@ class PureFunctionErrors:
         return jaxpr, consts
 
     def _check_closed_over(self, consts) -> None:
-        """Raise `MeshError` if the function closes over a partitioned value.
+        """Raise `MeshError` if the user's function closes over a partitioned value.
 
-        It is found by its type only: an array that is sharded over the partition's
-        Explicit mesh axes, or varies over its Manual ones.
+        Such a value is recognized by its type only: an array that is sharded over the
+        partition's Explicit mesh axes, or varies over its Manual ones. Any other
+        partitioned value looks like a global one, and is not an error in this check.
 
         Args:
           consts: The arrays and tracers that the function closes over.
@@ -117,21 +118,21 @@ class PureFunctionErrors:
 
 
 def without_other_axes(x, layout: Layout, partitioned: bool = True):
-    """Reshard an array so that no mesh axis but the partition's shards it, in types.
+    """Reshard an array, on Explicit axes, so that only its group axis is sharded.
 
-    Only Explicit axes are in types; without them, or if the array is so already, it is
-    returned as it is. It is for building blocks that distribute the elements of slices
-    over the partition's axes, or compute with whole slices. As this is outside of the
-    building block's primitive, JAX transposes it.
+    It is for building blocks that distribute the elements of slices over the
+    partition's axes, or compute with whole slices. It runs outside the building block's
+    primitive, so that JAX transposes it.
 
     Args:
       x: The array: partitioned, `[n, *s]`, or global, `[*s]`.
       layout: The layout of the partition.
-      partitioned: Whether `x` is partitioned. If so, its group axis stays sharded over
-        the partition's axes.
+      partitioned: Whether `x` is partitioned. If so, its group axis is sharded over the
+        partition's Explicit axes; all other axes of an array are not sharded.
 
     Returns:
-      The array, with the same values.
+      The array, with the same values. `x` itself if the mesh in its type has no
+      Explicit axes, or if it has that sharding already.
     """
     sharding = _compat.typeof(x).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types

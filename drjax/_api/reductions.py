@@ -57,13 +57,14 @@ from drjax._sharding.layout import make_layout
 def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove `wire` and `result` from the arguments of a reduction, and return them.
 
-    They are for the communication between groups of the outermost level only.
+    In a reduction over several levels, these options are for the communication between
+    the groups of the outermost level only.
 
     Args:
       arguments: The arguments by name, a dict, which is changed.
 
     Returns:
-      A dict of these two, as far as the caller has passed them.
+      A dict with those of the keys `wire` and `result` that `arguments` had.
     """
     names = ("wire", "result")
     return {k: arguments.pop(k) for k in names if k in arguments}
@@ -72,10 +73,11 @@ def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
 def _sum_outwards(arguments, inner, over):
     """Sum over several levels: over the inner ones first, then over the outermost.
 
-    `wire=` and `result=` are for the last sum only. `over_levels` calls it as `outer`.
+    `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of `reduce_sum`, by name; these two are removed.
+      arguments: The arguments of `reduce_sum`, by name. `wire` and `result` are removed
+        from the dict, as they are for the sum over the outermost level only.
       inner: `inner(**arguments)` sums over all levels but the outermost, in each group
         of that one.
       over: The names of the levels, outermost first.
@@ -95,8 +97,8 @@ def _mean_outwards(arguments, inner, over):
     `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of `reduce_mean`, by name; options of communication are
-        removed.
+      arguments: The arguments of `reduce_mean`, by name. `wire` and `result` are
+        removed from the dict; with `where`, `by` or `num` also `default`.
       inner: `inner(**arguments)` averages over the inner levels; it is not used, as
         `reduce_sum` sums over all levels.
       over: The names of the levels, outermost first.
@@ -125,8 +127,8 @@ def _weighted_mean_outwards(arguments, inner, over):
     divided once. `over_levels` calls it as `outer`.
 
     Args:
-      arguments: The arguments of the reduction, by name; `default` and options of
-        communication are removed.
+      arguments: The arguments of the reduction, by name; `default`, `wire` and `result`
+        are removed from the dict.
       inner: `inner(**arguments)` averages over the inner levels; it is not used.
       over: The names of the levels, outermost first.
 
@@ -406,7 +408,7 @@ def _weighted_mean(
         `participation_mask` returns it; None: all. Not None if `w` is None.
       default: The mean if the weights add up to zero, a JAX array `[]`; None: NaN.
       options: The parameters `wire` and `sharded` of the sums of products, a dict.
-      params: The parameters `partition` and `mesh`, a dict.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       The tree of means, global arrays `[*s]`, or with segments `[num, *s]`, in the
@@ -437,7 +439,7 @@ def _weighted_sums(
         each group that takes part has the weight 1.
       mask: The groups that take part, bool `[n]`, with segments `[n, num]`; None: all.
       options: The parameters `wire` and `sharded` of the sums of products, a dict.
-      params: The parameters `partition` and `mesh`, a dict.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       `(shares, totals)`, lists with one global array for each leaf: its weighted sum,
@@ -541,6 +543,9 @@ def _divide(block: str, share, total, default):
       total: The sum of the weights. Its shape is a leading part of that of `share`.
       default: The result where `total` is zero, a JAX array `[]`; None: the quotient,
         NaN for 0 / 0.
+
+    Returns:
+      An array of the shape of `share`.
     """
     empty = None
     if default is not None:

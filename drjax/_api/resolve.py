@@ -36,13 +36,17 @@ def resolve(block: str, mesh, partition) -> dict[str, Any]:
     Returns:
       `{"partition": partition, "mesh": mesh}`, the parameters with which the building
       block binds its primitives. The mesh is None if the building block runs locally:
-      there is no mesh, or it has none of the partition's axes.
+      there is no mesh; it has none of the partition's axes; an enclosing function is
+      mapped over groups on one of these axes; or a program is being traced for a plan
+      under the mesh in context (`planning(True)`), outside mapped functions.
 
     Raises:
-      ScopeError: There is no partition, or the building block may not be called in the
-        surrounding mapped function.
+      ScopeError: `partition` is None, outside of programs or in a mapped function in
+        which no inner level is left to act on; or `partition` is not the program's, and
+        an enclosing mapped function is over a partition of the same name.
       DrjaxTypeError, DrjaxValueError: `partition` does not define a partition.
-      MeshError: The mesh does not fit the partition.
+      MeshError: The mesh differs from the one in context, has only some of the
+        partition's axes, or cannot divide the groups.
     """
     resolved, mesh = resolve_partition(block, mesh, partition)
     return {"partition": resolved, "mesh": find_mesh(resolved, mesh)}
@@ -77,11 +81,13 @@ def bind_partitioned(block: str, x: PyTree, mesh, partition, bind: Callable) -> 
       A tree with the structure of `x`, of the results of `bind`.
 
     Raises:
-      ScopeError: There is no partition, or the building block may not be called in the
-        surrounding mapped function.
+      ScopeError: `partition` is None, outside of programs or in a mapped function in
+        which no inner level is left to act on; or `partition` is not the program's, and
+        an enclosing mapped function is over a partition of the same name.
       DrjaxTypeError: A leaf is not an array or number, or `partition` is no partition.
       DrjaxValueError: A leaf has another leading axis than n.
-      MeshError: The mesh does not fit the partition.
+      MeshError: The mesh differs from the one in context, has only some of the
+        partition's axes, or cannot divide the groups.
     """
     params = resolve(block, mesh, partition)
     leaves, tree = partitioned_leaves(block, x, params)

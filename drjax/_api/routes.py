@@ -239,7 +239,7 @@ def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
       x: The tree of partitioned arrays, `[n, *s]`, which are checked.
       index: For each group of the result the group of `x` whose slice it gets, int32
         `[k]`. It is clamped to 0 to n - 1.
-      params: The parameters `partition`, of the n groups of `x`, and `mesh`.
+      params: `{"partition": partition, "mesh": mesh}`, of the n groups of `x`.
 
     Returns:
       The tree of partitioned arrays, `[k, *s]`.
@@ -259,8 +259,8 @@ def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
         it is dropped.
       base: The tree of the slices `[n, *s]` that stay where nothing is written; None:
         zeros.
-      cohort: The parameters `partition`, of the k groups of `x`, and `mesh`.
-      groups: The parameters `partition`, of the n groups of the result, and `mesh`.
+      cohort: `{"partition": partition, "mesh": mesh}`, of the k groups of `x`.
+      groups: `{"partition": partition, "mesh": mesh}`, of the result's n groups.
 
     Returns:
       A tree of partitioned arrays, `[n, *s]`.
@@ -287,7 +287,7 @@ def _permute(block: str, x: PyTree, sources: tuple[int, ...], params: dict[str, 
       x: The tree of partitioned arrays, `[n, *s]`, which are checked.
       sources: A permutation of 0 to n - 1, a tuple: for each group the group whose
         slice it gets.
-      params: The parameters `partition` and `mesh`, a dict.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
       The tree of partitioned arrays, `[n, *s]`.
@@ -302,21 +302,22 @@ def _permute(block: str, x: PyTree, sources: tuple[int, ...], params: dict[str, 
 def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
     """Map a function of slices over the leaves of two partitioned trees of n groups.
 
-    It is one `map_fn` for each leaf, or a vmap if the slices were moved between a
-    population and a cohort of it, as a plan has maps over one of the two only.
+    If `cohort` and `groups` are equal, it binds one `map_fn` for each leaf. Else slices
+    of `x` were moved between a population and a cohort of it, and a plan may have maps
+    over one of these two partitions only; so it is a `jax.vmap` for each leaf.
 
     Args:
       fn: `fn(slice of x, slice of y, *slices of others)` of one group, which returns an
         array.
-      x: A tree of arrays `[n, *s]`, slices that were moved.
+      x: A tree of arrays `[n, *s]`, slices that were moved to the n groups.
       y: A tree of the same structure, of arrays `[n, *s]`.
-      cohort: The parameters `partition`, of the groups that the slices of `x` were
-        moved from, and `mesh`.
-      groups: The parameters `partition`, of the n groups, and `mesh`.
+      cohort: `{"partition": partition, "mesh": mesh}`, of the groups that the
+        slices of `x` were moved from.
+      groups: `{"partition": partition, "mesh": mesh}`, of the n groups.
       *others: Partitioned values, `[n, *t]`, the same for all leaves.
 
     Returns:
-      The tree of results, partitioned.
+      The tree of results, partitioned arrays.
     """
     layout = make_layout(**groups)
 
@@ -400,12 +401,13 @@ def _permutation(index, n: int) -> tuple[int, ...] | None:
 def _params_of_size(params: dict[str, Any], size: int) -> dict[str, Any]:
     """Return the parameters of a building block for another number of groups.
 
-    The groups may be a cohort of a population, or have one; the partitions of both have
-    the same name and mesh axes.
+    `take` and `put` move slices between the groups of a population and a cohort of it.
+    The partitions of both differ in size only: they have one name, and the same mesh
+    axes.
 
     Args:
-      params: The parameters `partition` and `mesh`, a dict, which is not changed.
-      size: The number of groups of the population or cohort.
+      params: `{"partition": partition, "mesh": mesh}`, which is not changed.
+      size: The number of groups of the other partition.
 
     Returns:
       A dict of the parameters, with a partition of that size.
@@ -423,7 +425,7 @@ def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
     Args:
       block: The name of the building block, for errors.
       x: The tree.
-      params: The parameters `partition`, of n groups, and `mesh`.
+      params: `{"partition": partition, "mesh": mesh}`, of n groups.
       k: The number of elements of the index.
       name: The name of the argument, for errors.
 
@@ -454,8 +456,8 @@ def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
     Args:
       x: The argument `x` of `put`, a tree of arrays `[k, *s]`.
       into: The argument `into`, a tree of arrays `[n, *s]`.
-      cohort: The parameters `partition`, of the k groups of `x`, and `mesh`.
-      groups: The parameters `partition`, of the n groups of `into`, and `mesh`.
+      cohort: `{"partition": partition, "mesh": mesh}`, of the k groups of `x`.
+      groups: `{"partition": partition, "mesh": mesh}`, of the n groups of `into`.
 
     Returns:
       `into`, with JAX arrays as leaves.

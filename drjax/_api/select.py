@@ -92,22 +92,22 @@ def select(
 
 
 def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
-    """Compute the partitioned values by which one of the groups of a mask is selected.
+    """Rank the groups of a mask, for the selection of the group with a given rank.
 
-    It gathers the mask. The rank of a group of the mask is the number of groups of the
-    mask before it.
+    The rank of a group of the mask is the number of groups of the mask before it. The
+    mask is gathered.
 
     Args:
       i: The rank of the group to select, int32 `[]`; negative ones count from the end.
         It is clamped.
       where: The mask, partitioned bool `[n]`.
-      params: The parameters `partition` and `mesh`, a dict.
+      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
 
     Returns:
-      `(rank, selected)`, both partitioned, int32 `[n]`, for `select_slice`. `rank` is
-      the rank of each group; n for groups that are not in the mask. `selected` is the
-      rank of the selected group, the same for each group; -1, which no group has, if
-      the mask is empty.
+      `(rank, selected)`, both partitioned, int32 `[n]`: `select_slice` selects the
+      group whose two numbers are equal. `rank` is the rank of each group; n for groups
+      that are not in the mask. `selected` is the rank of the selected group, the same
+      for each group; -1, which no group has, if the mask is empty.
     """
     layout = make_layout(**params)
     taken = gather_p.bind(as_operand(where, layout, True), **params)
@@ -129,8 +129,9 @@ def _check_index(i, n: int):
       n: The number of groups.
 
     Returns:
-      The index as an int32 scalar; a negative index stays negative. A traced index out
-      of bounds stays out of bounds, or becomes the nearest one in bounds.
+      The index as an int32 scalar; a negative index stays negative. The value of a
+      traced index is not checked: it stays the same if int32 holds all numbers of its
+      dtype; with a wider dtype, it is clamped to -n to n - 1.
 
     Raises:
       DrjaxTypeError: The index is not an integer scalar.

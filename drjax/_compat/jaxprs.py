@@ -284,13 +284,19 @@ def partial_eval_jaxpr(jaxpr, unknown_in: Sequence[bool]):
 def unsplit_jaxpr(jaxpr):
     """Split a jaxpr of which nothing is known: all of it is the unknown part.
 
+    The parts are those that `partial_eval_jaxpr` returns if something is known.
+
     Args:
       jaxpr: A closed jaxpr.
 
     Returns:
-      A tuple of the same five parts that `partial_eval_jaxpr` returns: a known jaxpr
-      without inputs and results; `jaxpr`, as the unknown one; a list of True for each
-      result, as all are unknown; and two empty lists, as there are no residuals.
+      `(known, unknown, unknown_out, res_avals, forwarded)`:
+
+      * `known`: A closed jaxpr without inputs and results.
+      * `unknown`: `jaxpr` itself.
+      * `unknown_out`: A list of True for each result, as all are unknown.
+      * `res_avals` and `forwarded`: Empty lists, the types and the origins of
+        residuals, as there are none.
     """
     nothing = jax.make_jaxpr(lambda: ())()
     return nothing, jaxpr, [True] * len(jaxpr.out_avals), [], []

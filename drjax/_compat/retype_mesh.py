@@ -134,13 +134,14 @@ def _manual(axes: Sequence[str]) -> Callable:
 def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
     """Return whether an equation is a sharding constraint that the new mesh voids.
 
-    It has no effect if all axes of the new mesh are Manual. Such an equation is
-    removed, as vmap refuses it.
+    That is so if its sharding is a `NamedSharding` without a memory kind, and all axes
+    of the new mesh are Manual. The caller then leaves out the equation, as it has no
+    effect, and vmap refuses it.
 
     Args:
-      eqn: The equation.
-      change_mesh: A function from the `AbstractMesh` of the equation to the one that
-        replaces it.
+      eqn: Any equation.
+      change_mesh: A function from the `AbstractMesh` of the sharding to the new mesh,
+        which replaces it.
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
@@ -172,7 +173,9 @@ class _Retyped:
     variable and jaxpr is copied once, and the copy is recorded.
 
     Args:
-      mesh: A function from an `AbstractMesh` in the jaxpr to the one that replaces it.
+      mesh: A function from an `AbstractMesh` in the jaxpr to the one that replaces it,
+        the new mesh. It returns its argument if the mesh stays, and an empty mesh if
+        the copy is to have none.
       shard_map_axes: A function from the set of mesh axes that a `shard_map` equation
         makes Manual, `newly_manual_axes`, to the set that its copy makes Manual. Axes
         that it adds are Manual in the inner jaxpr of the copy, too.
@@ -187,16 +190,21 @@ class _Retyped:
         self._contexts: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr):
-        """Copy a jaxpr, open or closed; of one object there is one copy.
+        """Copy a jaxpr, open or closed, with all of its meshes replaced.
 
-        The first call makes and records it; later calls return the same one.
+        The first call for a jaxpr makes the copy and records it; later calls for the
+        same object return the recorded copy.
         """
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
 
     def _copy(self, jaxpr):
-        """Copy a jaxpr, open or closed, with its constants, without recording it."""
+        """Copy a jaxpr, open or closed, with its meshes replaced; always a new copy.
+
+        The copies of its variables, and of jaxprs inside it, are recorded; the copy of
+        the jaxpr itself is not: `jaxpr` does that.
+        """
         raw = open_jaxpr(jaxpr)
         changed = raw.replace(
             constvars=list(map(self._atom, raw.constvars)),
@@ -211,12 +219,14 @@ class _Retyped:
         return changed if jaxpr is raw else Jaxpr(changed, consts)
 
     def _const(self, value):
-        """Return a constant of a jaxpr as the copy of the jaxpr holds it.
+        """Return the constant that takes the place of a jaxpr's constant in its copy.
 
         Args:
-          value: The constant, an array. If its sharding has a mesh and the new mesh is
-            empty, a copy on the default device is returned; otherwise the constant
-            itself.
+          value: The constant, an array.
+
+        Returns:
+          A copy on the default device if the sharding of `value` has a mesh and the
+          mesh that replaces that is empty; otherwise `value` itself.
         """
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
@@ -224,11 +234,11 @@ class _Retyped:
         return _on_default_device(value)
 
     def _atom(self, atom):
-        """Copy a variable or literal, with its type on the new mesh.
+        """Copy a variable or literal of a jaxpr, with the mesh in its type replaced.
 
         The first call for a variable creates its copy and records it; later calls
         return the same one. The variable of a result without a use, a `DropVar`, is
-        returned unchanged.
+        returned unchanged. A literal is copied at each call.
         """
         if isinstance(atom, core.Literal):
             return core.Literal(self._literal(atom.val), self._aval(atom.aval))
@@ -240,11 +250,15 @@ class _Retyped:
         return self._vars[atom]
 
     def _literal(self, value: Any):
-        """Copy the value of a literal, if it has a type with a mesh.
+        """Copy the value of a literal, with the mesh in its type replaced.
 
         Args:
           value: The value, a Python or NumPy scalar or a NumPy array. Only NumPy arrays
-            of JAX's own subclass have a type, `.aval`; others are returned unchanged.
+            of JAX's own subclass have a type, `.aval`.
+
+        Returns:
+          A copy with the new type; `value` itself if it has no type, or one whose mesh
+          stays.
         """
         known: Any = getattr(value, "aval", None)
         if known is None or not isinstance(value, np.ndarray):
@@ -253,11 +267,15 @@ class _Retyped:
         return value if aval is known else make(np.asarray(value), aval)
 
     def _aval(self, aval):
-        """Copy a type, with its sharding on the new mesh.
+        """Copy a type, with the mesh of its sharding replaced.
 
-        Of the type of a mutable array, the inner type changes. A type that has no mesh,
-        or whose mesh stays, is returned unchanged. If the new mesh is empty, the copy
-        has no sharding.
+        Args:
+          aval: The type. Of a mutable array's type, the inner type is replaced.
+
+        Returns:
+          The new type: with the same dimensions sharded, on the mesh that replaces the
+          old one; without a sharding, if that mesh is empty. `aval` itself if it is no
+          `ShapedArray`, or if its mesh stays.
         """
         inner = getattr(aval, "inner_aval", None)
         if inner is not None:
@@ -273,11 +291,16 @@ class _Retyped:
         return aval.update(sharding=aval.sharding.update(mesh=new))
 
     def _context(self, context):
-        """Return the context in which an equation was traced, with the new mesh.
+        """Copy the context in which an equation was traced, with its mesh replaced.
 
         Args:
-          context: The equation's `JaxprEqnContext`. It is returned itself if its mesh
-            stays.
+          context: The `JaxprEqnContext` of the equation: JAX's settings when it was
+            traced, of which the mesh, `cur_abstract_mesh`, is one.
+
+        Returns:
+          A `JaxprEqnContext` with the other settings of `context`, and with the mesh
+          that replaces its own. `context` itself if its mesh stays. The result is
+          recorded, and returned again for an equal context.
         """
         if context not in self._contexts:
             mesh, copy = self._mesh(context.cur_abstract_mesh), context
@@ -288,12 +311,13 @@ class _Retyped:
         return self._contexts[context]
 
     def _eqn(self, eqn):
-        """Copy an equation, with its variables, parameters and context on the new mesh.
+        """Copy an equation, with all meshes in it and in its context replaced.
 
         Returns:
-          The copy. None if the equation has no meaning on the new mesh, as it only
-          changes or constrains a sharding: then the copies of its operands are recorded
-          as the copies of its results.
+          The copy. None if the copied jaxpr does without the equation: a `reshard` or
+          `mesh_cast`, if the mesh that replaces the one of its context is empty; or a
+          sharding constraint, if all axes of the mesh that replaces its own are Manual.
+          Then the copies of its operands are recorded as the copies of its results.
         """
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
@@ -318,7 +342,7 @@ class _Retyped:
         )
 
     def _param(self, value):
-        """Copy a parameter of an equation with the new mesh.
+        """Copy a parameter of an equation, with all meshes in it replaced.
 
         Args:
           value: The parameter, or a part of it. Jaxprs, meshes, `NamedSharding`s and
@@ -326,8 +350,8 @@ class _Retyped:
             unchanged.
 
         Returns:
-          The new value. A `Mesh` that changes becomes an `AbstractMesh`; a
-          `NamedSharding` becomes None if the new mesh is empty.
+          The new value. A `Mesh` that is replaced becomes an `AbstractMesh`; a
+          `NamedSharding` becomes None if the mesh that replaces its own is empty.
         """
         if isinstance(value, JAXPR_TYPES):
             return self.jaxpr(value)

@@ -229,14 +229,17 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
     """Trace a function inside a lowering rule, and emit its code there.
 
     Args:
-      ctx: The `LoweringRuleContext` of the calling lowering rule.
+      ctx: The `LoweringRuleContext` of the calling lowering rule. Its own types of
+        operands are not used.
       fn: The function of arrays, `fn(*operands, **params)`.
-      operands: For each operand the pair of its MLIR value and its type.
-      multiple_results: Whether `fn` returns a sequence of results or a single one.
+      operands: For each operand a pair: its MLIR value, and its JAX type, a
+        `ShapedArray` (the abstract value with which `fn` is traced).
+      multiple_results: True if `fn` returns a sequence of results, False if it returns
+        a single one.
       **params: Keywords of `fn`.
 
     Returns:
-      The list of the MLIR values of its results.
+      The list of the MLIR values of its results, also if there is a single one.
     """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
     avals = [aval for _, aval in operands]

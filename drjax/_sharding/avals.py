@@ -220,17 +220,18 @@ def columns_aval(
       aval: The type that the function returns, `[*t]` of a global value, or `[n, *t]`
         of a partitioned one.
       layout: The layout of the partition, n groups.
-      lead: The dimensions before `t` in the new type: the shape of the coordinates, if
-        the result has them; and before that, if it is partitioned, the size of the
-        group axis, n, or inside a user's `shard_map` over the partition's axes the
-        number of groups on a device.
+      lead: The dimensions before `t` in the new type. If the result is partitioned,
+        first the size of the group axis: n, or inside a user's `shard_map` over the
+        partition's axes the number of groups on a device. Then the shape of the
+        coordinates, if the result has a value for each of them.
       partitioned: Whether the result is partitioned.
       varying: The Manual mesh axes over which some operand varies.
 
     Returns:
-      The type `[*lead, *t]`, which is not weakly typed. It varies over the axes in
-      `varying` without the partition's own; and over these only if it is a partitioned
-      value, inside a user's `shard_map` over them with varying-manual-axes checking.
+      The type `[*lead, *t]`, which is not weakly typed. It varies over those axes in
+      `varying` that are not the partition's. It varies over the partition's axes, too,
+      if `partitioned` is True and the code is inside a user's
+      `shard_map(check_vma=True)` over them.
     """
     varying = varying - set(layout.axes)
     if partitioned and layout.manual and _compat.check_vma():

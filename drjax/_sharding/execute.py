@@ -52,13 +52,14 @@ def shard_map_over_devices(
         whole, `[*s]`. Padded slots of operands hold zeros; what it returns in them is
         dropped.
       args: The operands for the whole partition: `[n, *s]` if they are partitioned,
-        `[*s]` if they are global.
-      partitioned_in: For each operand whether it is partitioned. A `PartitionSpec`: how
-        a global value is divided over the devices, which must divide it evenly; `body`
-        takes the current device's part.
-      partitioned_out: For each result whether it is partitioned. None: it is a value
-        `[1, *s]` of each device. A `PartitionSpec`: a global value of which each device
-        returns its part.
+        `[*s]` if they are global. In a user's `shard_map` they are those of the current
+        device, which `body` takes.
+      partitioned_in: For each operand: True if it is partitioned; False if it is
+        global; a `PartitionSpec` if it is a global value that the devices divide, which
+        must be even: `body` takes the current device's part.
+      partitioned_out: For each result: True if it is partitioned; False if it is
+        global; None if each device returns a value of its own, `[1, *s]`; a
+        `PartitionSpec` if it is a global value of which each device returns its part.
       check_vma: Whether the `shard_map` checks varying manual axes.
       with_indices: Whether `body` takes one more argument, the last one: the group
         indices of the device's slots, int32 `[k]`; of padding, n or more.
@@ -101,18 +102,22 @@ def shard_map_over_devices(
 
 
 def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable, x):
-    """Reduce a value that is partitioned over two levels, in one `shard_map`.
+    """Reduce the partial reductions of two levels of groups, in one `shard_map`.
+
+    Each group of the outer level has already reduced its inner groups on each of m
+    devices, which lie along the mesh axes of the inner level. The `shard_map` is over
+    the mesh axes of both levels.
 
     Args:
       layout: The layout of the outer level, which is sharded: n groups, and on each
         device k slots (places for one group each, of which the last may be padding).
-      axes: The names of the mesh axes of the inner level, along which m devices lie.
-      body: The function of one device. It takes the device's values, `[k, 1, *s]`; and
-        if some slots are padding also the group indices of its slots, int32 `[k]`,
-        which are n or more for padding. It returns a global value `[*t]`, equal on all
-        devices.
-      x: For each group of the outer level, a value from each of the m devices of the
-        inner level: `[n, m, *s]`.
+      axes: The names of the mesh axes of the inner level.
+      body: The function of one device. It takes the partial reductions of the device,
+        `[k, 1, *s]`, one for each slot; zeros for padding. If some slots are padding,
+        it also takes the group indices of the slots, int32 `[k]`, which are n or more
+        for padding. It returns a global value `[*t]`, equal on all devices.
+      x: For each group of the outer level, the partial reduction of each of the m
+        devices: `[n, m, *s]`.
 
     Returns:
       The global value that `body` returned, `[*t]`.

@@ -92,11 +92,13 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
         `jax.set_mesh` or of a `with mesh:` block.
 
     Returns:
-      The mesh, if it has the partition's axes; of two equal ones, the mesh in context.
-      None in four cases: there is no mesh; it has none of the partition's axes; the
-      call is inside a function that is mapped over a partition on one of the same axes;
-      or `drjax.jit` is tracing a program for a plan, outside mapped functions, as such
-      a plan has no mesh in its equations.
+      The mesh, if it has the partition's axes. If `mesh` was passed under
+      `jax.set_mesh`, it is the equal mesh of the context, which knows what axes are
+      Manual. None in four cases: there is no mesh; it has none of the partition's axes;
+      the call is inside a function that is mapped over a partition on one of the same
+      axes; or a program is being traced for a plan that `drjax.jit` runs under the mesh
+      in context (`planning(True)`), outside mapped functions, as such a plan has no
+      mesh in its equations.
 
     Raises:
       MeshError: `mesh` is no mesh, differs from the mesh in context, or is an
@@ -361,7 +363,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
-    """Make the layout of a partition on a mesh, and check that there is one; cached.
+    """Make the layout of a partition on a mesh; cached.
 
     Args:
       partition: The partition.
@@ -372,8 +374,8 @@ def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layou
       The `Layout`; the same one for equal arguments.
 
     Raises:
-      MeshError: Only some of the partition's axes are Manual; or the devices do not
-        divide the groups, and the axes are Manual or Explicit.
+      MeshError: There is no such layout: only some of the partition's axes are Manual;
+        or the devices do not divide the groups, and the axes are Manual or Explicit.
     """
     if mesh is None:
         return Layout(partition, None, (), 1, False)

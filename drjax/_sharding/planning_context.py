@@ -27,14 +27,16 @@ from drjax._context import planned
 def planning(bound: bool):
     """Make the context manager in which a program is traced for a plan.
 
-    In it, building blocks outside mapped functions bind primitives without a mesh,
-    unless a program or a block names one by `mesh=` and `bound` is False. The context
-    manager yields nothing.
+    A plan has no mesh in its equations, so building blocks bind their primitives
+    without one, as `bound` says. The context manager yields nothing.
 
     Args:
-      bound: Whether the mesh in context stays, for a plan that `drjax.jit` runs under
-        that mesh. If False, the context has no mesh, and the plan may leave the
-        process.
+      bound: Whether `drjax.jit` will run the plan under the mesh in context. If True,
+        that mesh stays in context, but building blocks bind it only inside mapped
+        functions, for an inner partition; outside, an argument `mesh=` has no effect.
+        If False, no mesh is in context, so that the plan may leave the process; a
+        building block binds a mesh only if its own argument `mesh=`, or that of the
+        program, names one.
     """
     if not bound:
         with _compat.without_mesh(), planned(False):
@@ -48,18 +50,21 @@ def planning(bound: bool):
 def outside_meshes():
     """Make the context manager in which the planner traces equations of its own.
 
-    While `drjax.jit` plans under the mesh in context, it changes nothing: building
-    blocks bind no mesh there. Otherwise it removes the mesh from the context, as
-    building blocks would bind it.
+    No building block in them may bind a mesh. Inside `planning(True)`, none does, so
+    the context manager does nothing. Otherwise it removes the mesh from the context, as
+    `planning(False)` does.
     """
     return contextlib.nullcontext() if planned.value else planning(False)
 
 
 def is_bound() -> bool:
-    """Return whether `drjax.jit` plans under the mesh in context.
+    """Decide whether `drjax.jit` plans a program under the mesh in context.
 
-    It plans under the mesh if there is one and all of its axes are Auto, as types then
-    have no shardings.
+    Returns:
+      True if there is a mesh in context, of `jax.set_mesh`, and all of its axes are
+      Auto: types then have no shardings, which a plan could not record. False without a
+      mesh, or if an axis is Explicit or Manual: the program is then traced outside the
+      mesh, if JAX allows that.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
