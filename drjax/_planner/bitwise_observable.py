@@ -99,8 +99,8 @@ def _observable_operands(program: InlinedJaxpr, eqn) -> Iterator[Any]:
       eqn: The `scan`, `while` or `cond`.
 
     Yields:
-      These operands of `eqn`. An operand occurs once for each body in which its argument
-      is bitwise-observable.
+      These operands of `eqn`, each once for every body of which the argument for this
+      operand is bitwise-observable.
     """
     # One list for each body: operands in the order of the body's arguments.
     operands = [eqn.invars]
