@@ -61,9 +61,17 @@ class Tuned(Generic[P, R]):
         return self._fastest_run(args, kwargs)(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower the function for the fastest number of groups, as a `jax.jit` does.
+        """Lower the function, as a `jax.jit` does, with the fastest groups per step.
 
-        With arguments of new types, it measures that number first.
+        With arguments of new types, shardings or mesh in context, it first measures how
+        many groups of a device run fastest at once, which needs arrays as arguments.
+
+        Args:
+          *args: The positional arguments of the function.
+          **kwargs: Its keyword arguments.
+
+        Returns:
+          What `.lower()` of a `jax.jit` returns, to `.compile()`.
         """
         return self._fastest_run(args, kwargs).lower(*args, **kwargs)
 
@@ -72,6 +80,13 @@ class Tuned(Generic[P, R]):
 
         The first call for a combination of types, shardings and mesh in context
         measures, and records the `jax.jit`; later calls return the same one.
+
+        Args:
+          args: The positional arguments of the call.
+          kwargs: The keyword arguments of the call.
+
+        Returns:
+          The `jax.jit` with the number of groups at once that took the least time.
 
         Raises:
           DrjaxValueError: It has to measure, but the arguments are traced or have no

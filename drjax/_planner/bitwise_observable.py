@@ -50,10 +50,15 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     """Find the variables whose exact bits a program may compare with other values.
 
     They must not be rematerialized, as a compiler may round differently a second time.
-    They are the operands of extrema over the groups, of gathers, of folds, of moves
-    between groups, and of sums that select the slice of one group, and the variables
-    whose values these operands hold. So are operands of a loop or branch that are
-    bitwise-observable in one of its bodies.
+    They are
+
+    * the operands of a maximum or minimum over the groups, of a gather, a `permute` or
+      a `take`, and of a fold, a reduction by a function of two states;
+    * what a `select_n` or a `cond` selects among, if that becomes the operand of
+      another reduction: such a sum may select the slice of one group;
+    * the operands of a loop or branch that are bitwise-observable in one of its bodies;
+    * the variables whose values these hold, through equations that only move, select or
+      negate values.
 
     Args:
       program: The inlined jaxpr.
@@ -86,12 +91,16 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
 def _observable_operands(program: InlinedJaxpr, eqn) -> Iterator[Any]:
     """Find the operands of a loop or branch that are bitwise-observable in a body.
 
+    A variable is bitwise-observable if the program may compare its exact bits with
+    other values, so that it must not be rematerialized.
+
     Args:
       program: The inlined jaxpr that contains the equation.
       eqn: The `scan`, `while` or `cond`.
 
     Yields:
-      These operands, once for each body that observes them.
+      These operands of `eqn`, each once for every body of which the argument for this
+      operand is bitwise-observable.
     """
     # One list for each body: operands in the order of the body's arguments.
     operands = [eqn.invars]

@@ -70,8 +70,9 @@ def build_plan(
       kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
       signature: The name of the plan, its arguments and results.
       rematerialize: Whether a round rematerializes the results of earlier rounds that
-        it needs, instead of each group saving them. Equations with effects and
-        bitwise-observable variables are never rematerialized.
+        it needs, instead of each group saving them. Never rematerialized are equations
+        with effects, and bitwise-observable variables: those whose exact bits the
+        program may compare.
 
     Returns:
       The plan, and in its loops the plans of their bodies.
@@ -134,8 +135,9 @@ def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
       kind: Its required kind, global or partitioned.
 
     Returns:
-      The `Value` of `var` itself; or, if a global variable is required partitioned, the
-      `Value` of its slices, which a local stage returns.
+      The `Value` of `var` itself. If it is required partitioned, but is global or the
+      result of a broadcast, scatter or `partition_index`, a second `Value`: that of its
+      slices, which a local stage returns.
     """
     return values.value(var) if kind.axis is None else values.outgoing(var, kind.axis)
 
@@ -144,6 +146,9 @@ def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
 ) -> set[Any]:
     """Collect the global variables that local stages, folds, moves and loops take.
+
+    A fold reduces the groups' states by a function of two states, and takes a neutral
+    state. A move sends slices between groups, and takes an index, or a population.
 
     Args:
       kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
@@ -178,18 +183,21 @@ def _server_stages(
 ) -> list[Stage]:
     """Trace the server's stage of each round, and the one after the last round.
 
-    The server computes in each round what that round or a later one needs.
+    The server computes in each round what that round or a later one needs. An equation
+    is live if it has effects, or if one of its results is in `live`.
 
     Args:
       rounds: The assignment of equations to rounds; `rounds.server` lists for each
         round its equations on global values.
       values: The `Value` (name, shape and dtype) of each variable.
-      live: The global variables that local stages, loops and results need. The operands
-        of live equations are added to this set.
+      live: The global variables that local stages, folds, moves, loops and results of
+        the program take. The operands of live equations are added to this set.
       num_rounds: The number of rounds.
 
     Returns:
-      `num_rounds + 1` stages, in order; a stage that computes nothing is empty.
+      `num_rounds + 1` stages, in order. Each evaluates the live equations of its round
+      and returns their results that are in `live`; the first also returns the constants
+      in `live`. A stage without live equations is empty.
     """
     consts: dict[Any, Any] = values.program.consts
     stages = []
@@ -242,15 +250,16 @@ def _reduces(
 def _source(operand, values: StageValues, parts: LocalStageParts, index: int) -> Value:
     """Return the `Value` of a local stage's output that is reduced or folded.
 
-    Of slices that an earlier round has computed, it is a value of this round, as the
-    stage takes and returns them unchanged; else it is the value of the operand's
-    slices.
-
     Args:
       operand: The variable whose slices are reduced.
       values: The `Value` (name, shape and dtype) of each variable.
       parts: What the local stage of the round takes, computes and returns.
       index: The index of the round, from 0.
+
+    Returns:
+      The partitioned `Value` of the operand's slices. If the operand is in
+      `parts.forwarded`, the slices are from an earlier round or an argument: the stage
+      returns them unchanged, as a second `Value`, which this round alone has.
     """
     # Backends reduce outputs of the round's own stage, partly while it runs; hence
     # slices of earlier rounds pass through it.
@@ -366,10 +375,12 @@ def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
       result_kinds: The kinds of its results: carried values, stacked results.
 
     Returns:
-      `(arguments, results, fields)`. `arguments` has one list: the names of the body's
-      arguments, where that of one step of a stack `x` is `x[step]`. `results` has one
-      list: the kinds of its results, where one step of a stack has its group axis one
-      earlier. `fields` is a dict of further fields of the `Loop`.
+      `(arguments, results, fields)`. `arguments` and `results` are lists with one entry
+      for each body, here one. The entry of `arguments` has the names of the body's
+      arguments: for one step of a stack named `x`, it is `x[step]`. The entry of
+      `results` has the kinds of the body's results: for a result stacked with group
+      axis k, it is partitioned along k - 1. `fields` is a dict with the fields
+      `consts`, `carry`, `length` and `reverse` of the `Loop`.
     """
     consts, carry, xs = split_scan(eqn, names)
     n_carry = len(carry)
@@ -398,8 +409,8 @@ def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     Returns:
       `(arguments, results, fields)`. `arguments` has for each of the two bodies the
       names of its arguments; `results` has for each the kinds of its results, where
-      that of the condition is a global bool. `fields` is a dict of further fields of
-      the `Loop`.
+      that of the condition is a global bool. `fields` is a dict with the fields
+      `consts` and `carry` of the `Loop`.
     """
     cond_consts, body_consts, carry = split_while(eqn, names)
     fields = {"consts": (len(cond_consts), len(body_consts)), "carry": len(carry)}
@@ -437,9 +448,9 @@ def _program(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
       result_kinds: The kinds of its results, all global.
 
     Returns:
-      `(arguments, results, fields)`: one list with the names, one with the kinds, and
-      {}. The caller replaces the kinds of the results by those over the other
-      partition.
+      `(arguments, results, fields)`, which is `([names], [result_kinds], {})`: the body
+      takes all operands, and the `Loop` has no further fields. The caller replaces the
+      kinds of the results by those that the body has over the other partition.
     """
     return [names], [result_kinds], {}
 

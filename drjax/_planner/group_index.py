@@ -128,14 +128,14 @@ def _is_inner_scope(eqn, partition: Partition | None) -> bool:
 
 
 def _scan(eqn, operands, run):
-    """Rebuild a scan with the group index bound in its step.
+    """Rebuild a scan whose step uses the group index, now a value from outside.
 
     Args:
       eqn: The scan, whose jaxpr uses the group index.
       operands: An array or tracer for each operand: constants, initial carried values,
         stacks.
-      run: From a jaxpr to a function that evaluates it with the group index bound, and
-        returns the list of its results.
+      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
+        `jaxpr` with the group index in place of `partition_index`.
 
     Returns:
       The list of results of the scan: carried values, then stacked results.
@@ -155,14 +155,14 @@ def _scan(eqn, operands, run):
 
 
 def _while(eqn, operands, run):
-    """Rebuild a while with the group index bound in its condition and step.
+    """Rebuild a while that uses the group index, now a value from outside.
 
     Args:
       eqn: The while, of which a jaxpr uses the group index.
       operands: An array or tracer for each operand: constants of the condition,
         constants of the step, initial carried values.
-      run: From a jaxpr to a function that evaluates it with the group index bound, and
-        returns the list of its results.
+      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
+        `jaxpr` with the group index in place of `partition_index`.
 
     Returns:
       The list of the final carried values.
@@ -183,17 +183,17 @@ def _while(eqn, operands, run):
 
 
 def _cond(eqn, operands, run):
-    """Rebuild a cond with the group index bound in each branch.
+    """Rebuild a cond whose branches use the group index, now a value from outside.
 
     Args:
       eqn: The cond, of which a branch uses the group index.
       operands: An array or tracer for each operand: the index of the branch, then the
         operands of all branches.
-      run: From a jaxpr to a function that evaluates it with the group index bound, and
-        returns the list of its results.
+      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
+        `jaxpr` with the group index in place of `partition_index`.
 
     Returns:
-      The list of results of the branch.
+      The list of results of the branch that the index selects.
     """
     index, *operands = operands
     # switch, not cond: the primitive has an integer index, also for two branches.
@@ -201,17 +201,17 @@ def _cond(eqn, operands, run):
 
 
 def _map(eqn, operands, run):
-    """Rebuild a `map_fn` of an inner program with the outer group index bound.
+    """Rebuild the `map_fn` of an inner program, which uses the outer group index.
 
-    The inner mapped function closes over the index, which is broadcast to the inner
-    groups.
+    A mapped function calls the inner program, whose groups are inside one outer group.
+    The function of an inner group closes over the outer group index, which is broadcast
+    to all inner groups.
 
     Args:
-      eqn: The `map_fn` of a program that a mapped function calls, over another
-        partition.
+      eqn: The `map_fn` of the inner program, over another partition than the outer one.
       operands: An array or tracer for each operand, with the inner groups along axis 0.
-      run: From a jaxpr to a function that evaluates it with the group index bound, and
-        returns the list of its results.
+      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
+        `jaxpr` with the group index in place of `partition_index`.
 
     Returns:
       The list of results of the `map_fn`.

@@ -85,7 +85,7 @@ def implicit_communication(
     Returns:
       An `ImplicitCommunication`: a function that computes the results of `eqn` with
       building blocks, and the group axes of its operands and results. None if `eqn`
-      implies no communication, or implies some that has no plan.
+      implies no communication, or some that building blocks cannot express.
     """
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)
@@ -132,16 +132,17 @@ def _updates_population(eqn, axes: Sequence[int | None]) -> bool:
 def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
     """Rewrite an equation to act once on whole arrays, after a gather of its operands.
 
-    With a single group, whose gather costs nothing, this gives any equation a plan.
+    It is for equations over a single group, whose gather costs nothing, and for updates
+    of an array without group axis by a slice of each group.
 
     Args:
       eqn: The equation, of any primitive.
       axes: For each operand its group axis; None: it is not partitioned.
 
     Returns:
-      An `ImplicitCommunication`: a function that gathers the partitioned operands and
-      binds `eqn`, with `axes`; its results are global. None if `eqn` is a callback or
-      has effects, which would see the whole arrays.
+      An `ImplicitCommunication`, whose function gathers the partitioned operands, binds
+      `eqn` once, and returns global results. The group axes of its operands are `axes`.
+      None if `eqn` is a callback or has effects, which would see the whole arrays.
     """
     # Python would receive whole arrays where a group has a slice.
     if "callback" in eqn.primitive.name or eqn.effects:

@@ -124,8 +124,8 @@ class InlinedJaxpr:
     def known_integers(self) -> KnownIntegers:
         """The look-up of integer variables whose values are known while planning.
 
-        `known_integers.value(var)` is the value; None unless it depends on constants
-        and known arguments only, as an index computed by `jnp.arange` does.
+        `known_integers.value(var)` is the value; None unless `var` is computed from
+        `consts` and `known_arguments` alone, as an index of `jnp.arange` is.
         """
         return KnownIntegers(self.eqns, ChainMap(self.consts, self.known_arguments))
 
@@ -169,11 +169,11 @@ class InlinedJaxpr:
         and passes them in. Unbatching a gather in the body needs their values.
 
         Args:
-          operands: The operands of the loop that are the first arguments of the body,
-            in order, and have the same value in each step.
+          operands: The operands for the first arguments of the body, same in each step.
 
         Returns:
-          A dict from the position of an argument of the body to its value.
+          A dict from the position of an argument of the body to its value, for integer
+          arrays of 2 to `_SMALL` elements whose values are known while planning.
         """
         values = {}
         for i, atom in enumerate(operands):
@@ -217,8 +217,8 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
       call: If `closed` is such a body, the equation that has it as a parameter:
         equations without a source line of their own get its line. None for a whole
         program.
-      known: From the position of an argument to its value, for arguments of a body
-        whose values are known while planning. None: {}.
+      known: A dict from the position of an argument to its value, for arguments of a
+        body whose values are known while planning. None: {}.
 
     Returns:
       A jaxpr of the same arguments and results, prepared for unbatching: pointwise
@@ -250,8 +250,7 @@ def _share_gathers(eqns: list, outvars: Sequence[Any]) -> tuple[list, list]:
     """Merge equations that gather the slices of the same variable into one.
 
     Without it, a value would be communicated several times: `inline_calls` replaces
-    some blocks by a gather and work of the server, both in a program and in its
-    derivatives.
+    `reduce_columns`, and derivatives of `reduce`, by a gather and work of the server.
 
     Args:
       eqns: The equations, definitions before uses.
@@ -331,8 +330,9 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
       consts: For each constant its value; the constants of inlined calls are added to
         this dict.
       call: The equation that has `jaxpr` as a parameter: a call, or a `scan`, `while`
-        or `cond`. The equations of `jaxpr` then get fresh variables, as it may be that
-        of others, and those without a source line that of `call`. None: a program.
+        or `cond`. The appended equations then define new variables, as `jaxpr` may be
+        inlined twice, and those without a source line get that of `call`. None: the
+        jaxpr is a whole program.
 
     Returns:
       The list of variables, or literals, that are the results of `jaxpr`.

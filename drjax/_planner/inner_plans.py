@@ -32,11 +32,13 @@ def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
 
     Args:
       plan: The plan, whose stages have jaxprs. It is not modified.
-      make: `make(jaxpr, name, names, declared, results=names)` is the planner: it makes
-        a plan, or raises `PlanError`.
+      make: The planner, `make(jaxpr, name, names, declared, results=results)`: it makes
+        the plan of a closed jaxpr, or raises `PlanError`. `name` is that of the plan;
+        `names` and `results` have a name for each argument and result; `declared` has
+        for each argument its kind, or None to infer it.
 
     Returns:
-      A plan in which these stages have plans; the stages of its loops, too.
+      A copy of the plan in which these stages have plans, also those of its loops.
     """
     return map_stages(lambda stage: _with_inner(stage, make), plan)
 
@@ -46,13 +48,19 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
 
     Args:
       stage: A stage of the server or of the groups.
-      make: The planner, `make(jaxpr, name, names, declared, results=names)`, which
-        raises `PlanError` if there is no plan.
+      make: The planner, `make(jaxpr, name, names, declared, results=results)`: it makes
+        the plan of a closed jaxpr, or raises `PlanError`. `name` is that of the plan;
+        `names` and `results` have a name for each argument and result; `declared` has
+        for each argument its kind, or None to infer it.
 
     Returns:
-      A copy of the stage with a plan as its `inner`. `stage` itself if it runs no
-      building blocks, if one of them is over Manual mesh axes, or if there is no plan
-      over one partition.
+      A copy of the stage with a plan as its `inner`. `stage` itself in each of these
+      cases:
+
+      * it runs no building blocks, or no output depends on one;
+      * one of them is inside a user's `shard_map`, over Manual mesh axes;
+      * `make` raises `PlanError`;
+      * the plan would be over several partitions, side by side.
     """
     if not uses_blocks(stage.jaxpr) or _is_manual(stage.jaxpr):
         return stage

@@ -170,8 +170,9 @@ def inline_and_infer(closed, names, declared) -> Environment:
     """Inline a jaxpr, infer and check its kinds, and make its communication explicit.
 
     The kind of a variable is global, or partitioned along an axis. If the jaxpr has
-    building blocks over several partitions, those of all but the first used move to
-    bodies of `program` equations.
+    building blocks over several partitions, the plan is over the partition of the first
+    one. The building blocks over other partitions move into the bodies of `program`
+    equations, each of which gets a plan over its own partition.
 
     Args:
       closed: The closed jaxpr of a program.
@@ -245,6 +246,8 @@ def _infer_and_make_explicit(
 def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
     """Replace equations that imply communication by building blocks, without a mesh.
 
+    A mesh in context is hidden meanwhile: the building blocks would be bound to it.
+
     Args:
       kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
 
@@ -282,8 +285,8 @@ def plan_of_jaxpr(
         their equations.
 
     Returns:
-      The plan. Local stages whose mapped functions run programs have plans of these as
-      `Stage.inner`.
+      The plan. If mapped functions of a local stage run programs themselves, its
+      `Stage.inner` is the plan of the stage over the partition of these programs.
 
     Raises:
       PlanError: The jaxpr has no plan.
@@ -320,7 +323,7 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
 
     A move of slices between a population and a cohort of it is over two partitions. If
     no other building block is over either of them, the cohort, the smaller one, is
-    listed.
+    listed, after the others.
 
     Args:
       program: The inlined jaxpr of the program. The bodies of its loops are searched
@@ -330,8 +333,9 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
       A list without repetitions; [] if there is no building block.
 
     Raises:
-      PlanError: The program has a mutable array, an equation bound to a mesh (unless
-        `drjax.jit` plans it), or a building block inside an equation that has no plan.
+      PlanError: The program has a mutable array; an equation bound to a mesh, unless
+        `drjax.jit` plans it; or a building block inside an equation that is no `scan`,
+        `while`, `cond` or building block.
     """
     partitions: dict[Partition, Any] = {}
     resizing: dict[tuple[Partition, Partition], Any] = {}

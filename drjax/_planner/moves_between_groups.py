@@ -49,7 +49,7 @@ def move_groups(
       and returns its result, one array. `in_axes` and `out_axes` are the group axes of
       the operands, as `fn` takes them, and of the result; None: a global value. None in
       place of the triple if the equation moves no slices, if its index is partitioned,
-      or if the move has no building block.
+      or if no building block can express the move.
     """
     if eqn.primitive is lax.rev_p:
         return _rev(eqn, axes[0])

@@ -240,9 +240,9 @@ def _comparison_keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
     Yields:
       Pairs `(equation, key)`: first `(None, key)` for the inputs and constants, then
-      one for each equation, and last `(None, key)` for the results. The parts of a
-      jaxpr in an equation's parameters precede that equation, which takes the place of
-      None in them.
+      one for each equation, and last `(None, key)` for the results. A jaxpr in the
+      parameters of an equation is divided likewise. Its pairs come before that of the
+      equation, and the equation replaces None in them.
     """
     numbers: dict[Any, int] = {}
     inside = _compat.open_jaxpr(jaxpr)

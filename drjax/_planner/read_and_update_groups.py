@@ -49,9 +49,13 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
 
     Returns:
       A function `(partition, *operands) -> result`, which computes the result of `eqn`
-      (a list for an `unstack`) with building blocks, as a global value. None if the
-      equation does not read groups by their index, or reads too many: more than half of
-      them by known bounds, as of a `slice`.
+      (a list for an `unstack`) with building blocks, as a global value. None in each of
+      these cases:
+
+      * the equation does not read groups by their index;
+      * a `slice`, or a `pad` of negative size, reads no group or more than half;
+      * a `dynamic_slice` reads no group or all of them;
+      * a `gather` reads parts of slices, or has a form that is not rewritten.
     """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
@@ -281,8 +285,9 @@ def _unstack(eqn, axis: int) -> Callable:
 def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     """Rewrite a `gather` of groups' slices: select the groups that it indexes.
 
-    Of a batch of arrays, slices of each array are selected. Indices out of bounds are
-    clipped or filled in, as the mode of the gather says.
+    With batch dimensions, which operand and indices share, the indices of each batch
+    element select from the slices of this element. Indices out of bounds are clipped or
+    filled in, as the mode of the gather says.
 
     Args:
       eqn: A `gather`.

@@ -63,9 +63,13 @@ from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
     """Rewrite one scan, or pair of scans, to rematerialize residuals in each step.
 
-    Either cheap equations that compute partitioned constants of a scan are moved into
-    its steps; or a forward scan no longer stacks partitioned residuals, and the
-    backward scans that read them rematerialize them step by step.
+    Residuals are values of a scan that its derivative, a backward scan, needs. The
+    first scan that allows one of these rewrites is rewritten:
+
+    * Cheap equations, which cost little compared with the memory of their result, and
+      compute partitioned constants of the scan, are moved into its steps.
+    * A forward scan no longer stacks its partitioned residuals. The backward scans that
+      read them rematerialize them step by step, from global values.
 
     Args:
       kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
@@ -125,10 +129,10 @@ class _Scan:
           body_consts: The arguments of the new body for `consts`.
           body_xs: The arguments of the new body for one step of `xs`.
           first: Equations that the new body has before those of the old one.
-          names: From each variable of the old body that is no longer an argument to the
-            variable of the new body that replaces it.
-          more_consts: For each constant that `first` uses and the old body lacks its
-            value.
+          names: A dict from each variable that was an argument of the old body, and is
+            none of the new one, to the variable of the new body that replaces it.
+          more_consts: A dict from each constant that `first` uses, and that the old
+            body may lack, to its value.
           ys: Pairs of a stacked result of the new scan and its variable in the body.
 
         Returns:
@@ -356,8 +360,9 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
 
     Returns:
       A new inlined jaxpr with the rewritten scan, and without equations that are dead
-      then; None if no constant is partitioned along axis 0 and the result of a cheap
-      equation (`_is_cheap`).
+      then. None if there is no constant to move: one that is partitioned along axis 0,
+      the result of an equation that costs little compared with the memory of its result
+      (`_is_cheap`), and not bitwise-observable (the program may compare its bits).
     """
     program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
@@ -429,8 +434,8 @@ def _replace_scans(program: InlinedJaxpr, replaced: dict[int, tuple]) -> Inlined
 
     Args:
       program: The inlined jaxpr.
-      replaced: From the `id` of each old scan equation to `(new scan, its body)`, an
-        equation and an `InlinedJaxpr`.
+      replaced: A dict from the `id` of each old scan equation to `(new scan, its
+        body)`, an equation and an `InlinedJaxpr`.
 
     Returns:
       The new inlined jaxpr, with the same arguments and results.

@@ -334,9 +334,10 @@ def _leaving(
 
 
 def _gives_slices(eqn, kinds: Environment) -> bool:
-    """Whether an equation's slices come from communication, not from a local stage.
+    """Whether communication, not a local stage, gives the results of an equation.
 
-    So it is with a move of slices between groups and with a loop of rounds.
+    True for a move of slices between groups, and for a loop of rounds. Groups get the
+    slices of its results after the round, and cannot rematerialize them.
 
     Args:
       eqn: The equation, of any primitive.

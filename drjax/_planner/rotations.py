@@ -33,13 +33,16 @@ class Rearrange(Primitive):
     """The primitive that puts parts of an array in another order along a dimension."""
 
     def bind(self, *args, dimension: int, segments: tuple, **_) -> Any:
-        """Rearrange an array by equations of `lax`, as stages have no such primitive.
+        """Rearrange an array by slices and a concatenation of `lax`.
+
+        The primitive is in jaxprs of the planner only. A stage that is traced from such
+        a jaxpr has these equations instead, which all backends can run.
 
         Args:
           *args: The array, and nothing else.
           dimension: The dimension along which it is divided into parts.
-          segments: For each part of the result, in order, its first index in the array
-            and its size.
+          segments: For each part of the result, in order, a pair: its first index along
+            `dimension` of the array, and its size.
           **_: Not used.
 
         Returns:
@@ -73,9 +76,11 @@ class _Pieces:
         return sum(k for _, k in self.segments)
 
     def cut(self, start: int, stop: int) -> "_Pieces":
-        """Return new pieces: those from index `start` to `stop`, exclusive.
+        """Return the pieces of a slice of the variable that these pieces make up.
 
-        The indices count along the dimension of this variable, from 0.
+        Args:
+          start: The first index of the slice, along `self.dimension`, from 0.
+          stop: The index after its last one.
         """
         cut, position = [], 0
         for first, k in self.segments:
@@ -231,7 +236,8 @@ def _slice(eqn, known):
       known: From each variable that consists of pieces of another one to its `_Pieces`.
 
     Returns:
-      A list of its one `_Pieces`; None unless it cuts one dimension only, with step 1.
+      A list of its one `_Pieces`. None if it cuts no dimension or several, if a step is
+      not 1, if the operand has pieces along another dimension, or is a literal.
     """
     x, p = eqn.invars[0], eqn.params
     bounds = [*zip(p["start_indices"], p["limit_indices"], strict=True)]
@@ -312,7 +318,7 @@ def _pad(eqn, known):
 
 
 def _add(eqn, known):
-    """Describe a sum as pieces, if of two operands at each position one is zeros.
+    """Describe a sum as pieces, if at each position one of its operands is zeros.
 
     Args:
       eqn: The `add` or `add_any`.
@@ -320,8 +326,9 @@ def _add(eqn, known):
 
     Returns:
       A list of its one `_Pieces`, which has at each position the piece that is not
-      zeros. None if both have one at some position, if their sizes differ, or unless
-      both are pieces of the same array along the same dimension.
+      zeros, if there is one. None if neither operand is zeros at some position, if
+      their sizes differ, or unless both are pieces of the same array along the same
+      dimension.
     """
     parts = _pieces_of_all(eqn.invars, known)
     if not parts or parts[0].size != parts[1].size:

@@ -70,12 +70,13 @@ def _separate_with_slices(
       own: The partition of the plan.
       others: The other partitions. For each in turn, its building blocks move to bodies
         of `program` equations, which run a plan over it.
-      slices: The arguments that may be partitioned over `own`; those of a whole program
-        need not be listed.
+      slices: The arguments of the body of a loop that may be partitioned over `own`.
+        Equations without building blocks that take them stay outside of the new bodies,
+        which take global values. The empty set for a whole program.
 
     Returns:
       An inlined jaxpr with the same arguments and results, and no building blocks over
-      `others` outside of such bodies.
+      `others` outside of the bodies of `program` equations.
     """
     for other in others:
         program = _Separation(program, own, other, others, slices).result()
@@ -110,6 +111,10 @@ class _Separation:
 
     def result(self) -> InlinedJaxpr:
         """Build the inlined jaxpr with one `program` equation for each odd stage.
+
+        `self.stages` has the number of each equation's stage. It is odd for building
+        blocks over the other partition and the equations between them, which become the
+        body of a `program` equation, and even for all others.
 
         Equations are in the order of their stages, and keep their order within an even
         stage. A loop with blocks of the other partition stays, with rewritten bodies,
@@ -166,12 +171,12 @@ class _Separation:
         return used
 
     def _slices_in(self, eqn, body: InlinedJaxpr) -> set[Any]:
-        """Return the arguments of a loop's body that may have slices of the plan's own.
+        """Return the arguments of a loop's body that may be partitioned over `own`.
 
-        An operand of the loop may be partitioned over the plan's own partition if it is
-        in `self.slices`. Of a `cond`, the arguments are those for such operands. Of a
-        `scan` or `while` they are all arguments, if there is such an operand, as it may
-        make any carried value partitioned.
+        An operand of the loop may be partitioned over `self.own`, the plan's partition,
+        if it is in `self.slices`. Of a `cond`, the arguments are those for such
+        operands. Of a `scan` or `while` they are all arguments, if there is such an
+        operand, as it may make any carried value partitioned.
 
         Args:
           eqn: The loop: a `scan`, `while` or `cond`.
@@ -242,13 +247,15 @@ class _Separation:
     def _body(self, stage: int, members: list, bodies: dict):
         """Make the `program` equation that replaces the equations of an odd stage.
 
-        Its body is an inlined jaxpr of these equations, with a plan over `self.other`.
+        These are the building blocks over `self.other`, and equations between them,
+        with the same odd number in `self.stages`. They become the body of the new
+        equation, an inlined jaxpr, which is planned over `self.other`.
 
         Args:
-          stage: The stage, an odd number.
+          stage: The number of the stage, odd.
           members: Its equations, in order.
-          bodies: From each loop or `program` equation to its bodies; the new one is
-            added.
+          bodies: A dict from each loop or `program` equation to its bodies; the new
+            equation is added.
 
         Returns:
           The equation. It takes what `members` take from outside, and returns those of

@@ -100,14 +100,14 @@ class ExpandedOperand:
     operand: ConstantOperand | BroadcastOperand
 
     def expand(self, copy):
-        """Compute a group's slice of the result of the `broadcast_in_dim`.
+        """Compute a group's slice of the result of `self.eqn`, a `broadcast_in_dim`.
 
         Args:
-          copy: The operand of the equation, an array or a scalar.
+          copy: The group's copy of the whole operand of `self.eqn`, an array or scalar.
 
         Returns:
-          The slice: the result without its axis `axis`, along which all slices are
-          equal.
+          The slice: the result of the equation without its dimension `self.axis`, along
+          which all slices are equal.
         """
         params, axis = self.eqn.params, self.axis
         shape, dims = params["shape"], params["broadcast_dimensions"]
@@ -327,12 +327,14 @@ class StageValues:
         The list is computed once for each equation, and cached: do not modify it.
 
         Args:
-          eqn: An equation on partitioned values: a `map_fn`, or one that can be
-            unbatched.
+          eqn: An equation on partitioned values: a `map_fn` over the plan's partition,
+            or one of which `self.kinds.unbatched(eqn)` is not None.
 
         Returns:
-          An `Operand` for each operand of `eqn`: a slice of it, or all of it, as the
-          equation of one group needs.
+          An `Operand` for each operand of `eqn`, in order. Of a `map_fn`, each is how
+          to obtain the group's slice. Of any other equation, the equation of one group
+          (`self.kinds.unbatched(eqn)`) takes the group's slice if its `in_axes` has an
+          axis for the operand, and the whole operand if it has None.
         """
         # Several rounds ask for the same equation when they rematerialize it.
         if eqn not in self._operands:

@@ -80,8 +80,10 @@ def trace_local_stage(
     Returns:
       A stage named by its mapped functions, `slices` if there are none. Its jaxpr takes
       the group index, int32 `[]`, then copies of global values, slices of global
-      values, and slices of partitioned values for this group. It returns the slices of
-      the saved, outgoing and forwarded variables of `parts`, in this order.
+      values, and slices of partitioned values for this group. It returns this group's
+      slices of the variables in `parts.saved` (it computes them), `parts.outgoing` (it
+      derives them from global values or the group index) and `parts.forwarded` (it
+      takes and returns them unchanged), in this order.
     """
     inputs = [values.value(x.var) for x in parts.broadcast]
     inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
@@ -148,8 +150,10 @@ def _run_group(
         of global values, and slices from earlier rounds, in the order of `parts`.
 
     Returns:
-      The outputs of the stage: this group's slices of the variables in `parts.saved`,
-      `parts.outgoing` and `parts.forwarded`, in that order.
+      The outputs of the stage: this group's slices of the variables in `parts.saved`
+      (the stage computes them), `parts.outgoing` (it derives them from global values or
+      the group index) and `parts.forwarded` (it takes and returns them unchanged), in
+      that order.
     """
     inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
     # By equality of operands: several equations read the same input.
@@ -187,11 +191,12 @@ def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list
     """Bind an equation on partitioned values for one group.
 
     Args:
-      eqn: The equation: a `map_fn`, or one that can be unbatched.
+      eqn: The equation: a `map_fn` over the plan's partition, or one of which
+        `kinds.unbatched(eqn)`, the equation of one group, is not None.
       kinds: The kind of each variable of the program.
       group: The group index, int32 `[]`.
       operands: For each operand of `eqn` the slice of the group; or the whole array, if
-        the equation of one group takes it whole.
+        its entry in `kinds.unbatched(eqn).in_axes` is None.
 
     Returns:
       For each result of `eqn` the slice of the group, in a list.

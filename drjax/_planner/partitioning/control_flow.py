@@ -52,7 +52,8 @@ def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
       eqn: The equation.
       infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
         environment of a body (the kinds of its variables), an `InlinedJaxpr`, from the
-        kinds known of its arguments and results.
+        kinds known of its arguments and results. For the body of a `program`, its
+        partition is the fourth argument.
 
     Returns:
       The kind that each operand must have, the kind of each result, and the environment

@@ -333,9 +333,9 @@ def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
       eqn: The equation, of any primitive.
 
     Returns:
-      A tuple of k integers, from indices of shape `[k, 1]`, which depend on constants
-      only. None if they are not known, if they have another shape, or if `eqn` is no
-      `gather`, `scatter` or `scatter-add`.
+      A tuple of k integers, the values of indices of shape `[k, 1]`. None if they are
+      not known while planning, if they have another shape, or if `eqn` is no `gather`,
+      `scatter` or `scatter-add`.
     """
     if eqn.primitive.name not in ("gather", "scatter", "scatter-add"):
         return None

@@ -42,6 +42,10 @@ class PropagationRule(abc.ABC):
     def kinds(self, env: Environment, eqn) -> EquationKinds | None:
         """Return the kinds that partitioned operands and results must have.
 
+        Args:
+          env: The kinds, so far, of the variables of the program with the equation.
+          eqn: The equation.
+
         Returns:
           A kind for each operand and result, as far as they follow from the kinds in
           `env`. None if no operand or result is partitioned, or if the equation mixes
@@ -52,7 +56,15 @@ class PropagationRule(abc.ABC):
     def results(self, env: Environment, eqn, infer_body: InferBody) -> Sequence[Kind]:
         """Return the kind of each result that follows from the kinds of the operands.
 
-        It writes no kinds of variables to `env`; the caller does.
+        It writes no kinds of variables to `env`, which the caller does. For a loop of
+        rounds, it records the kinds of its operands, results and bodies in `env.loops`.
+
+        Args:
+          env: The kinds, so far, of the variables of the program with the equation.
+          eqn: The equation.
+          infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
+            environment of a loop's body, from the kinds known of its arguments and
+            results.
 
         Returns:
           A kind for each result; free if none follows yet.
@@ -67,8 +79,15 @@ class PropagationRule(abc.ABC):
     ) -> Sequence[Kind | None]:
         """Return the kind that the equation demands of each operand.
 
-        Demands follow from the kinds of the results. It writes no kinds of variables to
-        `env`; the caller does.
+        Demands follow from the kinds of the results. It writes nothing to `env`; the
+        caller does.
+
+        Args:
+          env: The kinds, so far, of the variables of the program with the equation.
+          eqn: The equation.
+          infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
+            environment of a loop's body, from the kinds known of its arguments and
+            results.
 
         Returns:
           A kind for each operand; None or free: any kind will do.
@@ -214,7 +233,13 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
       eqn: The equation, of any primitive.
 
     Returns:
-      The rule: a `BuildingBlock`, `ControlFlow`, `Communication` or `PerGroup`.
+      The first of these that applies:
+
+      * `BuildingBlock`: the equation is a building block over `env.partition`;
+      * `ControlFlow`: it is a loop of rounds, for which `env.is_loop(eqn)` is true;
+      * `Communication`: it combines or moves slices of groups, as a `lax.reduce_sum`
+        over the group axis does: `env.implicit_communication(eqn)` is not None;
+      * `PerGroup`: any other equation, work of each group or of the server.
     """
     if env.signature(eqn) is not None:
         return _BUILDING_BLOCK
@@ -228,10 +253,14 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
 
 
 def has_free_operand(env: Environment, eqn) -> bool:
-    """Whether an operand of an equation is free and could still become partitioned.
+    """Whether an operand of an equation that is no scalar is free.
 
-    A variable is free if inference has given it no kind yet. Scalars do not count: they
-    have no axis along which groups could lie.
+    A variable is free if inference has given it no kind yet, so that it could become
+    partitioned. A scalar could not: it has no axis along which groups could lie.
+
+    Args:
+      env: The kinds, so far, of the variables of the program with the equation.
+      eqn: The equation, of any primitive.
     """
     # Scalars have no axis along which they could be partitioned.
     return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)

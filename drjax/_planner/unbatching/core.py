@@ -49,9 +49,9 @@ class UnbatchedEquation:
 
         Args:
           eqn: The batched equation.
-          operands: An array for each operand of `eqn`, also for a dropped one: the
-            slice of one group, without the group axis; the whole operand if its
-            `in_axes` is None.
+          operands: An array for each operand of `eqn`: the slice of one group, without
+            the group axis; the whole operand if its entry in `self.in_axes` is None.
+            Those at positions in `self.dropped_operands` are not used.
 
         Returns:
           For each result of `eqn` the slice of this group, without the group axis.

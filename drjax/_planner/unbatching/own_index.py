@@ -83,8 +83,9 @@ class KnownIntegers:
           var: A variable or literal of the program.
 
         Returns:
-          The value. None unless the variable depends on constants only, by pointwise or
-          layout equations on integers or bools.
+          The value. None unless the variable depends only on literals and variables in
+          `self.consts`, by equations on integers or bools that are pointwise or in
+          `_LAYOUT`, such as an `iota` or a `reshape`; or if one of these is a tracer.
         """
         if isinstance(var, Literal):
             return np.asarray(var.val)
@@ -112,8 +113,8 @@ class KnownIntegers:
 def _is_evaluable(var, eqn) -> bool:
     """Whether `eqn`, which defines `var`, is cheap enough to evaluate while planning.
 
-    It is if it is a pointwise or layout equation, and `var` and all operands are
-    integers or bools.
+    It is if it is pointwise or in `_LAYOUT`, such as an `iota` or a `reshape`, and if
+    `var` and all operands are integers or bools.
     """
     if eqn.primitive.name not in ELEMENTWISE | _LAYOUT:
         return False

@@ -101,17 +101,17 @@ def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
 def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     """Unbatch an equation for each way in which one operand could be partitioned.
 
-    For inference: a free operand of an equation with such a way may become partitioned
-    later, and must not be made global yet.
+    For inference: if there is such a way, an operand without a kind yet may become
+    partitioned later, and must not be made global before.
 
     Args:
       eqn: The equation, of any primitive.
       n: The number of groups.
 
     Returns:
-      The equation of one group for each operand and axis of size n to which the
-      primitive's rule applies; it infers the group axes of the other operands. [] if
-      there is none.
+      The equation of one group for each operand and axis of size n for which the
+      primitive's rule gives one if this operand alone is known to be partitioned. Its
+      `in_axes` has the group axes that other operands then need. [] if there is none.
     """
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
@@ -141,8 +141,8 @@ def _broadcast_in_dim(eqn, axis):
       axis: The group axis of its operand.
 
     Returns:
-      `(group axis of the result, {changed parameter: value for one group})`; None if it
-      repeats a single group.
+      `(group axis of the result, {changed parameter: value for one group})`; None if
+      the group axis has size one and is broadcast to a larger size.
     """
     dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     out = dims[axis]
@@ -161,8 +161,8 @@ def _reshape(eqn, axis):
       axis: The group axis of its operand.
 
     Returns:
-      `(group axis of the result, {changed parameter: value for one group})`; None if
-      the new shape has no axis for the groups.
+      `(group axis of the result, {changed parameter: value for one group})`; None if no
+      new axis has the size of the group axis and as many elements before it.
     """
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None:
@@ -374,8 +374,8 @@ def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
       axes: The group axes of its two operands; None: not partitioned.
 
     Returns:
-      The equation of one group. None if the group axis is contracted, or the operands'
-      group axes do not fit.
+      The equation of one group. None if a group axis is contracted, or if both operands
+      are partitioned, but not along the same batch dimension.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = axes
