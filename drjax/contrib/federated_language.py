@@ -275,10 +275,10 @@ def _uses_group_index(stage: Stage) -> bool:
 
 @functools.cache
 def _uses_argument(code: bytes, from_last: int) -> bool:
-    """Return whether the results of StableHLO code depend on one of its arguments.
+    """Return whether the results of StableHLO code may depend on one of its arguments.
 
-    Answers are cached. The question is whether the main function uses the argument at
-    all.
+    They may if an operation takes the argument, in the function `main` or in one to
+    which that passes it. Answers are cached.
 
     Args:
       code: A StableHLO portable artifact, in MLIR bytecode.
@@ -291,10 +291,10 @@ def _uses_argument(code: bytes, from_last: int) -> bool:
 
 
 def _used(argument: Any, functions: dict[str, Any]) -> bool:
-    """Return whether an MLIR function uses one of its arguments.
+    """Return whether an operation of an MLIR function takes one of its arguments.
 
-    If the argument is passed to a call, it counts if the callee uses it; if any other
-    operation takes it, it always counts.
+    A call of another function counts only if that function uses the argument in turn;
+    any other operation always counts, also the return.
 
     Args:
       argument: The argument, an `ir.BlockArgument`.

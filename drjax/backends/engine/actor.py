@@ -34,15 +34,19 @@ def without_slices(
     Args:
       name: The name of the plan file.
       task: The task, which is not changed.
-      reference: `ResidentSlices.reference`: from a key, a list of arrays and a place to
-        a reference by which workers read the arrays.
+      reference: The method `ResidentSlices.reference`. `reference(key, arrays, place)`
+        stores a list of arrays where all workers can read it, and returns a reference
+        to it.
 
     Returns:
-      `(task, sources, parts)`. The task has a block without slices. `parts` is a list
-      of references and, if the slices are small, lists of arrays. `sources` says for
-      each partitioned input of the stage, in order, where its slices are: the index in
-      `parts` of a list with one array; or a `PiecesOfBlock`, whose pieces are indices
-      of `parts`.
+      `(task, sources, parts)`. `task` is a copy with a block without slices. `parts` is
+      a list of what has the slices: lists of arrays, if all arrays of the block
+      together have 8 KiB at most, else references; and the engine's references to
+      slices that workers have. `sources` says for each partitioned input of the stage,
+      in order, where its slices are: an int is the index in `parts` of a list with one
+      array `[c, ...]`, for the c groups of the block. A `PiecesOfBlock` says that
+      workers have the slices: its `pieces` then name indices in `parts` in place of
+      references.
     """
     block, parts, sources = task.block, [], []
     arrays = [x for x in block.slices if not isinstance(x, PiecesOfBlock)]
@@ -89,20 +93,23 @@ class Worker:
           name: The name of the plan file in this worker's store.
           file: The plan file, which is stored; None if an earlier call passed the file
             of this name.
-          task: The index of the stage, the block, and how failures are treated. The
-            block's list of slices is empty.
-          sources: For each partitioned input of the stage, in order, which of `parts`
-            has the slices of the block's c groups, `[c, ...]`, as its only array; or a
-            `PiecesOfBlock`, whose pieces are indices of `parts`.
+          task: The index of the stage, the block without its slices, and whether to go
+            on without groups that fail (`Task.drop`).
+          sources: For each partitioned input of the stage, in order, where the slices
+            of the block's c groups are: an int is the index in `parts` of a list with
+            one array `[c, ...]`. A `PiecesOfBlock` says for each group which slice it
+            has of arrays that earlier blocks left with workers; its `pieces` name
+            indices in `parts`.
           shared: The global inputs of the stage, in order.
           *parts: Lists of arrays, to which `sources` refers.
 
         Returns:
           The `BlockResult`: the block's partial reductions, the groups' slices of the
           outputs that are read later, and why groups failed. It has no values if
-          `task.search` is true, or if `skip` was called for the task. If slices stay
-          with the workers, a pair: the result without these, and the list of them,
-          arrays `[c, ...]`.
+          `task.search` is true, if `skip` was called for the task, or if a group failed
+          and `task.drop` is false. Unless `task.stay` is (), a pair `(result, arrays)`:
+          the result without the slices for which `task.stay` is true; and a list of
+          these, arrays `[c, ...]`.
 
         Raises:
           Exception: The stage failed, and no single group causes it.

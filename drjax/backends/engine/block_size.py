@@ -70,11 +70,14 @@ class BlockSize:
         self._left = _CHANGES
 
     def measure(self, blocks: Sequence[BlockResult]) -> None:
-        """Adjust `value` to the times that blocks took in the latest run of the stage.
+        """Adjust `value` to how long the blocks of the latest run of the stage took.
 
-        `value` does not change if no block counts, if the median time is within the
-        limits, if the change would be by less than a factor of two, or if it has
-        changed twice already.
+        A block should take at least 0.02 s, and at most 5 s, or a quarter of the option
+        `timeout` if that is less. The median time of the blocks that count decides. If
+        it is less, `value` grows, up to one worker's share of the groups and a limit on
+        bytes; if it is more, `value` shrinks. `value` does not change if no block
+        counts, if it would change by less than a factor of two, or if it has changed
+        twice already.
 
         Args:
           blocks: The results of the run's full blocks, those with `value` groups; only

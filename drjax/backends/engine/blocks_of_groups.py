@@ -126,14 +126,15 @@ def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
       x: The partitioned value, which refers to one leaf of each group's data.
       leaves: For each of the c groups a pair `(group index, leaves of the group's
         data)`. The leaves are a list of arrays, or an exception if the data cannot be
-        read.
+        read. They are [] if `x` is a leaf of a `Remote`, an argument whose data only
+        workers have.
       valid: Which of the groups take part, bool `[c]`; false for each group with an
         exception.
 
     Returns:
       An array `[c, ...]`, in which groups that do not take part have a copy of another
-      group's slice; zeros `[c]` if no group takes part; `[c, 0]` if the data stays with
-      the workers.
+      group's slice. Zeros `[c]` if no group takes part; else an empty array `[c, 0]` if
+      `x` is a leaf of a `Remote`.
     """
     pairs = zip(leaves, valid, strict=True)
     slices = [x.slice_of(part) if ok else None for (_, part), ok in pairs]

@@ -49,7 +49,10 @@ class Checkpoint:
     resumed = 0
 
     def get(self, key: str) -> Entry | None:
-        """Return the entry of a key, from this call or restored; None if there is none.
+        """Return the entry of a key; None if there is none, as always in this class.
+
+        A `FolderCheckpoint` has the entries that `put` has set in this call, and those
+        that it has read from its folder when it was created.
 
         Args:
           key: The location in the plan, such as `2.groups` for the groups of round 2.

@@ -124,13 +124,15 @@ class StepFiles:
         return names
 
     def _report_damage(self, reasons: list[str]) -> None:
-        """Warn that checkpoint files are damaged, and that an older one is used.
+        """Warn that checkpoint files are damaged, if there is an older one to use.
+
+        `self._steps` tells: a list with the name of that older file, or [].
 
         Args:
           reasons: For each damaged file a text: its path and why it cannot be used.
 
         Raises:
-          EngineError: There is no undamaged file.
+          EngineError: `self._steps` is empty: no file can be used.
         """
         text = f"The checkpoint has files that cannot be used: {', '.join(reasons)}. "
         if not self._steps:

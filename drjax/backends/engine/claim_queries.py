@@ -84,9 +84,10 @@ class ClaimQueries:
     def run(self, groups: Iterable[int], seconds: float, late: bool) -> None:
         """Ask clients for their groups, until each of `groups` has a connected client.
 
-        Clients that are new, or that may claim again, are asked; their answers are put
-        into the assignment. It returns without an error if time is over before each
-        group has a client.
+        Queries go to clients that were not asked, that have reconnected, or whose claim
+        would be accepted now. Their answers are put into the constructor's
+        `Assignment`; if that is `fixed`, no client is asked. The method returns without
+        an error if time is over before each group has a client.
 
         Args:
           groups: Group indices.
@@ -95,7 +96,7 @@ class ClaimQueries:
             return as soon as no connected client has an unanswered query.
 
         Raises:
-          EngineError: A claim is refused, and `drop` is false.
+          EngineError: A claim is refused, and the constructor's `drop` is false.
         """
         groups, end = [*groups], time.monotonic() + seconds
         while True:
@@ -137,15 +138,17 @@ class ClaimQueries:
         """Read the claims that clients have answered, and assign groups to clients.
 
         A claim is the index of the group whose data a client says that it has. A claim
-        is refused if it is no index of a group, or if a connected client has the group
-        already. If the option `drop` is set, the client of a refused claim takes no
-        part, with a warning.
+        is refused if it is no index of a group, or if another connected client has the
+        group. If the constructor's `drop` is true, a refused claim is logged as a
+        warning, and its client gets no group. A client that could not answer is asked
+        again later.
 
         Args:
-          present: The ids of all connected clients. The groups of others are free.
+          present: The ids of all connected clients. The group of a client that is not
+            among them may be claimed by another one.
 
         Raises:
-          EngineError: A claim is refused, and `drop` is not set.
+          EngineError: A claim is refused, and the constructor's `drop` is false.
         """
         for client, number in [*self._asked.items()]:
             if number is None:

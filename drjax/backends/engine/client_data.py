@@ -54,16 +54,20 @@ Store = MutableMapping[str, Any]  # of a worker: bytes by key
 def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
     """Raise an error if a slice that a worker computes is needed outside of it.
 
-    Workers that have the groups' data give no slices away.
+    An engine calls it whose workers have the groups' data and give no slices away, as
+    Flower's clients.
 
     Args:
       plan: The plan.
       keep: Which of its results stay with the workers, as arguments of the next call.
-      options: The engine's options.
+      options: The engine's options, of which `checkpoint` is read.
 
     Raises:
-      DrjaxValueError: A gather, a move, the server or the caller needs slices; or
-        slices stay with the workers, and there is a checkpoint or a secure sum.
+      DrjaxValueError: Slices are needed by a gather, by a move between groups (such as
+        `drjax.take`), by a server stage, by a scan that stacks them or by the condition
+        of a loop; or the plan returns some that are not in `keep`. Or a stage has
+        outputs that are read later, so that they stay with the workers, and the plan
+        has a secure sum or the option `checkpoint` is set.
     """
     for _, a_round in rounds_of(plan):
         for move in a_round.moves:
@@ -111,14 +115,18 @@ class StoredSlices:
         self._all: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def new_key(self) -> str:
-        """Make a key for the slices that one run of a stage leaves with its workers."""
+        """Return a new key, under which workers store the slices of one run of a stage.
+
+        It is a text that begins with `scope`; no two calls return the same one.
+        """
         return f"{self.scope}/{next(self._count)}"
 
     def begin(self) -> None:
-        """Begin a call: release the slices of earlier calls that no handle has.
+        """Begin a call: release the recorded slices that are not `held`.
 
-        Workers forget them at their next request, which lists the keys that are still
-        needed.
+        `WorkerSlices.held` is true for slices that a `Kept` of the caller stands for: a
+        result that is an argument of a later call. Workers delete the others at their
+        next request, which lists the keys that `needed` returns.
         """
         for x in [*self._all]:
             if not x.held:
@@ -126,14 +134,18 @@ class StoredSlices:
                 self._all.discard(x)
 
     def add(self, slices: WorkerSlices) -> None:
-        """Record slices as stored by workers, until their release.
+        """Record slices as stored by workers: until their `release` they are needed.
 
-        Only a weak reference is held, so that slices that are gone count as released.
+        Only a weak reference is held: slices that were garbage-collected are not needed
+        either.
         """
         self._all.add(slices)
 
     def needed(self, group: int) -> list[str]:
-        """Return the sorted keys of the slices of a group that its worker still needs.
+        """Return the keys under which the worker of a group must keep slices, sorted.
+
+        They are the keys of those recorded slices that were not released, and that the
+        group's worker has stored.
 
         Args:
           group: The group index.
@@ -200,13 +212,14 @@ class Requests:
         """Make the request for one group, which the worker passes to `answer`.
 
         Args:
-          task: A task whose block has one group. Of its slices, the request includes
-            those that the worker does not have.
+          task: A task whose block has one group.
 
         Returns:
-          As bytes: the stage with its global inputs, the group index, the mask and the
-          slices; and, for each other input, which leaf of the worker's data or which
-          stored slices it is, with the planned structure and types of that data.
+          Bytes with the stage and its global inputs, the group index and the mask. For
+          each partitioned input they have the slice, if the driver has it as an array;
+          else which leaf of the worker's own data it is, or under which key the worker
+          has stored it. They also have the planned structure and types of that data,
+          and the keys under which the worker must keep slices and is to store new ones.
         """
         block, slices, stored = task.block, [], []
         for origin, x in zip(self._header["slices"], block.slices, strict=True):
@@ -248,8 +261,9 @@ def answer(
         fit the plan, the group has failed. It is not called if the stage needs none of
         this data.
       store: Where the worker stores its slices of earlier stages and calls, bytes by
-        key; it is changed: new slices are added, and those that are not needed any more
-        are deleted. None: none are stored.
+        key; it is changed: new slices are added, and those that the server does not
+        need any more are deleted. None: the worker has no earlier slices, and new ones
+        are discarded.
       initial: A function without arguments that returns, before the first call, the
         group's slice of the kept arguments (those that are results of the call before);
         of several, a tuple. None: zeros.
@@ -298,7 +312,8 @@ def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
         fit the plan, the group has failed.
 
     Returns:
-      A `SecureAnswer`. Its slices are not masked yet: the caller does that.
+      A `SecureAnswer`. Its `slices`, what is summed securely, are not masked yet: the
+      caller must mask them before they leave the process.
 
     Raises:
       RuntimeError: The stage failed, and no single group causes it.
@@ -322,18 +337,21 @@ def _run(
 
     Args:
       request: The bytes that `Requests.to_bytes` returned.
-      load: A function without arguments that returns the group's own data.
+      load: A function without arguments that returns the group's own data, a pytree of
+        arrays. If it raises, or the data does not fit the plan, the group has failed.
+        It is not called if the stage needs none of this data.
       store: Where the worker stores its slices of earlier stages and calls, bytes by
-        key; new slices are added, and those that the request does not list are deleted.
+        key. New slices are added; those of the request's runner are deleted if the
+        request does not list their keys as needed.
       initial: A function without arguments that returns, before the first call, the
         group's slice of the kept arguments (those that are results of the call before);
         None: zeros.
 
     Returns:
       `(block, result, demands)`: the block of the group; its `BlockResult`, without
-      slices; and for each of its partial reductions the `Reduce.secure`, the least
-      number of groups to sum, 0 if it is not secure. If the group failed, the result
-      has only the reason.
+      slices; and for each of the stage's partial reductions the `Reduce.secure`, the
+      least number of groups to sum, 0 if it is not secure. If the group failed, the
+      block masks it, and the result has only the reason.
 
     Raises:
       RuntimeError: The stage failed, and no single group causes it.

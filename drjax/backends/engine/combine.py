@@ -103,14 +103,17 @@ def _add(op: str, total: Any, partial: Any) -> Any:
 
 
 def stacked(totals: Totals) -> Totals:
-    """Return totals as arrays: a fold's states of blocks are joined to `[blocks, *s]`.
+    """Join the states that a fold has from several blocks, in the totals of a stage.
 
-    Beam's pipelines return totals so, and `finish` reads them so.
+    Beam's pipelines return them joined, and `finish` takes them joined or not.
 
     Args:
       totals: For each array of a block's result its total, as `add` returns it: an
-        array, None, or for a fold a list of arrays `[1, *s]`, which is concatenated. An
-        array that was joined before stays.
+        array, or None if no group took part; for a fold a list of arrays `[1, *s]`, one
+        for each block, or one array if they were joined before.
+
+    Returns:
+      A new list of the same totals, with an array `[blocks, *s]` for each list.
     """
     join = lambda x: np.concatenate(x) if isinstance(x, list) else x
     return list(map(join, totals))

@@ -146,9 +146,10 @@ class Runner:
           saved: The open checkpoint of the call: results that it has are not computed.
 
         Returns:
-          The pytree that the planned function returns, of JAX arrays; a kept result,
-          which is an argument of the next call, is a handle, a `Kept`. The slices of
-          dropped groups are NaN, or zero if they are not floats.
+          The pytree that the planned function returns, of JAX arrays. A result that the
+          constructor's `keep` names as an argument of the next call is a `Kept`, which
+          stands for its slices. In other partitioned results the slices of dropped
+          groups are NaN, or zero if they are not floats.
         """
         call = _Call(self, plan, saved)
         run = _DriverInterpreter(call, self.executable.plan, "")
@@ -204,7 +205,11 @@ class Runner:
         return self._sizes[key]
 
     def close(self) -> None:
-        """End the workers, unless `owner` is false, and clear `engine_cache`."""
+        """End the workers, and clear `engine_cache`.
+
+        The workers go on if the constructor's `owner` was false: other runners share
+        them.
+        """
         self.engine_cache.clear()
         # Workers that several plans share end with their owner.
         if self._owner:
@@ -288,20 +293,20 @@ class _DriverInterpreter(PlanInterpreter):
 
 
 def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], list]:
-    """Make the body of a scan return arrays for the outputs to stack, also if unread.
+    """Wrap the body of a scan, so that the outputs that the scan stacks are arrays.
 
-    A partitioned output may be a `Lazy`, whose slices are read later; a stack needs its
-    array `[n, *s]`.
+    A body may return a `Lazy` or a `WorkerSlices` for a partitioned output, whose
+    slices are not in this process. A stack needs the array `[n, *s]` of all slices.
 
     Args:
       body: Runs one step: from the list of its inputs to the list of carried values,
         then of outputs to stack.
-      carry: The number of carried values. These may stay `Lazy`, as the next step reads
-        them by blocks.
+      carry: The number of carried values. These are returned as they are, as the next
+        step can read their slices block by block.
 
     Returns:
-      A function with the same arguments and results, in which the outputs to stack are
-      numpy arrays.
+      A function with the same arguments and results, which reads the slices of each
+      output to stack into a numpy array.
     """
 
     def step(inputs: list) -> list:
@@ -347,7 +352,9 @@ class _Call:
     ) -> list[Any]:
         """Run the local stage of a round for all groups, on the engine.
 
-        It writes the checkpoint so far, adds to the report, and drops groups that fail.
+        Before that it begins to save the checkpoint's new entries. It adds a
+        `StageReport` to `self.report`. Groups that fail are dropped for the rest of the
+        call: `self.alive` is False for them.
 
         Args:
           a_round: The round.
@@ -360,7 +367,8 @@ class _Call:
         Returns:
           A list: the results of the round's reductions but gathers, `[*s]`, the leaves
           of the results of its folds, then for each output in `kept` all groups'
-          slices, `[n, *s]`, or a `WorkerSlices` if they stay with the workers.
+          slices, `[n, *s]`, or a `WorkerSlices` if `KeptResults.staying` says that they
+          stay with the workers.
 
         Raises:
           EngineError: The stage failed, a group failed with `on_error="raise"`, or
@@ -418,19 +426,24 @@ class _Call:
         stage_report: StageReport,
         stage: Stage,
     ) -> None:
-        """Run a stage on the engine, and add the result of each block to `results`.
+        """Run a stage on the engine, and add each block of groups to `results`.
 
-        Groups that fail are dropped: they are False in `alive` from then on. The report
-        and the progress bar are updated.
+        A block is the task of one worker: a range of groups that it runs at once. The
+        groups that a block reports as failed are dropped for the rest of the call:
+        `self.alive`, bool `[n]`, becomes False for them, and `self.report.dropped` gets
+        the reason. The progress bar is updated, and `self.report.workers`, the number
+        of blocks of each process.
 
         Args:
           call: The run of the stage, for the engine.
-          results: The accumulator of reductions and slices, which is updated.
-          stage_report: The report on the stage, which is updated.
+          results: Combines the partial reductions of the blocks, and stores their
+            slices; it is updated with each block.
+          stage_report: The report on the stage. Its `groups` and `blocks` are updated;
+            its `round` is the location, for errors.
           stage: The stage, for errors.
 
         Raises:
-          EngineError: A group failed, with `on_error="raise"`.
+          EngineError: A group failed, and the option `on_error` is `"raise"`.
           Exception: What the engine raises if the stage failed, and no single group
             did.
         """
@@ -454,6 +467,9 @@ class _Call:
 
     def _fail(self, group: int, why: str, location: str, stage: Stage) -> None:
         """Drop a group that failed for the rest of the call, or raise its error.
+
+        To drop it sets `self.alive` to False for the group, and puts the reason into
+        `self.report.dropped`.
 
         Args:
           group: The group index.
@@ -547,12 +563,15 @@ class _CheckpointedSteps(_python_loops.Steps):
     def _origin(self, x: Lazy) -> np.ndarray:
         """Describe a carried `Lazy` by an int array `[1 + k]`, which is saved instead.
 
+        A `Lazy` stands for slices that are read later. Scans over it index its slices:
+        its `steps` has the current step of each of these k scans.
+
         Args:
-          x: The `Lazy`, one of the loop's inputs or a step of one.
+          x: The `Lazy`: one of the loop's inputs, or a step of one.
 
         Returns:
-          The position of that input among those inputs of the loop that are `Lazy`,
-          then the k steps of the scans over it in which `x` is, the outermost first.
+          First the position of that input among those inputs of the loop that are
+          `Lazy`; then `x.steps`, from the outermost scan to the innermost.
         """
         same = [y.source is x.source and y.leaf == x.leaf for y in self._lazy]
         return np.array([same.index(True), *x.steps])

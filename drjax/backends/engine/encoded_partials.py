@@ -43,28 +43,41 @@ class EncodedPartial:
 def encode_partials(
     reduces: Sequence[Reduce], partials: Sequence[np.ndarray]
 ) -> list[Any]:
-    """Encode the partial reductions of a block whose reductions have a `wire`.
+    """Encode the partial reductions of a block, where the plan has a `wire` for them.
 
-    Those of secure sums are not encoded: their masks are of the numbers themselves.
+    A secure sum is never encoded: clients mask its numbers as they are.
 
     Args:
-      reduces: Reductions of the plan.
+      reduces: Reductions of the plan, with a `Wire` or None as `Reduce.wire`.
       partials: The partial reduction of each over the block, arrays `[*s]`.
 
     Returns:
-      A list: for each an `EncodedPartial`, or the array as it is.
+      A list parallel to `partials`: an `EncodedPartial` for each reduction that has a
+      `wire` and is no secure sum, else the array as it is.
     """
     pairs = zip(reduces, partials, strict=True)
     return [_encoded(r.wire, x) if is_encoded(r) else x for r, x in pairs]
 
 
 def is_encoded(reduce: Reduce) -> bool:
-    """Whether the workers of an engine encode partial reductions of a reduction."""
+    """Return whether workers encode the partial reductions of a reduction.
+
+    They do if it has a `wire=`, and is no secure sum.
+    """
     return reduce.wire is not None and not reduce.secure
 
 
 def _encoded(wire: Wire | None, x: np.ndarray) -> EncodedPartial:
-    """Encode an array of floats `[*s]`, padded with zeros to whole blocks."""
+    """Encode an array as a partial reduction, in float32.
+
+    Args:
+      wire: How to encode it; not None. Its `block` is how many numbers share a scale:
+        the array is padded with zeros to a multiple.
+      x: The array, floats `[*s]`, which is not changed.
+
+    Returns:
+      The `EncodedPartial`, which has the shape without the padding.
+    """
     assert wire is not None
     flat = np.ravel(x).astype(np.float32)
     padded = np.pad(flat, (0, -flat.size % wire.block))

@@ -189,8 +189,8 @@ class ExecutablePlan:
 
         Args:
           outputs: The outputs of the plan, in order: numpy arrays, with random keys as
-            raw data; or None. A partitioned value has the groups along its
-            `Value.axis`.
+            raw data; or None for one that the caller replaces afterwards. A partitioned
+            value has the groups along its `Value.axis`.
 
         Returns:
           A pytree of JAX arrays; 0 where an output is None.

@@ -140,13 +140,13 @@ class StageRun:
         """Write the result of a block to a file in the run's folder, for the driver.
 
         The file has the block's group indices and mask, its groups' slices of the
-        stage's outputs that are read later, and why groups failed. Slices that stay
-        between stages are written to another file, in the folder `kept`. The partial
-        reductions are in none: workers combine these.
+        stage's outputs that are read later, and why groups failed. The slices of
+        outputs for which `stay` is true are left out: they are written to another file,
+        in the folder `kept`. The partial reductions are in none: workers combine these.
 
         Args:
           block: The block.
-          result: Its result.
+          result: Its result, which is not changed.
         """
         if self.stay:
             result = kept_files.store_staying_slices(
@@ -160,9 +160,10 @@ class StageRun:
         """Write the partial reductions over all groups to a file in the run's folder.
 
         Args:
-          totals: For each of `ops` the partial reduction over all groups, for a fold
-            the stack of all blocks' arrays; then the number of groups that took part,
-            as an array. Each is None if no group took part.
+          totals: For each of `self.ops` the partial reduction over all groups, an
+            array; for a fold the arrays of all blocks, stacked to `[blocks, *s]`. The
+            last element is the number of groups that took part, as an array. Each is
+            None if no group took part.
         """
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
@@ -175,9 +176,10 @@ class StageRun:
         """Read the partial reductions over all groups from the file that workers wrote.
 
         Returns:
-          For each of `ops` the partial reduction over all groups, for a fold the stack
-          of all blocks' arrays; then the number of groups that took part, as an array.
-          Each is None if no group took part.
+          For each of `self.ops` the partial reduction over all groups, an array; for a
+          fold the arrays of all blocks, stacked to `[blocks, *s]`. The last element is
+          the number of groups that took part, as an array. Each is None if no group
+          took part.
         """
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")
@@ -299,9 +301,10 @@ class FileExchange:
     def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
         """Write a file for each range of groups, with what workers cannot read.
 
-        A file has the slices of those inputs that workers cannot read themselves, and
-        the mask of the groups that take part: there is one for each range even without
-        slices.
+        If workers can read an input, as from Parquet files, the ranges are those of its
+        `Groups.bounds()`; else they are the blocks. A file has the slices of those
+        inputs that workers cannot read, and the mask of the groups that take part.
+        There is one for each range, even without slices.
 
         Args:
           call: The run of the stage.
@@ -373,10 +376,13 @@ _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
 def _readable_by_workers(x: Any) -> bool:
-    """Return whether workers can read a partitioned input themselves, as from Parquet.
+    """Return whether workers can read a partitioned input without the driver.
+
+    True only for a `Lazy` of a `Groups` whose `bounds()` is not None, such as Parquet
+    files.
 
     Args:
-      x: The input: an array of all groups' slices, a `Lazy`, or a `WorkerSlices`. Only
-        a `Lazy` whose `Groups` has bounds can be read by workers.
+      x: The input: an array of all groups' slices, a `Lazy` (slices that are read
+        later), or a `WorkerSlices` (slices that workers have).
     """
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

@@ -69,7 +69,10 @@ class KeptFiles:
         return read(self._files, path)
 
     def remove(self, unused_only: bool = True) -> None:
-        """Remove the folders with slices of which none is in use.
+        """Remove the folders of `new_folder` whose slices are not needed any more.
+
+        A folder is needed while it has slices that were passed to `add` and were not
+        released or garbage-collected since.
 
         Args:
           unused_only: If False, all folders are removed, as when the engine is closed.
@@ -86,14 +89,15 @@ class KeptFiles:
 
 
 def read(files: Any, path: str) -> list[np.ndarray]:
-    """Read the slices of a block that stay from their file.
+    """Read a file with the slices that one block of an earlier stage has left.
 
     Args:
       files: The file system, a `drjax.backends.engine.file_exchange.Files`.
       path: The path of the file, from `path_of`.
 
     Returns:
-      For each output of the stage that stays, in order, an array `[c, ...]`.
+      For each output of that stage whose slices stay between stages, in order, an array
+      `[c, ...]`.
     """
     return wire_format.from_bytes(files.read(path))[1]
 
@@ -136,16 +140,18 @@ def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
     """Prepare a block's slices for a file to workers: as paths, or as arrays.
 
     Args:
-      x: An array `[c, ...]`; or the `PiecesOfBlock` of a value whose slices are parts
-        of pieces, each a file with the slices of one block, or a list of arrays.
+      x: An array `[c, ...]`; or a `PiecesOfBlock`, which says for each group which
+        slice it has of some pieces. A piece is the path of a file, with slices that one
+        block has left, or a list of arrays that the driver has.
       read: A function from the path of a file to its list of arrays.
 
     Returns:
-      `(paths, arrays)`. If all pieces of the block are files, `paths` is a list, as
-      JSON data, of pairs of a path and the position of the value among the arrays of
-      the file; and `arrays` has two index arrays, int `[c]`: for each group its file in
-      `paths` (-1: none), and the position of its slice in it. Else `paths` is None, and
-      `arrays` has the slices themselves, `[c, ...]`.
+      `(paths, arrays)`. For a `PiecesOfBlock` whose groups have slices of files only,
+      `paths` is a list, as JSON data, of pairs of a path and the position of the value
+      among the arrays of that file. `arrays` is then two index arrays, int `[c]`: for
+      each group the index of its file in `paths` (-1: none), and the position of its
+      slice along axis 0. Else `paths` is None, and `arrays` has the slices themselves,
+      one array `[c, ...]`.
     """
     if not isinstance(x, PiecesOfBlock):
         return None, [x]

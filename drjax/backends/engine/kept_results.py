@@ -86,39 +86,42 @@ class KeptResults:
             )
 
     def open(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Kept]]:
-        """Replace the handles among a call's arguments by the slices they stand for.
+        """Replace each `Kept` among a call's arguments by the slices it stands for.
+
+        A `Kept` is what the caller has in place of a result of an earlier call whose
+        slices stay with the workers or the driver.
 
         Args:
           args: The positional arguments.
           kwargs: The keyword arguments.
 
         Returns:
-          `(args, kwargs, handles)`: copies of the arguments, with `WorkerSlices`
-          (workers have the slices) or `HostSlices` (the driver has them) in the places
-          of handles; and the handles, still valid, which the caller uses up once it has
-          results.
+          `(args, kwargs, handles)`: copies of the arguments, in which each `Kept` is
+          replaced by a pytree of `WorkerSlices` (workers have the slices) or
+          `HostSlices` (the driver has them); and the list of these `Kept`s. They are
+          still valid: the caller calls their `use_up` once it has results.
 
         Raises:
-          DrjaxValueError: A handle is of another `compile`, was used up, or is passed
+          DrjaxValueError: A `Kept` is of another `compile`, was used up, or is passed
             as another argument.
         """
         return self._keep.open(args, kwargs, self._start)
 
     def _start(self, pair: KeptPair, x: Any) -> list[WorkerSlices] | None:
-        """Make the leaves of a kept argument for which the caller has no handle yet.
+        """Make the leaves of a kept argument that each worker loads itself, if it does.
 
-        In the first call a kept argument, one that is a result of the call before, has
-        no slices from an earlier call. If the caller passes a `Remote`, a placeholder
-        for data that only workers have, and workers keep all slices, then each worker
-        begins with slices of its own.
+        A kept argument is a result of the call before, for which the caller passes a
+        `Kept`; in the first call there is none yet. Workers load their slices if `x` is
+        a `Remote`, a placeholder for data that only workers have, and the engine's
+        `stays` is `"all"`, as Flower's. Nothing is loaded yet.
 
         Args:
-          pair: The kept result, and the argument that it is.
-          x: What the caller passed as the argument; no handle.
+          pair: The result that stays, and the argument that it is in the next call.
+          x: What the caller passed as the argument; no `Kept`.
 
         Returns:
-          A `WorkerSlices` for each leaf of the argument, of slices that each worker
-          loads itself; None if `x` is to be passed on as it is, such as arrays.
+          If workers load the slices, a list with a `WorkerSlices` for each leaf of the
+          argument. Else None: `x`, such as a pytree of arrays, is passed on as it is.
         """
         if not isinstance(x, Remote) or self._engine.stays != "all":
             return None
@@ -134,10 +137,10 @@ class KeptResults:
     def inputs(self, inputs: list[Any]) -> list[Any]:
         """Return the plan's inputs as stages take them: arrays, `Lazy`, `WorkerSlices`.
 
-        Each `HostSlices` is replaced by its array.
+        Each `HostSlices`, slices that the driver has, is replaced by its array.
 
         Args:
-          inputs: The flat inputs of the plan, in order; the list is not changed.
+          inputs: The inputs of the plan, in order; the list is not changed.
 
         Raises:
           EngineError: The workers that had the slices of a `WorkerSlices` have ended.
@@ -148,7 +151,10 @@ class KeptResults:
         return [x.slices if isinstance(x, HostSlices) else x for x in inputs]
 
     def _check_workers_live(self, x: WorkerSlices) -> None:
-        """Raise `EngineError` if the workers that had the slices of `x` have ended."""
+        """Raise `EngineError` if the workers that had the slices of `x` have ended.
+
+        They have if the engine's `generation` is not that of `x` any more.
+        """
         if x.generation != self._engine.generation:
             raise EngineError(
                 f"The workers that had the slices of {x.value.name} have ended, by "
@@ -157,13 +163,17 @@ class KeptResults:
             )
 
     def staying(self, values: Sequence[Value]) -> tuple[bool, ...]:
-        """Return which outputs of a stage stay with the workers.
+        """Return for each output of a stage whether its slices stay with the workers.
+
+        The engine's `stays` decides: if it is `"all"`, the slices of all of `values`
+        stay; if it is `"kept"`, those of results that the argument `keep` names; if it
+        is empty, none.
 
         Args:
           values: The outputs of the stage that are read later.
 
         Returns:
-          A bool for each of `values`; () if none stays.
+          A tuple with a bool for each of `values`; () if none stays.
         """
         if self._engine.stays == "all":
             return (True,) * len(values)
@@ -171,18 +181,22 @@ class KeptResults:
         return stay if self._engine.stays and any(stay) else ()
 
     def split(self, outputs: list[Any], inputs: list[Any], alive: np.ndarray) -> list:
-        """Take the kept results out of the outputs of a call, for their handles.
+        """Take the results that the argument `keep` names out of the outputs of a call.
+
+        Each of them is the argument of the next call in place of one of this call. The
+        slices that workers have are marked as `held`, so that they stay.
 
         Args:
           outputs: The outputs of the plan, in order; the list is changed: those that
-            stay are set to None.
-          inputs: The inputs of the call, in order. A dropped group keeps its slice of
-            the kept argument that the result replaces.
+            are taken out are set to None.
+          inputs: The inputs of the call, in order. A dropped group gets its slice of
+            the argument that the result replaces.
           alive: Which groups take part, bool `[n]`; the others were dropped.
 
         Returns:
-          For each output of the plan a `WorkerSlices` (workers have the slices) or a
-          `HostSlices` (the driver has them); None if the output does not stay.
+          A list with an element for each output of the plan: a `WorkerSlices` (workers
+          have the slices) or a `HostSlices` (the driver has them) for one that is taken
+          out, else None.
         """
         leaves: list[Any] = [None] * len(outputs)
         for pair in self._keep.pairs:
@@ -211,11 +225,12 @@ class KeptResults:
         return self._keep.results(tree, leaves, self._fetch)
 
     def _fetch(self, _: KeptPair, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Copy the slices of a handle to the caller, for `Kept.fetch`.
+        """Copy the slices that a `Kept` stands for to the caller, for `Kept.fetch`.
 
         Args:
-          _: The kept pair, not used.
-          leaves: For each leaf of the kept result its `WorkerSlices` or `HostSlices`.
+          _: The pair of result and argument, not used.
+          leaves: For each leaf of the result its `WorkerSlices` (workers have the
+            slices) or `HostSlices` (the driver has them).
 
         Returns:
           For each leaf a new JAX array `[..., n, ...]`, with the group axis where the
@@ -223,7 +238,7 @@ class KeptResults:
 
         Raises:
           EngineError: The workers that had the slices have ended.
-          DrjaxTypeError: The workers give no slices away.
+          DrjaxTypeError: The workers give no slices away, as Flower's.
         """
         arrays = []
         for x in leaves:

@@ -90,11 +90,11 @@ class Block:
         return [self._take_slots(chosen[:middle]), self._take_slots(chosen[middle:])]
 
     def _take_slots(self, positions: np.ndarray) -> "Block":
-        """Return the block of some of this block's slots, in the order of `positions`.
+        """Return a block of k of this block's c groups, masked ones included.
 
         Args:
-          positions: The positions of the slots in this block, int `[k]`; the result has
-            k slots.
+          positions: The positions of the groups in this block, int `[k]`, in the order
+            that they have in the result. Their masks and slices go with them.
         """
         return Block(
             self.groups[positions],
@@ -106,12 +106,13 @@ class Block:
         """Pad the block to `size` groups, so that all blocks of a stage have one shape.
 
         Args:
-          size: An int that is at least c.
+          size: An int that is at least c, the number of groups of the block.
 
         Returns:
-          A block of arrays `[size, ...]`. Slots that are added are masked. Each masked
-          slot has the group index and the slices of the first group that takes part, so
-          there must be one.
+          A block of arrays `[size, ...]`: the c groups, then masked copies of a group.
+          A group that was masked before is replaced by such a copy, too. Copies are of
+          the first group of the block that takes part, its index included; there must
+          be one. This block itself, if it has `size` groups and none is masked.
         """
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))

@@ -18,7 +18,9 @@ from drjax.plan import Plan
 def for_arguments(plan: Plan, args: tuple, kwargs: dict) -> Plan:
     """Return the plan for as many groups as the arguments of a call have.
 
-    The first argument that tells its number of groups decides; nothing is read.
+    The first argument that tells the number of groups decides: an array of a
+    partitioned input by its group axis, or a `Groups` whose `count()` is not None. No
+    data is read.
 
     Args:
       plan: The plan.

@@ -55,8 +55,8 @@ def split(
       plan: A plan of one round, without loops and without partitioned results.
       args: The arguments of the planned function, all by position; `...` for the one
         whose slices the groups have.
-      options: An `EngineOptions`, of which `block_size`, `on_error`, `min_groups` and
-        `check_nans` count.
+      options: An `EngineOptions`, of which `block_size`, `timeout`, `on_error`,
+        `min_groups` and `check_nans` count.
 
     Returns:
       `(stage, results_from_totals)`: a `GroupsStage`, and a callable that takes the
@@ -64,7 +64,8 @@ def split(
       part as the last element, and returns the results of the planned function.
 
     Raises:
-      DrjaxTypeError, DrjaxValueError: The plan is another one, or arguments do not fit.
+      DrjaxTypeError, DrjaxValueError: The plan is not of one round, or has loops,
+        gathers, moves of slices or partitioned results; or the arguments do not fit it.
     """
     if sum(x is ... for x in args) != 1:
         raise DrjaxTypeError(

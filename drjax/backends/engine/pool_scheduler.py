@@ -64,9 +64,11 @@ class _BlockState:
         """Split a block that ends its workers into two, to find the group that does.
 
         Returns:
-          The states of the two halves, each without retries. The first one has the
-          block's `failed`, so that each failure is reported once. This state is
-          unchanged.
+          The states of the two halves, in order; neither is sent yet. Both have 0
+          `retries_left`: a half that ends its worker, too, is split at once, and not
+          sent again as a whole. If it is one group, that group has failed. The first
+          one has the block's `failed`, so that each failure is reported once. This
+          state is unchanged.
         """
         # No retries: a group that ends its workers then costs one loss for each
         # halving, and not `retries + 1`.
@@ -79,10 +81,14 @@ class _BlockState:
         ]
 
     def after_search(self) -> "_BlockState":
-        """Return the block's state without its search, to run as a whole again.
+        """Return the state with which the block runs as a whole after a search.
 
-        In a search the groups of the block run one by one. If there is none, the state
-        is returned as it is; else it is a copy with `searched` set.
+        A search is a task that runs groups of the block one by one, to find one that
+        takes too long.
+
+        Returns:
+          A copy with `search` None and `searched` True. This state itself, if its
+          `search` is None.
         """
         return (
             self if self.search is None else replace(self, search=None, searched=True)
@@ -94,7 +100,7 @@ _Finished = tuple[_BlockState, BlockResult | None]
 
 
 def results(pool: Pool, call: StageCall) -> Results:
-    """Run the blocks of a stage on the workers of a pool, lost blocks more than once.
+    """Run the blocks of a stage on the workers of a pool, and lost blocks again.
 
     It is the `Engine.results` of engines that are pools. The plan file is sent to the
     workers unless `call.cache` has a reference to it.
@@ -220,12 +226,19 @@ class _Scheduler:
     ) -> Iterator[_Finished]:
         """Decide what is next for a late block: search its slow group, retry, or fail.
 
-        A search runs the groups one by one. A group that takes too long in it has
-        failed: it is added to the state's `failed`, and masked in its block.
+        A search is a task that runs the groups of a block one by one.
+
+        * In a search that has named a slow `group`, that group has failed: it is added
+          to the state's `failed`, and masked in its block. The block is sent again,
+          after a search of the groups behind this one; but it is over if no other group
+          takes part, or if the option `on_error` is `"raise"`.
+        * If the block was not searched and has several groups, it is searched.
+        * Else it counts as lost, like a block whose worker is gone.
 
         Args:
-          state: The block, which may be changed; a search of it may be under way.
-          group: The index of the group that took too long; None if it is not known.
+          state: The block, which may be changed.
+          group: The index of the group that took too long in a search; None if it is
+            not known, or if there was no search.
 
         Yields:
           Nothing if the block is to be sent again: it goes to the queue of blocks to
@@ -257,9 +270,11 @@ class _Scheduler:
     def _lost(self, state: _BlockState, why: str) -> Iterator[_Finished]:
         """Decide what is next for a block whose worker is gone: retry, split, or fail.
 
-        If the worker had another block too, this one does not cost a retry, and from
-        then on each worker has one block. A block of one group without retries left has
-        failed.
+        If `state.alone` is false, the worker may have had another block, which may be
+        the cause. Then this block is sent again without using up a retry, and from then
+        on each worker has one block at a time. If it is true, the block is sent again
+        while `state.retries_left` is not 0. After that it is split into halves; a block
+        of one group has failed instead.
 
         Args:
           state: The block; its `retries_left` may be reduced.
@@ -328,20 +343,25 @@ class _InFlight:
         return len(self._states)
 
     def free(self) -> bool:
-        """Return whether another block may be sent: `limit` is not reached."""
+        """Return whether fewer than `limit` blocks are in flight."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:
-        """Set `limit` such that a worker has at most one block from now on."""
+        """Set `limit` to the number of workers, so that each has at most one new block.
+
+        Blocks that are in flight already stay.
+        """
         self.limit = self.pool.workers
 
     def send(self, state: _BlockState) -> None:
-        """Send a block to a worker; or its search, if it has one.
+        """Send a block to a worker; if `state.search` is not None, send that instead.
 
-        A search is a task that runs groups of the block one by one.
+        A search is a task that runs groups of the block one by one, to find one that
+        takes too long. The block is in flight from then on.
 
         Args:
-          state: The block. Its task number, deadline and `alone` are set.
+          state: The block. Its `task_number`, its `deadline` and `alone` (whether each
+            worker has at most one block) are set.
         """
         block = state.search or state.block
         task = self.job.task(block, search=state.search is not None)
@@ -379,8 +399,10 @@ class _InFlight:
     def _patience(self) -> float | None:
         """Return how long to wait for a task before looking for late ones, in seconds.
 
-        It is the time to the first deadline, or less while a search runs groups one by
-        one. None if there is no time limit. At least one block must be in flight.
+        It is the time to the first deadline; but an eighth of the option `timeout` at
+        most while some task is a search, which runs groups one by one, as each of them
+        has the time limit. None if there is no time limit. At least one block must be
+        in flight.
         """
         if self.timeout is None:
             return None
@@ -408,11 +430,16 @@ class _InFlight:
                 yield state, group
 
     def _late(self) -> Iterator[tuple[Any, int | None]]:
-        """Find the late blocks: past their deadline, or searching a group for too long.
+        """Find the late blocks.
+
+        A block is late when its deadline is over. In a search, which runs the groups of
+        a block one by one, it is also late when one group has run for the option
+        `timeout`.
 
         Yields:
           Pairs of the pool's handle of a task, and the index of the group that took too
-          long, or None if that is not known. A handle may come twice.
+          long, or None if only the deadline is known to be over. A handle may come
+          twice, unless the caller removes its block.
         """
         now = time.monotonic()
         for handle, state in [*self._states.items()]:

@@ -86,13 +86,15 @@ class ResidentSlices:
           key: What identifies the block, whatever the values of its slices are. Slices
             that were stored for this key before, and differ, are removed.
           slices: An array `[c, ...]` for each partitioned input of the stage.
-          place: If not None, the same slices are also looked for among those of other
-            keys with this place: rounds and inputs may share them.
+          place: What several keys share, such as the groups of the block: the same
+            slices are also looked for under the other keys with this place, as rounds
+            and inputs may share them. None: only under `key`.
 
         Returns:
-          What the function `put` returned for these slices: a reference for workers. It
-          is that of an earlier call if the arrays are equal bit by bit. Slices that do
-          not fit into the limit are stored for this call alone.
+          What the constructor's `put` returned for these slices: a reference for
+          workers. It is that of an earlier call if the arrays are equal bit by bit.
+          Slices that do not fit into the constructor's `limit` are stored for this call
+          alone.
         """
         keys = self._keys.setdefault(place, set()) if place is not None else set()
         for other in (key, *(keys - {key})):
@@ -124,10 +126,11 @@ class ResidentSlices:
     def _remove(self, key: Hashable) -> None:
         """Remove the slices of this key from the cache, if there are any.
 
+        If another key has the same slices, they stay for that one. Else the cache has
+        no reference to them any more, and their bytes do not count toward its limit.
+
         Args:
-          key: The key of the block. If another key has the same slices, they stay for
-            that one, and count as before; else the store drops them once no task needs
-            them.
+          key: The key of the block, as it was passed to `reference`.
         """
         if (entry := self._entries.pop(key, None)) is not None:
             entry.keys -= 1

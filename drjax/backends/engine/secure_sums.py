@@ -50,9 +50,9 @@ _POLL = 0.1  # seconds between looks for replies
 
 
 def _levels(n: int) -> int:
-    """Return how many steps the range of one group's numbers has, a power of 2.
+    """Return into how many steps the range of numbers of one group is divided.
 
-    The modulus is 2^32, and n groups of so many steps add up to 2^31 at most.
+    It is a power of 2, so that n groups add up to 2^31 at most; the modulus is 2^32.
     """
     return 2 ** (31 - max(1, math.ceil(math.log2(n))))
 
@@ -60,7 +60,7 @@ def _levels(n: int) -> int:
 def _limit(secure_range: float) -> float:
     """Return the option `secure_range`, rounded up to a power of 2 for the protocol.
 
-    Steps are then powers of 2, too, and integers in the range exact.
+    The step to which numbers are rounded is then a power of 2, too: integers are exact.
     """
     return 2.0 ** math.ceil(math.log2(secure_range))
 
@@ -166,7 +166,7 @@ class _Failed(Exception):
 
 
 def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> Any:
-    """Run the stage for the client's group; Flower's mod masks what this returns.
+    """Run the stage for the client's group; Flower's `secaggplus_mod` masks the result.
 
     Args:
       message: The third message of the protocol, with the request.
@@ -174,8 +174,8 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
       load: Returns the group's own data, a pytree of arrays.
 
     Returns:
-      A Flower message with the secure slices as one vector, which the mod masks,
-      and the other partial reductions.
+      A Flower message with the slices of secure sums as one vector, which the mod
+      masks, and the other partial reductions.
 
     Raises:
       _Failed: The group failed, or a number is out of range.
@@ -224,28 +224,25 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
 
 
 class Link(Protocol):
-    """The connection of the server to its clients, by which messages are sent.
-
-    A protocol class; `drjax.backends.flower` implements it.
-    """
+    """The server's connection to its clients; `drjax.backends.flower` implements it."""
 
     def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
-        """Send a message with the fields `content` to a node; return its number.
+        """Send a message with the fields `content` to a node; return its number, text.
 
-        `kind` is the function of its `ClientApp`, "query" or "train", and `records` are
+        `kind` is the function of its `ClientApp`, "query" or "train"; `records` are
         further records of Flower, by name. None is returned if it cannot be sent.
         """
         ...
 
     def pull(self, number: str) -> Any:
-        """Return the reply to the message with this number; None if there is none yet.
+        """Return the reply to message `number`, from `push`; None if none has come yet.
 
         Raises `BadReply` if it cannot be read.
         """
         ...
 
     def forget(self, number: str) -> None:
-        """Release the reply to the message with this number: it is not needed."""
+        """Discard the reply to message `number`, if any, also one that comes later."""
         ...
 
 
@@ -400,14 +397,17 @@ class _Aggregation:
     def agree_on_keys(self) -> None:
         """Exchange public keys, then shares of secrets, among all clients.
 
-        If a client is missing, it is in `lost`, and the caller begins again without it.
+        A client that fails is put into `lost`; the caller then begins again without it.
         """
         for exchange in ("setup_stage", "share_keys_stage"):
             if not self.lost:
                 self._exchange(exchange)
 
     def collect(self) -> None:
-        """Run the stage at the clients; collect masked values and other results."""
+        """Run the stage at the clients; store masked values, and results for `done`.
+
+        A client that fails is put into `lost`, with the reason.
+        """
         self._exchange("collect_masked_vectors_stage")
 
     def unmask(self, left: int) -> list[np.ndarray | None]:
@@ -461,7 +461,7 @@ class _Aggregation:
     # What Flower's workflow calls
 
     def _exchange(self, name: str) -> bool:
-        """Run the workflow's method `name`; return whether enough clients are left."""
+        """Run the workflow's method `name`; return whether enough clients answered."""
         self._now = name
         return getattr(self._workflow, name)(self, self._context, self._state)
 
@@ -470,10 +470,10 @@ class _Aggregation:
         return len(self._clients)
 
     def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
-        """Return what each client is to train, as the workflow's strategy: nothing.
+        """Return a pair `(client, FitIns)` for each client, as the workflow's strategy.
 
-        All clients take part; what they get is the request of the stage. `unused` are
-        the workflow's arguments, ignored.
+        All clients take part, and a `FitIns` is empty: what clients get is the request
+        of the stage. `unused` are the workflow's arguments, ignored.
         """
         common = needed("flwr.common", "flower", "Flower")
         nothing = common.Parameters([], "numpy.ndarray")
@@ -481,7 +481,7 @@ class _Aggregation:
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
     def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
-        """Store the mean of unmasked values, in `pairs`, as the workflow's strategy."""
+        """As the workflow's strategy, store the mean in `pairs[0][1]` for `unmask`."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}

@@ -112,16 +112,18 @@ def partials_of(file: File) -> list[list[Partial]]:
 
 
 def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
-    """The array of a reply for an output of a stage.
+    """Return the array that a reply for one group must hold for one output of a stage.
 
     Args:
-      op: The reduction, text, or `FOLD`.
-      name: The name of the value that is reduced.
+      op: The operation, such as `"sum"`; `FOLD` for a leaf of a fold's state.
+      name: The name of the partitioned value that is reduced, for errors.
       aval: The shape and dtype of the output of the stage.
       reduce: The reduction in the plan; None for a leaf of a fold's state.
 
     Returns:
-      A `Partial`: of an encoded partial reduction its codes, and states are stacked.
+      A `Partial` of shape and dtype. For a fold's state a leading axis of size 1 is
+      added. For a reduction with `wire=`, unless it is a secure sum, the array is the
+      codes, uint8 `[k]`. Else it has the shape and dtype of `aval`.
     """
     shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
     if reduce is None:
@@ -174,7 +176,7 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """Check the reply of an untrusted worker for one group, and parse it.
+    """Check and parse a reply, as `validate_reply`, but let a `RecursionError` through.
 
     Args:
       data: The reply, of any type; bytes of `wire_format.result_to_bytes` are expected.

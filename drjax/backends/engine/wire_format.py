@@ -72,9 +72,10 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
     Args:
       block: The block, of which the group indices and the mask are included.
       result: Its result: partial reductions, slices, `failed`, `pid` and `seconds` are
-        included, `piece` is not. Partial reductions that are None are left out: if no
-        group of a block takes part, all are. Of an encoded one the codes are included,
-        uint8 `[k]`: how they are encoded is known from the plan.
+        included; `piece`, the engine's reference to slices that stay with the workers,
+        is not. Partial reductions that are None are left out: if no group of a block
+        takes part, all are. Of an encoded one the codes are included, uint8 `[k]`: how
+        they are encoded is known from the plan.
 
     Returns:
       Bytes that `result_from_bytes` reads.

@@ -303,11 +303,11 @@ class CompiledStage:
         """Return whether outputs of a block have a NaN, except for masked groups.
 
         Args:
-          outs: What `run_batch` returned for the block: a list of `partials` arrays
-            that are partial reductions and states, then the slices `[size, ...]` of
-            each output that is read later.
-          block: The block of c groups, not padded: only the first c slices are looked
-            at.
+          outs: What `run_batch` returned for the block. The first `self.partials`
+            arrays are partial reductions and states, which are looked at as a whole;
+            the others are slices `[size, ...]`, of which masked groups and padding are
+            ignored.
+          block: The block of c groups, before padding.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
         return any(map(_has_nan, partials)) or any(

@@ -185,13 +185,13 @@ class WorkerSlices(Unread):
         return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
 
     def of_value(self, value: Value) -> "WorkerSlices":
-        """Return the same slices as those of another value, as a new `WorkerSlices`.
+        """Return a new `WorkerSlices` with the slices of this one, for another value.
 
-        It has a `release` of its own: a call may return an argument unchanged as a
-        result, and the argument is released then.
+        A call may return an argument unchanged as a result, and the argument is
+        released then: the new one stays until its own `release`.
 
         Args:
-          value: The other value in the plan.
+          value: The other value in the plan, such as that result.
         """
         return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
 
@@ -212,11 +212,11 @@ class WorkerSlices(Unread):
         return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
 
     def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
-        """Return the value in which dropped groups have the slices of another value.
+        """Return this value, but with the slices of another one for dropped groups.
 
         Args:
-          old: The other value: an array `[n, ...]`, or an `Unread` (slices that are not
-            in this process), which is read unless workers have it.
+          old: The other value: an array `[n, ...]`; a `WorkerSlices`, of which nothing
+            is read; or another `Unread`, whose slices are read.
           alive: Which groups take part, bool `[n]`; the others were dropped.
 
         Returns:
@@ -290,12 +290,14 @@ def slices_to_read(
 
     An engine whose workers give no slices away refuses a plan with such values. They
     are what gathers, server stages, stacks of scans, conditions of loops and, unless
-    they are kept, the plan's outputs read. Moves are not considered.
+    they are kept, the plan's outputs read. Building blocks that move slices between
+    groups, such as `drjax.take`, are not considered.
 
     Args:
       plan: The plan, or the body of a loop.
-      taken: Those of its partitioned inputs that earlier stages may have computed.
-      kept: The names of its outputs that stay with the groups.
+      taken: Those of its partitioned inputs that may have been computed by an earlier
+        stage or call. Other inputs are data of the caller, which are never yielded.
+      kept: The names of its outputs that stay with the groups, and so are not read.
 
     Yields:
       Partitioned values, some more than once; none if no slice is needed elsewhere.
