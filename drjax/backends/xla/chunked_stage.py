@@ -113,8 +113,8 @@ class ChunkedStage:
           its partial reduction over the device's groups, `[*s]`, in the accumulator
           dtype, and then for each fold the leaves of its state, `[*s]`. If the device
           has no group, these are the identity of the reduction, and zeros for a fold.
-          `slices` has for each output in `kept` the slices of the device's slots,
-          `[k, *s]`; those of padding mean nothing.
+          `slices` has for each output in `self.kept`, which are read after the stage,
+          the slices of the device's slots, `[k, *s]`; those of padding mean nothing.
         """
         layout = self.layout
 
@@ -151,7 +151,7 @@ class ChunkedStage:
           `(partials, slices)`. `partials` has for each reduction its partial reduction
           over the device's groups, `[*s]`, in the accumulator dtype, and then for each
           fold a list of the leaves of its state, `[*s]`. `slices` has for each output
-          in `kept` the slices of the device's slots, `[k, *s]`; those of padding, the
+          in `self.kept` the slices of the slots, `[k, *s]`; those of padding, which are
           slots without a group, mean nothing.
         """
         count, layout = self.layout.per_device, self.layout
@@ -228,12 +228,13 @@ class ChunkedStage:
             Padding has the slices of the device's first group.
           partial_count: How many slots of this chunk have groups on the one device that
             has both groups and padding.
-          alone: Whether the chunk has all slots of the device; for `_summed_in_map`.
+          alone: Whether this chunk has all slots of the device. If not, no output is
+            summed by `_summed_in_map`.
 
         Returns:
           `(partials, slices)`: for each reduction its partial reduction over the
           chunk's groups, `[*s]`, in the accumulator dtype, and then for each fold a
-          `ChunkState`, the fold of the chunk's states; and for each output in `kept`
+          `ChunkState`, the fold of the chunk's states; for each output in `self.kept`
           the slices of the slots, `[c, *s]`.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
