@@ -101,8 +101,11 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
     """Yield the lines of text on the rounds of a plan, and on its last server stage.
 
     Args:
-      plan: A `drjax.plan.Plan`, also that of a loop's body.
-      inside: Whether it is the plan of an inner level, or of a loop in one.
+      plan: A `drjax.plan.Plan`: of a program, a loop's body, or an inner level.
+      inside: Whether the plan runs in each group of an outer level. Then lines on
+        server stages begin `outer group computes` in place of `server computes`, and
+        the groups have the name of their partition, as in a plan with several levels,
+        in place of `groups`.
     """
     # With several levels, each has its name.
     named = inside or len(plan.levels) > 1
@@ -160,7 +163,9 @@ def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
 
     Args:
       loop: A `drjax.plan.Loop`.
-      inside: Whether it is in the plan of an inner level.
+      inside: Whether the loop runs in each group of an outer level. Then its bodies'
+        server stages begin `outer group computes` in place of `server computes`, and
+        their groups have the name of their partition in place of `groups`.
     """
     steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
     backwards = ", backwards" if loop.reverse else ""
@@ -180,8 +185,9 @@ def _server_lines(stage: Any, inside: bool) -> list[str]:
 
     Args:
       stage: A `drjax.plan.Stage` of the server.
-      inside: Whether it is in the plan of an inner level, whose server is a group of
-        the outer one.
+      inside: Whether the stage is in the plan of an inner level, whose server is a
+        group of the outer one. Then the line begins `outer group computes`, else
+        `server computes`.
     """
     who = "outer group computes" if inside else "server computes"
     line = f"  {who:<21}" + ", ".join(map(str, stage.outputs))

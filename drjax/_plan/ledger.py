@@ -150,9 +150,12 @@ class Ledger:
     def _slices_per_device(self, message: Message) -> int:
         """Count the slices that one device puts into all collectives of a message.
 
-        The message's bytes, times this number, are the bytes that a device reduces. A
-        message of an inner level is one collective for each of the device's groups of
-        the outer levels.
+        A message is one value that is communicated in a round. Its bytes, times this
+        number, are the bytes that a device puts into collectives. A message of an inner
+        level is one collective for each of the device's groups of the outer levels.
+
+        Args:
+          message: The message. How often a loop repeats it is not counted.
 
         Returns:
           The number; 0 if the groups of the message's level are on one device.
@@ -172,6 +175,10 @@ class Ledger:
         Args:
           name: The name of the level; None if the plan has one level only.
           outermost: Whether it is the outermost level.
+
+        Returns:
+          `self.devices` for the outermost or only level; for an inner level the number
+          in `self.devices_of`, or 1 if that does not name the level.
         """
         if outermost or name is None:
             return self.devices
@@ -228,9 +235,10 @@ class Ledger:
         return over is None or over == self.levels[0]
 
     def _crosses_level(self, message: Message, over: str | None) -> bool:
-        """Return whether a message is communicated by the groups of a level.
+        """Return whether the groups of a level send or receive the value of a message.
 
-        That is: between these groups and their server, or from group to group.
+        They do so from or to their server, or between each other. A message of an inner
+        level is not one of the outer level, and the reverse.
 
         Args:
           message: The message.
@@ -297,8 +305,8 @@ def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
     """Check the argument of `Plan.communication`, and return it as a dict from levels.
 
     Args:
-      names: The names of the plan's levels, outermost first; empty for a plan without a
-        partition.
+      names: The names of the plan's levels (nested partitions), outermost first; empty
+        for a plan without a partition.
       devices: The argument: the number of devices that share the groups of the
         outermost level; or a dict from names of levels to such numbers.
 

@@ -54,10 +54,10 @@ class Wire:
         object.__setattr__(self, "block", block)
 
     def nbytes(self, count: int) -> int:
-        """The bytes of some numbers when they are encoded, with their scales.
+        """The bytes of `count` numbers in this encoding, with the scales of its blocks.
 
         Args:
-          count: How many numbers there are; they are padded to whole blocks.
+          count: The number of numbers; they are padded to whole blocks.
         """
         bits, _ = _WIRES[self.dtype]
         blocks = -(-count // self.block)

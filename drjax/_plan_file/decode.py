@@ -362,7 +362,10 @@ class _StageReader:
         self._members, self._consts = members, dict[tuple[str, Any], np.ndarray]()
 
     def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
-        """Build a stage from its JSON data, and add the names of its members to `used`.
+        """Build a stage from its JSON data.
+
+        The names of its members, the files in the zip with its code and constants, are
+        added to `used`.
 
         Args:
           data: The entry of the stage in the manifest.
@@ -433,7 +436,7 @@ class _StageReader:
         return self._consts[key]
 
     def _member(self, name: str) -> bytes:
-        """Return the contents of the member `name`, and add the name to `used`."""
+        """Return the bytes of the file `name` in the zip; add the name to `used`."""
         self.used.add(name)
         return self._members[name]
 

@@ -102,8 +102,13 @@ class _Writer:
 
         Args:
           plan: The plan, the plan of a loop's body, or that of an inner level.
-          prefix: The text before the names of its members: empty, or for the first body
-            of the loop `scan` of round 2 `2.scan.0.`.
+          prefix: The text with which the names of its stages' members (files in the
+            zip) begin, after `stages/`: empty for the whole plan; `2.scan.0.` for the
+            first body of the loop `scan` of round 2; `2.inner.` for its inner level.
+
+        Returns:
+          A dict with the plan's name, partition, inputs, outputs, trees, table of
+          values, rounds and last server stage. Values are referred to by name.
         """
         values: dict[str, dict] = {}
 
@@ -157,8 +162,8 @@ class _Writer:
 
         Args:
           stage: The stage; it is exported, unless it has no outputs.
-          member: The name of its members, such as `2.server`, to which a suffix is
-            added for each.
+          member: The name of its members (files in the zip), such as `2.server`. The
+            prefix `stages/` and a suffix for each file are added.
           names: A function from `Value`s to the list of their names, which also adds
             their entries to the plan's table of values.
 
@@ -263,6 +268,10 @@ class _Writer:
           prefix: The text before the names of its round's members, such as `2.`.
           names: A function from `Value`s to the list of their names, which also adds
             their entries to the plan's table of values.
+
+        Returns:
+          A dict with the attributes of a `Loop` as keys; values are replaced by their
+          names, and `bodies` are plans as JSON data.
         """
         bodies = [
             self.plan(body, f"{prefix}{loop.name}.{i}.")

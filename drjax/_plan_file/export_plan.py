@@ -123,8 +123,8 @@ class _Export:
 
         Args:
           plan: The plan, the plan of a loop's body, or that of an inner level.
-          location: The text before its stages' locations, for errors: empty, or for the
-            body of a loop `round 1, scan, `.
+          location: The text with which its stages' locations in errors begin: empty for
+            the whole plan, or such as `round 1, scan, ` for the body of a loop.
         """
         kept = plan.kept()
         rounds = tuple(
@@ -192,8 +192,10 @@ class _Export:
     def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
         """Copy the local stage of a round with exported functions in `exported`.
 
-        The stages of an inner level are exported, too. The stage itself is returned if
-        it has no outputs or is exported already.
+        Its functions return what the round needs: partial reductions, states of folds,
+        and slices of the outputs in `kept`. The stages of the plan of an inner level,
+        `stage.inner`, are exported, too. The stage itself is returned if it has no
+        outputs or is exported already.
 
         Args:
           a_round: The round.

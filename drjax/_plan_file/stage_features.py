@@ -45,6 +45,10 @@ def features_of(jaxpr: Any, location: str) -> StageFeatures:
       jaxpr: The jaxpr of the stage, open or closed.
       location: Round and stage, for errors: `round 1, groups`.
 
+    Returns:
+      Whether it has 64-bit values, which implementations of random keys it uses, and
+      whether the groups of a batch must run one after another.
+
     Raises:
       PlanFileError: The stage calls back into Python.
     """

@@ -183,10 +183,11 @@ class PlanInterpreter(abc.ABC):
         Args:
           index: The index of the loop's round in `plan.rounds`, from 0.
           loop: The loop.
-          inputs: The arrays of `loop.inputs`, in order.
+          inputs: The arrays of `loop.inputs`, in order; partitioned ones have their
+            slices along the axis that the backend has for groups.
 
         Returns:
-          A list of the arrays of `loop.outputs`, in order.
+          A list of the arrays of `loop.outputs`, in order and in the same layout.
         """
 
 

@@ -40,12 +40,12 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
 
     Args:
       stage: The stage.
-      inputs: The arguments of its jaxpr with which it failed: arrays, of a local stage
-        the group index first.
+      inputs: The arguments of its jaxpr with which it failed: one array for each input,
+        in order; for a local stage the group index comes before them.
 
     Returns:
       File, line and function as text, or "an unknown line". None if no equation raises
-      now, or the stage is from a plan file, which has no lines.
+      in the rerun, or if the stage is from a plan file, which has no lines.
     """
     if stage.exported is not None:
         return None
@@ -61,13 +61,14 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
 
     Args:
       stage: The stage.
-      inputs: The arguments of its jaxpr with which it yields a NaN: arrays, of a local
-        stage the group index first.
+      inputs: The arguments of its jaxpr with which it yields a NaN: one array for each
+        input, in order; for a local stage the group index comes before them.
 
     Returns:
       Text for an error. It names the primitive and line of an equation that yields a
-      NaN from operands without NaN, or the input that has a NaN; or it says why neither
-      is known.
+      NaN from operands without NaN, or the input that has a NaN; or it says that a
+      constant has one; or, if the stage is from a plan file or the rerun gives no NaN,
+      that the origin is not known for this reason.
     """
     if stage.exported is not None:
         return "a plan file does not hold the lines of its source"
@@ -96,7 +97,7 @@ def has_nan(x: Any) -> bool:
 
 
 def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
-    """Evaluate an inlined jaxpr equation by equation, up to a failure's origin.
+    """Evaluate an inlined jaxpr equation by equation; raise the origin of a failure.
 
     Args:
       program: The inlined jaxpr, which has no calls of other jaxprs except the bodies
@@ -136,7 +137,9 @@ def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> 
 
 
 def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
-    """Follow a NaN back to the equation that yields it from operands without NaN.
+    """Return the equation that yields a NaN from operands without NaN.
+
+    It is searched from a result backwards, always from the first operand with a NaN.
 
     Args:
       program: The inlined jaxpr, all of whose equations were evaluated.
@@ -168,6 +171,8 @@ def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
 
 def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) -> list:
     """Evaluate one equation; loops and branches run step by step.
+
+    If an equation that is no loop or branch raises, its error is passed on unchanged.
 
     Args:
       program: The inlined jaxpr that has the equation.

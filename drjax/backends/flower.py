@@ -214,7 +214,7 @@ class _Messages:
         return self.push({}, client, "query")
 
     def claim(self, number: str) -> Any:
-        """Return the group index in a client's answer to a query; None without one.
+        """Return the group index in a client's answer; None if it has not answered yet.
 
         It waits for a second at most.
 
@@ -261,9 +261,10 @@ class _Messages:
     def pull(self, number: str) -> Any:
         """Return the reply to a message; None if there is none yet.
 
-        Flower waits for hours for what a client announces and does not send. So a pull
-        that takes longer than a second continues in its own thread, and delays no other
-        client; a later call for the same message returns its result.
+        The request to the SuperLink runs in a thread of its own, as Flower waits for
+        hours for a reply that a client announces and does not send. If it takes longer
+        than a second, this call returns None and the thread goes on; a later call with
+        the same number does not wait, and returns the thread's result if it is done.
 
         Args:
           number: The number of the message, Flower's message id.
@@ -292,10 +293,13 @@ class _Messages:
             raise BadReply(why) from error
 
     def forget(self, number: str) -> None:
-        """Release the pull of the reply to a message: its result will not be asked for.
+        """Discard the request for a reply that `pull` has left in a thread.
+
+        The message is not canceled. The thread runs until Flower returns, and then its
+        result is dropped. If no such thread runs, nothing happens.
 
         Args:
-          number: The number of the message, Flower's message id.
+          number: The number of the message whose reply is not needed, its message id.
         """
         self._pulls.forget(number)
 

@@ -82,9 +82,9 @@ class Groups:
 
         Returns:
           An iterator with one pytree for each group, in the order of group indices. If
-          it iterates over a sequence, `next` may raise for one group, and continues
-          with the next group. An element may be a `DrjaxError` instead of a pytree: the
-          data of that group cannot be read.
+          the items are a sequence and reading one raises, `next` raises that error, and
+          the following `next` reads the next group. An element may be a `DrjaxError` in
+          place of a pytree: the data of that group cannot be read.
         """
         items: Any = self.items() if callable(self.items) else self.items
         indexed = hasattr(items, "__getitem__") and hasattr(items, "__len__")
@@ -212,11 +212,11 @@ class Lazy(Unread):
         return self.at_steps((*self.steps, index[1]))
 
     def at_steps(self, steps: tuple[int, ...]) -> "Lazy":
-        """Return the value in these steps of scans, as another `Lazy`; nothing is read.
+        """Return a copy of this `Lazy` with other `steps`; nothing is read.
 
         Args:
           steps: The current step of each scan over the value, from the outermost to the
-            innermost. It replaces `self.steps`.
+            innermost: indices into the leading axes of a group's leaf.
         """
         return Lazy(self.source, self.leaf, self.value, self.n, steps)
 
@@ -238,8 +238,9 @@ class Lazy(Unread):
     def whole(self) -> np.ndarray:
         """Read the slices of all groups into one numpy array `[n, ...]`.
 
-        In scans these are the slices of the current step. Random keys are key data. The
-        slice of a group that cannot be read is NaN, or zero if the dtype has no NaN.
+        In scans these are the slices of the current step, `self.steps`. Random keys are
+        key data. The slice of a group that cannot be read is NaN, or zero if the dtype
+        has no NaN.
 
         Raises:
           DrjaxTypeError: Only the workers have the data (the argument is a `Remote`).
@@ -332,9 +333,9 @@ class Source:
             raise DrjaxValueError(f"{text} {group}.")
 
     def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
-        """Make, but not raise, the error of a group whose data could not be read.
+        """Return the error of a group whose data could not be read, without raising it.
 
-        It raises only if the data of all later groups is lost too.
+        If the data of all later groups is lost too, an `EngineError` is raised instead.
 
         Args:
           items: The iterator over the groups' pytrees, whose `next` raised.
@@ -418,7 +419,7 @@ class Source:
 
 
 def _uncast(value: Value, leaf: Any) -> Any:
-    """Convert a leaf of a group's pytree to an array, without a cast of numpy's dtypes.
+    """Convert a leaf of a group's pytree to an array; numpy's arrays keep their dtype.
 
     Args:
       value: The value of the leaf in the plan, for its name in the error.
@@ -566,7 +567,7 @@ def read_if_lazy(x: Any) -> Any:
 
 
 def mask_dropped_slices(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
-    """Replace the slices of dropped groups by NaN, or by zero if there is no NaN.
+    """Replace the slices of dropped groups by NaN, or zero if the dtype has no NaN.
 
     Args:
       value: The partitioned value in the plan.

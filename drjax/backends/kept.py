@@ -75,14 +75,16 @@ class Kept:
         self._keep, self._pair, self._leaves, self._fetch = keep, pair, leaves, fetch
 
     def fetch(self) -> Any:
-        """Copy the slices of all groups to the caller; the handle stays valid.
+        """Copy the slices of all groups to the caller.
+
+        This handle stays valid: it can still be passed to the next call.
 
         Returns:
           The result as it would be without `keep=`: a pytree of arrays with the group
           axis.
 
         Raises:
-          DrjaxValueError: The handle was used up by a later call.
+          DrjaxValueError: A later call took this handle, and replaced its slices.
           DrjaxTypeError: The backend never gives slices away, as Flower.
         """
         return self._pair.tree.unflatten(self._fetch(self.leaves()))
@@ -90,10 +92,11 @@ class Kept:
     def leaves(self) -> Sequence[Any]:
         """Return the backend's objects for the slices, one for each leaf of the result.
 
-        The handle stays valid.
+        They are arrays, or objects for slices that workers have. This handle stays
+        valid: it can still be passed to the next call.
 
         Raises:
-          DrjaxValueError: The handle was used up by a later call.
+          DrjaxValueError: A later call took this handle, and replaced its slices.
         """
         if self._leaves is None:
             raise DrjaxValueError(
@@ -104,10 +107,11 @@ class Kept:
         return self._leaves
 
     def use_up(self) -> None:
-        """Mark the handle as used up, and release its slices: a call replaced them.
+        """Release the slices of this handle, because a call has replaced them.
 
-        Each leaf that has a method `release` is released. From then on the handle is
-        refused.
+        The method `release` of each of the backend's objects is called, if it has one.
+        From then on this handle has no slices: `fetch`, `leaves`, and calls that get it
+        raise `DrjaxValueError`.
         """
         for x in self._leaves or ():
             if hasattr(x, "release"):
@@ -115,7 +119,11 @@ class Kept:
         self._leaves = None
 
     def belongs_to(self, keep: "Keep") -> bool:
-        """Return whether the `compile` that made `keep` has returned this handle."""
+        """Return whether this handle is a result of the function that `keep` is of.
+
+        Args:
+          keep: The `Keep` of a compiled function. Each compiled function has its own.
+        """
         return self._keep is keep
 
     @property
@@ -178,7 +186,7 @@ class Keep:
         return bool(self.pairs)
 
     def _pair(self, result: tuple, argument: tuple) -> KeptPair:
-        """Find a result and an argument in the plan, and check that they are alike.
+        """Return the pair of a result and an argument, and check that they are alike.
 
         Args:
           result: The path of the result, a tuple of indices, keys and names.
@@ -221,15 +229,15 @@ class Keep:
         """Replace each handle among the arguments of a call by what it stands for.
 
         A handle, a `Kept`, stands for slices that an earlier call has left with the
-        groups.
+        groups. The arguments that take handles are those that the option `keep` names.
 
         Args:
           args: The positional arguments.
           kwargs: The keyword arguments.
-          start: `start(pair, x)` is called for each kept argument that is no handle, as
-            in the first call: `pair` is its `KeptPair` and x the argument. It returns
-            what the backend takes for each leaf of the argument; or None if x is to be
-            passed on as it is. Default: all are passed on.
+          start: `start(pair, x)` is called for each argument that `keep` names and that
+            is no handle, as in the first call: `pair` is its `KeptPair` and x the
+            argument. It returns what the backend takes for each leaf of the argument;
+            or None if x is to be passed on as it is. Default: all are passed on.
 
         Returns:
           `(args, kwargs, handles)`: copies of the arguments, in which each handle is
@@ -238,8 +246,8 @@ class Keep:
           it has the results.
 
         Raises:
-          DrjaxValueError: A handle is of another `compile`, was used up, or is passed
-            as another argument.
+          DrjaxValueError: A handle is a result of another compiled function, or was
+            passed to an earlier call, or is passed as another argument than its own.
         """
         handles: list[Kept] = []
         opened: Any = (args, kwargs)
@@ -267,8 +275,11 @@ class Keep:
     def _misplaced(self, handle: Kept) -> None:
         """Raise `DrjaxValueError` for a handle that this `Keep` cannot take.
 
-        The handle is in another place of the arguments than its own, or another
-        `compile()` has returned it.
+        The error says which of two reasons holds: the handle is in another place of the
+        arguments than its own, or it is a result of another compiled function.
+
+        Args:
+          handle: The handle, which stands for slices that are with the groups.
         """
         name = self.plan.name
         if handle.belongs_to(self):
@@ -290,9 +301,12 @@ class Keep:
     ) -> Any:
         """Replace each kept result of a call by a new handle, a `Kept`.
 
+        Kept results are those that the option `keep` names: their slices stay with the
+        groups, and are an argument of the next call.
+
         Args:
           tree: The result of the planned function; in the places of kept results it may
-            have anything.
+            have anything. It is not changed.
           leaves: For each of `plan.outputs`, in order, what the backend has for it:
             arrays, or objects for slices that workers have. Only those of kept results
             are used.
@@ -374,9 +388,10 @@ def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_key(key: Any, name: Any) -> bool:
-    """Return whether a key of JAX's paths is an element of a user's path.
+    """Return whether a key of `jax.tree_util` equals an element of a user's path.
 
-    Types must be equal too, so that True is not the index 1.
+    Compared is the index, key or field name that the first holds. Types must be equal
+    too, so that True is not the index 1.
 
     Args:
       key: A key of `jax.tree_util`, such as `SequenceKey(0)`.

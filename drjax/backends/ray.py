@@ -120,16 +120,19 @@ class _Connection:
         self._raylet: ListeningProcess | None = None
 
     def open(self, workers: int) -> None:
-        """Connect to Ray, or start it with at least one CPU for each worker.
+        """Connect this process to Ray, or start Ray, unless it is connected already.
 
-        The connection is recorded as in use, and `store_bytes` is set. Ray that this
-        process starts is shut down when its last connection closes.
+        The connection is added to `_open`, those in use, and `store_bytes` is set to
+        the size of the object store on this machine. Ray is started if the connection
+        has no address, with at least one CPU for each worker; it is shut down when the
+        last connection of this process closes.
 
         Args:
           workers: The number of workers.
 
         Raises:
-          EngineError: The raylet of an earlier connection has ended.
+          EngineError: The raylet (Ray's process on this machine) of an earlier `open`
+            of this connection has ended.
         """
         ray = self.live()
         _open.add(self)
@@ -158,8 +161,9 @@ class _Connection:
         module would end this process.
 
         Raises:
-          EngineError: The raylet has ended. All connections of this process are reset,
-            and their `on_end` was called.
+          EngineError: The raylet has ended. Before it is raised, all connections of
+            this process are reset, their function `on_end` is called, and Ray is shut
+            down, so that the next `open` starts or joins it again.
         """
         if self._raylet is not None and self._raylet.ended():
             # All connections of the process use one raylet: its end is theirs.
@@ -192,7 +196,7 @@ class _Connection:
           `(done, not done)`, lists of the handles. `done` has at most `count` handles.
 
         Raises:
-          EngineError: The raylet has ended.
+          EngineError: The raylet, Ray's process on this machine, has ended.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
@@ -203,16 +207,19 @@ class _Connection:
                 return waited
 
     def reset(self) -> None:
-        """Stop watching the raylet, and set `store_bytes` to 0."""
+        """Stop watching the raylet, Ray's process on this machine.
+
+        The attribute `store_bytes` is set to 0: not connected. Ray itself runs on.
+        """
         self.store_bytes = 0.0
         if self._raylet is not None:
             self._raylet.close()
             self._raylet = None
 
     def close(self) -> None:
-        """Stop using Ray.
+        """Stop using Ray: reset this connection, and remove it from those in use.
 
-        Ray is shut down if this process started it and no other connection uses it.
+        Ray is shut down if this process started it and no other connection is in use.
         """
         self.reset()
         _open.discard(self)
@@ -255,11 +262,12 @@ class Actors(Keeping):
     def _reset(self, limit: float = 0) -> None:
         """Clear the records of actors, tasks and stored slices; no actor is ended.
 
-        `generation` grows, so that slices and objects of the former actors are known as
-        gone.
+        The attribute `generation` grows by 1: it tells the driver that slices and
+        objects of the former actors are gone.
 
         Args:
-          limit: How many bytes of slices may stay stored from now on.
+          limit: How many bytes of slices may stay in the object store from now on, so
+            that later rounds do not send them again.
         """
         # Objects that were shared with the former actors are gone with them.
         self.generation += 1
@@ -324,14 +332,16 @@ class Actors(Keeping):
     def _replace(self, actor: Any) -> None:
         """Kill an actor that is dead or too slow, and wait until another has started.
 
-        The new one takes its place in the table of workers. Nothing happens if the
-        actor was replaced already.
+        The new one takes its place in `self._placement.workers`, the list of current
+        actors. If the actor is not in this list, it was replaced already, and nothing
+        happens.
 
         Args:
           actor: Ray's handle of the actor.
 
         Raises:
-          EngineError: The other actor did not start.
+          EngineError: The other actor did not start within 120 seconds, and this pool
+            is closed. Or the raylet, Ray's process on this machine, has ended.
         """
         if actor not in self._placement.workers:
             return  # it was replaced already
@@ -365,7 +375,7 @@ class Actors(Keeping):
         return self._connection.live().put(x)
 
     def read(self, reference: Any) -> Any:
-        """Read an object of the store.
+        """Read an object of Ray's object store; wait until it is there.
 
         Args:
           reference: The reference, a `ray.ObjectRef`.
@@ -431,9 +441,9 @@ class Actors(Keeping):
 
 
 def _ask(method: Any, *args: Any) -> Any:
-    """Call a method of an actor in its second thread; the first may be running a task.
+    """Call a method of an actor in its second thread, without waiting for the result.
 
-    It does not wait.
+    So the actor can answer while its first thread runs a task.
 
     Args:
       method: The method of the actor's handle, as `actor.state`.

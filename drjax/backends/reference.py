@@ -229,8 +229,8 @@ def _call(stage: Stage, args: list) -> list:
 
     Args:
       stage: The stage.
-      args: The arguments of its jaxpr: of a local stage the group index, then for both
-        kinds of stage one array for each input, in order.
+      args: The arguments of its jaxpr: one array for each input, in order; for a local
+        stage the group index, int32 `[]`, comes before them.
 
     Returns:
       A list of JAX arrays, one for each output of the stage, in the output's dtype.
@@ -257,7 +257,7 @@ def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> 
     """Raise `GroupError` if an output of a group has a NaN.
 
     Args:
-      outs: The arrays that the stage returned for the group.
+      outs: The arrays that the stage returned for the group, one for each output.
       group: The group index.
       stage: The local stage.
       inputs: The arguments of the stage's jaxpr: the group index, then the input

@@ -177,8 +177,8 @@ class Module:
         """Compute how often the body of a loop runs, each time that the loop runs.
 
         The compiler may have written the number. Otherwise the loop must be
-        `while i < b`, with constants for the start of `i`, for `b`, and for what each
-        step adds to `i`.
+        `while i < b`, where `i` is its state or an element of it, with constants for
+        the start of `i`, for `b`, and for what each step adds to `i`, at least 1.
 
         Args:
           loop: A `while` instruction.
@@ -207,7 +207,8 @@ class Module:
 
         Args:
           body: The name of the computation that is the body.
-          place: The index of the element in the state, a tuple.
+          place: The index of the element in the state, a tuple; -1: the state is no
+            tuple, but the number itself.
 
         Returns:
           The integer; None if the body does anything else with the element.
@@ -220,13 +221,15 @@ class Module:
         return self._constant(steps[0]) if len(steps) == 1 else None
 
     def _constant(self, x: "_Source") -> int | None:
-        """Return the integer that a value always is; None: it is no such constant.
+        """Return the integer that a value always is; None if it is no such constant.
 
-        An element of a loop's state counts, if the body returns it unchanged and it
-        starts as a constant.
+        A value is constant if a `constant` instruction computes it; or if it is an
+        element of a loop's state, starts as a constant, and is returned unchanged by
+        the loop's body.
 
         Args:
-          x: The value, as `_source` found it.
+          x: The value: the instruction that computes it, and the fusions and calls in
+            which that runs, as `_source` returns them.
         """
         opcode, operands = x.instruction.opcode, x.instruction.operands
         if opcode == "constant":
@@ -246,10 +249,10 @@ class Module:
 
     @cached_property
     def _loop_of(self) -> dict[str, Instruction]:
-        """A dict to find the loop whose state a parameter is.
+        """A dict from the parameters that are a loop's state to the loop.
 
-        It has the `while` instruction by the name of the parameter of its body or
-        condition.
+        Keys are the names of the parameters of all loops' bodies and conditions, and
+        values are the `while` instructions.
         """
         return {
             x.name: loop
@@ -261,14 +264,18 @@ class Module:
         }
 
     def _place(self, x: "_Source") -> int | None:
-        """Return which element of a loop's state a value is, in its body or condition.
+        """Return which element of a loop's state a value of its body or condition is.
+
+        The state is what a `while` passes from step to step, the parameter of its body
+        and of its condition.
 
         Args:
-          x: The value, as `_source` found it.
+          x: The value: the instruction that computes it, and the fusions and calls in
+            which that runs, as `_source` returns them.
 
         Returns:
-          The index of the element of the state, a tuple; -1 if the value is the whole
-          state; None if it is neither.
+          The index of the element, if the state is a tuple; -1 if the value is the
+          whole state; None if it is neither.
         """
         if x.instruction.name in self._loop_of:
             return -1
@@ -282,7 +289,11 @@ class Module:
 
         Args:
           loop: A `while` instruction.
-          place: The index of the element; -1: the state is no tuple.
+          place: The index of the element; -1: the whole state.
+
+        Returns:
+          A `_Source`: the instruction that computes the value, and the fusions and
+          calls in which that runs.
         """
         return self._element(self._source(loop.operands[0]), place)
 
@@ -291,29 +302,51 @@ class Module:
 
         Args:
           body: The name of the computation that is the body.
-          place: The index of the element; -1: the state is no tuple.
+          place: The index of the element; -1: the whole state.
+
+        Returns:
+          A `_Source`: the instruction that computes the value, and the fusions and
+          calls in which that runs.
         """
         return self._element(self._root(body), place)
 
     def _element(self, x: "_Source", place: int) -> "_Source":
-        """Find the source of one element of a value.
+        """Find the instruction that computes one element of a value.
 
         Args:
-          x: The value. If it is not the result of a `tuple` instruction, it is returned
-            itself.
-          place: The index of the element; -1: the whole value, which is returned
-            itself.
+          x: The value: the instruction that computes it, and the fusions and calls in
+            which that runs.
+          place: The index of the element; -1: the whole value.
+
+        Returns:
+          The `_Source` of the element; `x` itself if `place` is -1, or if `x` is not
+          the result of a `tuple` instruction, so that its elements are not known.
         """
         if place < 0 or x.instruction.opcode != "tuple":
             return x
         return self._source(x.instruction.operands[place], x.calls)
 
     def _operands(self, x: "_Source") -> list["_Source"]:
-        """Find the sources of the operands of an instruction, in order."""
+        """Find the instructions that compute the operands of an instruction.
+
+        Args:
+          x: The instruction, and the fusions and calls in which it runs.
+
+        Returns:
+          A list with the `_Source` of each operand, in order.
+        """
         return [self._source(name, x.calls) for name in x.instruction.operands]
 
     def _root(self, computation: str) -> "_Source":
-        """Find the source of the result of a computation, given its name."""
+        """Find the instruction that computes the result of a computation.
+
+        Args:
+          computation: The name of the computation.
+
+        Returns:
+          A `_Source`: the instruction, which may be in a fusion or call that the
+          computation makes, and those fusions and calls.
+        """
         (root,) = [x for x in self.computations[computation] if x.root]
         return self._source(root.name)
 

@@ -68,7 +68,9 @@ def devices_of(attributes: str, devices: int) -> list[np.ndarray]:
 def axes_of(
     groups: list[np.ndarray], pairs: bool, mesh: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """Return the mesh axes along which the devices of a group lie apart.
+    """Return the mesh axes over which a collective communicates.
+
+    They are the axes along which devices of one group have different positions.
 
     Args:
       groups: The groups of devices, each an array of positions in the order of the
@@ -78,8 +80,8 @@ def axes_of(
       mesh: The sizes of the mesh axes by name, major first.
 
     Returns:
-      The names, major first. None if a group has only some of the devices along these
-      axes, and groups are not pairs.
+      The names, major first. None if `pairs` is false, and a group has only some of the
+      devices along these axes.
     """
     apart = np.zeros(len(mesh), bool)
     for group in groups:
@@ -93,7 +95,9 @@ def axes_of(
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """Make the array of the numbers from 0 for which `[sizes]T(order)` stands in HLO.
+    """Make the array for which `[sizes]T(order)` stands in HLO.
+
+    It has the numbers from 0 on, counted along the last dimension first.
 
     Args:
       sizes: The shape of the array as text, such as `2,4`.

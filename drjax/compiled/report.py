@@ -303,8 +303,8 @@ def totals(
 def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
     """Yield the collectives of a parsed program.
 
-    A pair of start and end, and a chain of fusions with one channel, are each one
-    collective.
+    The start and the end of an asynchronous collective are one, and so are fusions that
+    the compiler has marked as one chain.
 
     Args:
       module: The program.
@@ -360,8 +360,8 @@ def _kind(running: Running) -> str | None:
 def _result_bytes(x: Instruction) -> int:
     """Return the bytes of a collective's results on one device.
 
-    Of an instruction that starts an asynchronous collective, they are those of the
-    results that it names, without operands and contexts.
+    An instruction that starts an asynchronous collective, other than an all-reduce, has
+    a tuple of operands, results and contexts as its shape: only the results count.
     """
     shape = x.shape
     if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
@@ -376,7 +376,11 @@ def _result_bytes(x: Instruction) -> int:
 
 
 def _total(group: Sequence[Collective]) -> Total:
-    """Add up collectives: their number, their bytes, and how often they run."""
+    """Add up collectives: their number, their bytes, and how often they run.
+
+    If it is not known of one of them how often it runs, the sums of runs and of bytes
+    in all runs are None.
+    """
     known = [(c.times, c.bytes) for c in group if c.times is not None]
     complete = len(known) == len(group)
     return Total(

@@ -31,7 +31,9 @@ def read(path: str) -> bytes:
 def write(path: str, data: bytes) -> None:
     """Write a file whole or not at all; replace an old file of that path.
 
-    The bytes go to a temporary file first, which is renamed.
+    The bytes go to a temporary file in the same folder, whose name ends in `.part`.
+    Then the old file is deleted, as some file systems do not rename over a file, and
+    the temporary one is renamed.
 
     Args:
       path: The path of the file.
@@ -49,7 +51,9 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """List the paths of all files that begin with `prefix`, without unfinished files.
+    """List the paths of all files that begin with `prefix`.
+
+    Files that end in `.part` are left out: `write` has not finished them.
 
     Args:
       prefix: The beginning of the paths: a folder, and the beginning of a file name.

@@ -95,12 +95,13 @@ class RunBlocks(beam.DoFn):
 
         Yields:
           A `beam.pvalue.TaggedOutput("failed", (group index, reason))` for each group
-          that failed. Then, if a group of the block takes part and did not fail, one
-          list: the block's partial reductions, one for each operation, and last the
-          number of these groups.
+          that failed. Then one list, if a group of the block takes part (`Block.valid`)
+          and did not fail: the block's partial reductions, one array for each of the
+          stage's operations (sum, max, ...), and last the number of these groups.
 
         Raises:
-          RuntimeError: A group failed, and the job does not drop groups.
+          RuntimeError: A group failed, and `job.drop` is false: failed groups are not
+            dropped, but end the pipeline.
         """
         (block, failed), job = element, self.job
         result = job.run(block, failed)
@@ -147,9 +148,10 @@ class _Stage(beam.PTransform):
             index to the reason why the data of that group could not be read.
 
         Returns:
-          A dict of two `PCollection`s. `"totals"` has one list: the total of each
-          operation, then the number of groups. `"failed"` has pairs of a group index
-          and a reason.
+          A dict of two `PCollection`s. `"totals"` has one element, a list: for each
+          operation in `ops` the combined partial reductions of all blocks, then the
+          number of groups that took part and did not fail; each is None if there is no
+          such group. `"failed"` has pairs of a group index and its failure as text.
         """
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
         outputs = input_or_inputs | "Work" >> run

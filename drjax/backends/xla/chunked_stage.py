@@ -98,6 +98,8 @@ class ChunkedStage:
     def run(self, first, slices: list, step: int | None) -> tuple[list, list]:
         """Run the stage for the device's groups, and reduce over them.
 
+        The device has k slots, places for one group each; empty ones are padding.
+
         Args:
           first: The group index of the device's first slot, int32 `[]`; n or more if
             the device has no group.
@@ -111,8 +113,8 @@ class ChunkedStage:
           its partial reduction over the device's groups, `[*s]`, in the accumulator
           dtype, and then for each fold the leaves of its state, `[*s]`. If the device
           has no group, these are the identity of the reduction, and zeros for a fold.
-          `slices` has for each output in `kept` the slices of the device's slots,
-          `[k, *s]`; those of padding mean nothing.
+          `slices` has for each output in `self.kept`, which are read after the stage,
+          the slices of the device's slots, `[k, *s]`; those of padding mean nothing.
         """
         layout = self.layout
 
@@ -149,7 +151,8 @@ class ChunkedStage:
           `(partials, slices)`. `partials` has for each reduction its partial reduction
           over the device's groups, `[*s]`, in the accumulator dtype, and then for each
           fold a list of the leaves of its state, `[*s]`. `slices` has for each output
-          in `kept` the slices of the device's slots, `[k, *s]`.
+          in `self.kept` the slices of the slots, `[k, *s]`; those of padding, which are
+          slots without a group, mean nothing.
         """
         count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
@@ -213,6 +216,8 @@ class ChunkedStage:
     ) -> tuple[list, list]:
         """Run the stage for one chunk of c slots at once, and reduce over their groups.
 
+        A slot is a place for one group; slots without a group are padding.
+
         Args:
           first: The group index of the device's first slot, int32 `[]`. Padding slots
             run with this index.
@@ -223,12 +228,13 @@ class ChunkedStage:
             Padding has the slices of the device's first group.
           partial_count: How many slots of this chunk have groups on the one device that
             has both groups and padding.
-          alone: Whether this chunk has all slots of the device.
+          alone: Whether this chunk has all slots of the device. If not, no output is
+            summed by `_summed_in_map`.
 
         Returns:
           `(partials, slices)`: for each reduction its partial reduction over the
           chunk's groups, `[*s]`, in the accumulator dtype, and then for each fold a
-          `ChunkState`, the fold of the chunk's states; and for each output in `kept`
+          `ChunkState`, the fold of the chunk's states; for each output in `self.kept`
           the slices of the slots, `[c, *s]`.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
@@ -286,20 +292,22 @@ class ChunkedStage:
         return totals, [outs[i] for i in self._kept]
 
     def _slots(self, x, start, indices, lazy: bool) -> Any:
-        """Take the slices of a chunk's slots; padding gets those of the first group.
+        """Return the slices of a chunk's slots, out of those of the device's slots.
+
+        A slot is a place for one group. Slots without a group, which are padding, get
+        the slice of the device's first slot.
 
         Args:
-          x: The slices of the device's k slots, `[k, *s]`; or a `Stacked`, which stands
-            for such an array as a part of a larger one.
+          x: The slices of the device's k slots: an array `[k, *s]`; or a `Stacked`, a
+            part `[k, *s]` of a larger array, only if there is no padding.
           start: The position of the chunk's first slot among the k slots, int32 `[]`.
           indices: The group indices of the chunk's slots, int32 `[c]`; of padding, n or
             more.
-          lazy: Whether the inner level reads these slices in chunks: then they are not
-            cut out of `x`.
+          lazy: Whether an array `x` is not cut, as the inner level reads it in chunks.
 
         Returns:
-          The slices, `[c, *s]`. If `lazy` is true and `x` is an array, a `Stacked` of
-          `x` and the positions of the slots in it, int32 `[c]`.
+          A `Stacked` of `x` and the slots' positions in it, int32 `[c]`, if `x` is an
+          array and `lazy` is true. Otherwise the slices, an array `[c, *s]`.
         """
         size = indices.shape[0]
         if lazy and not isinstance(x, Stacked):
@@ -323,10 +331,11 @@ class ChunkedStage:
           outs: Its results, a list: for each reduction but gathers a partial reduction,
             and then the leaves of the state of each fold, `[*s]`, with random keys as
             key data.
-          mask: Which slots have groups, bool `[c]`.
+          mask: Which slots of the chunk have groups, bool `[c]`.
 
         Returns:
-          A list with a `ChunkState` for each fold, the fold of the states of the chunk.
+          A list with a `ChunkState` for each fold: the leaves of the chunk's state, and
+          whether the chunk has a group, which is `mask[0]`.
         """
         flat = outs[len(self.reduces) :]
         values = [v for work in self.folds for v in work.fold.results]
@@ -335,12 +344,12 @@ class ChunkedStage:
         return [ChunkState(x, mask[0] if self.layout.uneven else None) for x in states]
 
     def _reduce(self, reduce: Reduce, x, indices):
-        """Return the partial reduction over the groups of a chunk; padding is masked.
+        """Return the partial reduction over a chunk's groups, without its padding.
 
         Args:
           reduce: The reduction.
           x: The slices of the chunk's c slots, `[c, *s]`.
-          indices: The group indices of the slots, int32 `[c]`; of padding, n or more.
+          indices: The group indices of the slots, int32 `[c]`; n or more for no group.
 
         Returns:
           The reduction over axis 0, `[*s]`, in the accumulator dtype of the reduction.
@@ -398,12 +407,13 @@ def _empty_accumulators(
     Args:
       reduces: The reductions of the round but gathers.
       folds: The folds of the round.
-      steps: The number of chunks, on which it depends which sums are compensated.
+      steps: The number of chunks. `is_compensated` decides by it which sums have a
+        second accumulator, for their rounding errors.
       chunk: A function without arguments that runs one chunk, and returns
         `(partial reductions, slices)`. It is only traced, for the types of results.
       other_shapes: Whether a partial reduction may have another shape than a slice of
-        its source: over two levels it is `[m, *s]`, for the m devices of the inner
-        level.
+        its source, so that `chunk` is traced for it: over two levels it is `[m, *s]`,
+        for the m devices of the inner level.
 
     Returns:
       A list: a `Running` for each reduction, then a `RunningFold` for each fold.
@@ -439,9 +449,9 @@ def sum_dtype(reduce: Reduce):
 def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """Combine the devices' partial reductions by collectives, and finish reductions.
 
-    It is called for one device: inside the `shard_map`, if there is one. All additive
-    reductions (sums and means) that are not sharded share one psum, or one exchange of
-    codes if they are encoded; a mean is divided by n.
+    It is called for one device: inside the `shard_map`, if there is one. All sums and
+    means that are not `sharded` share one psum, or if they are encoded (`wire`) one
+    exchange of codes. A mean is divided by n.
 
     Args:
       layout: How the partition of n groups is laid out on the mesh.
@@ -496,8 +506,9 @@ def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
       reduce: The reduction.
 
     Returns:
-      The axis of the result, an int; None if each device has the whole result, as the
-      reduction is not sharded, or no axis divides evenly.
+      The first axis of the result whose size the number of devices divides. None if
+      there is none, or if `reduce.sharded` is false: then each device has the whole
+      result. None, too, if the mesh has Explicit axes that are not the partition's.
     """
     # An Explicit axis besides may divide the result, which only its type tells.
     if not reduce.sharded or layout.other_explicit_axes:
@@ -578,8 +589,8 @@ def call(stage: Stage, args: Sequence) -> list:
 
     Args:
       stage: The stage.
-      args: The arguments of its jaxpr: of a local stage the group index, then for both
-        kinds of stage one array for each input, in order.
+      args: The arguments of its jaxpr: one array for each input, in order; for a local
+        stage the group index, int32 `[]`, comes before them.
 
     Returns:
       The list of its outputs as JAX arrays, in the dtypes of `stage.outputs`.

@@ -102,12 +102,12 @@ def run_flat(
     Args:
       plan: The plan.
       inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
-      step: How many of a device's groups work at once; None: all; a `Fit`: as many as
-        fit in memory.
+      step: How many of a device's groups work at once; None: all; a `step_size.Fit`, a
+        budget of memory: as many as fit, for which the plan is compiled several times.
       mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
 
     Returns:
-      The list of the arrays of `plan.outputs`.
+      The list of the arrays of `plan.outputs`, in order.
 
     Raises:
       DrjaxValueError: With a `Fit`, not even one group fits in memory.
@@ -183,8 +183,9 @@ def on_mesh(plan: Plan, inputs: list) -> list:
     """Constrain the inputs of a plan to its mesh, so that a surrounding jit sees it.
 
     Only a concrete mesh that is not in JAX's context needs that, as that of a
-    `with mesh:` block. Without such a mesh, and under `jax.set_mesh`, the inputs are
-    returned unchanged.
+    `with mesh:` block: then each input gets a sharding constraint that has the mesh,
+    but leaves the sharding to the compiler. Without such a mesh, and under
+    `jax.set_mesh`, the inputs are returned unchanged.
 
     Args:
       plan: The plan.
@@ -201,9 +202,11 @@ def on_mesh(plan: Plan, inputs: list) -> list:
 
 
 def groups_of_device(plan: Plan) -> int:
-    """Return the number of slots of a device of the mesh in context, at least 1.
+    """Return how many groups of a plan a device of the mesh in context has at most.
 
-    A slot is a place for one group of a plan; of several levels, the most slots count.
+    Every device has the same number of slots, places for one group each, of which some
+    may be empty. The result is this number; of a plan with several levels, that of the
+    level with the most slots.
 
     Args:
       plan: The plan; without a partition the result is 1.
@@ -216,10 +219,10 @@ def groups_of_device(plan: Plan) -> int:
 
 
 def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
-    """Return the largest number of groups of a device, over the levels of a plan.
+    """Return the largest number of groups that a device has in any level of a plan.
 
-    More groups at once than that change nothing, so it bounds the search for a number
-    that fits in memory.
+    To run more groups at once than that changes nothing. So the number bounds the
+    search for one that fits in memory.
 
     Args:
       plan: The plan.

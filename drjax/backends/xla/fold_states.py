@@ -115,7 +115,11 @@ class ChunkState:
 
     @property
     def value(self) -> States:
-        """The leaves of the fold, `leaves`; running reductions have the same name."""
+        """The leaves of the fold, which is `leaves`.
+
+        `Running` and `RunningFold` have a `value`, too, so that callers can read the
+        results of one chunk as those of a loop over chunks.
+        """
         return self.leaves
 
 
@@ -136,10 +140,12 @@ class RunningFold:
     empty: Any
 
     def add(self, x: ChunkState) -> "RunningFold":
-        """Return the fold of this one, on the left, and the next chunk, on the right.
+        """Return the fold of the chunks so far and the next chunk, as another one.
 
-        This one is unchanged. If it is empty, the result is the fold of the chunk. If
-        the chunk has no group, the value stays.
+        The value so far is the left argument of the user's function, that of the chunk
+        the right one. If `self.empty` is true, the value is that of the chunk. If the
+        chunk has no group (`x.real` is false), the value is that of `self`. The result
+        is never empty. Nothing is modified.
 
         Args:
           x: The fold of the next chunk.
@@ -162,10 +168,11 @@ class RunningFold:
 
 
 def _reshard_like(states: States, like: States) -> States:
-    """Reshard states to the shardings of others on Explicit axes, leaf by leaf.
+    """Reshard states to the shardings of other states, leaf by leaf.
 
-    The branches of a `cond` need results of equal types. Without Explicit axes the
-    states are returned unchanged.
+    On Explicit mesh axes, a sharding is a part of a type, and the branches of a `cond`
+    need results of equal types. On a mesh without such axes the states are returned
+    unchanged.
 
     Args:
       states: The leaves of the states, arrays or tracers.
@@ -223,8 +230,8 @@ def _fold_devices(works: list[FoldWork], states: list) -> list:
 
     Args:
       works: The folds.
-      states: One flat list of arrays `[used, *s]`: for each fold, in order, the leaves
-        of the states of these devices, in the order of their groups.
+      states: One flat list of arrays `[d, *s]`: for each fold, in order, the leaves of
+        the states of the d devices that have groups, in the order of their groups.
 
     Returns:
       One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result.
@@ -242,6 +249,9 @@ def operands_of(folds: Sequence[Fold]) -> list[Value]:
 
     For each fold, in order, these are the values that its function closes over, and
     then the leaves of its neutral state. `with_arrays` takes an array for each of them.
+
+    Args:
+      folds: The folds of a round, in order.
     """
     return [v for fold in folds for v in (*fold.consts, *fold.init)]
 

@@ -62,13 +62,20 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
 
 
 def only_for_folds(plan: Plan, value: Value) -> bool:
-    """Return whether a gathered value is only read as states of folds around groups.
+    """Return whether a gathered value is read only by folds around the groups.
 
-    Then no gather is needed: `run_with_folds` leaves the states on their devices.
+    A fold around the groups is an equation of `fold_of_all_p` in a server stage. It
+    takes the states of all groups, and computes for each group the fold of the groups
+    before it and of those after it. If nothing else reads the states, no gather is
+    needed: `run_with_folds` leaves them on their devices.
 
     Args:
       plan: The plan.
       value: The global value that is the result of a gather.
+
+    Returns:
+      True if server stages read the value, only as states of such equations. False if
+      no stage reads it, or if the plan returns it, or anything else reads it.
     """
     reads = [*plan.outputs]
     for a_round in plan.rounds:
@@ -83,8 +90,10 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
 def folded_slices(plan: Plan) -> frozenset[str]:
     """Return the names of scattered values that are results of folds around the groups.
 
-    `run_with_folds` returns these results as arrays that are sharded over the groups,
-    so that each device has its slices already, and the scatter moves nothing.
+    A fold around the groups is an equation of `fold_of_all_p` in a server stage: for
+    each group, the fold of the groups before it and of those after it.
+    `run_with_folds` returns its results as arrays that are sharded over the groups, so
+    that each device has its slices already, and the scatter moves nothing.
 
     Args:
       plan: The plan.
@@ -108,8 +117,9 @@ def folded_slices(plan: Plan) -> frozenset[str]:
 def _only_folded(stage: Stage, value: Value) -> bool:
     """Return whether a stage uses an input only as states of folds around the groups.
 
-    It is False for a stage from a plan file, whose equations are not known, and for an
-    input that the stage also returns.
+    These are equations of `fold_of_all_p`, whose last `n_states` operands are states.
+    The result is False for a stage from a plan file, whose equations are not known, and
+    for an input that the stage also returns.
 
     Args:
       stage: A server stage.

@@ -79,10 +79,12 @@ class Stacked:
     index: Any
 
     def take(self, start, size: int):
-        """Return the slices of inner groups from position `start` on, `[size, *s]`.
+        """Return the slices of some inner groups of the outer group, `[size, *s]`.
+
+        They are the inner groups from position `start` to before `start + size`.
 
         Args:
-          start: The position of the first, int32 `[]`.
+          start: The position of the first among the n inner groups, int32 `[]`.
           size: Their number.
         """
         starts = (self.index, start, *[0] * (self.array.ndim - 2))
@@ -93,7 +95,7 @@ class Stacked:
         return lax.squeeze(chunk, (0,))
 
     def whole(self):
-        """Return the slices of all n inner groups of the group, `[n, *s]`: a copy."""
+        """Return a copy of the slices of all n inner groups of the outer group."""
         return self.take(0, self.array.shape[1])
 
 
@@ -132,6 +134,9 @@ def constants_in_chunks(loop: Loop) -> frozenset[int]:
     Loops over chunks of groups in the body read them from a `Stacked`, a part of a
     larger array, so that they need not be copied.
 
+    Args:
+      loop: The loop, of any kind; constants are inputs that are equal in all steps.
+
     Returns:
       Their positions in `loop.inputs`; none if the loop is no scan.
     """
@@ -166,9 +171,10 @@ def run_inner_levels(
         a list of inputs that runs a plan. `partial` has the names of those results of
         reductions of which it returns the partial reductions of the m devices of the
         inner level, `[m, *s]`.
-      step: How many groups run at once; None: all, and nothing is streamed.
+      step: How many groups run at once; None: all, without a loop over chunks.
       mesh: The mesh that the user passed; None: the one in context.
-      by_vmap: Whether a `vmap` over all outer groups runs the stage.
+      by_vmap: Whether a `vmap` over all outer groups runs the stage; else each device
+        runs it for its groups.
       merged: For outputs of the stage that one collective reduces over both levels, a
         dict from the name of the output to the name of the inner plan's result.
 
@@ -176,8 +182,10 @@ def run_inner_levels(
       `run(*args)`, from the arguments of the stage's jaxpr, the group index first, to
       the list of its outputs. An argument may be a `Stacked` if its position is in
       `read_in_chunks(stage.inner)`. None if the jaxpr of the stage is to run as it is:
-      it has no inner level, or has effects; a `vmap` runs the outer groups, and the
-      inner level is sharded; or there is nothing to stream or to shard.
+
+      * The stage has no inner level, or has effects.
+      * `by_vmap` is true, and an inner level is sharded over mesh axes.
+      * `by_vmap` is false, `step` is None, and no inner level is sharded so.
     """
     inner = stage.inner
     if inner is None or _compat.effects_of(stage.jaxpr):

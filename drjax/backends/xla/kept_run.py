@@ -65,7 +65,8 @@ class KeptRun:
         """Lower the function for these arguments, as `jax.jit(f).lower(...)`.
 
         Args:
-          *args: The positional arguments; handles are not used up.
+          *args: The positional arguments. Handles (`Kept`) among them, which stand for
+            the results of an earlier call, stay valid.
           **kwargs: The keyword arguments.
 
         Returns:
@@ -85,15 +86,16 @@ class KeptRun:
           kwargs: The keyword arguments.
 
         Returns:
-          `(staying, others, handles)`: the list of the arrays of kept arguments, in the
-          sharding of their results, which the call donates; the list of the arrays of
-          all other arguments, in the order of `plan.inputs`; and the handles that were
-          passed, which are still valid.
+          `(staying, others, handles)`: the list of the arrays of the arguments that the
+          option `keep` names, which the call donates, in the order of `keep` and in the
+          sharding of their results; the list of the arrays of all other arguments, in
+          the order of `plan.inputs`; and the handles (`Kept`) that were passed, which
+          are still valid.
 
         Raises:
           DrjaxTypeError: The call is inside `jax.jit` or another transformation.
-          DrjaxValueError: A handle is of another function, was used up, or is passed as
-            another argument.
+          DrjaxValueError: A handle is a result of another function, or was passed to an
+            earlier call, or is passed as another argument than its own.
         """
         args, kwargs, handles = self._keep.open(args, kwargs)
         leaves = flat_inputs(self._plan, args, kwargs)
@@ -110,13 +112,14 @@ class KeptRun:
         return list(map(self._in_result_sharding, values, staying)), others, handles
 
     def _in_result_sharding(self, value: Value, x: Any) -> Any:
-        """Return a kept argument's array in the sharding that its result will have.
+        """Return the array of a donated argument in the sharding of the kept result.
 
-        XLA can put the result into its buffer only if both have the same sharding. The
-        array is copied if it has another one; without a mesh it is returned as it is.
+        XLA can put the result into the argument's buffer only if both have the same
+        sharding: that of the partition on the mesh. The array is copied if it has
+        another one; without a mesh it is returned as it is.
 
         Args:
-          value: The input of the plan.
+          value: The input of the plan, a partitioned value that `keep` names.
           x: Its array, `[..., n, ...]`.
         """
         assert self._plan.partition is not None
@@ -162,7 +165,7 @@ def _copies(_: Any, arrays: Sequence[Any]) -> list:
     """Copy the arrays of a kept result, for `Kept.fetch`: the next call donates them.
 
     Args:
-      _: The kept pair, not used.
+      _: The `KeptPair` of the result and its argument; not used.
       arrays: The arrays of the result's leaves.
 
     Returns:

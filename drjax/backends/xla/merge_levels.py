@@ -66,6 +66,12 @@ class InnerLevels:
     ) -> "InnerLevels":
         """Decide which reductions of a round merge with those of its inner level.
 
+        Two reductions merge if one collective can reduce over both levels: see `merged`
+        of the result. `reductions_to_merge` chooses them. None merge if the round has
+        no inner level, or has folds; if its local stage has effects, or runs in a
+        `vmap` over all groups (`lowers_by_vmap`); or if the mesh axes of its partition
+        are Explicit.
+
         Args:
           layout: How the groups of the round are laid out.
           a_round: The round.
@@ -75,8 +81,9 @@ class InnerLevels:
             over devices.
 
         Returns:
-          The `InnerLevels` of the round, with its `merged`; `mesh` and `partial` are
-          passed on.
+          An `InnerLevels` with `mesh` and `partial` as passed. Its `merged` is a dict
+          from the names of outputs of the local stage to the names of the inner level's
+          results that they are; {} if none merge.
         """
         stage, merged = a_round.local, {}
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
@@ -92,8 +99,10 @@ class InnerLevels:
     ) -> list:
         """Combine and finish the partial reductions of a device.
 
-        Each is finished by its level alone, by one collective over both levels, or left
-        partial for an outer level. It is called inside the `shard_map` of the round.
+        It is called inside the `shard_map` of the round. A reduction whose source is in
+        `self.merged` is combined by one collective over this level and the inner one.
+        One whose result is in `self.partial` is not combined: an outer level does that.
+        All others are combined over the devices of this level alone.
 
         Args:
           layout: How the groups of the round are laid out.
@@ -136,8 +145,10 @@ def reductions_to_merge(
     """Return the outputs of a stage that one collective can reduce over both levels.
 
     Such an output is the result of a reduction over the inner level, and only
-    reductions over the outer level read it, of the same operation, or of sums and
-    means. None of these reductions is encoded, sharded or secure.
+    reductions over the outer level read it. All of these reductions have the same
+    operation, or are sums and means; none is a gather, or encoded, sharded or secure.
+    If the inner level is not sharded over mesh axes, or one of these is Explicit, there
+    are no such outputs.
 
     Args:
       stage: The stage of the outer groups, with the plan of its inner level.
@@ -171,7 +182,9 @@ def reductions_to_merge(
 
 
 def _finish_locally(layout: Layout, reduce: Reduce, total):
-    """Finish a partial reduction on this device; an outer level combines the devices.
+    """Finish a partial reduction of this device, without combining the devices.
+
+    An outer level combines them later.
 
     Args:
       layout: How the inner groups, over which it reduces, are laid out.
@@ -200,7 +213,9 @@ def _finish_merged(
         outer groups of this device.
 
     Returns:
-      A list with the global value of each reduction, over both levels, `[*s]`.
+      A list with the global value of each reduction, over both levels, `[*s]`. A mean
+      over the outer groups is divided by their number; `_finish_locally` has divided
+      means over the inner groups.
     """
     axes, devices = (*layout.axes, *inner.axes), layout.devices * inner.devices
     both = replace(layout, axes=axes, devices=devices)

@@ -192,9 +192,9 @@ class MeshInterpreter(PlanInterpreter):
     ) -> None:
         """Combine the devices' partial reductions, and run the next server stage.
 
-        The results are written to `env`, so that the next round does not run its server
-        stage again. Results of the shape and dtype of a device's running sum take the
-        sum's buffer.
+        That stage is the one of the next round, or the last one of the plan. Its
+        outputs are written to `env`, so that `run_server` does not run it again. Those
+        results that `reuse.aliases` names take the buffers of running sums.
 
         Args:
           layout: How the partition is laid out on the mesh.
@@ -274,10 +274,12 @@ class MeshInterpreter(PlanInterpreter):
         return [*carry, *ys]
 
     def _typed(self, value: Value, x: Any) -> Any:
-        """Reshard a loop's input as a round's partitioned results are sharded.
+        """Shard a loop's partitioned input over the groups, if mesh axes are Explicit.
 
-        On Explicit axes, a carried value must not change its sharding between steps.
-        Global values, and all values without Explicit axes, are returned unchanged.
+        A round returns partitioned values in this sharding. On Explicit axes it is a
+        part of their type, which a carried value must not change between steps. Global
+        values are returned unchanged; so are all values if no mesh axis of the
+        partition is Explicit.
 
         Args:
           value: The input of the loop, from `loop.inputs`.

@@ -87,9 +87,10 @@ class AccumulatorReuse:
 
     @property
     def possible(self) -> bool:
-        """Whether the end of the round can be the step of a loop.
+        """Whether the end of the round can be the step of a loop, as `run` needs it.
 
-        It cannot if the server stage has effects or an output is a random key.
+        It cannot if the server stage after the round has effects, or if one of
+        `outputs` is a random key.
         """
         keys = [jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in self.outputs]
         return not self.server.jaxpr.effects and not any(keys)
@@ -161,10 +162,14 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
       index: The index of the round in `plan.rounds`, from 0.
 
     Returns:
-      The reuse. None if the results that could reuse buffers are small (less than
-      `LARGE` bytes) or have symbolic dimensions; if the round has loops, folds, sharded
-      reductions or moves to a population; if the server stage folds states around the
-      groups; or if the end of the round cannot be the step of a loop.
+      The reuse. None in these cases:
+
+      * The results that could reuse buffers have less than `LARGE` bytes together, or
+        have symbolic dimensions, or there are none.
+      * The round has loops, folds, sharded reductions, or a `put_add` move whose result
+        is a population, a global value `[N, *s]` of more slices than there are groups.
+      * The server stage has `fold_of_all_p` equations, folds around each group.
+      * The server stage has effects, or a result is a random key.
     """
     # A loop that starts with the round's results needs them before the next stage.
     if plan.rounds[index].loops:
@@ -222,9 +227,10 @@ def _server_after(plan: Plan, index: int):
 
 
 def _needed_after(plan: Plan, index: int) -> set[str]:
-    """Return the names of values read after a round and the server stage behind it.
+    """Return the names of the values that are read after the end of a round.
 
-    What that server stage itself reads does not count; the plan's outputs do.
+    The end of a round is its reductions and the server stage after it. What that stage
+    itself reads does not count, but what is read after it does, and the plan's outputs.
 
     Args:
       plan: The plan.
