@@ -43,7 +43,12 @@ MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
 }
 
 # The building blocks that copy slices to the server or to other groups.
-_COPIES = {primitives.gather_p, primitives.permute_p, primitives.take_p}
+_COPIES = {
+    primitives.gather_p,
+    primitives.permute_p,
+    primitives.put_add_p,  # if no index is repeated
+    primitives.take_p,
+}
 
 
 def bitwise_observable(program: InlinedJaxpr) -> frozenset:
@@ -52,8 +57,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     They must not be rematerialized, as a compiler may round differently a second time.
     They are
 
-    * the operands of a maximum or minimum over the groups, of a gather, a `permute` or
-      a `take`, and of a fold, a reduction by a function of two states;
+    * the operands of a maximum or minimum over the groups, of a gather, a `permute`, a
+      `take` or a `put_add`, and of a fold, a reduction by a function of two states;
     * what a `select_n` or a `cond` selects among, if that becomes the operand of
       another reduction: such a sum may select the slice of one group;
     * the operands of a loop or branch that are bitwise-observable in one of its bodies;

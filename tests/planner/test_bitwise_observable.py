@@ -6,6 +6,8 @@ bitwise equal; and costly work.
 Covers: drjax._planner.bitwise_observable, drjax._planner.rematerialize_loops.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +146,17 @@ def test_values_that_are_moved_before_they_are_compared(name):
     inlined = inline_calls(jax.make_jaxpr(program(fn))(ARGS[1][:, 0]))
     doubling, moving, _ = inlined.eqns
     assert name in str(moving.params["jaxpr"])
+    assert doubling.outvars[0] in bitwise_observable.bitwise_observable(inlined)
+
+
+@pytest.mark.parametrize("move", [drjax.take, functools.partial(drjax.put, add=True)])
+def test_slices_that_other_groups_get(move):
+    def fn(x, index):
+        return move(drjax.map_fn(lambda a: 2 * a, x), index)
+
+    index = jnp.arange(N)[::-1]
+    inlined = inline_calls(jax.make_jaxpr(program(fn))(ARGS[1][:, 0], index))
+    (doubling,) = (e for e in inlined.eqns if e.primitive is drjax.primitives.map_fn_p)
     assert doubling.outvars[0] in bitwise_observable.bitwise_observable(inlined)
 
 
