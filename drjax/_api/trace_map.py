@@ -109,9 +109,11 @@ def _trace(fn, tree, avals, layout: Layout, name: str):
 
 
 def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
-    """Raise `MeshError` if a mapped function shards a value over the partition's axes.
+    """Raise `MeshError` if a mapped function uses the mesh axes of the groups.
 
-    The groups are sharded over these mesh axes, and the function sees one group only.
+    It sees one group only, and the groups are sharded over these axes. It is an error
+    if an array that it closes over is sharded over one, or if a parameter of an
+    equation in it names one, as that of a sharding constraint.
 
     Args:
       jaxpr: The closed per-group jaxpr.

@@ -53,7 +53,10 @@ map_columns_p = registration.new_primitive("map_columns", multiple_results=True)
 
 @contextlib.contextmanager
 def column_context(layout: Layout):
-    """Context manager in which the code of one coordinate is traced or transformed.
+    """Context manager in which the function of one coordinate is traced or transformed.
+
+    A coordinate is a position in a group's slice; its column is the n numbers that the
+    groups have there. `map_columns` maps one function over all coordinates.
 
     It enters `group_context`, in which building blocks know that they are inside a map
     over the partition, and turns varying-manual-axes types off. With them, the

@@ -9,7 +9,8 @@ equation stands. Under any other axis the equation is unbatched: its value is th
 for the whole batch. There is no derivative rule, as it has no operands.
 
 Invariants: the index depends on the group only, never on devices or blocks. A padded
-slot has the index of its device's first group, as it has that group's operands.
+slot has the index of its device's first group, as it has that group's operands; where
+one vmap has the slots of all devices, that is group 0.
 Sharp edges: the equation closes over nothing, so inner jits may cache it; a per-group
 equation outside a map has no value, and its execution rule asserts that.
 """

@@ -39,7 +39,7 @@ def copy_index_to_padding(layout: Layout, indices, first):
       indices: The group indices of some slots of a device, int32 `[slots]`; of padding,
         n or more.
       first: The index of the device's first group, int32 `[]` or `[1]`, or a Python
-        int.
+        int; for the slots of all devices, 0.
 
     Returns:
       The indices, int32 `[slots]`.

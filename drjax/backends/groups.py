@@ -312,18 +312,16 @@ class Source:
         items = iter(self.groups.starting(start))
         # No `for` loop: a sequence continues after a `next` that raises, a loop does
         # not.
-        while True:
+        # Only at the end of all groups one item is read that has no group.
+        while group < stop or stop == self.n:
             try:
                 item = next(items)
             except StopIteration:
                 break
             except Exception as error:
                 item = self._unread(items, group, error)
-            # One item further than asked: that there are too many can be seen only so.
             if group == stop:
-                if stop == self.n:
-                    raise DrjaxValueError(f"{text} more.")
-                return
+                raise DrjaxValueError(f"{text} more.")
             try:
                 yield group, self.leaves(item)
             except DrjaxError as error:

@@ -487,9 +487,9 @@ class _Aggregation:
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None) -> list:
-        """Send messages to clients, as the workflow's grid.
+        """Send messages to clients: Flower's SecAgg+ workflow calls it as its `Grid`.
 
-        Clients that do not answer in time, or as they should, become `lost`.
+        A client without a reply in time, or with one that is malformed, enters `lost`.
 
         Args:
           messages: Flower messages.

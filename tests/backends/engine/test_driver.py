@@ -22,8 +22,9 @@ from drjax.backends import in_process, reference
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.file_exchange import FileExchange
 from drjax.backends.engine.options import EngineOptions
-from drjax.backends.groups import Groups
+from drjax.backends.groups import Groups, Source
 from drjax.backends.in_process import InProcess
+from drjax.plan import Value
 from tests.helpers.cases import CASES
 from tests.helpers.conformance import (
     Conformance,
@@ -100,6 +101,25 @@ def test_groups_are_made_a_bounded_number_at_a_time():
     assert largest == pytest.approx(64 - (x * w).mean(), rel=1e-6)
     np.testing.assert_array_equal(data["x"], x)
     assert max(most) <= 1 and len(seen) == 4 * n  # two rounds, and two results
+
+
+def test_a_range_of_groups_reads_no_other_data():
+    read = []
+
+    class Items:
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, i):
+            read.append(i)
+            return np.float32(i)
+
+    values = [Value("x", (), "float32", True, 4)]
+    source = Source(Groups(Items()), jax.tree.structure(0), values, 6)
+    for start, stop in (0, 3), (3, 3), (3, 6):
+        got = [(group, float(x)) for group, (x,) in source.between(start, stop)]
+        assert got == [(i, i) for i in range(start, stop)]
+    assert read == [0, 1, 2, 3, 4, 5]
 
 
 def test_groups_that_do_not_fit():
