@@ -26,6 +26,7 @@ REPOSITORY = PROJECT["urls"]["Repository"]
 
 sys.path.insert(0, str(ROOT))
 os.environ |= {  # of the kernels
+    "IPYKERNEL_CELL_NAME": "cell.py",  # in errors, instead of a temporary path
     "PYTHONPATH": str(ROOT),  # for `examples`
     "JAX_NUM_CPU_DEVICES": "8",
     "JAX_PLATFORMS": "cpu",
@@ -148,8 +149,9 @@ def link_to_repository(app, doctree) -> None:
 
 
 def fix_docstring(app, what, name, obj, options, lines) -> None:
-    """Links of Markdown; and what is returned is described, without a type."""
+    """Links and plurals of Markdown; what is returned is described, without a type."""
     for i, line in enumerate(lines):
+        line = re.sub(r"(`[\w.]+`)(?=\w)", r"\1\\ ", line)  # `Value`s
         lines[i] = re.sub(r"\[([^]]+)\]\((http\S+?)\)", r"`\1 <\2>`__", line)
         if i and lines[i - 1].strip() == "Returns:":
             lines[i] = re.sub(r"^(\s*)", r"\1: ", lines[i])

@@ -240,7 +240,7 @@ def evaluate_exactly(models, records):
 
 
 def draw(edges, histogram, quantiles, exact, estimates, bound, right) -> Figure:
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, middle, last = figure.subplots(1, 3)
     left.stairs(histogram[1:-1], edges, fill=True, alpha=0.6)
     for share, x in zip(SHARES, quantiles, strict=True):

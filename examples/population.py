@@ -246,7 +246,7 @@ def draw(paths, curves, config: Config) -> Figure:
     right.grid(alpha=0.3)
     for axes, shown in ((left, paths), (right, curves)):
         if shown:
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=9)
     return figure
 
 

@@ -329,13 +329,13 @@ def draw(config: Config, curves, levels, sizes) -> Figure:
     for (name, value), style in zip(levels.items(), ("--", ":"), strict=True):
         left.axhline(value, color="0.35", linestyle=style, label=name)
     left.set(xlabel="pass", ylabel="validation loss", yscale="log")
-    left.legend(fontsize=8)
+    left.legend(fontsize=9)
     for name, values in sizes.items():
         right.plot(lengths(config), np.array(values) / 1e6, "o-", label=name)
     right.set(xlabel="rounds", ylabel="temporary MB of the gradient")
     if sizes:
         right.set(yscale="log", xticks=lengths(config))
-        right.legend(fontsize=8)
+        right.legend(fontsize=9)
     for axes in (left, right):
         axes.grid(alpha=0.3)
     return figure

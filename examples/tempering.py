@@ -176,7 +176,7 @@ def integrate(size: float = 5.0, points: int = 801):
 
 def draw(samples, grid, weights) -> Figure:
     """The samples of each method over the density, and the densities of x."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     *left, right = figure.subplots(1, len(samples) + 1)
     levels = weights.max() * np.array([0.003, 0.03, 0.3])
     right.fill_between(
@@ -193,7 +193,8 @@ def draw(samples, grid, weights) -> Figure:
             points[:, 0], bins, density=True, histtype="step", color=color, label=name
         )
     right.set(title="density of x", xlabel="x", xlim=(-3.6, 3.6))
-    right.legend(loc="upper center", fontsize=8)
+    right.set_ylim(top=1.4 * right.get_ylim()[1])
+    right.legend(loc="upper center")
     return figure
 
 

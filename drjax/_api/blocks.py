@@ -162,7 +162,8 @@ def broadcast(
       `[pods, groups, *s]`. With `over="groups"`, from leaves `[pods, *s]`.
 
     Raises:
-      ScopeError: No partition in force. DrjaxTypeError: a leaf is not an array.
+      ScopeError: No partition in force.
+      DrjaxTypeError: A leaf is not an array.
 
     Example:
       >>> import drjax

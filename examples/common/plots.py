@@ -107,7 +107,7 @@ def fitted_curves(
     """
     names = list(dict.fromkeys(name for name, _ in curves))
     shape = len(names), len(tasks)
-    figure = Figure(figsize=(4 * shape[1], 3 * shape[0]), layout="constrained")
+    figure = Figure(figsize=(3.2 * shape[1], 2.4 * shape[0]), layout="constrained")
     grid = figure.subplots(*shape, sharex=True, sharey="col", squeeze=False)
     shades = matplotlib.colormaps["viridis"](np.linspace(0.85, 0.15, len(steps)))
     for row, name in zip(grid, names, strict=True):

@@ -85,7 +85,9 @@ def lines(
         scale: what a round of each curve counts, if not one.
         log: the axes that are logarithmic: "x", "y" or "xy".
     """
-    figure = Figure(figsize=(4 * len(panels) + 1.6, 3.6), layout="constrained")
+    figure = Figure(
+        figsize=(min(4 * len(panels) + 1.6, 9.6), 3.6), layout="constrained"
+    )
     grid = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     for ax, panel in zip(grid, panels, strict=True):
         for name, values in curves.items():

@@ -5,7 +5,8 @@
 #
 #   CLUSTER=mine WORKLOAD=run1 bash examples/launch/xpk.sh --rounds 20
 set -euo pipefail
-run="pip install '.[examples]' 'jax[tpu]' && python -m examples.launch.train --cluster auto $*"
+install="pip install '.[examples]' 'jax[tpu]'"
+run="$install && python -m examples.launch.train --cluster auto $*"
 xpk workload create \
   --cluster "${CLUSTER:?the name of the GKE cluster}" \
   --workload "${WORKLOAD:?a name for this run}" \
