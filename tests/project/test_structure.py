@@ -9,6 +9,7 @@ import doctest
 import inspect
 import io
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -135,6 +136,22 @@ def test_adapters_of_engines_are_small(name):
     paths = [*(PACKAGE / "backends").glob(f"{name}.py")]
     paths += (PACKAGE / "backends").glob(f"{name}/*.py")
     assert 0 < sum(_lines_of_code(path.read_text()) for path in paths) < 200
+
+
+def test_classes_and_functions_are_short():
+    """Without docstrings and comments: 150 lines of a class, 60 of a function."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            limit = 150 if isinstance(node, ast.ClassDef) else 60
+            if (node.end_lineno or 0) - node.lineno >= limit:
+                code = textwrap.dedent(
+                    "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                )
+                assert _lines_of_code(code) <= limit, (path, node.name)
 
 
 def _lines_of_code(text: str) -> int:

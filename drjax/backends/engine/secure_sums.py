@@ -551,9 +551,8 @@ class _Aggregation:
         content, done = flwr.RecordDict(), None
         if self._now == "collect_masked_vectors_stage":
             content, done = self._nothing(), self._validated_result(node, reply)
-        fields = secure_replies.fields_of(
-            reply, self._now, {*self._clients}, self._length
-        )
+        nodes = {*self._clients}
+        fields = secure_replies.fields_of(reply, self._now, nodes, self._length)
         if done is not None:
             self._done[node] = done  # all of the reply fits
         content[secure_replies.configs_key()] = flwr.ConfigRecord(fields)

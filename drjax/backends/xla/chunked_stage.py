@@ -88,9 +88,8 @@ class ChunkedStage:
         inner_plan = None if inner is None else stage.inner
         chunks = () if inner_plan is None else read_in_chunks(inner_plan)
         # The first argument is the group index.
-        self._lazy = [
-            i in chunks for i, v in enumerate(stage.inputs, 1) if v.partitioned
-        ]
+        inputs = enumerate(stage.inputs, 1)
+        self._lazy = [i in chunks for i, v in inputs if v.partitioned]
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._effects = _compat.effects_of(stage.jaxpr)
@@ -127,8 +126,7 @@ class ChunkedStage:
             totals, kept = jax.eval_shape(work)
             # The identity, as `finish` combines it with the totals of other devices.
             fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.reduces]
-            pairs = zip(totals, fills, strict=False)
-            sums = [full_of_type(x, fill) for x, fill in pairs]
+            sums = [*map(full_of_type, totals, fills)]  # states follow the sums
             # The folds of all groups leave this device out.
             states = tree_zeros_like(totals[len(sums) :])
             return [*sums, *states], tree_zeros_like(kept)

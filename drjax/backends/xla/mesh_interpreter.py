@@ -329,38 +329,9 @@ def _run_groups(
     shared = env.read(v for v in stage.inputs if not v.partitioned)
     count = len(shared)
     shared += env.read(operands_of(folds))
-    slices = [
-        env[v] if isinstance(env[v], Stacked) else jnp.moveaxis(env[v], v.axis, 0)
-        for v in stage.inputs
-        if v.partitioned
-    ]
-    # Some work cannot be in a shard_map; see `map_lowering`.
-    by_vmap = any(
-        lowers_by_vmap(layout, x.jaxpr) for x in (stage, *(f.combine for f in folds))
-    )
-    rewrite = lambda jaxpr: prepare_group_jaxpr(layout, jaxpr, by_vmap)
-    prepare = lambda x: map_jaxprs(x, rewrite)
-    prepared = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
-    stage = prepare(stage)
-    inner = None
-    if not (folds and stage.exported is not None):  # only its own batch folds states
-        inner = run_inner_levels(
-            stage,
-            layout.partition,
-            MeshInterpreter,
-            step,
-            levels.mesh,
-            by_vmap,
-            levels.merged,
-        )
-
-    # A `Stacked` array is passed as two operands: the array, and the position in it.
-    stacked = [isinstance(x, Stacked) for x in slices]
-    if by_vmap or layout.uneven or layout.spec_entry is not None:
-        slices = [x.whole() if isinstance(x, Stacked) else x for x in slices]
-        stacked = [False] * len(slices)
-    positions = [x.index for x in slices if isinstance(x, Stacked)]
-    slices = [x.array if isinstance(x, Stacked) else x for x in slices]
+    stage, prepared, inner, by_vmap = _prepare(layout, a_round, step, levels)
+    cut = by_vmap or layout.uneven or layout.spec_entry is not None
+    slices, positions, stacked = _read_slices(stage, env, cut)
 
     def work(*args):
         *args, first = args
@@ -398,13 +369,7 @@ def _run_groups(
         works = with_arrays(folds, shared[count:])
         folded = finish_stacked_folds(layout, works, states)
         return [*finish_stacked(layout, reduces, sums), *folded], stacks
-    # Of outputs: the same everywhere, one for each device, or divided by groups.
-    results = len(reduces) + sum(len(fold.results) for fold in folds)
-    each = [None] * results
-    if combine:
-        each = [*result_specs(layout, reduces), *[False] * (results - len(reduces))]
-        for i, reduce in enumerate(reduces):
-            each[i] = None if reduce.result.name in levels.partial else each[i]
+    each = _specs_of_totals(layout, a_round, combine, levels)
     outputs = [*each, *[True] * len(kept)]
     # As in the surrounding code: users' loops inside were traced under it.
     operands, whole = [*positions, *shared, *slices], len(positions) + len(shared)
@@ -413,7 +378,95 @@ def _run_groups(
         layout, body, operands, [False] * whole + divided, outputs, _compat.check_vma(),
         with_first_index=True,
     )  # fmt: skip
-    return outs[:results], outs[results:]
+    return outs[: len(each)], outs[len(each) :]
+
+
+def _prepare(layout: Layout, a_round: Round, step: int | None, levels: InnerLevels):
+    """Make the jaxprs of a round ready to be traced in a device's code.
+
+    Args:
+      layout: The layout of the partition.
+      a_round: The round.
+      step: How many of a device's groups run at once; None: all.
+      levels: Which reductions are combined over two levels at once.
+
+    Returns:
+      `(stage, folds, inner, by_vmap)`: the local stage and the folds with the jaxprs to
+      trace; the `inner` of a `ChunkedStage`; and whether the devices' work is mapped by
+      `vmap`, as it cannot be in a `shard_map` (see `map_lowering`).
+    """
+    stage, folds = a_round.local, a_round.folds
+    works = stage, *(fold.combine for fold in folds)
+    by_vmap = any(lowers_by_vmap(layout, x.jaxpr) for x in works)
+    rewrite = lambda jaxpr: prepare_group_jaxpr(layout, jaxpr, by_vmap)
+    prepare = lambda x: map_jaxprs(x, rewrite)
+    folds = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
+    stage, inner = prepare(stage), None
+    if not (folds and stage.exported is not None):  # only its own batch folds states
+        inner = run_inner_levels(
+            stage,
+            layout.partition,
+            MeshInterpreter,
+            step,
+            levels.mesh,
+            by_vmap,
+            levels.merged,
+        )
+    return stage, folds, inner, by_vmap
+
+
+def _read_slices(
+    stage: Stage, env: Environment, cut: bool
+) -> tuple[list, list, list[bool]]:
+    """Read the partitioned inputs of a stage; a `Stacked` one as two operands.
+
+    Args:
+      stage: The local stage.
+      env: The arrays of all values that were computed so far; it is not changed.
+      cut: Whether the slices are cut out of `Stacked` inputs, which then are arrays as
+        any other.
+
+    Returns:
+      `(arrays, positions, stacked)`: for each partitioned input, in order, its array,
+      the groups' slices `[n, *s]` or the array of a `Stacked`; for each `Stacked` input
+      the position in its array; and for each partitioned input whether it is `Stacked`.
+    """
+    slices = [
+        env[v] if isinstance(env[v], Stacked) else jnp.moveaxis(env[v], v.axis, 0)
+        for v in stage.inputs
+        if v.partitioned
+    ]
+    if cut:
+        slices = [x.whole() if isinstance(x, Stacked) else x for x in slices]
+    arrays = [x.array if isinstance(x, Stacked) else x for x in slices]
+    positions = [x.index for x in slices if isinstance(x, Stacked)]
+    return arrays, positions, [isinstance(x, Stacked) for x in slices]
+
+
+def _specs_of_totals(
+    layout: Layout, a_round: Round, combine: bool, levels: InnerLevels
+) -> list:
+    """Where the totals of a round are on the devices, for `shard_map_over_devices`.
+
+    Args:
+      layout: The layout of the partition.
+      a_round: The round.
+      combine: Whether the devices' partial reductions are combined.
+      levels: Which reductions are left to an outer level.
+
+    Returns:
+      A list, for each reduction but gathers and then each leaf of the results of the
+      folds: False if it is the same on all devices, a `PartitionSpec` if it is sharded,
+      None for a partial reduction of each device.
+    """
+    reduces = a_round.partials
+    leaves = sum(len(fold.results) for fold in a_round.folds)
+    if not combine:
+        return [None] * (len(reduces) + leaves)
+    each = [*result_specs(layout, reduces), *[False] * leaves]
+    for i, reduce in enumerate(reduces):
+        each[i] = None if reduce.result.name in levels.partial else each[i]
+    return each
 
 
 def _check_known_shapes(stage: Stage) -> None:
