@@ -66,7 +66,7 @@ def collective_options(block: str, wire: WireLike, result: str | None) -> dict:
 
 
 def secure_options(
-    secure: bool, min_groups: int | None, mask: Any, n: int
+    secure: bool, min_groups: int | None, mask: Any, n: int, wire: WireLike = None
 ) -> dict[str, Any]:
     """Check `secure=` and `min_groups=`, and return the parameters of the primitive.
 
@@ -76,6 +76,7 @@ def secure_options(
       mask: The groups to sum, the partitioned mask of `where=` or `by=`, which a secure
         sum may not have; None: all groups.
       n: The number of groups.
+      wire: The argument `wire=` of the sum, which a secure sum may not have.
 
     Returns:
       `{"secure": the least number of groups}`; {} if the sum is not secure.
@@ -83,7 +84,7 @@ def secure_options(
     Raises:
       DrjaxTypeError: `secure` is no bool, or `min_groups` no integer.
       DrjaxValueError: `min_groups` is not from 2 to n, or comes without `secure`; or a
-        secure sum has a mask, or is inside a mapped function.
+        secure sum has a mask or a wire, or is inside a mapped function.
     """
     if secure is not True and secure is not False:
         raise DrjaxTypeError(
@@ -101,6 +102,11 @@ def secure_options(
             "drjax.reduce_sum takes no secure=True inside a mapped function or over "
             "inner levels: all of that sum is the work of one outer group, whose "
             "process sees its inner groups. Sum over the outermost level."
+        )
+    if wire is not None:
+        raise DrjaxValueError(
+            "drjax.reduce_sum takes no wire= with secure=True: a secure sum adds "
+            "masked integers of 64 bits, which cannot be encoded. Leave out wire=."
         )
     if mask is not None:
         # The groups that are left out send zeros: a sum of one is that group's slice.

@@ -192,8 +192,8 @@ def reduce_sum(
         `("int8", 128)`. Devices add in float32; each block of consecutive numbers has a
         float32 scale, but for bfloat16. Both the devices' sums and their total are
         rounded. Derivatives are those of the plain sum. Nothing is encoded on one
-        device. On an engine, workers encode the sums of their blocks of groups.
-        Default: the dtype of the leaf.
+        device. Workers of Ray and clients of Flower encode the sums of their blocks of
+        groups, once. Default: the dtype of the leaf.
       result: "sharded": on a mesh each device has a part of the result, by a
         reduce-scatter, along the first axis of each leaf whose size the devices divide.
         Leaves without such an axis, and results without a mesh, are returned whole, as
@@ -238,7 +238,7 @@ def reduce_sum(
     mask = participation_mask("reduce_sum", where, by, num, params)
     options = collective_options("reduce_sum", wire, result)
     n = params["partition"].size
-    options |= secure_options(secure, min_groups, mask, n)
+    options |= secure_options(secure, min_groups, mask, n, wire)
 
     def summand(leaf):
         check_numeric("reduce_sum", leaf)

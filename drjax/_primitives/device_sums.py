@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from drjax import _compat
@@ -332,25 +333,27 @@ def encode(x, wire: Wire):
       uint8 `[..., wire.nbytes(c)]`: the codes of all numbers, then the float32 scales
       of all blocks.
     """
+    xp = _numpy_of(x)
     if wire.dtype == "bfloat16":
         return _bytes(x.astype(jnp.bfloat16))
-    blocks = x.reshape(*x.shape[:-1], -1, wire.block)
-    scale = jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST[wire.dtype]
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // wire.block, wire.block)
+    scale = xp.max(xp.abs(blocks), axis=-1) / np.float32(_LARGEST[wire.dtype])
     # A subnormal scale has too few digits to divide by.
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
-    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-    inverse = jnp.where(scale > 0, 1 / scale, 0)
+    scale = xp.where(scale < jnp.finfo(jnp.float32).tiny, np.float32(0), scale)
+    scale = xp.where(xp.isfinite(scale), scale, np.float32(np.nan))
+    ones = xp.where(scale > 0, scale, np.float32(1))
+    inverse = xp.where(scale > 0, 1 / ones, np.float32(0))
     scaled = (blocks * inverse[..., None]).reshape(x.shape)
     match wire.dtype:
         case "int8":
-            codes = _bytes(jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8))
+            codes = _bytes(xp.clip(xp.round(scaled), -127, 127).astype(jnp.int8))
         case "float8_e4m3fn":
-            codes = _bytes(jnp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
+            codes = _bytes(xp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
         case "float4_e2m1fn":
             codes = _pack_nibbles(scaled)
         case _:
             raise NotImplementedError(f"No encoding of {wire.dtype} is known.")
-    return jnp.concatenate([codes, _bytes(scale)], axis=-1)
+    return xp.concatenate([codes, _bytes(scale)], axis=-1)
 
 
 def decode(x, wire: Wire):
@@ -367,18 +370,29 @@ def decode(x, wire: Wire):
     if wire.dtype == "bfloat16":
         return _numbers(x, jnp.bfloat16).astype(jnp.float32)
     blocks = x.shape[-1] // wire.nbytes(wire.block)
-    codes, scale = jnp.split(x, [x.shape[-1] - 4 * blocks], axis=-1)
+    codes, scale = _numpy_of(x).split(x, [x.shape[-1] - 4 * blocks], axis=-1)
     scale = _numbers(scale, jnp.float32)
     if wire.dtype == "float4_e2m1fn":
         numbers = _unpack_nibbles(codes)
     else:
         numbers = _numbers(codes, jnp.dtype(wire.dtype)).astype(jnp.float32)
     numbers = numbers.reshape(*scale.shape, wire.block) * scale[..., None]
-    return numbers.reshape(*x.shape[:-1], -1)
+    return numbers.reshape(*x.shape[:-1], blocks * wire.block)
+
+
+def _numpy_of(x):
+    """The module whose functions compute on `x`: `numpy` of NumPy's arrays.
+
+    Engines encode arrays of the host without JAX: no device is needed, and nothing is
+    compiled for each shape.
+    """
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def _bytes(x):
     """Return the bytes of numbers `[..., c]`, as uint8 `[..., c * itemsize]`."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(np.uint8)
     if x.dtype.itemsize == 1:
         return lax.bitcast_convert_type(x, jnp.uint8)
     bits = lax.bitcast_convert_type(x, jnp.uint8)
@@ -387,6 +401,8 @@ def _bytes(x):
 
 def _numbers(x, dtype):
     """Read bytes as numbers of a dtype: uint8 `[..., c * itemsize]` to `[..., c]`."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(np.dtype(dtype))
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
@@ -407,11 +423,12 @@ def _pack_nibbles(x):
     comparisons: they count how many of the seven bounds between neighboring magnitudes
     it exceeds. The fourth bit is the sign.
     """
-    size = jnp.abs(x)
-    code = jnp.signbit(x).astype(jnp.uint8) << 3
+    xp = _numpy_of(x)
+    size = xp.abs(x)
+    code = xp.signbit(x).astype(np.uint8) << 3
     for lower, bound in enumerate(_BOUNDS):
         above = size >= bound if lower % 2 else size > bound
-        code = code + above.astype(jnp.uint8)
+        code = code + above.astype(np.uint8)
     low, high = code[..., 0::2], code[..., 1::2]
     return low | (high << 4)
 
@@ -422,6 +439,8 @@ def _unpack_nibbles(x):
     It decodes what `_pack_nibbles` returns: uint8 `[..., c]` to float32 `[..., 2c]`.
     The lower four bits of a byte are the first number.
     """
-    codes = jnp.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
-    magnitude = jnp.asarray(_MAGNITUDES, jnp.float32)[codes & 7]
-    return jnp.where(codes >= 8, -magnitude, magnitude)
+    xp = _numpy_of(x)
+    codes = xp.stack([x & 15, x >> 4], axis=-1)
+    codes = codes.reshape(*x.shape[:-1], 2 * x.shape[-1])
+    magnitude = xp.asarray(_MAGNITUDES, np.float32)[codes & 7]
+    return xp.where(codes >= 8, -magnitude, magnitude)

@@ -104,7 +104,8 @@ class RunBlocks(beam.DoFn):
             dropped, but end the pipeline.
         """
         (block, failed), job = element, self.job
-        result = job.run(block, failed)
+        # Not encoded: what a worker sends are sums of its blocks, in float64.
+        result = job.run(block, failed, encode=False)
         # Before anything raises: from the report the driver knows which group failed.
         if self.report is not None:
             self.report(block, result)

@@ -14,8 +14,9 @@ its worker about a millisecond, and long ones are split.
 Invariants: the size changes at most `_CHANGES` times, and by at least a factor of two,
 as each change compiles the stage again in all workers.
 
-Sharp edges: the size decides how sums are grouped, so the last bits of results may
-differ between runs unless `block_size` is an option.
+Sharp edges: the size decides how sums are grouped, and encoded with `wire=`, so the
+last bits of results, or more of encoded ones, may differ between runs unless
+`block_size` is an option.
 """
 
 import statistics

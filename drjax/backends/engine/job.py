@@ -11,7 +11,7 @@ Sharp edges: keys of the header that `to_bytes` writes are a format that other r
 of drjax read: "where" is the location.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,13 +62,16 @@ class Job:
         settings = self.size, self.check_nans, self.drop
         return Task(self.stage, block, *settings, search=search, stay=self.stay)
 
-    def run(self, block: Block, failed: dict[int, str]) -> BlockResult:
+    def run(
+        self, block: Block, failed: dict[int, str], encode: bool = True
+    ) -> BlockResult:
         """Run the stage on a block in this process.
 
         Args:
           block: The groups. If none of them takes part, nothing runs.
           failed: A dict from group index to reason, for groups of the block whose data
             could not be read.
+          encode: Whether partial reductions with `wire=` are returned encoded.
 
         Returns:
           The `BlockResult`: partial reductions, slices, and why groups failed, which
@@ -80,7 +83,8 @@ class Job:
         result = BlockResult([], [], {}, 0, 0.0)
         if block.valid.any():
             try:
-                result = worker.run(self.file, self.task(block), self.shared)
+                task = replace(self.task(block), encode=encode)
+                result = worker.run(self.file, task, self.shared)
             except Exception as error:
                 raise RuntimeError(
                     f"The groups' work failed in {self.location}, in a block from "

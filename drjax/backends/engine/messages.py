@@ -144,6 +144,7 @@ class Task:
         `WorkerState` says which group runs: to find a group that takes too long.
       stay: For each output of the stage that is read later whether its slices stay with
         the workers, a tuple of bools; () if none do.
+      encode: Whether partial reductions with `wire=` are returned as `EncodedPartial`s.
     """
 
     stage: int
@@ -155,6 +156,7 @@ class Task:
     number: int = field(default_factory=itertools.count(1).__next__)
     search: bool = False
     stay: tuple[bool, ...] = ()
+    encode: bool = True
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ class EngineOptions:
         of four groups, if these are larger). In later rounds there are fewer blocks if
         they take less than 20 ms, and smaller ones if they take more than 5 s, or than
         a fourth of `timeout`. Sums within a block are made in the dtype of the program;
-        blocks are added up in float64. The last bits of results depend on the size:
-        give it if they must be the same in each run.
+        blocks are added up in float64. The last bits of results depend on the size, of
+        sums with `wire=` more than these: give it if they must be the same in each run.
       on_error: What happens if a group fails. `"raise"`: the call raises an
         `EngineError`. `"drop"`: the group takes no part in the rest of the call. Sums
         are then over the survivors, means are divided by their number, and in returned

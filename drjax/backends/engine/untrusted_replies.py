@@ -218,11 +218,11 @@ def _validated(
     if _PLACE in expected and arrays[expected.index(_PLACE)] != group:
         raise BadReply("it has the place of another group in a fold")
     results = [
-        EncodedPartial(x, *partial.encoded) if partial.encoded else x
+        decoded(EncodedPartial(x, *partial.encoded)) if partial.encoded else x
         for partial, x in zip(partials, arrays[2:], strict=True)
     ]
     if check_nans:
-        _check_finite(partials, [*map(decoded, results)])
+        _check_finite(partials, results)
     return BlockResult(results, [], {}, pid, seconds)
 
 

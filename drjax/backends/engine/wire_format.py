@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from drjax.backends.engine.encoded_partials import EncodedPartial
 from drjax.backends.engine.messages import Block, BlockResult
 
 
@@ -82,7 +83,11 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
     """
     failed = {str(group): why for group, why in result.failed.items()}
     # All or none are None: a block either has a group that takes part or not.
-    partials = [getattr(x, "codes", x) for x in result.partials if x is not None]
+    partials = [
+        x.codes if isinstance(x, EncodedPartial) else x
+        for x in result.partials
+        if x is not None
+    ]
     header = {"failed": failed, "pid": result.pid, "seconds": result.seconds}
     header["partials"] = len(partials)
     return to_bytes(header, [block.groups, block.valid, *partials, *result.slices])
@@ -95,7 +100,8 @@ def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
 
     Returns:
       `(block, result)`: a `Block` with group indices and mask, but without slices of
-      its inputs; and the `BlockResult`. Its arrays are read-only views of `data`.
+      its inputs; and the `BlockResult`, in which an encoded partial reduction is its
+      codes. Its arrays are read-only views of `data`.
     """
     header, (groups, valid, *arrays) = from_bytes(data)
     failed = {int(group): why for group, why in header["failed"].items()}

@@ -17,7 +17,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
-from drjax.backends.engine.encoded_partials import encode_partials
+from drjax.backends.engine.encoded_partials import encode_partials, fits, is_encoded
 from drjax.backends.engine.messages import (
     Block,
     BlockResult,
@@ -36,7 +36,7 @@ from drjax.backends.engine.messages import (
     WorkerState,
     rounds_of,
 )
-from drjax.plan import Stage
+from drjax.plan import Reduce, Stage
 
 _FEW = 64  # groups that are tried one by one
 _HALVINGS = 128  # most batches to find them
@@ -66,7 +66,7 @@ class LoadedPlan:
         rounds = [a_round for _, a_round in rounds_of(plan)]
         states = [sum(len(f.sources) for f in r.folds) for r in rounds]
         self._stages = [
-            CompiledStage(r.local, len(r.partials), k)
+            CompiledStage(r.local, r.partials, k)
             for r, k in zip(rounds, states, strict=True)
         ]
         self._reduces = [r.partials for r in rounds]
@@ -145,7 +145,7 @@ class LoadedPlan:
         if not block.valid.any() or (failed and not task.drop):
             outs = []
         partials, slices = outs[: stage.partials], outs[stage.partials :]
-        if partials:
+        if partials and task.encode:
             reduces = self._reduces[task.stage]
             encoded = encode_partials(reduces, partials[: len(reduces)])
             partials = [*encoded, *partials[len(reduces) :]]
@@ -200,19 +200,22 @@ class CompiledStage:
 
     Args:
       stage: The stage, from a plan file.
-      reduces: How many of the batched function's outputs are partial reductions, int.
+      reduces: The `Reduce`s of the batched function's first outputs, which are partial
+        reductions.
       states: How many outputs after these are leaves of folded states, int.
 
     Attributes:
       stage: The stage.
       states: As given to the constructor.
-      partials: `reduces + states`: the number of the first outputs of the batched
+      partials: `len(reduces) + states`: the number of the first outputs of the batched
         function, which are combined over blocks. The outputs after them are slices.
     """
 
-    def __init__(self, stage: Stage, reduces: int, states: int = 0):
+    def __init__(self, stage: Stage, reduces: Sequence[Reduce], states: int = 0):
         self.stage, self.states = stage, states
-        self.partials = reduces + states
+        self.partials = len(reduces) + states
+        self._encoded = [i for i, r in enumerate(reduces) if is_encoded(r)]
+        self._encoded_sources = {reduces[i].source.name for i in self._encoded}
 
     @functools.cached_property
     def batched(self) -> functools.partial:
@@ -302,6 +305,8 @@ class CompiledStage:
     def has_nan(self, outs: list, block: Block) -> bool:
         """Return whether outputs of a block have a NaN, except for masked groups.
 
+        What `wire=` would make a NaN counts as one: an infinity of a sum with it.
+
         Args:
           outs: What `run_batch` returned for the block. The first `self.partials`
             arrays are partial reductions and states, which are looked at as a whole;
@@ -310,9 +315,27 @@ class CompiledStage:
           block: The block of c groups, before padding.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
-        return any(map(_has_nan, partials)) or any(
-            _has_nan(x[: len(block.groups)][block.valid]) for x in slices
+        lost = any(not fits(partials[i]) for i in self._encoded if partials)
+        return (
+            lost
+            or any(map(_has_nan, partials))
+            or any(_has_nan(x[: len(block.groups)][block.valid]) for x in slices)
         )
+
+    def names_of_nans(self, outs: list[np.ndarray]) -> list[str]:
+        """Return the names of the outputs of one group that have a NaN.
+
+        What `wire=` would make a NaN counts as one, as in `has_nan`.
+
+        Args:
+          outs: All outputs of the stage, of one group.
+        """
+        pairs = zip(self.stage.outputs, outs, strict=True)
+        return [
+            value.name
+            for value, y in pairs
+            if _has_nan(y) or (value.name in self._encoded_sources and not fits(y))
+        ]
 
 
 def _suspects(
@@ -380,10 +403,8 @@ def _failures(
         except Exception as error:
             failures[group] = f"{type(error).__name__}: {error}"
             continue
-        if check_nans:
-            pairs = zip(stage.stage.outputs, outs, strict=True)
-            if names := [value.name for value, y in pairs if _has_nan(y)]:
-                failures[group] = f"it yields NaN as {', '.join(names)}"
+        if check_nans and (names := stage.names_of_nans(outs)):
+            failures[group] = f"it yields NaN as {', '.join(names)}"
     return failures
 
 

@@ -3,20 +3,24 @@
 Covers: drjax.backends.engine.encoded_partials.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import drjax
+from drjax._primitives.device_sums import decode, encode
 from drjax.backends import in_process
-from drjax.backends.engine import combine, untrusted_replies, wire_format
+from drjax.backends.engine import combine, one_round, untrusted_replies, wire_format
 from drjax.backends.engine.encoded_partials import (
     EncodedPartial,
     decoded,
     encode_partials,
 )
 from drjax.backends.engine.messages import Block, BlockResult
+from drjax.backends.engine.options import EngineOptions
 from drjax.plan import Reduce, Value, Wire
+from tests.helpers.cases import checkerboard
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -55,8 +59,7 @@ def reduce_of(shape, wire, secure=0):
     return Reduce("sum", source, result, wire, False, secure)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wire", ERRORS)
+@checkerboard(7, wire=ERRORS, dtype=["float32", "bfloat16"])
 def test_results_are_within_the_bound(wire, dtype, monkeypatch):
     received = []
     add = combine.add
@@ -110,13 +113,65 @@ def test_nans_and_infinities_stay_visible():
         np.testing.assert_array_equal(decoded(encoded), [np.nan, np.nan, 3, 3])
 
 
-def test_a_group_with_a_nan_is_found():
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_group_with_a_nan_is_found(bad):
+    """An infinity too, which the encoding would make NaNs of a whole block."""
     plan, (x, w) = plan_of("int8")
     x = x.copy()
-    x[3, 0, 0] = np.nan
+    x[3, 0, 0] = bad
     with in_process.compile(plan, block_size=BLOCK, check_nans=True) as run:
-        with pytest.raises(drjax.EngineError, match="Group 3"):
+        with pytest.raises(drjax.EngineError, match="Group 3.* it yields NaN"):
             run(x, w)
+    options = {"block_size": BLOCK, "check_nans": True, "on_error": "drop"}
+    with in_process.compile(plan, **options) as run:
+        total, *_ = run(x, w)
+    assert np.isfinite(np.asarray(total)).all()
+
+
+def test_numbers_above_float32_are_found():
+    with jax.enable_x64(True):
+        x = np.full((N, 3), 1e39)
+        mean = drjax.program(clients=N)(lambda x: drjax.reduce_mean(x, wire="int8"))
+        plan = drjax.make_plan(mean)(x)
+        with in_process.compile(plan, check_nans=True) as run:
+            with pytest.raises(drjax.EngineError, match="it yields NaN"):
+                run(x)
+        with in_process.compile(plan, check_nans=True) as run:
+            np.testing.assert_allclose(run(x / 1e9), 1e30, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wire", [Wire("int8", 2), Wire("float4_e2m1fn", 4)])
+def test_codes_are_those_of_devices(wire):
+    """NumPy encodes on the host, JAX on devices; the last bit of a scale may differ."""
+    x = np.random.RandomState(0).randn(64).astype(np.float32)
+    x[8:12] = 0, 1e-38, -6, 2.5
+    codes = encode(x, wire)
+    on_devices = np.asarray(jax.jit(encode, static_argnums=1)(x, wire))
+    assert codes.dtype == on_devices.dtype and codes.shape == on_devices.shape
+    y = decode(codes, wire)
+    assert y.dtype == np.float32 and np.abs(y - x).max() < 0.6
+    for other in (
+        jax.jit(decode, static_argnums=1)(codes, wire),
+        decode(on_devices, wire),
+    ):
+        np.testing.assert_allclose(other, y, rtol=1e-6)
+
+
+def test_workers_that_combine_do_not_encode():
+    mean = drjax.program(clients=N)(lambda x: drjax.reduce_mean(x, wire="int8"))
+    stage, _ = one_round.split(
+        drjax.make_plan(mean)(X), (...,), EngineOptions.checked(block_size=BLOCK)
+    )
+    block = Block(np.arange(2, dtype=np.int32), np.array([True] * 2), [X[:2]])
+    for encodes in True, False:
+        (partial,) = stage.job.run(block, {}, encode=encodes).partials
+        assert isinstance(partial, EncodedPartial) == encodes
+
+
+def test_a_secure_sum_takes_no_wire():
+    fn = lambda x: drjax.reduce_sum(x, secure=True, wire="int8")
+    with pytest.raises(drjax.DrjaxValueError, match="no wire= with secure=True"):
+        drjax.program(clients=N)(fn)(X)
 
 
 def test_replies_of_clients_are_decoded_and_checked():
