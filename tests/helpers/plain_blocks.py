@@ -106,7 +106,7 @@ def _fold(combine, x, init):
     return init
 
 
-def _max(x, where=None, default=None):
+def _max(x, where=None, default: Any = None):
     if where is None:
         return jnp.max(x, axis=0)
     largest = jnp.max(jnp.where(_columns(where, x), x, -jnp.inf), axis=0)

@@ -82,7 +82,7 @@ def _encoded(wire: Wire | None, x: np.ndarray) -> EncodedPartial:
     with np.errstate(invalid="ignore", over="ignore"):
         flat = np.ravel(x).astype(np.float32)
         padded = np.pad(flat, (0, -flat.size % wire.block))
-        return EncodedPartial(encode(padded, wire), wire, x.shape)
+        return EncodedPartial(np.asarray(encode(padded, wire)), wire, x.shape)
 
 
 def fits(x: np.ndarray) -> bool:
@@ -97,5 +97,5 @@ def decoded(partial: Any) -> np.ndarray:
         return np.asarray(partial)
     # A forged scale may be any float.
     with np.errstate(invalid="ignore", over="ignore"):
-        numbers = decode(partial.codes, partial.wire)
+        numbers = np.asarray(decode(partial.codes, partial.wire))
     return numbers[: math.prod(partial.shape)].reshape(partial.shape)

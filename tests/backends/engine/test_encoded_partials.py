@@ -3,6 +3,8 @@
 Covers: drjax.backends.engine.encoded_partials.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def step(x, w, wire):
     )
 
 
-def plan_of(wire, x=X):
+def plan_of(wire, x: Any = X):
     w = np.ones(N, np.float32)
     return drjax.make_plan(lambda x, w: step(x, w, wire))(x, w), (x, w)
 
