@@ -179,6 +179,17 @@ WHOLE = [
         n=1, f=2, dtype="float64", half="float16", mode="vmap", mesh=6, step=2,
         seed=947,
     ),
+    Program(
+        (
+            ("broadcast0", 33, 43, ()),
+            ("scan_slices", 12, 30, (("halves", 24, 51, ()),)),
+            ("scan_short", 18, 13, (
+                ("scan_slices", 5, 45, (("side_by_side", 54, 37, ()),)),
+                ("cohort", 33, 61, ()),
+            )),
+        ),
+        n=4, f=4, mesh=12, step=1, seed=457,
+    ),
 ]  # fmt: skip
 slowly = functools.partial(some, marks=pytest.mark.slow)
 

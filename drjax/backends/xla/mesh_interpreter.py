@@ -10,10 +10,11 @@ Sharp edges: a partition that is Manual around the plan is refused, as a device 
 its own groups there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -260,7 +261,7 @@ class MeshInterpreter(PlanInterpreter):
             return lax.while_loop(
                 # The condition's plan returns one value, a bool.
                 lambda carry: condition([*condition_consts, *carry])[0],
-                lambda carry: body([*body_consts, *carry]),
+                lambda carry: _like(body([*body_consts, *carry]), carry),
                 init,
             )
         (body,) = bodies
@@ -268,7 +269,7 @@ class MeshInterpreter(PlanInterpreter):
 
         def step(carry, xs):
             outs = body([*consts, *carry, *xs])
-            return outs[: loop.carry], outs[loop.carry :]
+            return _like(outs[: loop.carry], carry), outs[loop.carry :]
 
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
         return [*carry, *ys]
@@ -379,6 +380,29 @@ def _run_groups(
         with_first_index=True,
     )  # fmt: skip
     return outs[: len(each)], outs[len(each) :]
+
+
+def _like(xs: Sequence, carry: Sequence) -> list:
+    """Give the results of a loop's step the types that the step's carry has.
+
+    On Explicit axes a global value that slices were put into is sharded over the groups
+    by its type, and the value before was not.
+
+    Args:
+      xs: The arrays that the step returns for the carry.
+      carry: The arrays of the carry, of the same shapes.
+
+    Returns:
+      The arrays; those whose type is sharded otherwise than that of the carry are
+      resharded.
+    """
+    results = []
+    for x, like in zip(xs, carry, strict=True):
+        own, spec = _compat.typeof(x).sharding, _compat.typeof(like).sharding.spec
+        if own.spec != spec:
+            x = jax.sharding.reshard(x, jax.NamedSharding(own.mesh, spec))
+        results.append(x)
+    return results
 
 
 def _prepare(layout: Layout, a_round: Round, step: int | None, levels: InnerLevels):
