@@ -341,8 +341,7 @@ def encode(x, wire: Wire):
     # A subnormal scale has too few digits to divide by.
     scale = xp.where(scale < jnp.finfo(jnp.float32).tiny, np.float32(0), scale)
     scale = xp.where(xp.isfinite(scale), scale, np.float32(np.nan))
-    ones = xp.where(scale > 0, scale, np.float32(1))
-    inverse = xp.where(scale > 0, 1 / ones, np.float32(0))
+    inverse = xp.where(scale > 0, 1 / scale, np.float32(0))
     scaled = (blocks * inverse[..., None]).reshape(x.shape)
     match wire.dtype:
         case "int8":

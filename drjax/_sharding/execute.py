@@ -363,12 +363,13 @@ def as_operand(x, layout: Layout, partitioned: bool):
 def with_sharding_of(x, aval):
     """Reshard an array to the sharding of a type, on Explicit axes.
 
-    Elsewhere the array is returned unchanged. For transpose rules: on Explicit axes,
-    JAX checks that a cotangent has the sharding of the primal value that it belongs to.
+    Elsewhere the array is returned unchanged. On Explicit axes, a sharding is a part of
+    a type. JAX checks that a cotangent has that of its primal value, that a loop's step
+    keeps those of the carry, and that the branches of a `cond` return the same ones.
 
     Args:
-      x: An array, tracer or symbolic zero (which is returned unchanged): the cotangent.
-      aval: The type with the sharding: that of the primal value.
+      x: An array, tracer or symbolic zero (which is returned unchanged).
+      aval: The type with the sharding.
     """
     if type(x) is _compat.Zero:
         return x
@@ -377,6 +378,17 @@ def with_sharding_of(x, aval):
     if not explicit or _compat.typeof(x).sharding == aval.sharding:
         return x
     return jax.sharding.reshard(x, aval.sharding)
+
+
+def with_shardings_of(xs: Sequence, like: Sequence) -> list:
+    """Reshard arrays to the shardings of as many others, on Explicit axes.
+
+    Args:
+      xs: Arrays or tracers.
+      like: Arrays or tracers of the same shapes; only their types are used.
+    """
+    pairs = zip(xs, like, strict=True)
+    return [with_sharding_of(x, _compat.typeof(y)) for x, y in pairs]
 
 
 def _pad_slices(x, layout: Layout):

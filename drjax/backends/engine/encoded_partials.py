@@ -54,32 +54,32 @@ def encode_partials(
       A list parallel to `partials`: an `EncodedPartial` for each reduction that has a
       `wire` and is no secure sum, else the array as it is.
     """
-    pairs = zip(reduces, partials, strict=True)
-    return [_encoded(r.wire, x) if is_encoded(r) else x for r, x in pairs]
+    pairs = zip(map(wire_of, reduces), partials, strict=True)
+    return [x if wire is None else _encoded(wire, x) for wire, x in pairs]
 
 
-def is_encoded(reduce: Reduce) -> bool:
-    """Return whether workers encode the partial reductions of a reduction.
+def wire_of(reduce: Reduce) -> Wire | None:
+    """Return how workers encode the partial reductions of a reduction; None: not.
 
-    They do if it has a `wire=`, and is no secure sum.
+    It is the `wire` of the reduction. A secure sum is not encoded.
     """
-    return reduce.wire is not None and not reduce.secure
+    return None if reduce.secure else reduce.wire
 
 
-def _encoded(wire: Wire | None, x: np.ndarray) -> EncodedPartial:
+def _encoded(wire: Wire, x: np.ndarray) -> EncodedPartial:
     """Encode an array as a partial reduction, in float32.
 
     Args:
-      wire: How to encode it; not None. Its `block` is how many numbers share a scale:
+      wire: How to encode it. Its `block` is how many numbers share a scale:
         the array is padded with zeros to a multiple.
       x: The array, floats `[*s]`, which is not changed.
 
     Returns:
       The `EncodedPartial`, which has the shape without the padding.
     """
-    assert wire is not None
-    # Infinities become NaNs, and numbers above float32 infinities, without a warning.
-    with np.errstate(invalid="ignore", over="ignore"):
+    # Infinities become NaNs, and numbers above float32 infinities, without a warning;
+    # a block of zeros has no inverse of its scale.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         flat = np.ravel(x).astype(np.float32)
         padded = np.pad(flat, (0, -flat.size % wire.block))
         return EncodedPartial(np.asarray(encode(padded, wire)), wire, x.shape)

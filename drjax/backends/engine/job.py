@@ -11,7 +11,7 @@ Sharp edges: keys of the header that `to_bytes` writes are a format that other r
 of drjax read: "where" is the location.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Job:
     shared: list[np.ndarray]
     stay: tuple[bool, ...] = ()
 
-    def task(self, block: Block, search: bool = False) -> Task:
+    def task(self, block: Block, search: bool = False, encode: bool = True) -> Task:
         """Make a `Task` for a worker of a pool: to run the stage on a block.
 
         Each task gets a new number.
@@ -58,9 +58,11 @@ class Job:
           block: The groups.
           search: Whether the task is to run the groups one by one and without results,
             to find a group that takes too long.
+          encode: Whether partial reductions with `wire=` are returned encoded.
         """
         settings = self.size, self.check_nans, self.drop
-        return Task(self.stage, block, *settings, search=search, stay=self.stay)
+        options = {"search": search, "stay": self.stay, "encode": encode}
+        return Task(self.stage, block, *settings, **options)
 
     def run(
         self, block: Block, failed: dict[int, str], encode: bool = True
@@ -83,7 +85,7 @@ class Job:
         result = BlockResult([], [], {}, 0, 0.0)
         if block.valid.any():
             try:
-                task = replace(self.task(block), encode=encode)
+                task = self.task(block, encode=encode)
                 result = worker.run(self.file, task, self.shared)
             except Exception as error:
                 raise RuntimeError(

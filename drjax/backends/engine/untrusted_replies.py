@@ -26,7 +26,7 @@ from drjax._plan_file.exported_stage import batched_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends.engine.combine import FOLD
-from drjax.backends.engine.encoded_partials import EncodedPartial, decoded, is_encoded
+from drjax.backends.engine.encoded_partials import EncodedPartial, decoded, wire_of
 from drjax.backends.engine.messages import BlockResult, File, rounds_of
 from drjax.plan import Reduce, Wire
 
@@ -128,10 +128,9 @@ def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
     shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
     if reduce is None:
         return Partial(op, name, (1, *shape), dtype)
-    if reduce.wire is not None and is_encoded(reduce):
-        codes = (reduce.wire.nbytes(math.prod(shape)),)
-        encoded = reduce.wire, shape
-        return Partial(op, name, codes, np.dtype(np.uint8), encoded=encoded)
+    if (wire := wire_of(reduce)) is not None:
+        codes = (wire.nbytes(math.prod(shape)),)
+        return Partial(op, name, codes, np.dtype(np.uint8), encoded=(wire, shape))
     return Partial(op, name, shape, dtype, reduce.secure)
 
 

@@ -14,6 +14,7 @@ for memory.
 """
 
 import functools
+import itertools
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ import numpy as np
 
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
-from drjax.backends.engine.encoded_partials import encode_partials, fits, is_encoded
+from drjax.backends.engine.encoded_partials import encode_partials, fits, wire_of
 from drjax.backends.engine.messages import (
     Block,
     BlockResult,
@@ -69,7 +70,6 @@ class LoadedPlan:
             CompiledStage(r.local, r.partials, k)
             for r, k in zip(rounds, states, strict=True)
         ]
-        self._reduces = [r.partials for r in rounds]
         # After the sums come the index of the block's first group and its states.
         self.demands = [
             [*(x.secure for x in r.partials), *[0] * (k + bool(k))]
@@ -146,9 +146,9 @@ class LoadedPlan:
             outs = []
         partials, slices = outs[: stage.partials], outs[stage.partials :]
         if partials and task.encode:
-            reduces = self._reduces[task.stage]
-            encoded = encode_partials(reduces, partials[: len(reduces)])
-            partials = [*encoded, *partials[len(reduces) :]]
+            count = len(stage.reduces)
+            encoded = encode_partials(stage.reduces, partials[:count])
+            partials = [*encoded, *partials[count:]]
         if stage.states and partials:
             # Driver and combiners put the blocks' states in order by this index.
             first = block.groups[np.flatnonzero(block.valid)[:1]]
@@ -205,17 +205,18 @@ class CompiledStage:
       states: How many outputs after these are leaves of folded states, int.
 
     Attributes:
-      stage: The stage.
-      states: As given to the constructor.
+      stage, reduces, states: As given to the constructor.
       partials: `len(reduces) + states`: the number of the first outputs of the batched
         function, which are combined over blocks. The outputs after them are slices.
     """
 
     def __init__(self, stage: Stage, reduces: Sequence[Reduce], states: int = 0):
-        self.stage, self.states = stage, states
+        self.stage, self.reduces, self.states = stage, reduces, states
         self.partials = len(reduces) + states
-        self._encoded = [i for i, r in enumerate(reduces) if is_encoded(r)]
-        self._encoded_sources = {reduces[i].source.name for i in self._encoded}
+        encoded = [wire_of(reduce) is not None for reduce in reduces]
+        self._encoded = [*encoded, *[False] * states]
+        sources = itertools.compress(reduces, encoded)
+        self._encoded_sources = {reduce.source.name for reduce in sources}
 
     @functools.cached_property
     def batched(self) -> functools.partial:
@@ -315,11 +316,8 @@ class CompiledStage:
           block: The block of c groups, before padding.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
-        lost = any(not fits(partials[i]) for i in self._encoded if partials)
-        return (
-            lost
-            or any(map(_has_nan, partials))
-            or any(_has_nan(x[: len(block.groups)][block.valid]) for x in slices)
+        return any(map(_has_nan, partials, self._encoded)) or any(
+            _has_nan(x[: len(block.groups)][block.valid]) for x in slices
         )
 
     def names_of_nans(self, outs: list[np.ndarray]) -> list[str]:
@@ -330,11 +328,10 @@ class CompiledStage:
         Args:
           outs: All outputs of the stage, of one group.
         """
-        pairs = zip(self.stage.outputs, outs, strict=True)
         return [
             value.name
-            for value, y in pairs
-            if _has_nan(y) or (value.name in self._encoded_sources and not fits(y))
+            for value, y in zip(self.stage.outputs, outs, strict=True)
+            if _has_nan(y, value.name in self._encoded_sources)
         ]
 
 
@@ -408,8 +405,16 @@ def _failures(
     return failures
 
 
-def _has_nan(x: np.ndarray) -> bool:
-    """Return whether the array `x` has a NaN; False if its dtype has none."""
+def _has_nan(x: np.ndarray, encoded: bool = False) -> bool:
+    """Return whether the array `x` has a NaN; False if its dtype has none.
+
+    Args:
+      x: The array.
+      encoded: Whether `x` will be encoded, or is added up and then encoded: whatever
+        the encoding makes a NaN of counts as one.
+    """
+    if encoded:
+        return not fits(x)
     # Not numpy's `issubdtype`, to which bfloat16 is not inexact.
     return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 

@@ -22,11 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._primitives.fold_lowering import fold_by_tree, states_of_devices
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
+from drjax._sharding.execute import with_shardings_of
 from drjax._sharding.layout import Layout
 from drjax.plan import Fold, Value
 
@@ -151,7 +151,7 @@ class RunningFold:
           x: The fold of the next chunk.
         """
         first = lambda total, new: list(new)
-        both = lambda total, new: _reshard_like(self.work.combine(total, new), new)
+        both = lambda total, new: with_shardings_of(self.work.combine(total, new), new)
         # A branch, as a state of zeros may make the user's function loop forever.
         value = lax.cond(self.empty, first, both, self.value, x.leaves)
         if x.real is not None:
@@ -165,23 +165,6 @@ class RunningFold:
     @classmethod
     def tree_unflatten(cls, work, children):
         return cls(work, *children)
-
-
-def _reshard_like(states: States, like: States) -> States:
-    """Reshard states to the shardings of other states, leaf by leaf.
-
-    On Explicit mesh axes, a sharding is a part of a type, and the branches of a `cond`
-    need results of equal types. On a mesh without such axes the states are returned
-    unchanged.
-
-    Args:
-      states: The leaves of the states, arrays or tracers.
-      like: As many leaves, of the same shapes; only their shardings are used.
-    """
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return states
-    pairs = zip(states, like, strict=True)
-    return [jax.sharding.reshard(x, jax.typeof(y).sharding) for x, y in pairs]
 
 
 def finish_folds(layout: Layout, works: list[FoldWork], states: list) -> list:

@@ -10,11 +10,10 @@ Sharp edges: a partition that is Manual around the plan is refused, as a device 
 its own groups there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -31,6 +30,7 @@ from drjax._sharding.execute import (
     as_operand,
     shard_map_over_devices,
     undivided_if_uneven,
+    with_shardings_of,
 )
 from drjax._sharding.layout import Layout, find_mesh, make_layout
 from drjax.backends._interpret_plan import (
@@ -261,7 +261,7 @@ class MeshInterpreter(PlanInterpreter):
             return lax.while_loop(
                 # The condition's plan returns one value, a bool.
                 lambda carry: condition([*condition_consts, *carry])[0],
-                lambda carry: _like(body([*body_consts, *carry]), carry),
+                lambda carry: with_shardings_of(body([*body_consts, *carry]), carry),
                 init,
             )
         (body,) = bodies
@@ -269,7 +269,8 @@ class MeshInterpreter(PlanInterpreter):
 
         def step(carry, xs):
             outs = body([*consts, *carry, *xs])
-            return _like(outs[: loop.carry], carry), outs[loop.carry :]
+            carried = with_shardings_of(outs[: loop.carry], carry)
+            return carried, outs[loop.carry :]
 
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
         return [*carry, *ys]
@@ -380,29 +381,6 @@ def _run_groups(
         with_first_index=True,
     )  # fmt: skip
     return outs[: len(each)], outs[len(each) :]
-
-
-def _like(xs: Sequence, carry: Sequence) -> list:
-    """Give the results of a loop's step the types that the step's carry has.
-
-    On Explicit axes a global value that slices were put into is sharded over the groups
-    by its type, and the value before was not.
-
-    Args:
-      xs: The arrays that the step returns for the carry.
-      carry: The arrays of the carry, of the same shapes.
-
-    Returns:
-      The arrays; those whose type is sharded otherwise than that of the carry are
-      resharded.
-    """
-    results = []
-    for x, like in zip(xs, carry, strict=True):
-        own, spec = _compat.typeof(x).sharding, _compat.typeof(like).sharding.spec
-        if own.spec != spec:
-            x = jax.sharding.reshard(x, jax.NamedSharding(own.mesh, spec))
-        results.append(x)
-    return results
 
 
 def _prepare(layout: Layout, a_round: Round, step: int | None, levels: InnerLevels):
