@@ -142,7 +142,7 @@ def make_round(loss, method: Method, cohort: int):
             batch, real = jax.tree.map(lambda x: x[indices], (examples, mask))
             grads = jax.grad(objective)(local, batch, real)
             updates, state = client.update(grads, state)
-            # A client with fewer examples than others takes fewer steps.
+            # A client with fewer examples takes fewer steps. Plain SGD has no state.
             updates = optax.tree.scale(real.any(), updates)
             return (optax.apply_updates(local, updates), state), None
 

@@ -148,6 +148,9 @@ def broadcast(
 ) -> PyTree:
     """Give each of the n groups a copy of a global value. No communication.
 
+    The transpose is `drjax.reduce_sum`: the cotangent of the value is the sum of the
+    cotangents of the groups' copies.
+
     Args:
       x: Tree of global arrays `[*s]` (numbers too), any dtype, typed keys included.
       over: In a program with several levels, as `@drjax.program(pods=2, groups=4)`, the

@@ -178,6 +178,8 @@ def reduce_sum(
 ) -> Tree:
     """Sum a partitioned value over the groups. One all-reduce on a mesh.
 
+    The transpose is `drjax.broadcast`: each group's cotangent is that of the sum.
+
     Args:
       x: Tree of partitioned arrays `[n, *s]`. Integers and bools are promoted as by
         `jnp.sum`. 16-bit floats are added in float32 on each device; the

@@ -146,8 +146,8 @@ def _raise_not_partitioned(block, tree, partition, size, name):
     raise DrjaxValueError(
         f"drjax.{block} needs partitioned values over {partition}, with leading axis "
         f"{expected}, {got}Use drjax.broadcast to give each group a copy of a global "
-        f"value, or drjax.scatter to hand out the {partition.size} slices of a "
-        "global array."
+        f"value, drjax.scatter to hand out the {partition.size} slices of a global "
+        "array, or drjax.take to choose slices of one with more."
     )
 
 

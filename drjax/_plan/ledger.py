@@ -139,6 +139,11 @@ class Ledger:
     ) -> int:
         """Bytes that each device puts into collectives, in one round or in all.
 
+        These are bytes of whole values over the axes of the partition. Where a value is
+        sharded over other axes, as with model parallelism in a group, each device puts
+        in its shard only, and what the group's own work communicates over these axes is
+        not counted: `drjax.collectives` reads both from the compiled function.
+
         Args:
           round: The number of the round, or text such as `2.scan.1`; None: all rounds.
           over: The name of a level; None: the outermost. The server of an inner level
@@ -294,10 +299,11 @@ class Ledger:
         between = f" and {_digits(between)} between groups" if between else ""
         where = "total" if over is None else f"total over {over}"
         reduced = _digits(self.reduced_per_device(over=over))
+        on = "on one device" if devices == 1 else f"on {devices} devices"
         return (
             f"{where}: {_digits(self.down(over=over))} bytes down and "
-            f"{_digits(self.up(over=over))} up{between} for each group; on {devices} "
-            f"devices {reduced} bytes reduced per device"
+            f"{_digits(self.up(over=over))} up{between} for each group; {on} "
+            f"{reduced} bytes reduced per device"
         )
 
 

@@ -43,6 +43,21 @@ class Parquet(Groups):
     Raises:
       EngineError: pyarrow is not installed.
       DrjaxValueError: No file matches, or a file is no Parquet file.
+
+    Example:
+      >>> import os, tempfile
+      >>> import drjax, jax.numpy as jnp, numpy as np
+      >>> import pyarrow as pa, pyarrow.parquet
+      >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+      >>> plan = drjax.make_plan(mean)({"x": jnp.zeros(4), "y": jnp.zeros((4, 2))})
+      >>> columns = {"x": np.arange(4, dtype="float32"), "y": [[0.0, 1.0]] * 4}
+      >>> schema = pa.schema({"x": pa.float32(), "y": pa.list_(pa.float32())})
+      >>> run = drjax.backends.in_process.compile(plan)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = os.path.join(folder, "groups-0.parquet")
+      ...     pyarrow.parquet.write_table(pa.table(columns, schema), path)
+      ...     print(run(drjax.backends.Parquet(path))["y"])
+      [0. 1.]
     """
 
     def __init__(

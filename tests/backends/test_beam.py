@@ -342,7 +342,8 @@ def test_two_writers_of_one_file(tmp_path):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_code_in_docs_runs():
+def test_code_in_docs_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes a file
     run_docs("beam")
 
 
