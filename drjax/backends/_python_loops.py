@@ -10,11 +10,13 @@ steps of a partitioned stack lie along axis 1.
 Sharp edges: the condition of a while loop is read on the host in each step.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from drjax._errors import DrjaxError
 from drjax._jaxprs.prng_keys import from_raw, raw_type
 from drjax.backends._interpret_plan import split_scan, split_while
 from drjax.plan import Loop, Value
@@ -85,7 +87,9 @@ def run(
         done, carry, _ = steps.load() or (0, init, [])
         # A resumed loop starts with its condition, which the saved carry decides.
         while bool(bodies[0]([*condition_consts, *carry])[0]):
-            carry, done = bodies[1]([*body_consts, *carry]), done + 1
+            with _in_step(loop, done):
+                carry = bodies[1]([*body_consts, *carry])
+            done += 1
             steps.save(done, carry, [])
         return carry
     return _scan(loop, bodies[0], inputs, size, numpy, steps)
@@ -123,7 +127,8 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
             x[:, t] if v.partitioned else x[t]
             for v, x in zip(stacked_values, stacks, strict=True)
         ]
-        results = body([*consts, *carry, *xs])
+        with _in_step(loop, t):
+            results = body([*consts, *carry, *xs])
         carry, done = results[: loop.carry], done + 1
         outs.append(results[loop.carry :])
         # With all outputs so far: a resumed scan stacks those of earlier steps, too.
@@ -141,6 +146,25 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
             # plan.
             ys.append(_empty_stack(value, size, numpy))
     return [*carry, *ys]
+
+
+@contextlib.contextmanager
+def _in_step(loop: Loop, step: int) -> Iterator[None]:
+    """Say in errors of a loop's body which step it was.
+
+    Args:
+      loop: The loop.
+      step: The index of the step, from 0; of a scan that of its slices.
+    """
+    try:
+        yield
+    except DrjaxError as error:
+        text, *rest = error.args
+        error.args = (
+            f"{text.rstrip('.')}. This was step {step} of {loop.name}, from 0.",
+            *rest,
+        )
+        raise
 
 
 def _empty_stack(value: Value, size: int, numpy: Any):

@@ -97,6 +97,24 @@ def test_an_input_that_has_a_nan_already():
     assert str(error).endswith("there is one in its input x.")
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_step_of_a_loop_of_rounds(reverse):
+    @drjax.program(clients=N)
+    def rounds(x):
+        def step(total, t):
+            own = drjax.map_fn(lambda a, t: jnp.sqrt(a - t), (x, drjax.broadcast(t)))
+            return total + drjax.reduce_sum(own), None
+
+        return lax.scan(step, 0.0, jnp.arange(5.0), reverse=reverse)[0]
+
+    x = jnp.full(N, 9.0).at[2].set(2.0)
+    run = drjax.backends.reference.compile(drjax.make_plan(rounds)(x), check_nans=True)
+    with pytest.raises(GroupError, match="^Group 2 yields NaN") as error:
+        run(x)
+    expected = 4 if reverse else 3
+    assert str(error.value).endswith(f". This was step {expected} of scan, from 0.")
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_a_constant_that_has_a_nan_already(wrap):
     constant = np.array([1, np.nan], np.float32)
