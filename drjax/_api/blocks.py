@@ -17,6 +17,7 @@ import drjax._api.checkify_groups  # registers rules # noqa: F401
 from drjax._api.collective_options import collective_options
 from drjax._api.levels import (
     Over,
+    check_alone,
     in_next_level,
     mesh_argument,
     over_levels,
@@ -516,8 +517,7 @@ def _mapped_partitions(
 
     Args:
       block: The name of the building block, for errors.
-      over: Its argument `over=`: a name of a level, or a tuple of names; or None. It is
-        not read if `partition` is not None.
+      over: Its argument `over=`: a name of a level, or a tuple of names; or None.
       partition: Its argument `partition=`: a `Partition`, a mapping `{"clients": n}`, a
         program, or None.
 
@@ -543,7 +543,10 @@ def _mapped_partitions(
         if len(attached_levels(partition)) > 1:
             return ()
         explicit = as_partition(partition)
-        return (explicit,) if explicit in scope.mapped else ()
+        if explicit not in scope.mapped:
+            return ()
+        check_alone(block, over)
+        return (explicit,)
     if scope.partition is None:
         mapped = scope.mapped_levels
         return select_levels(block, over, mapped) if mapped else ()

@@ -74,7 +74,7 @@ def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F
             with _explicit_levels(name, arguments, scope):
                 levels = current_scope().open_levels
                 if not levels or "partition" in arguments:
-                    _check_alone(name, over)
+                    check_alone(name, over)
                     return block(**arguments)
                 acted_on = select_levels(name, over, levels)
                 return run(levels, acted_on, arguments)
@@ -311,7 +311,8 @@ def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
         if arguments.get("partition") is None:
             arguments.pop("partition", None)
         return contextlib.nullcontext()
-    if set(levels) & set(scope.mapped):
+    # By name, as for one partition: of another size it would be the same groups' axis.
+    if {p.name for p in levels} & {p.name for p in scope.mapped}:
         raise ScopeError(
             f"drjax.{name}(partition=) names a program with {show_levels(levels)} "
             "inside a function mapped over them; that function sees one group. Call "
@@ -321,7 +322,7 @@ def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
     return scope_context(Scope(levels[0], None, scope.mapped, levels))
 
 
-def _check_alone(name: str, over: Over) -> None:
+def check_alone(name: str, over: Over) -> None:
     """Raise `DrjaxValueError` unless `over` is None.
 
     It is called where there are no levels that `over` could name: outside of programs,

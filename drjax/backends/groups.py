@@ -337,7 +337,7 @@ class Source:
 
         Args:
           items: The iterator over the groups' pytrees, whose `next` raised.
-          group: The group index.
+          group: The group index; n if the data of all groups was read.
           error: The exception that `next` raised.
 
         Returns:
@@ -345,9 +345,13 @@ class Source:
 
         Raises:
           EngineError: `items` does not iterate over a sequence, so that the data of
-            later groups cannot be read either.
+            later groups cannot be read either; or there is no such group.
         """
-        why = f"loading group {group} raised {type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        if group == self.n:
+            text = f"The iterator over the groups raised after the last one: {reason}"
+            raise EngineError(text) from error
+        why = f"loading group {group} raised {reason}"
         # A sequence can go on behind an item that raises.
         if isinstance(items, _Indexed):
             return DrjaxValueError(why)

@@ -456,6 +456,8 @@ def test_over_with_an_explicit_partition():
     text = "names levels of a program, but it is called with partition="
     call = lambda: drjax.broadcast(1.0, over="pods", partition={"pods": 2})
     raises(drjax.DrjaxValueError, text, call)
+    mapped = lambda x: drjax.partition_index(over="pods", partition={"groups": 8})
+    raises(drjax.DrjaxValueError, text, two(lambda: drjax.map_fn(mapped, X)))
     text = "partition= needs one partition, got a program with levels pods:4 and "
     raises(drjax.DrjaxValueError, text, lambda: as_partition(PROGRAM))
 
@@ -486,4 +488,7 @@ def test_a_block_inside_a_function_mapped_over_both():
     call = two(
         lambda: drjax.map_fn(lambda x: drjax.reduce_sum(x, partition=PROGRAM), X)
     )
+    raises(drjax.ScopeError, "inside a function mapped over them", call)
+    other = drjax.program(pods=2, groups=3)(lambda: None)
+    call = two(lambda: drjax.map_fn(lambda x: drjax.reduce_sum(x, partition=other), X))
     raises(drjax.ScopeError, "inside a function mapped over them", call)

@@ -270,6 +270,20 @@ def test_an_iterator_ends_where_it_raises(how):
     assert (error.value.round, error.value.group) == ("1", BAD)
 
 
+@pytest.mark.parametrize("how", ["raise", "drop"])
+def test_an_iterator_that_raises_after_the_last_group(how):
+    def items():
+        data = Data(lambda x: x)
+        yield from (data[i] for i in range(N))
+        raise OSError("no disk")
+
+    run = in_process.compile(weighted_plan(N), block_size=2, on_error=how)
+    text = "The iterator over the groups raised after the last one: OSError: no disk"
+    with pytest.raises(drjax.EngineError, match=text) as error:
+        run(np.float32(2), Groups(items))
+    assert error.value.group is None
+
+
 def test_a_sequence_of_another_length():
     run = in_process.compile(weighted_plan(N + 1))
     text = "The plan is for 9 groups, got 8"
