@@ -17,6 +17,7 @@ from urllib.parse import urljoin
 
 import jupytext
 from docutils import nodes
+from jinja2 import Environment, FileSystemLoader
 from sphinx.addnodes import download_reference, pending_xref
 
 ROOT = Path(__file__).parents[1]
@@ -97,36 +98,23 @@ GALLERY = "fedavg scaffold diloco maml dp_fedavg robust compression gossip".spli
 
 def write_gallery(app) -> None:
     """A page and a card for each example, from its docstring and its results."""
-    page, card, card_grid = (
-        (DOCS / f"gallery/{x}.txt").read_text() for x in ("page", "card", "grid")
-    )
-    cards = {}
+    templates = Environment(loader=FileSystemLoader(DOCS / "gallery"), trim_blocks=True)
+    examples = {}
     for path in sorted((ROOT / "examples").glob("*.py")):
         code, name = path.read_text(), path.stem
         if "[start:algorithm]" not in code:
             continue
         title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
-        results = json.loads((DOCS / "gallery" / name / "results.json").read_text())
-        columns = results["columns"]
-        rule = ["---"] + ["---:"] * (len(columns) - 1)
-        lines = (
-            f"| {' | '.join(map(str, x))} |" for x in [columns, rule, *results["table"]]
-        )
-        fields = results | {
-            "about": results["title"],
-            "name": name,
-            "remarks": "\n".join(f"* {x}" for x in results["remarks"]),
-            "table": "\n".join(lines),
-            "text": text.strip("\n"),
-            "title": title.rstrip("."),
-        }
-        (DOCS / "gallery" / f"{name}.md").write_text(page.format(**fields))
-        cards[name] = card.format(**fields)
-    order = sorted(cards, key=lambda x: (GALLERY + [x]).index(x))
-    grid = card_grid.format(
-        cards="".join(cards[x] for x in order), pages="\n".join(order)
+        example = json.loads((DOCS / f"gallery/{name}/results.json").read_text())
+        example |= {"about": example["title"], "title": title.rstrip(".")}
+        examples[name] = example | {"name": name, "text": text.strip("\n")}
+        page = templates.get_template("page.txt").render(examples[name])
+        (DOCS / f"gallery/{name}.md").write_text(page + "\n")
+    order = sorted(examples, key=lambda name: (GALLERY + [name]).index(name))
+    grid = templates.get_template("grid.txt").render(
+        examples=[examples[name] for name in order]
     )
-    (DOCS / "gallery/cards.txt").write_text(grid)
+    (DOCS / "gallery/cards.txt").write_text(grid + "\n")
 
 
 def address(page: str, target: str) -> str | None:

@@ -121,6 +121,16 @@ def test_anchors_exist():
 
 
 def test_the_sites_own_code_is_short():
-    paths = (*DOCS.glob("*.py"), *DOCS.glob("*.mjs"))
-    lines = [x.strip() for path in paths for x in path.read_text().splitlines()]
-    assert len([x for x in lines if x and x[0] not in "#/"]) <= 190
+    """Functions and scripts; assignments of options are configuration."""
+    conf = (DOCS / "conf.py").read_text()
+    code = [
+        ast.get_source_segment(conf, x) for x in ast.parse(conf).body if _is_code(x)
+    ]
+    code += [path.read_text() for path in DOCS.glob("*.mjs")]
+    lines = [x.strip() for text in code for x in (text or "").splitlines()]
+    assert len([x for x in lines if x and x[0] not in "#/"]) < 100
+
+
+def _is_code(statement: ast.stmt) -> bool:
+    configuration = ast.Assign, ast.AugAssign, ast.Import, ast.ImportFrom, ast.Expr
+    return not isinstance(statement, configuration)
