@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 os.environ |= {  # of the kernels
     "IPYKERNEL_CELL_NAME": "cell.py",  # in errors, instead of a temporary path
     "PYTHONPATH": str(ROOT),  # for `examples`
-    "JAX_NUM_CPU_DEVICES": "8",
     "JAX_PLATFORMS": "cpu",
     "TQDM_DISABLE": "1",
 }

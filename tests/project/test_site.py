@@ -89,6 +89,18 @@ def test_pages_are_whole():
             assert "format_name: myst" in text.split("---\n")[1], name
 
 
+def test_pages_run_in_a_bare_process():
+    """Their first cell asks for devices, and tutorials import nothing of a checkout."""
+    for name, text in PAGES.items():
+        cells = re.findall(r"^```\{code-cell\}.*?\n(.*?)^```", text, re.M | re.S)
+        code = "\n".join(cells)
+        if "jax.make_mesh(" in code and "%%writefile" not in code:
+            assert '("jax_num_cpu_devices", 8)' in cells[0], name
+        if name.startswith("tutorials/"):
+            imported = re.findall(r"^\s*(?:from|import) (\w+)", code, re.M)
+            assert not {"benchmarks", "examples", "experiments"} & {*imported}, name
+
+
 def test_pages_are_short():
     for name, text in PAGES.items():
         prose = re.sub(r"^\|.*", "", CODE.sub("", text), flags=re.M)
