@@ -79,22 +79,28 @@ def lines(
 ) -> Figure:
     """Plots curves by round, in one panel for each prefix of their names.
 
+    The rest of a name is its label, which has the same color in all panels.
+
     Args:
         target: where to draw a dashed line.
         first: the number of the first round.
         scale: what a round of each curve counts, if not one.
         log: the axes that are logarithmic: "x", "y" or "xy".
     """
-    figure = Figure(
-        figsize=(min(4 * len(panels) + 1.6, 9.6), 3.6), layout="constrained"
-    )
-    grid = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-    for ax, panel in zip(grid, panels, strict=True):
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    size = (min(4 * columns + 1.6, 9.6), 3.6 if rows == 1 else 2.9 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    grid = grid.ravel()
+    colors: dict[str, str] = {}
+    for ax, panel in zip(grid, panels, strict=False):
         for name, values in curves.items():
             if name.startswith(panel):
                 label = name.removeprefix(panel).lstrip(": ")
                 x = np.arange(first, len(values) + first) * (scale or {}).get(name, 1)
-                ax.plot(x, values, label=label)
+                color = colors.setdefault(label, f"C{len(colors)}")
+                ax.plot(x, values, color, label=label)
         if target is not None:
             ax.axhline(target, color="0.35", linestyle="--", linewidth=1)
         ax.set(title=panel, xlabel=xlabel, ylabel=ylabel)
@@ -102,6 +108,12 @@ def lines(
             ax.set(**{f"{axis}scale": "log"})
         ax.label_outer()
         ax.grid(alpha=0.3)
-    # All panels have the same curves.
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
+    for ax in grid[len(panels) :]:
+        ax.set_axis_off()
+    legends = [ax.get_legend_handles_labels() for ax in grid[: len(panels)]]
+    if all(labels == legends[0][1] for _, labels in legends):
+        figure.legend(*legends[0], loc="outside right upper")
+    else:
+        for ax in grid[: len(panels)]:
+            ax.legend()
     return figure
