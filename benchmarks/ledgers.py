@@ -83,6 +83,13 @@ def maml(model, batches):
 
 
 @clients
+def median(model, batches):
+    """The median of each parameter."""
+    models = drjax.map_fn(descend, (drjax.broadcast(model), batches))
+    return drjax.reduce_columns(jnp.median, models)
+
+
+@clients
 def gossip(models, batches):
     """Each group averages with the next one, without a server."""
     models = drjax.map_fn(descend, (models, batches))
@@ -96,6 +103,7 @@ ALGORITHMS: dict[str, tuple[Callable, str, tuple[float, float, float]]] = {
     "local SGD, FedAvg, DiLoCo": (local_sgd, "mb", (1, 1, 0)),
     "the same, int8": (local_sgd_int8, "mb", (1, 1 / 4, 0)),
     "gradient of MAML": (maml, "mb", (1, 1, 0)),
+    "median of local models": (median, "mb", (1, 1, 0)),
     "gossip on a ring": (gossip, "pb", (0, 0, 1)),
 }
 

@@ -7,6 +7,9 @@ are read, not installed or run. A line counts if it is not empty, no comment and
 of a docstring. Of an example, those between its marks count: what the gallery shows as
 the algorithm. Of a library, those of the definitions that are named: what implements
 the algorithm on top of the library's own building blocks.
+
+What a group sends in a round is counted by `benchmarks.ledgers` for the examples, and
+was read in the sources of the libraries: the arrays of a reply or of an all-reduce.
 """
 
 import argparse
@@ -20,6 +23,8 @@ import textwrap
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
+
+from benchmarks import ledgers
 
 ROOT = Path(__file__).parents[1]
 START, END = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
@@ -40,35 +45,57 @@ class Other:
     """Functions, classes, and methods as `Class.method`."""
     what: str
     """What the lines do, and what they leave to the user or to other files."""
+    sends: str
+    """What a group sends in a round."""
 
 
 _FLOWER = ("flwr", "1.42.0", "flwr/serverapp/strategy/")
+_NOTHING = "one process"
 _TFF = ("tensorflow-federated", "0.33.0")
 OTHERS = (
     Other("fedavg", "fedjax", "0.0.17", "fedjax/algorithms/fed_avg.py",
           ("create_train_for_each_client", "ServerState", "federated_averaging"),
-          "client and server"),
+          "client and server", _NOTHING),
     Other("fedavg", *_FLOWER[:2], _FLOWER[2] + "fedavg.py",
           ("FedAvg._construct_messages", "FedAvg.configure_train",
            "FedAvg._check_and_log_replies", "FedAvg.aggregate_train"),
-          "server; the user writes the client"),
+          "server; the user writes the client", "1 model, its examples"),
     Other("fedavg", *_TFF,
           "tensorflow_federated/python/learning/algorithms/fed_avg.py",
           ("build_weighted_fed_avg",),
-          "composes the library's client work, aggregation and finalizer"),
+          "composes the library's client work, aggregation and finalizer",
+          "1 model, its weight"),
+    Other("diloco", "torchft", "0.2.0", "torchft/local_sgd.py",
+          ("_StreamingDiLoCoFragment", "DiLoCo"),
+          "wrapper of a PyTorch module, with its hooks and buckets", "1 model"),
+    Other("diloco", "maxtext", "0.2.5", "maxtext/trainers/diloco/diloco.py",
+          ("DiLoCoTrainState", "build_diloco_state",
+           "build_vanilla_diloco_train_step", "build_streaming_diloco_train_step"),
+          "on Google's drjax; synchronization is in other files", "1 model"),
     Other("maml", "learn2learn", "0.2.0", "learn2learn/algorithms/maml.py",
           ("maml_update", "MAML"),
-          "inner step; the user writes the loop over tasks"),
+          "inner step; the user writes the loop over tasks", _NOTHING),
     Other("dp_fedavg", *_FLOWER[:2], _FLOWER[2] + "dp_fixed_clipping.py",
           ("DifferentialPrivacyFixedClippingBase",
            "DifferentialPrivacyServerSideFixedClipping"),
-          "server, with its accounting, around another strategy"),
+          "server, with its accounting, around another strategy",
+          "1 model, its examples"),
     Other("robust", *_FLOWER[:2], _FLOWER[2] + "fedmedian.py",
-          ("FedMedian.aggregate_train",), "median"),
+          ("FedMedian.aggregate_train",), "median", "1 model"),
     Other("robust", *_FLOWER[:2], _FLOWER[2] + "multikrum.py",
           ("MultiKrum.aggregate_train", "compute_distances", "select_multikrum"),
-          "Krum"),
+          "Krum", "1 model"),
 )  # fmt: skip
+
+
+# What an example sends in a round: the algorithm of `benchmarks.ledgers`.
+SENT = {
+    "fedavg": "local SGD, FedAvg, DiLoCo",
+    "diloco": "local SGD, FedAvg, DiLoCo",
+    "maml": "gradient of MAML",
+    "dp_fedavg": "local SGD, FedAvg, DiLoCo",
+    "robust": "median of local models",
+}
 
 
 def code_lines(text: str, names: Collection[str] = ()) -> int:
@@ -134,17 +161,21 @@ def source(other: Other, folder: Path) -> str:
 
 def table(folder: Path) -> str:
     """The table, in Markdown."""
-    cells = [["algorithm", "lines", "elsewhere", "lines", "what these do"]]
-    cells.append(["---", "--:", "---", "--:", "---"])
+    cells = [["algorithm", "lines", "sends", "elsewhere", "lines", "sends"]]
+    cells.append(["---", "--:", "---", "---", "--:", "---"])
+    measured = ledgers.measure()
     for other in OTHERS:
         names = ", ".join(f"`{name}`" for name in other.names)
+        file = f"{other.library} {other.version}, `{Path(other.path).name}`"
+        sent = measured[SENT[other.example]][1] / ledgers.MODEL
         cells.append(
             [
                 f"`{other.example}`",
                 str(algorithm_lines(other.example)),
-                f"{other.library} {other.version}, `{Path(other.path).name}`: {names}",
+                f"{sent:g} model",
+                f"{file}: {names} ({other.what})",
                 str(code_lines(source(other, folder), other.names)),
-                other.what,
+                other.sends,
             ]
         )
     text = "".join(f"| {' | '.join(line)} |\n" for line in cells)
