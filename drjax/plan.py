@@ -134,11 +134,13 @@ class Move:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop or branch whose steps communicate: it runs plans of its own.
+    """A loop, a branch, or work on coordinates: it runs plans of its own.
 
     Attributes:
-      op: `scan`, `while`, `cond`; or `program`: a plan over another partition, whose
-        inputs and outputs are global values here.
+      op: `scan`, `while`, `cond`; `program`: a plan over another partition, whose
+        inputs and outputs are global values here; or `columns`: of `reduce_columns`,
+        one round whose groups are the coordinates of gathered slices. Its inputs and
+        outputs are global values, too. It is work of the server, which may share it.
       name: Unique in the plan.
       inputs: Of a scan constants, carried values and stacks (`xs`); of a while the
         constants of its condition and of its body, and carried values; of a cond the
@@ -449,6 +451,9 @@ def _communicated(
             options = {"sources": move.sources, "population": move.population}
             yield message(move.op, move.source, move.nbytes, **options)
         for loop in a_round.loops:
+            # What workers get of the server's work is no communication of the groups.
+            if loop.op == "columns":
+                continue
             steps: tuple[int | str, ...] = ()
             if loop.op in ("scan", "while"):
                 steps = (loop.name if loop.length is None else loop.length,)

@@ -232,7 +232,8 @@ def _inner_lines(stage: Stage) -> Lines:
         lines += [f"    {line}" for line in _inner_lines(a_round.local)]
         for loop in a_round.loops:
             steps = "" if loop.length is None else f", {loop.length:,} steps"
-            lines.append(f"  {loop.op} of rounds{steps}")
+            what = "of each coordinate" if loop.op == "columns" else "of rounds"
+            lines.append(f"  {loop.op} {what}{steps}")
     return tuple(lines)
 
 
@@ -255,11 +256,27 @@ def items_of(plan: Plan, prefix: str = "") -> list:
         column = _column(plan, number, location)
         if column.server or column.local:
             items.append(column)
-        items += [_frame(loop, number, location) for loop in a_round.loops]
+        for loop in a_round.loops:
+            make = _of_coordinates if loop.op == "columns" else _frame
+            items.append(make(loop, number, location))
     if not plan.server.empty:
         server = listed(("server computes",), plan.server.outputs)
         items.append(Column(f"{prefix}end", ("at the end",), server))
     return items
+
+
+def _of_coordinates(loop: Loop, number: int, location: str) -> Column:
+    """Collect the texts of work on each coordinate, a column of the server.
+
+    Args:
+      loop: The loop, of the op `columns`.
+      number: The number of its round in the plan, from 1.
+      location: The location of its round in the whole plan, such as `round 1`.
+    """
+    function = loop.bodies[0].rounds[0].local.name
+    head = f"round {number}: {function}", "of each coordinate"
+    server = listed(("server computes",), loop.outputs)
+    return Column(f"{location}, {loop.name}", head, server)
 
 
 def _frame(loop: Loop, number: int, location: str) -> Frame:

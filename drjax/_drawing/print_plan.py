@@ -126,7 +126,10 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
             yield f"{how}   {_sent(x)} -> {x.result.name}"
         yield from map(_fold_line, a_round.folds)
         for loop in a_round.loops:
-            yield from _loop_lines(loop, inside)
+            if loop.op == "columns":
+                yield _columns_line(loop, inside)
+            else:
+                yield from _loop_lines(loop, inside)
     if not plan.server.empty:
         yield from ("", "at the end", *_server_lines(plan.server, inside))
 
@@ -156,6 +159,20 @@ def _fold_line(fold: Any) -> str:
     results = ", ".join(v.name for v in fold.results)
     sent = f"{_sent(fold)} by {fold.combine.name}"
     return f"  {f'fold {order}':<19}  {states}   {sent} -> {results}"
+
+
+def _columns_line(loop: Any, inside: bool) -> str:
+    """Format work on each coordinate as a line of text: its function and results.
+
+    Args:
+      loop: A `drjax.plan.Loop` of the op `columns`.
+      inside: Whether it is in the plan of an inner level, whose server is a group of
+        the outer one.
+    """
+    who = "outer group computes" if inside else "server computes"
+    function = loop.bodies[0].rounds[0].local.name
+    results = ", ".join(map(str, loop.outputs))
+    return f"  {who:<21}{results} by {function} of each coordinate"
 
 
 def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:

@@ -30,5 +30,14 @@ class Value:
     nbytes: int
     axis: int = 0
 
+    def whole_shape(self, n: int) -> tuple[int, ...]:
+        """Return the shape of the whole array, for n groups: with the group axis.
+
+        Of a global value it is `shape`.
+        """
+        if not self.partitioned:
+            return self.shape
+        return (*self.shape[: self.axis], n, *self.shape[self.axis :])
+
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"

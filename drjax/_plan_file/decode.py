@@ -31,6 +31,7 @@ from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
 from drjax._plan_file.decode_communication import (
     Values,
+    checked_columns,
     checked_inner,
     fold,
     move,
@@ -43,7 +44,7 @@ from drjax._planner.stage_values import new_value
 from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
-_LOOPS = ("scan", "while", "cond", "program")
+_LOOPS = ("scan", "while", "cond", "program", "columns")
 
 
 def decode(
@@ -256,7 +257,7 @@ class _PlanReader:
         """
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
-        return Loop(
+        loop = Loop(
             json_values.one_of(_LOOPS, data["op"]),
             json_values.text(data["name"]),
             values(data["inputs"]),
@@ -267,6 +268,7 @@ class _PlanReader:
             None if length is None else json_values.count(length),
             data["reverse"] is True,
         )
+        return checked_columns(loop) if loop.op == "columns" else loop
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:

@@ -16,9 +16,12 @@ others need are results of the server's first stage.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from drjax._jaxprs.walk import split_scan, split_while, variables
+from drjax._planner.gathered_columns import columns_loop
+from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rematerialize_rounds import LocalStageParts, LocalWork
@@ -86,7 +89,10 @@ def build_plan(
     parts = [work.parts(index) for index in indices]
     local_stages = [trace_local_stage(parts[i], kinds, values, i) for i in indices]
     loops = [
-        tuple(_loop(e, kinds, values, rematerialize) for e in rounds.loops.get(i, ()))
+        (
+            *(_columns(e, values) for e in rounds.columns.get(i, ())),
+            *(_loop(e, kinds, values, rematerialize) for e in rounds.loops.get(i, ())),
+        )
         for i in indices
     ]
     results = list(zip(program.outvars, result_kinds, strict=True))
@@ -145,7 +151,9 @@ def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
 def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
 ) -> set[Any]:
-    """Collect the global variables that local stages, folds, moves and loops take.
+    """Collect the global variables that are taken outside of the server's stages.
+
+    Local stages, folds, moves, loops and work on coordinates take them.
 
     A fold reduces the groups' states by a function of two states, and takes a neutral
     state. A move sends slices between groups, and takes an index, or a population.
@@ -175,6 +183,7 @@ def _globals_of_groups(
             operands = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)
             # Operands that must be partitioned are outputs of local stages.
             taken |= {v for v, kind in operands if not kind.partitioned}
+    taken |= {v for e in chain(*rounds.columns.values()) for v in variables(e.invars)}
     return taken
 
 
@@ -321,6 +330,18 @@ def _move(eqn, kinds: Environment, values: StageValues) -> Move:
 
 # -------------------------------------------------------------------------------------
 # Loops
+
+
+def _columns(eqn, values: StageValues) -> Loop:
+    """Build the `Loop` of a `columns` equation: work on each coordinate of slices.
+
+    Args:
+      eqn: The equation, on global values.
+      values: The `Value` of each variable. A name for the loop is reserved.
+    """
+    inputs, outputs = (list(map(values.value, vs)) for vs in (eqn.invars, eqn.outvars))
+    name, function = values.names.fresh("columns"), function_name(eqn.params["name"])
+    return columns_loop(eqn, name, function, inputs, outputs)
 
 
 def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> Loop:

@@ -28,6 +28,7 @@ from jax import lax
 from drjax import _compat
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import gather_groups, map_groups, reduce_groups
+from drjax._planner.gathered_columns import columns_p
 from drjax._planner.moves_between_groups import move_groups
 from drjax._planner.read_and_update_groups import (
     SCATTERS,
@@ -37,6 +38,7 @@ from drjax._planner.read_and_update_groups import (
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax._primitives import reduce_ops
+from drjax._primitives.columns_lowering import evaluate_columns
 from drjax.primitives import reduce_sum_p
 
 
@@ -90,6 +92,10 @@ def implicit_communication(
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)
         return None if mapped is None else ImplicitCommunication(*mapped)
+    if eqn.primitive is columns_p:
+        # Its function closes over slices: what it does with them may have a plan.
+        inlined = lambda _, *operands: evaluate_columns(*operands, **eqn.params)
+        return ImplicitCommunication(inlined, tuple(axes))
     moved = move_groups(eqn, axes, index)
     if moved is not None:
         return ImplicitCommunication(*moved)

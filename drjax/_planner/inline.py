@@ -3,9 +3,8 @@
 Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
 without calls, dead equations (liveness), or equations on scalar constants only.
 
-A `map_columns` (behind `reduce_columns`) and a `fold_around` (behind derivatives of
-`reduce`) need the slices of all groups at once. In a plan they become a gather, work of
-the server, and a scatter.
+`map_columns` (of `reduce_columns`) and `fold_around` (of derivatives of `reduce`) need
+the slices of all groups at once: they become a gather, work of the server, a scatter.
 
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
 that are already differentiated. Loops and branches stay equations; `bodies` inlines
@@ -14,9 +13,9 @@ has a scalar condition, a `jnp.roll` is one equation, and indices that count the
 become batch dimensions.
 
 Invariants: each variable is defined once, by an equation that precedes its uses;
-results, and operands of loops and folds, are variables, not literals; equations keep
-their source lines. Sharp edges: `InlinedJaxpr` memoizes analyses of later passes, so a
-pass that changes equations returns a new one.
+results, and operands of loops, folds and `columns`, are variables, not literals;
+equations keep their source lines. Sharp edges: `InlinedJaxpr` memoizes analyses of
+later passes, so a pass that changes equations returns a new one.
 """
 
 import functools
@@ -43,10 +42,10 @@ from drjax._jaxprs.walk import (
     variables,
 )
 from drjax._partition import Partition
+from drjax._planner.gathered_columns import columns_by_gather, columns_p
 from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
-from drjax._primitives.columns_lowering import columns_by_gather
 from drjax._primitives.fold_groups import folds_by_gather
 from drjax._primitives.routes import partitions_of
 
@@ -236,7 +235,8 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
     eqns = share_batch_dimensions(eqns, ChainMap(consts, arguments))
     # Inference raises variables only, and a plan has values for variables only.
     for i, eqn in enumerate(eqns):
-        if eqn.primitive.name in CONTROL or eqn.primitive is primitives.reduce_fold_p:
+        planned = eqn.primitive in (primitives.reduce_fold_p, columns_p)
+        if eqn.primitive.name in CONTROL or planned:
             eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
     outvars = [_variable(v, consts) for v in outvars]
     # Columns of indices that batch dimensions have replaced are dead now.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from drjax import primitives
+from drjax._planner.gathered_columns import columns_p
 from drjax._planner.inline import CONTROL
 from drjax._planner.rounds import reduction
 
@@ -115,12 +116,13 @@ class Names:
         * a reduction or gather: its name and that of its operand, such as `sum(x)`;
         * a fold, a reduction by a function of two states: that of the function, such as
           `fold(add)`;
+        * work on each coordinate: that of the function, such as `columns(median)`;
         * a `partition_index`: `group`;
         * any other: the name of its primitive.
 
-        The results of a `scan`, `while` or `cond`, and of a `map_fn` or a fold with
-        several results, are numbered from 0: `scan.0`. A name that is taken gets a
-        suffix.
+        The results of a `scan`, `while` or `cond`, and of a `map_fn`, a fold or
+        `columns` with several results, are numbered from 0: `scan.0`. A name that is
+        taken gets a suffix.
         """
         for i, var in enumerate(eqn.outvars):
             if eqn.primitive is primitives.map_fn_p:
@@ -130,6 +132,9 @@ class Names:
                 name = f"{op}({self.of(eqn.invars[0])})"
             elif eqn.primitive is primitives.reduce_fold_p:
                 name = f"fold({function_name(eqn.params['name'])})"
+                name += f".{i}" if len(eqn.outvars) > 1 else ""
+            elif eqn.primitive is columns_p:
+                name = f"columns({function_name(eqn.params['name'])})"
                 name += f".{i}" if len(eqn.outvars) > 1 else ""
             elif eqn.primitive is primitives.partition_index_p:
                 name = "group"

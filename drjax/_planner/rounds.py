@@ -27,6 +27,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import primitives
+from drjax._jaxprs.walk import variables
+from drjax._planner.gathered_columns import columns_p
 from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
 from drjax._primitives.routes import MOVES, partitions_of
@@ -79,6 +81,8 @@ class RoundAssignment:
       moves: From the index of a round to the list of its moves of slices between
         groups.
       loops: From the index of a round to the list of the loops of rounds at its end.
+      columns: From the index of a round to the list of its `columns` equations: work on
+        coordinates whose operands are there when its reductions and moves are done.
     """
 
     def __init__(self, kinds: Environment):
@@ -89,6 +93,8 @@ class RoundAssignment:
         self.folds: dict[int, list] = {}
         self.moves: dict[int, list] = {}
         self.loops: dict[int, list] = {}
+        self.columns: dict[int, list] = {}
+        communicated = set[Any]()  # by reductions, folds and moves
         for eqn in kinds.program.eqns:
             index = max(map(self.round_of, eqn.invars), default=0)
             available = index
@@ -108,8 +114,16 @@ class RoundAssignment:
                 # An equation without results runs for its effects, where its operands
                 # are: in the groups if one of them is partitioned.
                 self.local.setdefault(index, []).append(eqn)
+            elif eqn.primitive is columns_p and all(
+                v in communicated or self.round_of(v) < index
+                for v in variables(eqn.invars)
+            ):
+                # Operands that the server computes in this round would be too late.
+                self.columns.setdefault(index - 1, []).append(eqn)
             else:
                 self.server.setdefault(index, []).append(eqn)
+            if available > index and not kinds.is_loop(eqn):
+                communicated.update(eqn.outvars)
             self._available.update(dict.fromkeys(eqn.outvars, available))
         # Reductions that are results of the program come first and in its order, so
         # that a printed plan reads like the program.

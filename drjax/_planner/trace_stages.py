@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from drjax import _compat, primitives
 from drjax._jaxprs.walk import variables
 from drjax._planner import group_index
+from drjax._planner.gathered_columns import columns_p
 from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.rematerialize_rounds import LocalStageParts
@@ -30,6 +31,7 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
+from drjax._primitives.columns_lowering import evaluate_columns
 from drjax.plan import Stage, Value
 
 
@@ -58,7 +60,11 @@ def trace_server_stage(
         env = {**consts, **dict(zip(inputs, args, strict=True))}
         for eqn in eqns:
             operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            outs = _compat.bind_equation(eqn, operands)
+            if eqn.primitive is columns_p:
+                # Evaluated, not bound: no stage has an equation of the planner's own.
+                outs = evaluate_columns(*operands, **eqn.params)
+            else:
+                outs = _compat.bind_equation(eqn, operands)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] for v in results]
 

@@ -28,8 +28,6 @@ from drjax import _compat
 from drjax._primitives.collectives import (
     execute_gather,
     execute_scatter,
-    gather_p,
-    scatter_p,
 )
 from drjax._primitives.device_sums import accumulator, psum
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
@@ -68,9 +66,14 @@ def execute_columns(
     layout = make_layout(partition, mesh)
     shape, kinds = tuple(coordinates), (kinds_in, kinds_out)
     if lowers_by_vmap(layout, jaxpr):
-        fn = _compat.jaxpr_as_fun(jaxpr)
-        local = make_layout(partition, None)
-        run = lambda *xs: _run_device(local, fn, kinds, shape, xs)
+        run = functools.partial(
+            evaluate_columns,
+            jaxpr=jaxpr,
+            kinds_in=kinds_in,
+            kinds_out=kinds_out,
+            coordinates=shape,
+            partition=partition,
+        )
         params = {"partition": partition, "mesh": mesh}
         return by_gather_and_scatter(
             run, args, kinds, execute_gather, execute_scatter, params
@@ -97,32 +100,25 @@ def execute_columns(
     )
 
 
-def columns_by_gather(eqn):
-    """Make the jaxpr that computes a `map_columns` equation from all groups' slices.
-
-    Plans use it, as they have no all-to-all between groups. The jaxpr gathers the
-    operands that have a slice for each group, applies the function of one coordinate to
-    all coordinates, and scatters the results that have a slice for each group. On a
-    mesh with Auto axes, the gather gives each device a part of the coordinates, and the
-    compiler divides the work on them among the devices.
+def evaluate_columns(
+    *args, jaxpr, kinds_in, kinds_out, coordinates, partition, **_
+) -> list:
+    """Apply the jaxpr of one coordinate to all coordinates, where all slices are.
 
     Args:
-      eqn: The equation of `map_columns`, which is not changed.
+      *args: The operands of `map_columns`, or tracers, each whole.
+      jaxpr: The closed jaxpr of one coordinate.
+      kinds_in: For each operand its kind: "groups", "coordinates" or "whole".
+      kinds_out: For each result its kind.
+      coordinates: The shape of the coordinates, a tuple.
+      partition: The `Partition`, of n groups.
+      **_: The further parameters of the equation, ignored.
 
     Returns:
-      The closed jaxpr, from the operands of the equation to its results.
+      The list of results, in the shapes that `execute_columns` says.
     """
-    p = eqn.params
-    local = make_layout(p["partition"], None)
-    fn, kinds = _compat.jaxpr_as_fun(p["jaxpr"]), (p["kinds_in"], p["kinds_out"])
-    run = lambda *xs: _run_device(local, fn, kinds, p["coordinates"], xs)
-    params = {"partition": p["partition"], "mesh": p["mesh"]}
-    gather = functools.partial(gather_p.bind, sharded="auto")
-    whole = lambda *xs: by_gather_and_scatter(
-        run, xs, kinds, gather, scatter_p.bind, params
-    )
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    return jax.make_jaxpr(whole)(*avals)
+    fn, local = _compat.jaxpr_as_fun(jaxpr), make_layout(partition, None)
+    return _run_device(local, fn, (kinds_in, kinds_out), tuple(coordinates), args)
 
 
 def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:

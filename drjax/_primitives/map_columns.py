@@ -104,7 +104,20 @@ def trace_column(fn, avals, kinds, coordinates, layout: Layout, name: str):
 # Types
 
 
-def _abstract_eval(*avals, jaxpr, kinds_out, coordinates, partition, mesh, **_):
+def types_of_columns(
+    *avals, jaxpr, kinds_out, coordinates, partition, mesh, **_
+) -> list:
+    """Abstract evaluation of `map_columns`: the types of its results.
+
+    Args:
+      *avals: The types of the operands.
+      jaxpr: The closed jaxpr of one coordinate.
+      kinds_out: For each result its kind: "groups", "coordinates" or "whole".
+      coordinates: The shape of the coordinates, a tuple.
+      partition: The `Partition`, of n groups.
+      mesh: The mesh, or None.
+      **_: The further parameters, ignored.
+    """
     layout = make_layout(partition, mesh)
     varying = frozenset[str]().union(*map(_compat.varying, avals))
     shapes = {
@@ -441,7 +454,7 @@ def _groups_first(jaxpr, low: tuple[bool, ...]):
 
 
 registration.register_execution(map_columns_p, execute_columns)
-map_columns_p.def_abstract_eval(_abstract_eval)
+map_columns_p.def_abstract_eval(types_of_columns)
 ad.primitive_jvps[map_columns_p] = _jvp
 ad.primitive_transposes[map_columns_p] = _transpose
 _compat.register_dce(map_columns_p, _dce)

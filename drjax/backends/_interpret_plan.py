@@ -177,8 +177,9 @@ class PlanInterpreter(abc.ABC):
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
         """Run a loop of a round, whose bodies are plans.
 
-        It may be a scan, a while loop, a cond, or a single run of a plan over another
-        partition (`loop.op == "program"`).
+        It may be a scan, a while loop, a cond, a single run of a plan over another
+        partition (`loop.op == "program"`), or work on each coordinate of gathered
+        slices (`"columns"`), which `_all_columns.run_columns` does at once.
 
         Args:
           index: The index of the loop's round in `plan.rounds`, from 0.

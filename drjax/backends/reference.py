@@ -27,6 +27,7 @@ from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends import _locate_failure, _python_loops
+from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.backends.kept import Keep
@@ -218,6 +219,9 @@ class _GroupByGroup(PlanInterpreter):
         return outs
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+        if loop.op == "columns":
+            evaluate = lambda jaxpr, args: _compat.jaxpr_as_fun(jaxpr)(*args)
+            return run_columns(loop, inputs, evaluate)
         if loop.op == "program":
             return _run(loop.bodies[0], inputs, self.check_nans)
         bodies = [_GroupByGroup(body, self.check_nans) for body in loop.bodies]

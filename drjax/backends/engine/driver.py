@@ -29,9 +29,11 @@ from drjax.backends._interpret_plan import Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
+from drjax.backends.engine.coordinates import by_coordinate, whole_of_coordinates
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.kept_results import KeptResults
+from drjax.backends.engine.loop_progress import CheckpointedSteps
 from drjax.backends.engine.messages import (
     File,
     kept_outputs,
@@ -47,7 +49,7 @@ from drjax.backends.engine.stage_results import (
     check_survivors,
     stage_error,
 )
-from drjax.backends.groups import Lazy, flat_slices, mask_dropped_slices, read_if_lazy
+from drjax.backends.groups import flat_slices, mask_dropped_slices, read_if_lazy
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
 
@@ -151,7 +153,7 @@ class Runner:
           stands for its slices. In other partitioned results the slices of dropped
           groups are NaN, or zero if they are not floats.
         """
-        call = _Call(self, plan, saved)
+        call = _Call(self, plan, saved, self.options)
         run = _DriverInterpreter(call, self.executable.plan, "")
         all_outputs, outputs = run(inputs), []
         staying = self.kept.split(all_outputs, inputs, call.alive)
@@ -280,6 +282,8 @@ class _DriverInterpreter(PlanInterpreter):
         return move_slices(move, slices, index, len(alive))
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+        if loop.op == "columns":
+            return self.call.run_columns(loop, inputs, f"{self.prefix}{index + 1}")
         # The index of the body follows, as in names of members of the plan file.
         prefix = f"{self.prefix}{index + 1}.{loop.name}"
         bodies: list[Callable[[list], list]] = [
@@ -288,7 +292,7 @@ class _DriverInterpreter(PlanInterpreter):
         ]
         if loop.op == "scan":
             bodies = [_read_stacked(bodies[0], loop.carry)]
-        steps = _CheckpointedSteps(self.call.checkpoint, prefix, inputs)
+        steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs)
         return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
 
 
@@ -322,9 +326,11 @@ class _Call:
     Args:
       runner: The runner.
       plan: The plan for the number of groups of the call. Its stages may be others than
-        those of `runner.executable.plan`.
+        those of `runner.executable.plan`. Or the body of a `columns` loop, whose groups
+        are the coordinates.
       saved: The open checkpoint of the call. The groups that it lists as dropped are
         dropped from the start.
+      options: The options of the stages.
 
     Attributes:
       runner: The runner.
@@ -335,8 +341,14 @@ class _Call:
       alive: Which groups take part, bool `[n]`: false for groups that were dropped.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, saved: checkpoint.Checkpoint):
-        self.runner, self.checkpoint, self.options = runner, saved, runner.options
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        saved: checkpoint.Checkpoint,
+        options: EngineOptions,
+    ):
+        self.runner, self.checkpoint, self.options = runner, saved, options
         self.plan = plan
         self.report = runner.report
         # Groups that were dropped before a crash stay dropped, or totals would mix.
@@ -418,6 +430,46 @@ class _Call:
         if len(self.report.dropped) > dropped_before:
             self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
         return results.finish()
+
+    def run_columns(self, loop: Loop, inputs: list, location: str) -> list[np.ndarray]:
+        """Run the work on coordinates of gathered slices: in chunks, by the workers.
+
+        Args:
+          loop: The loop, of the op `columns`.
+          inputs: The arrays of its inputs, in order.
+          location: The location of its round.
+
+        Returns:
+          The list of the arrays of its outputs.
+
+        Raises:
+          EngineError: The work failed.
+        """
+        runner = self.runner
+        # Where all slices stay, no group's worker may have those of other groups.
+        if runner.engine.stays == "all":
+            return runner.executable.run_columns(loop, inputs)
+        (body,) = loop.bodies
+        (a_round,) = body.rounds
+        # The groups of the body are the coordinates: an option for groups is not
+        # theirs, and a NaN of a dropped group makes NaNs.
+        options = replace(
+            self.options,
+            block_size=None,
+            on_error="raise",
+            min_groups=1,
+            check_nans=False,
+            checkpoint=None,
+        )
+        call = _Call(runner, body, checkpoint.Checkpoint(), options)
+        env, kept = Environment(), kept_outputs(body, a_round)
+        pairs = zip(body.inputs, inputs, strict=True)
+        arrays = [by_coordinate(v, x, body.size) for v, x in pairs]
+        env.write(body.inputs, arrays)
+        outs = call.run_stage(a_round, kept, env, f"{location}.{loop.name}")
+        env.write([*(r.result for r in a_round.partials), *kept], outs)
+        pairs = zip(body.outputs, loop.outputs, strict=True)
+        return [whole_of_coordinates(v, result, env[v]) for v, result in pairs]
 
     def _collect(
         self,
@@ -515,63 +567,3 @@ class _Call:
             return nullcontext()
         tqdm = needed("tqdm", "examples", "progress=True").tqdm
         return tqdm(total=self.plan.size, desc=text, unit="group", leave=False)
-
-
-class _CheckpointedSteps(_python_loops.Steps):
-    """Loads and saves the progress of a loop as an entry of the checkpoint.
-
-    The progress is the number of steps done, the carried values, and the values that a
-    scan stacks. A carried `Lazy`, a value whose slices are read later, is saved without
-    its slices: as the input of the loop that it is a step of, and its current steps.
-
-    Args:
-      saved: The checkpoint of the call.
-      key: The key of the entry: the location of the loop, such as `2.scan` for the loop
-        `scan` in round 2.
-      inputs: The inputs of the loop, arrays or `Lazy`. A carried `Lazy` is one of them,
-        or a step of one.
-    """
-
-    def __init__(self, saved: checkpoint.Checkpoint, key: str, inputs: list):
-        self.checkpoint, self.key = saved, key
-        self._lazy = [x for x in inputs if isinstance(x, Lazy)]
-
-    def load(self):
-        entry = self.checkpoint.get(self.key)
-        if entry is None:
-            return None
-        (done, carried, each, *lazy), arrays = map(int, entry[0]), entry[1:]
-        carry: list[Any] = arrays[:carried]
-        rest = arrays[carried:]
-        for i in lazy:
-            origin, *steps = map(int, carry[i])
-            carry[i] = self._lazy[origin].at_steps(tuple(steps))
-        outs = [rest[i * each : (i + 1) * each] for i in range(done)] if each else []
-        return done, carry, outs or [[] for _ in range(done)]
-
-    def save(self, done: int, carry: list, outs: list) -> None:
-        each = len(outs[0]) if outs else 0
-        lazy = [i for i, x in enumerate(carry) if isinstance(x, Lazy)]
-        # Entries are lists of arrays, so the counts are an array too.
-        sizes = np.array([done, len(carry), each, *lazy])
-        carry = [self._origin(x) if isinstance(x, Lazy) else x for x in carry]
-        flat = [x for out in outs for x in out]
-        # The entries of the rounds in the loop go: the next step has the same keys, and
-        # would take them for its own results.
-        self.checkpoint.put(self.key, [sizes, *carry, *flat], over=f"{self.key}.")
-
-    def _origin(self, x: Lazy) -> np.ndarray:
-        """Describe a carried `Lazy` by an int array `[1 + k]`, which is saved instead.
-
-        A `Lazy` stands for slices that are read later. Scans over it index its slices:
-        its `steps` has the current step of each of these k scans.
-
-        Args:
-          x: The `Lazy`: one of the loop's inputs, or a step of one.
-
-        Returns:
-          First the position of that input among those inputs of the loop that are
-          `Lazy`; then `x.steps`, from the outermost scan to the innermost.
-        """
-        same = [y.source is x.source and y.leaf == x.leaf for y in self._lazy]
-        return np.array([same.index(True), *x.steps])

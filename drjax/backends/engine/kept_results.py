@@ -40,8 +40,7 @@ class HostSlices(Unread):
 
     def __init__(self, value: Value, slices: np.ndarray):
         self.value, self.slices = value, slices
-        n, axis = len(slices), value.axis
-        self.shape = (*value.shape[:axis], n, *value.shape[axis:])
+        self.shape = value.whole_shape(len(slices))
         self.dtype = value.dtype
 
     def whole(self) -> np.ndarray:

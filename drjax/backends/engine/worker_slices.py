@@ -167,8 +167,7 @@ class WorkerSlices(Unread):
         new = np.full(len(pieces) + 1, -1)
         new[used] = np.arange(len(used))
         self.piece, self.position = new[piece], position
-        n, axis = len(piece), value.axis
-        self.shape = (*value.shape[:axis], n, *value.shape[axis:])
+        self.shape = value.whole_shape(len(piece))
         self.dtype = value.dtype
         if engine is not None:
             engine.created(self)

@@ -26,6 +26,7 @@ from drjax._primitives.map_lowering import (
     vmap_over_devices,
 )
 from drjax._primitives.routes import MOVES
+from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import (
     as_operand,
     shard_map_over_devices,
@@ -33,6 +34,7 @@ from drjax._sharding.execute import (
     with_shardings_of,
 )
 from drjax._sharding.layout import Layout, find_mesh, make_layout
+from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import (
     Environment,
     PlanInterpreter,
@@ -241,6 +243,8 @@ class MeshInterpreter(PlanInterpreter):
 
     def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
         layout = self.layout
+        if loop.op == "columns":
+            return run_columns(loop, inputs, evaluate_on_mesh)
         if loop.op == "program":  # over another partition, on the same mesh
             layout = layout_of(loop.bodies[0], layout and layout.mesh)
         bodies = [

@@ -1,7 +1,7 @@
 """Folders of checkpoints that are damaged, full, shared, elsewhere, or no folders.
 
 Covers: drjax.backends.engine.checkpoint, drjax.backends.engine.checkpoint_files,
-drjax.backends.engine.folder_lock.
+drjax.backends.engine.folder_lock, drjax.backends.engine.loop_progress.
 """
 
 import errno
