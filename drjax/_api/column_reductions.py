@@ -42,7 +42,8 @@ def reduce_columns(
     On a mesh of m devices, one all-to-all gives each device the numbers of all groups
     for its share of the coordinates, and one all-gather collects the results: for d
     coordinates a device receives about n d / m numbers, where `drjax.gather` gives it
-    n d. A plan, and so `drjax.jit` and every engine, gathers for now.
+    n d. A plan has a gather: `drjax.jit` divides its slices by coordinates on Auto mesh
+    axes only, and of the engines the workers of Ray and Beam share the coordinates.
 
     Args:
       fn: From an array `[n]`, one coordinate of all groups in their order, to a number,

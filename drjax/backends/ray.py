@@ -10,9 +10,10 @@ Invariants: Ray that was started here is shut down when the last `Actors` closes
 that ran before is left alone. Ray is used through `_Connection.live`, which raises once
 the raylet has ended: any other use would end the driver.
 
-Sharp edges: slices stay in Ray's object store until the workers are closed, in up to a
-quarter of it. A canceled task can block an actor, so tasks are skipped, never canceled.
-A task at work when a call fails goes on to its end.
+Sharp edges: slices of inputs stay in Ray's object store until the workers are closed,
+in up to a quarter of it; what workers read as columns is there for one round. A
+canceled task can block an actor, so tasks are skipped, never canceled. A task at work
+when a call fails goes on to its end.
 """
 
 import os
@@ -245,7 +246,8 @@ class Actors(Keeping):
     Attributes:
       workers: The number of actors.
       generation: An int that grows when actors are started and when they are ended.
-      stays: `"kept"`: results that are kept are objects in the store.
+      stays: `"kept"`: results that are kept, and slices of which workers compute the
+        columns, are objects in the store.
 
     Raises:
       DrjaxValueError: `workers` is no integer from 1.

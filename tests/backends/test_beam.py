@@ -276,6 +276,34 @@ def test_state_stays_in_files(tmp_path, monkeypatch):
     raises(drjax.EngineError, "The workers that had the slices", run, total, x)
 
 
+def test_workers_exchange_columns(monkeypatch):
+    """Two workers shuffle slices by coordinates; the driver reads no slice."""
+    n, d = 6, 63 * 63
+
+    @drjax.program(clients=n)
+    def medians(x):
+        y, root = drjax.map_fn(lambda x: (jnp.outer(x, x).ravel(), jnp.sqrt(x[0])), x)
+        return drjax.reduce_columns(jnp.median, y), drjax.reduce_mean(root)
+
+    x = np.random.RandomState(0).rand(n, 63).astype(np.float32)
+    plan = drjax.make_plan(medians)(x)
+    expected, sizes = drjax.backends.reference.compile(plan)(x), []
+    read = file_sinks.read
+    monkeypatch.setattr(
+        file_sinks, "read", lambda path: (sizes.append(len(y := read(path))), y)[1]
+    )
+    options = {"on_error": "drop", "check_nans": True, "block_size": 2}
+    with beam.compile(plan, workers=2, **options) as run:
+        median, root = run(x)
+        np.testing.assert_array_equal(median, expected[0])
+        np.testing.assert_allclose(root, expected[1], rtol=1e-6)
+        # Results of chunks: a file with slices of two groups has 2 * 4 * 3969 bytes.
+        assert max(sizes) < 4 * d and len(run.report.workers) > 2
+        x[4] = -1
+        median, _ = run(x)
+        assert [*run.report.dropped] == [4] and np.isnan(median).all()
+
+
 def test_map_reduce_folds_in_any_order():
     import apache_beam
     from apache_beam.testing.util import assert_that

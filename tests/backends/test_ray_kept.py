@@ -1,7 +1,8 @@
 """Slices that stay on Ray between calls, and slices that are sent once.
 
 Covers: drjax.backends.ray, drjax.backends.engine.actor,
-drjax.backends.engine.worker_slices, drjax.backends.engine.resident_slices.
+drjax.backends.engine.worker_slices, drjax.backends.engine.resident_slices,
+drjax.backends.engine.coordinates.
 """
 
 import dataclasses
@@ -109,6 +110,46 @@ def test_what_does_not_change_is_sent_once(actors, monkeypatch):
     del sent[:]
     plain(*state, x)
     assert sum(sent) == zeros.nbytes
+
+
+def test_workers_read_columns_from_the_store(actors, monkeypatch):
+    """The driver sends and receives results, and no slice of a group."""
+    n, d = 8, 30_000
+
+    @drjax.program(clients=n)
+    def medians(model, seed):
+        def update(model, seed):
+            x = jnp.sin(model + seed * jnp.arange(d, dtype=jnp.float32))
+            return x, jnp.log(seed)
+
+        x, loss = drjax.map_fn(update, (drjax.broadcast(model), seed))
+        return drjax.reduce_columns(jnp.median, x), drjax.reduce_mean(loss)
+
+    seed = np.arange(1, n + 1, dtype=np.float32)
+    model = np.ones(d, np.float32)
+    plan = drjax.make_plan(medians)(model, seed)
+    engine, received = importlib.import_module("ray"), []
+    get = engine.get
+
+    def counted(x, **options):
+        result = get(x, **options)
+        received.extend(y.nbytes for y in getattr(result, "slices", ()))
+        return result
+
+    monkeypatch.setattr(engine, "get", counted)
+    sent = sent_bytes(monkeypatch)
+    run = ray.compile(plan, workers=actors, block_size=3, on_error="drop",
+                      check_nans=True)  # fmt: skip
+    expected = reference.compile(plan)(model, seed)
+    median, loss = run(model, seed)
+    np.testing.assert_array_equal(median, expected[0])
+    np.testing.assert_allclose(loss, expected[1], rtol=1e-6)
+    # What is sent is the model; what is received are the medians, in chunks.
+    assert sum(sent) == 4 * d and sum(received) == 4 * d and len(received) == 8
+    assert len(run.report.workers) == 2
+    bad = np.where(seed == 4, -1, seed).astype(np.float32)
+    median, _ = run(model, bad)
+    assert [*run.report.dropped] == [3] and np.isnan(median).all()
 
 
 def test_a_group_that_is_dropped_keeps_what_it_had(actors):

@@ -1,7 +1,6 @@
 """Work on the coordinates of all groups' slices, in plans, plan files and engines.
 
-Covers: drjax._planner.gathered_columns, drjax.backends._all_columns,
-drjax.backends.engine.coordinates.
+Covers: drjax._planner.gathered_columns, drjax.backends._all_columns.
 """
 
 import json

@@ -169,7 +169,9 @@ def run(stage_run: StageRun, flags: list[str]) -> None:
     """Run a local stage on all groups as a Beam pipeline, and wait until it has ended.
 
     The workers read the groups' slices from files, and write the results of each block
-    and the totals of all blocks to files: nothing is returned.
+    and the totals of all blocks to files: nothing is returned. If the groups are the
+    coordinates of slices that workers have, the workers exchange these: a shuffle by
+    block of coordinates.
 
     Args:
       stage_run: The stage with its global inputs, the ranges of groups to read, and the
@@ -178,13 +180,20 @@ def run(stage_run: StageRun, flags: list[str]) -> None:
         runner.
     """
     p = beam.Pipeline(options=PipelineOptions(flags))
+    # Each file with slices is read once, and cut by blocks of coordinates.
+    columns = bool(stage_run.pieces)
     loaded = (
         p
-        | "Ranges" >> beam.Create(stage_run.starts)
+        | "Ranges" >> beam.Create(stage_run.pieces if columns else stage_run.starts)
         # Without it the runner fuses these steps, and one worker reads all groups.
         | "Spread" >> beam.Reshuffle()
-        | "Read" >> beam.FlatMap(stage_run.blocks)
     )
+    if columns:
+        parts = loaded | "Cut" >> beam.FlatMapTuple(stage_run.parts)
+        grouped = parts | "Columns" >> beam.GroupByKey()
+        loaded = grouped | "Read" >> beam.FlatMapTuple(stage_run.blocks)
+    else:
+        loaded = loaded | "Read" >> beam.FlatMap(stage_run.blocks)
     staged = loaded | "Groups" >> _Stage(stage_run.ops, stage_run.job, stage_run.report)
     _ = staged["totals"] | "Write" >> beam.Map(stage_run.write_totals)
     p.run().wait_until_finish()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxError, DrjaxValueError
+from drjax.backends.engine.coordinates import WorkerColumns
 from drjax.backends.engine.messages import Block
 from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import Lazy
@@ -34,7 +35,7 @@ def blocks_of_groups(
     Args:
       slices: The partitioned inputs of a stage, in order. Each is an array `[c, ...]`
         of the groups' slices; a `Lazy`, which reads them one by one from a file or an
-        iterable; or `WorkerSlices`, whose slices workers have.
+        iterable; or `WorkerSlices` or `WorkerColumns`, whose slices workers have.
       alive: Which of the groups take part, bool `[c]`.
       size: The number of groups in a block; the last block may have fewer.
       start: The index of the first of the c groups.
@@ -71,7 +72,7 @@ def blocks_of_groups(
             if isinstance(x, Lazy):
                 leaves = read[sources.index(x.source)]
                 arrays.append(_stack(x, leaves, valid))
-            elif isinstance(x, WorkerSlices):
+            elif isinstance(x, WorkerSlices | WorkerColumns):
                 arrays.append(x.block(start + low, start + low + len(valid)))
             else:
                 # A view: workers that share this memory read it without a copy.

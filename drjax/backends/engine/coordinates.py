@@ -4,17 +4,163 @@ A function of one coordinate (`drjax.reduce_columns`) is the local stage of a pl
 groups are the coordinates: workers compute blocks of coordinates, each with the numbers
 of all groups of the program.
 
-Input: the arrays of a loop of the op `columns`. Output: for its body arrays with the
-coordinates along axis 0, and the reverse.
+Input: the values of a loop of the op `columns`. Output: for its body arrays with the
+coordinates along axis 0, and the reverse. Slices that workers have stay with them: each
+worker reads its block of coordinates from all of them, and the driver reads none.
 
-Invariants: coordinates are in their flat order, and no number is copied here.
+Invariants: coordinates are in their flat order. Groups without a slice have NaNs, or
+zeros if the dtype has none, in each column.
+
+Sharp edges: if anything else reads the gathered slices, the driver has them anyway, and
+sends the columns.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from drjax.plan import Value
+from drjax.backends._interpret_plan import reads_after_server
+from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
+from drjax.backends.groups import empty_slices
+from drjax.plan import Plan, Value
+
+
+def gathers_for_columns(plan: Plan) -> frozenset[str]:
+    """Find the gathered values that only work on coordinates reads.
+
+    Args:
+      plan: The plan, or the body of a loop.
+
+    Returns:
+      The names of these global values, results of gathers.
+    """
+    columns, others = set[str](), {v.name for v in (*plan.server.inputs, *plan.outputs)}
+    for a_round in plan.rounds:
+        loops = [loop for loop in a_round.loops if loop.op == "columns"]
+        columns |= {v.name for loop in loops for v in loop.inputs}
+        rest = tuple(loop for loop in a_round.loops if loop.op != "columns")
+        reads = reads_after_server(replace(a_round, loops=rest))
+        others |= {v.name for v in (*a_round.server.inputs, *a_round.broadcast, *reads)}
+    gathers = (
+        r for a_round in plan.rounds for r in a_round.reduces if r.op == "gather"
+    )
+    return frozenset(r.result.name for r in gathers) & columns - others
+
+
+@dataclass(frozen=True)
+class PiecesOfColumns(PiecesOfBlock):
+    """The columns of a block of c coordinates, as parts of pieces that workers have.
+
+    A piece is a list of arrays, with the slices that one block of groups left with its
+    worker.
+
+    Attributes:
+      pieces: The pieces, as in `PiecesOfBlock`.
+      piece: For each of the n groups the index of its piece in `pieces`, int `[n]`; -1:
+        it has none.
+      position: For each group the position of its slice along axis 0, int `[n]`.
+      coordinates: The flat indices of the coordinates of the block, int `[c]`.
+      number: How many coordinates a slice has, int.
+      empty: The number, or small array `[*t]`, of a group that has no slice.
+    """
+
+    coordinates: np.ndarray
+    number: int
+    empty: np.ndarray
+
+    def __getitem__(self, index: np.ndarray) -> "PiecesOfColumns":
+        """Return the columns of some coordinates of the block.
+
+        Args:
+          index: The positions of these k coordinates in the block, int `[k]`, or a bool
+            mask `[c]`.
+        """
+        return replace(self, coordinates=self.coordinates[index])
+
+    def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
+        """Read the columns of the c coordinates into one array `[c, n, *t]`.
+
+        Args:
+          arrays: A function from the reference of a piece to its list of arrays. It is
+            called once for each piece that is used.
+        """
+        shape = (len(self.coordinates), len(self.piece), *self.empty.shape)
+        columns = np.empty(shape, self.empty.dtype)
+        columns[...] = self.empty
+        for i in np.unique(self.piece[self.piece >= 0]):
+            reference, leaf = self.pieces[i]
+            part = cut_coordinates(arrays(reference)[leaf], self)
+            groups = np.flatnonzero(self.piece == i)
+            columns[:, groups] = np.swapaxes(part, 0, 1)[:, self.position[groups]]
+        return columns
+
+    def of_its_own_parts(self) -> "PiecesOfColumns":
+        """Return the same columns of pieces that have nothing but this block's.
+
+        The arrays of such pieces are `[k, c, *t]`.
+        """
+        count = len(self.coordinates)
+        return replace(self, coordinates=np.arange(count), number=count)
+
+
+def cut_coordinates(slices: np.ndarray, columns: PiecesOfColumns) -> np.ndarray:
+    """Return the part of some groups' slices for a block of coordinates.
+
+    Args:
+      slices: The slices of k groups, `[k, *s, *t]` for coordinates of the shape `s`.
+      columns: The block of c coordinates.
+
+    Returns:
+      An array `[k, c, *t]`; a view if the coordinates are consecutive.
+    """
+    flat = slices.reshape(len(slices), columns.number, *columns.empty.shape)
+    first, index = columns.coordinates[:1], columns.coordinates
+    # Mostly a range: a view, so that nothing but the block is copied.
+    if len(index) and (index == np.arange(len(index)) + first).all():
+        return flat[:, int(first[0]) : int(first[0]) + len(index)]
+    return flat[:, index]
+
+
+class WorkerColumns:
+    """The columns of slices that workers have, as a partitioned input of a stage.
+
+    Args:
+      value: The input of the body of a `columns` loop: a column of each coordinate.
+      slices: The slices of all groups.
+      size: d, the number of coordinates.
+
+    Attributes:
+      slices: As given to the constructor; workers keep them while this refers to them.
+    """
+
+    def __init__(self, value: Value, slices: WorkerSlices, size: int):
+        self.slices, self._size = slices, size
+        flat = empty_slices(slices.value, 1).reshape(size, *value.shape[1:])
+        self._empty = flat[0]
+
+    def pieces(self) -> list[tuple[Any, tuple[int, int, int]]]:
+        """List the pieces of the slices, and what `kept_files.columns_of_file` takes.
+
+        Returns:
+          Pairs of the engine's reference to a piece, and `(position of the value among
+          its arrays, d, number of axes of t)` for slices `[*s, *t]`.
+        """
+        axes = self._empty.ndim
+        return [(x, (leaf, self._size, axes)) for x, leaf in self.slices.pieces]
+
+    def block(self, low: int, high: int) -> PiecesOfColumns:
+        """Return the columns of the coordinates from `low` to before `high`, unread."""
+        slices = self.slices
+        return PiecesOfColumns(
+            slices.pieces,
+            slices.piece,
+            slices.position,
+            np.arange(low, high),
+            self._size,
+            self._empty,
+        )
 
 
 def by_coordinate(value: Value, x: Any, size: int) -> Any:
@@ -23,14 +169,17 @@ def by_coordinate(value: Value, x: Any, size: int) -> Any:
     Args:
       value: The input of the body.
       x: The array of the input of the loop: `[n, *s, *t]` or `[*s, *t]` for coordinates
-        of the shape `s`, or `[*t]`.
+        of the shape `s`, or `[*t]`; or the slices of all groups as a `WorkerSlices`.
       size: d, the number of coordinates.
 
     Returns:
-      A view `[d, n, *t]` or `[d, *t]`; `x` itself if all coordinates share it.
+      A view `[d, n, *t]` or `[d, *t]`, or `WorkerColumns`; `x` itself if all
+      coordinates share it.
     """
     if not value.partitioned:
         return x
+    if isinstance(x, WorkerSlices):
+        return WorkerColumns(value, x, size)
     return np.moveaxis(np.reshape(x, value.whole_shape(size)), value.axis, 0)
 
 

@@ -16,7 +16,7 @@ its groups.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,11 @@ from drjax.backends._interpret_plan import Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
-from drjax.backends.engine.coordinates import by_coordinate, whole_of_coordinates
+from drjax.backends.engine.coordinates import (
+    by_coordinate,
+    gathers_for_columns,
+    whole_of_coordinates,
+)
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.kept_results import KeptResults
@@ -49,6 +53,7 @@ from drjax.backends.engine.stage_results import (
     check_survivors,
     stage_error,
 )
+from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import flat_slices, mask_dropped_slices, read_if_lazy
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
@@ -242,6 +247,7 @@ class _DriverInterpreter(PlanInterpreter):
 
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
         self.call, self.plan, self.prefix = call, plan, prefix
+        self._for_columns = gathers_for_columns(plan)
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         self.call.runner.executable.run_server(stage, env)
@@ -257,7 +263,12 @@ class _DriverInterpreter(PlanInterpreter):
             key = f"{location}.groups"
             entry = self.call.checkpoint.get(key)
             if entry is None:
-                entry = self.call.run_stage(a_round, kept, env, location)
+                columns = {
+                    r.source.name
+                    for r in a_round.reduces
+                    if r.result.name in self._for_columns
+                }
+                entry = self.call.run_stage(a_round, kept, env, location, columns)
                 self.call.checkpoint.put(key, entry)
             results = [r.result for r in a_round.partials]
             results += [v for fold in a_round.folds for v in fold.results]
@@ -265,10 +276,16 @@ class _DriverInterpreter(PlanInterpreter):
         # Gathers are not saved: what they gather is in `env`, also after a resumption.
         for reduce in a_round.reduces:
             if reduce.op == "gather":
-                source = reduce.source
+                source, alive = reduce.source, self.call.alive
+                slices = env[source]
                 # Slices of dropped groups are NaN or zero in whatever gathers them.
-                slices = mask_dropped_slices(source, env[source], self.call.alive)
-                env[reduce.result] = slices
+                if (
+                    isinstance(slices, WorkerSlices)
+                    and reduce.result.name in self._for_columns
+                ):
+                    env[reduce.result] = slices.without_dropped(alive)
+                else:
+                    env[reduce.result] = mask_dropped_slices(source, slices, alive)
 
     def move(self, move: Move, slices: Any, index: Any = None) -> np.ndarray:
         slices, alive = read_if_lazy(slices), self.call.alive
@@ -360,7 +377,12 @@ class _Call:
                 self.report.dropped[int(group)] = "before the call was resumed"
 
     def run_stage(
-        self, a_round: Round, kept: list[Value], env: Environment, location: str
+        self,
+        a_round: Round,
+        kept: list[Value],
+        env: Environment,
+        location: str,
+        columns: Collection[str] = (),
     ) -> list[Any]:
         """Run the local stage of a round for all groups, on the engine.
 
@@ -399,7 +421,7 @@ class _Call:
         call = StageCall(
             job=replace(
                 runner.executable.job(a_round, env, location, size, options),
-                stay=runner.kept.staying(kept),
+                stay=runner.kept.staying(kept, columns),
             ),
             slices=env.read(v for v in stage.inputs if v.partitioned),
             alive=self.alive.copy(),
@@ -448,7 +470,7 @@ class _Call:
         runner = self.runner
         # Where all slices stay, no group's worker may have those of other groups.
         if runner.engine.stays == "all":
-            return runner.executable.run_columns(loop, inputs)
+            return runner.executable.run_columns(loop, [*map(read_if_lazy, inputs)])
         (body,) = loop.bodies
         (a_round,) = body.rounds
         # The groups of the body are the coordinates: an option for groups is not

@@ -20,9 +20,10 @@ Sharp edges: the totals are combined by the workers in any order, so that the la
 of a sum may differ between runs.
 """
 
+import collections
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ import numpy as np
 from drjax.backends.engine import kept_files, temporary_folders, wire_format
 from drjax.backends.engine.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.backends.engine.combine import Totals
+from drjax.backends.engine.coordinates import WorkerColumns
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.kept_files import KeptFiles
 from drjax.backends.engine.messages import Block, BlockResult
@@ -101,6 +103,8 @@ class StageRun:
       stay: For each output of the stage that is read later whether its slices stay in
         files; () if none do.
       kept: The path of the folder for these files.
+      pieces: If blocks are of coordinates, and workers have the slices: the files that
+        have them. Pairs of a path and a list of what `columns_of_file` takes.
     """
 
     files: Any
@@ -111,16 +115,37 @@ class StageRun:
     size: int
     stay: tuple[bool, ...] = ()
     kept: str = ""
+    pieces: tuple[tuple[str, list[tuple[int, int, int]]], ...] = ()
 
     def job(self) -> Job:
         """Read the `Job` from the run's folder: the stage with its global inputs."""
         return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
-    def blocks(self, start: int) -> Iterator[LoadedBlock]:
+    def parts(self, path: str, leaves: list) -> Iterator[tuple[int, Any]]:
+        """Cut the slices of one file into the parts that blocks of coordinates need.
+
+        Args:
+          path: The path of the file, of an element of `pieces`.
+          leaves: The second part of that element.
+
+        Yields:
+          For each of `starts` a pair `(start, (path, position, part))`, with the
+          position of an array in the file, and `[k, c, *t]` of it.
+        """
+        columns = kept_files.columns_of_file(self.files, path, leaves)
+        for start in self.starts:
+            for leaf, x in columns.items():
+                yield start, (path, leaf, x[:, start : start + self.size])
+
+    def blocks(
+        self, start: int, parts: Iterable | None = None
+    ) -> Iterator[LoadedBlock]:
         """Read the groups of one range, in blocks; a worker calls it.
 
         Args:
           start: The index of the first group of the range, one of `starts`.
+          parts: Of a range of coordinates, what `parts` has yielded for it, of all
+            files. None: the slices are read from the files.
 
         Returns:
           An iterator of pairs `(block, failed)`, in the order of group indices: a
@@ -130,8 +155,13 @@ class StageRun:
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
         header, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
+        columns: Any = None
+        if parts is not None:
+            columns = collections.defaultdict(dict)
+            for path, leaf, x in parts:
+                columns[path][leaf] = x
         arrays = iter(
-            kept_files.slices_from_message(header["kept"], stacks, self.files)
+            kept_files.slices_from_message(header["kept"], stacks, self.files, columns)
         )
         slices = [next(arrays) if x is None else x for x in self.lazy]
         yield from blocks_of_groups(slices, alive, self.size, start)
@@ -259,7 +289,7 @@ class FileExchange:
             lazy = [x if _readable_by_workers(x) else None for x in call.slices]
             stage_run = StageRun(
                 self._files, folder, call.job.ops, starts, lazy, call.job.size,
-                call.job.stay, kept,
+                call.job.stay, kept, _pieces(call.slices),
             )  # fmt: skip
             seen: set[str] = set()
             reported = 0
@@ -370,6 +400,24 @@ class FileExchange:
             if path not in seen:
                 seen.add(path)
                 yield wire_format.result_from_bytes(self._files.read(path))
+
+
+def _pieces(slices: Sequence[Any]) -> tuple[tuple[str, list], ...]:
+    """List the files with slices of which a stage on coordinates takes the columns.
+
+    Args:
+      slices: The partitioned inputs of the stage, in order.
+
+    Returns:
+      `StageRun.pieces`; () if the stage takes no columns, or some that the driver has.
+    """
+    pieces: dict[Any, list] = {}
+    for x in slices:
+        for path, leaf in x.pieces() if isinstance(x, WorkerColumns) else ():
+            if not isinstance(path, str):
+                return ()
+            pieces[path] = [*pieces.get(path, []), leaf]
+    return tuple(pieces.items())
 
 
 _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])

@@ -15,13 +15,14 @@ slices of a block that needs it.
 
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from drjax.backends.engine import wire_format
+from drjax.backends.engine.coordinates import PiecesOfColumns
 from drjax.backends.engine.messages import Block, BlockResult
 from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
 
@@ -146,12 +147,13 @@ def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
       read: A function from the path of a file to its list of arrays.
 
     Returns:
-      `(paths, arrays)`. For a `PiecesOfBlock` whose groups have slices of files only,
-      `paths` is a list, as JSON data, of pairs of a path and the position of the value
-      among the arrays of that file. `arrays` is then two index arrays, int `[c]`: for
-      each group the index of its file in `paths` (-1: none), and the position of its
-      slice along axis 0. Else `paths` is None, and `arrays` has the slices themselves,
-      one array `[c, ...]`.
+      `(entry, arrays)`. For a `PiecesOfBlock` whose groups have slices of files only,
+      `entry` is JSON data: `pieces`, a list of pairs of a path and the position of the
+      value among the arrays of that file; and `columns`, whether it is a
+      `PiecesOfColumns`. `arrays` is then two index arrays, int `[c]`: for each group
+      the index of its file in `pieces` (-1: none), and the position of its slice along
+      axis 0; of columns also the further attributes. Else `entry` is None, and `arrays`
+      has the slices themselves, one array `[c, ...]`.
     """
     if not isinstance(x, PiecesOfBlock):
         return None, [x]
@@ -162,20 +164,30 @@ def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
     # Only of the pieces that the block needs.
     new = np.full(len(x.pieces) + 1, -1)
     new[used] = np.arange(len(used))
-    return [x.pieces[i] for i in used], [new[x.piece], x.position]
+    index = [new[x.piece], x.position]
+    if isinstance(x, PiecesOfColumns):
+        index += [x.coordinates, np.array(x.number), x.empty]
+    columns = isinstance(x, PiecesOfColumns)
+    return {"pieces": [x.pieces[i] for i in used], "columns": columns}, index
 
 
 def slices_from_message(
-    entries: Sequence[Any], arrays: Sequence[np.ndarray], files: Any
+    entries: Sequence[Any],
+    arrays: Sequence[np.ndarray],
+    files: Any,
+    parts: Mapping[str, Mapping[int, np.ndarray]] | None = None,
 ) -> list:
     """Read the slices of a block, on a worker: the inverse of `slices_to_message`.
 
     Args:
-      entries: For each partitioned input of the stage, in order, the `paths` that
-        `slices_to_message` returned: a list of pairs of a path and a position, or None.
-      arrays: The arrays of all inputs, in order: of each the two index arrays, or if
-        its entry is None the slices.
+      entries: For each partitioned input of the stage, in order, the `entry` that
+        `slices_to_message` returned.
+      arrays: The arrays of all inputs, in order: of each those that
+        `slices_to_message` returned.
       files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+      parts: If workers have exchanged the columns, those of the block: from the path of
+        a file and a position among its arrays to an array `[k, c, *t]`. None: they are
+        read from the files.
 
     Returns:
       For each input an array `[c, ...]`. Each file is read once.
@@ -191,6 +203,40 @@ def slices_from_message(
     for entry in entries:
         x = next(rest)
         if entry is not None:
-            x = PiecesOfBlock([*map(tuple, entry)], x, next(rest)).assemble(cached)
+            pieces = [(path, leaf) for path, leaf in entry["pieces"]]
+            source: Callable[[str], Any] = cached
+            if entry["columns"]:
+                position, coordinates, number, empty = (next(rest) for _ in range(4))
+                block = PiecesOfColumns(
+                    pieces, x, position, coordinates, int(number), empty
+                )
+                if parts is not None:
+                    block, source = block.of_its_own_parts(), parts.__getitem__
+            else:
+                block = PiecesOfBlock(pieces, x, next(rest))
+            x = block.assemble(source)
         slices.append(x)
     return slices
+
+
+def columns_of_file(
+    files: Any, path: str, leaves: Sequence[tuple[int, int, int]]
+) -> dict[int, np.ndarray]:
+    """Read slices of some groups from a file, with their coordinates along one axis.
+
+    Args:
+      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+      path: The path of the file, from `path_of`.
+      leaves: `(position of an array in the file, d, number of axes of t)` for slices
+        `[*s, *t]` of d coordinates of the shape `s`.
+
+    Returns:
+      A dict from the position to an array `[k, d, *t]`.
+    """
+    arrays = read(files, path)
+    return {
+        leaf: arrays[leaf].reshape(
+            len(arrays[leaf]), number, *arrays[leaf].shape[arrays[leaf].ndim - axes :]
+        )
+        for leaf, number, axes in leaves
+    }

@@ -11,7 +11,7 @@ Sharp edges: slices end with the workers that have them, which their `generation
 A kept result of a loop is with the workers only if all slices are (Flower).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,7 @@ class KeptResults:
 
     def __init__(self, plan: Plan, keep: Any, engine: Any, options: EngineOptions):
         self._keep, self._plan, self._engine = Keep(plan, keep), plan, engine
+        self._options = options
         pairs = self._keep.pairs
         self._names = {plan.outputs[i].name for pair in pairs for i in pair.outputs}
         self._inputs = [i for pair in pairs for i in pair.inputs]
@@ -161,22 +162,29 @@ class KeptResults:
                 "that .fetch() returned before."
             )
 
-    def staying(self, values: Sequence[Value]) -> tuple[bool, ...]:
+    def staying(
+        self, values: Sequence[Value], columns: Collection[str] = ()
+    ) -> tuple[bool, ...]:
         """Return for each output of a stage whether its slices stay with the workers.
 
         The engine's `stays` decides: if it is `"all"`, the slices of all of `values`
-        stay; if it is `"kept"`, those of results that the argument `keep` names; if it
-        is empty, none.
+        stay; if it is `"kept"`, those of results that the argument `keep` names, and
+        those that workers read again as columns; if it is empty, none. With a
+        checkpoint, which cannot have the slices of workers, none is read as columns.
 
         Args:
           values: The outputs of the stage that are read later.
+          columns: The names of those that only work on coordinates gathers.
 
         Returns:
           A tuple with a bool for each of `values`; () if none stays.
         """
         if self._engine.stays == "all":
             return (True,) * len(values)
-        stay = tuple(v.name in self._names for v in values)
+        names = self._names
+        if self._options.checkpoint is None:
+            names = names.union(columns)
+        stay = tuple(v.name in names for v in values)
         return stay if self._engine.stays and any(stay) else ()
 
     def split(self, outputs: list[Any], inputs: list[Any], alive: np.ndarray) -> list:

@@ -32,7 +32,8 @@ class StageCall:
       job: The stage with its global inputs, a `Job`: what all workers get.
       slices: For each partitioned input of the stage, in order, an array `[n, ...]`
         with the slices along axis 0; a `drjax.backends.groups.Lazy`, whose slices are
-        read block by block; or a `WorkerSlices`, whose slices workers have.
+        read block by block; or a `WorkerSlices`, whose slices workers have. If the
+        groups of the stage are coordinates, also a `WorkerColumns`.
       alive: Which groups take part, bool `[n]`; the others were dropped.
       options: The engine's options, an `EngineOptions`.
       lost: A function of the reason, a text, without a result. The engine calls it
@@ -63,8 +64,9 @@ class Engine(Protocol):
     Attributes:
       workers: How many workers there are, int.
       stays: Of which outputs of stages the workers have the slices between stages,
-        text: `"all"` that are read later; `"kept"`, results that stay for the next
-        call; or `""`, none. If there are some, the engine is a
+        text: `"all"` that are read later, and no worker may have those of others;
+        `"kept"`, results that stay for the next call, and slices that only work on
+        coordinates reads; or `""`, none. If there are some, the engine is a
         `drjax.backends.engine.worker_slices.Keeping`, and results of blocks have a
         `piece`.
     """
@@ -113,8 +115,7 @@ class Pool(Protocol):
     Attributes:
       workers: How many workers there are, int.
       stays: Of which outputs of stages the workers have the slices between stages,
-        text: `"all"` that are read later; `"kept"`, results that stay for the next
-        call; or `""`, none.
+        text: `"all"`, `"kept"` or `""`, as of an `Engine`.
       generation: An int that grows whenever all workers are started again, and objects
         that were shared with the former ones are gone.
     """

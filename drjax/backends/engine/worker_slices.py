@@ -210,6 +210,15 @@ class WorkerSlices(Unread):
         part = slice(low, high)
         return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
 
+    def without_dropped(self, alive: np.ndarray) -> "WorkerSlices":
+        """Return a new `WorkerSlices` in which dropped groups have no slices.
+
+        Args:
+          alive: Which groups take part, bool `[n]`; the others were dropped.
+        """
+        piece = np.where(alive, self.piece, -1)
+        return WorkerSlices(self.value, self.pieces, piece, self.position, self.engine)
+
     def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
         """Return this value, but with the slices of another one for dropped groups.
 
