@@ -11,7 +11,7 @@ that ran before is left alone. Ray is used through `_Connection.live`, which rai
 the raylet has ended: any other use would end the driver.
 
 Sharp edges: slices of inputs stay in Ray's object store until the workers are closed,
-in up to a quarter of it; what workers read as columns is there for one round. A
+in up to a quarter of it; what workers read from each other is there for a round. A
 canceled task can block an actor, so tasks are skipped, never canceled. A task at work
 when a call fails goes on to its end.
 """
@@ -246,8 +246,8 @@ class Actors(Keeping):
     Attributes:
       workers: The number of actors.
       generation: An int that grows when actors are started and when they are ended.
-      stays: `"kept"`: results that are kept, and slices of which workers compute the
-        columns, are objects in the store.
+      stays: `"kept"`: results that are kept, and slices that workers read from each
+        other, are objects in the store.
 
     Raises:
       DrjaxValueError: `workers` is no integer from 1.

@@ -152,6 +152,33 @@ def test_workers_read_columns_from_the_store(actors, monkeypatch):
     assert [*run.report.dropped] == [3] and np.isnan(median).all()
 
 
+def test_workers_read_slices_that_move(actors, monkeypatch):
+    n, d = 8, 30_000
+
+    @drjax.program(clients=n)
+    def gossip(seed):
+        x = drjax.map_fn(lambda s: jnp.sin(s * jnp.arange(d, dtype=jnp.float32)), seed)
+        y = drjax.map_fn(lambda x, s: jnp.cos(x) * s, (drjax.shift(x, 1), seed))
+        z = drjax.take(y, jnp.flip(jnp.arange(n)))
+        return drjax.reduce_mean(drjax.map_fn(lambda z, s: jnp.mean(z) * s, (z, seed)))
+
+    seed = np.arange(n, dtype=np.float32)
+    plan = drjax.make_plan(gossip)(seed)
+    engine, received = importlib.import_module("ray"), []
+    get = engine.get
+
+    def counted(x, **options):
+        result = get(x, **options)
+        received.extend(y.nbytes for y in getattr(result, "slices", ()))
+        return result
+
+    monkeypatch.setattr(engine, "get", counted)
+    sent = sent_bytes(monkeypatch)
+    mean = ray.compile(plan, workers=actors, block_size=3)(seed)
+    np.testing.assert_allclose(mean, reference.compile(plan)(seed), rtol=1e-5)
+    assert len(plan.rounds) == 3 and sum(sent) + sum(received) < 4 * d
+
+
 def test_a_group_that_is_dropped_keeps_what_it_had(actors):
     n = 8
     options = {"on_error": "drop", "check_nans": True, "block_size": 3}

@@ -7,6 +7,8 @@ of all groups of the program.
 Input: the values of a loop of the op `columns`. Output: for its body arrays with the
 coordinates along axis 0, and the reverse. Slices that workers have stay with them: each
 worker reads its block of coordinates from all of them, and the driver reads none.
+`read_by_workers` says which slices of a plan do, those that move to other groups
+included.
 
 Invariants: coordinates are in their flat order. Groups without a slice have NaNs, or
 zeros if the dtype has none, in each column.
@@ -24,7 +26,7 @@ import numpy as np
 from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
 from drjax.backends.groups import empty_slices
-from drjax.plan import Plan, Value
+from drjax.plan import Move, Plan, Value
 
 
 def gathers_for_columns(plan: Plan) -> frozenset[str]:
@@ -47,6 +49,32 @@ def gathers_for_columns(plan: Plan) -> frozenset[str]:
         r for a_round in plan.rounds for r in a_round.reduces if r.op == "gather"
     )
     return frozenset(r.result.name for r in gathers) & columns - others
+
+
+def is_move_of_slices(move: Move) -> bool:
+    """Whether a move gives each group the slice of one group: a permute or a take.
+
+    Not a move from or to a population, which the server has, nor one that adds slices.
+    """
+    return move.op != "put_add" and move.source.partitioned and move.result.partitioned
+
+
+def read_by_workers(plan: Plan) -> frozenset[str]:
+    """Find the outputs of local stages whose slices workers can read from each other.
+
+    They are read as columns, or move to other groups.
+
+    Args:
+      plan: The plan, or the body of a loop.
+
+    Returns:
+      The names of these partitioned values.
+    """
+    columns, names = gathers_for_columns(plan), set[str]()
+    for a_round in plan.rounds:
+        names |= {r.source.name for r in a_round.reduces if r.result.name in columns}
+        names |= {m.source.name for m in a_round.moves if is_move_of_slices(m)}
+    return frozenset(names)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ between stages are numpy arrays, random keys as raw data. Server stages are the 
 ones of the plan file, so that they compute the same on every engine and after a
 resumption. A group that was dropped takes no part in any later stage of the call.
 
-Sharp edges: slices that a later round needs, that move to other groups, or that are
-returned, are held by the driver. A loop of rounds is a Python loop: each step waits for
-its groups.
+Sharp edges: the driver holds slices that a later round needs or that are returned, and,
+unless workers keep them, those that move to other groups or are read as columns. Each
+step of a loop of rounds waits for its groups.
 """
 
 import functools
@@ -32,6 +32,8 @@ from drjax.backends.engine.block_size import BlockSize
 from drjax.backends.engine.coordinates import (
     by_coordinate,
     gathers_for_columns,
+    is_move_of_slices,
+    read_by_workers,
     whole_of_coordinates,
 )
 from drjax.backends.engine.executable_plan import ExecutablePlan, scatter
@@ -248,6 +250,7 @@ class _DriverInterpreter(PlanInterpreter):
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
         self.call, self.plan, self.prefix = call, plan, prefix
         self._for_columns = gathers_for_columns(plan)
+        self._stay = read_by_workers(plan)
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         self.call.runner.executable.run_server(stage, env)
@@ -263,12 +266,7 @@ class _DriverInterpreter(PlanInterpreter):
             key = f"{location}.groups"
             entry = self.call.checkpoint.get(key)
             if entry is None:
-                columns = {
-                    r.source.name
-                    for r in a_round.reduces
-                    if r.result.name in self._for_columns
-                }
-                entry = self.call.run_stage(a_round, kept, env, location, columns)
+                entry = self.call.run_stage(a_round, kept, env, location, self._stay)
                 self.call.checkpoint.put(key, entry)
             results = [r.result for r in a_round.partials]
             results += [v for fold in a_round.folds for v in fold.results]
@@ -287,8 +285,14 @@ class _DriverInterpreter(PlanInterpreter):
                 else:
                     env[reduce.result] = mask_dropped_slices(source, slices, alive)
 
-    def move(self, move: Move, slices: Any, index: Any = None) -> np.ndarray:
-        slices, alive = read_if_lazy(slices), self.call.alive
+    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+        alive = self.call.alive
+        if isinstance(slices, WorkerSlices) and is_move_of_slices(move):
+            # Without a slice a group would have NaNs: then the driver moves them.
+            if alive.all() and (slices.piece >= 0).all():
+                source = move.sources if index is None else index
+                return slices.moved(move.result, np.clip(source, 0, len(alive) - 1))
+        slices = read_if_lazy(slices)
         # A population has slices of groups that take no part.
         if move.source.partitioned:
             if move.op == "put_add":
@@ -309,6 +313,10 @@ class _DriverInterpreter(PlanInterpreter):
         ]
         if loop.op == "scan":
             bodies = [_read_stacked(bodies[0], loop.carry)]
+            # A step takes an element of each slice of a stack: an array, or a `Lazy`.
+            first = sum(loop.consts) + loop.carry
+            read = lambda x: x.whole() if isinstance(x, WorkerSlices) else x
+            inputs = [*inputs[:first], *map(read, inputs[first:])]
         steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs)
         return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
 
@@ -382,7 +390,7 @@ class _Call:
         kept: list[Value],
         env: Environment,
         location: str,
-        columns: Collection[str] = (),
+        staying: Collection[str] = (),
     ) -> list[Any]:
         """Run the local stage of a round for all groups, on the engine.
 
@@ -397,6 +405,7 @@ class _Call:
             are read from it.
           location: The location of the round: `2`, or `2.scan.0.1` for round 1 in body
             0 of the loop `scan` in round 2.
+          staying: The names of outputs whose slices workers read from each other.
 
         Returns:
           A list: the results of the round's reductions but gathers, `[*s]`, the leaves
@@ -421,7 +430,7 @@ class _Call:
         call = StageCall(
             job=replace(
                 runner.executable.job(a_round, env, location, size, options),
-                stay=runner.kept.staying(kept, columns),
+                stay=runner.kept.staying(kept, staying),
             ),
             slices=env.read(v for v in stage.inputs if v.partitioned),
             alive=self.alive.copy(),

@@ -163,18 +163,18 @@ class KeptResults:
             )
 
     def staying(
-        self, values: Sequence[Value], columns: Collection[str] = ()
+        self, values: Sequence[Value], read: Collection[str] = ()
     ) -> tuple[bool, ...]:
         """Return for each output of a stage whether its slices stay with the workers.
 
         The engine's `stays` decides: if it is `"all"`, the slices of all of `values`
         stay; if it is `"kept"`, those of results that the argument `keep` names, and
-        those that workers read again as columns; if it is empty, none. With a
-        checkpoint, which cannot have the slices of workers, none is read as columns.
+        those that workers read from each other; if it is empty, none. A checkpoint
+        cannot have slices of workers: with it, workers read none from each other.
 
         Args:
           values: The outputs of the stage that are read later.
-          columns: The names of those that only work on coordinates gathers.
+          read: The names of those that workers read from each other.
 
         Returns:
           A tuple with a bool for each of `values`; () if none stays.
@@ -183,7 +183,7 @@ class KeptResults:
             return (True,) * len(values)
         names = self._names
         if self._options.checkpoint is None:
-            names = names.union(columns)
+            names = names.union(read)
         stay = tuple(v.name in names for v in values)
         return stay if self._engine.stays and any(stay) else ()
 

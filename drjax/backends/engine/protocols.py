@@ -65,8 +65,8 @@ class Engine(Protocol):
       workers: How many workers there are, int.
       stays: Of which outputs of stages the workers have the slices between stages,
         text: `"all"` that are read later, and no worker may have those of others;
-        `"kept"`, results that stay for the next call, and slices that only work on
-        coordinates reads; or `""`, none. If there are some, the engine is a
+        `"kept"`, results that stay for the next call, and slices that workers read
+        from each other; or `""`, none. If there are some, the engine is a
         `drjax.backends.engine.worker_slices.Keeping`, and results of blocks have a
         `piece`.
     """

@@ -219,6 +219,18 @@ class WorkerSlices(Unread):
         piece = np.where(alive, self.piece, -1)
         return WorkerSlices(self.value, self.pieces, piece, self.position, self.engine)
 
+    def moved(self, value: Value, index: np.ndarray) -> "WorkerSlices":
+        """Return the slices in other groups: each gets that of the group `index[i]`.
+
+        Nothing is sent: workers read the slices where they are.
+
+        Args:
+          value: The value in the plan that the move gives.
+          index: For each group the group whose slice it gets, int `[n]`.
+        """
+        places = self.piece[index], self.position[index]
+        return WorkerSlices(value, self.pieces, *places, self.engine)
+
     def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
         """Return this value, but with the slices of another one for dropped groups.
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import reference
+from drjax.backends import in_process, reference
 from drjax.backends.engine import driver
 from drjax.backends.engine.combine import add, stacked
 from drjax.backends.engine.coordinates import PiecesOfColumns, gathers_for_columns
@@ -162,6 +162,61 @@ def test_rows_that_the_server_needs_too():
     run, _ = exchange(plan)
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5)
     jax.tree.map(close, run(x), both(x))
+
+
+@drjax.program(clients=6)
+def gossip(x, index):
+    """Moves of slices in a loop and outside, and a stack of moved slices."""
+
+    def step(x, i):
+        y = drjax.map_fn(jnp.sin, x)
+        mean = lambda x, y, z: (x + y) / 2 + z
+        return drjax.map_fn(mean, (x, drjax.shift(y, 1), drjax.take(y, index))), x
+
+    x, steps = jax.lax.scan(step, x, jnp.arange(3))
+    y = drjax.map_fn(jnp.cos, x)
+    moved = drjax.take(y, index)
+    stack = drjax.map_fn(lambda x: jnp.stack([x, -x]), moved)
+    stack = jnp.moveaxis(drjax.shift(stack, 2), 0, 1)
+    total, _ = jax.lax.scan(
+        lambda t, y: (t + drjax.reduce_sum(y), None), jnp.zeros(2), stack
+    )
+    return x, steps, moved, total, drjax.put(y, index, into=y, add=True)
+
+
+def test_workers_read_slices_that_move(monkeypatch):
+    x = np.random.RandomState(0).randn(6, 2).astype(np.float32)
+    index = np.array([5, 5, 0, -3, 9, 2], np.int32)
+    plan = drjax.make_plan(gossip)(x, index)
+    want, moved = reference.compile(plan)(x, index), []
+    real = driver.move_slices
+    monkeypatch.setattr(
+        driver, "move_slices", lambda m, *xs: (moved.append(m.op), real(m, *xs))[1]
+    )
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    run, files = exchange(plan, block_size=4)
+    jax.tree.map(close, run(x, index), want)
+    # The driver adds slices, and moves none.
+    assert set(moved) <= {"put_add"}
+    run.close()
+    assert not files.files
+
+
+def test_a_dropped_group_gives_nan_to_others():
+    x = np.arange(4, dtype=np.float32)
+
+    @drjax.program(clients=4)
+    def f(x):
+        y = drjax.map_fn(jnp.sqrt, x - 2 * (x == 2))
+        return drjax.map_fn(jnp.add, (y, drjax.shift(y, 1))), drjax.reduce_sum(y)
+
+    x[2] = -1
+    plan = drjax.make_plan(f)(x)
+    run, _ = exchange(plan, on_error="drop", check_nans=True, block_size=2)
+    result, _ = run(x)
+    expected, _ = in_process.compile(plan, on_error="drop", check_nans=True)(x)
+    np.testing.assert_array_equal(result, expected)
+    assert 2 in run.report.dropped
 
 
 @pytest.mark.parametrize("coordinates", [[2, 3, 4], [4, 0], []])
