@@ -3,6 +3,7 @@
 The passes, in the order in which `make_plan` runs them:
 
   inline                   inline calls, remove dead equations (liveness)
+  gathered_columns         functions of one coordinate, as gathers and loops
   rotations                jnp.roll and its transpose, as one equation
   partitioning/            partitioning inference: global or partitioned, a fixed point
   unbatching/              the per-group equation of a batched one

@@ -6,7 +6,8 @@ Groups, Parquet               arguments of engines that are made group by group
 Kept                          handles of results that stay with their groups (`kept`)
 
 What they share: `_interpret_plan`, the loop over the rounds of a plan; `_python_loops`,
-the loops and branches of a plan whose bodies communicate, stepped by Python; and
+the loops and branches of a plan whose bodies communicate, stepped by Python;
+`_all_columns`, functions of one coordinate, for all coordinates at once; and
 `_locate_failure`, the user's line at which a stage raises or yields a NaN.
 """
 

@@ -194,6 +194,13 @@ def test_slices_stay_with_the_clients():
     raises(drjax.DrjaxValueError, text, flower.compile, weighted_plan(3), None)
 
 
+def test_no_client_gets_columns():
+    f = drjax.program(clients=3)(lambda x: drjax.reduce_columns(jnp.median, x))
+    plan = drjax.make_plan(f)(np.zeros(3, np.float32))
+    text = "What clients compute stays with them"
+    raises(drjax.DrjaxValueError, text, flower.compile, plan, None)
+
+
 def test_slices_do_not_move_to_other_clients():
     shifted = drjax.program(clients=3)(lambda x: drjax.reduce_sum(drjax.shift(x, 1)))
     plan = drjax.make_plan(shifted)(np.zeros(3, np.float32))

@@ -476,10 +476,6 @@ class _Call:
         Raises:
           EngineError: The work failed.
         """
-        runner = self.runner
-        # Where all slices stay, no group's worker may have those of other groups.
-        if runner.engine.stays == "all":
-            return runner.executable.run_columns(loop, [*map(read_if_lazy, inputs)])
         (body,) = loop.bodies
         (a_round,) = body.rounds
         # The groups of the body are the coordinates: an option for groups is not
@@ -492,7 +488,7 @@ class _Call:
             check_nans=False,
             checkpoint=None,
         )
-        call = _Call(runner, body, checkpoint.Checkpoint(), options)
+        call = _Call(self.runner, body, checkpoint.Checkpoint(), options)
         env, kept = Environment(), kept_outputs(body, a_round)
         pairs = zip(body.inputs, inputs, strict=True)
         arrays = [by_coordinate(v, x, body.size) for v, x in pairs]

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from drjax import _compat
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan.map_stages import without_inner
 from drjax._plan_file.custom_calls import ALLOWED
@@ -26,14 +25,13 @@ from drjax._plan_file.export_plan import export_plan
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
-from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import Environment
 from drjax.backends.engine.combine import ops_of
 from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import File, rounds_of
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.groups import read_if_lazy
-from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
+from drjax.plan import Fold, Plan, Round, Stage, Value
 
 
 class ExecutablePlan:
@@ -136,24 +134,6 @@ class ExecutablePlan:
         for state in states:
             total = self._run(fold.combine, [*consts, *total, *state])
         return list(map(np.asarray, total))
-
-    def run_columns(self, loop: Loop, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Run the work on all coordinates in this process; compiled on first use.
-
-        Args:
-          loop: A loop of the op `columns`, of `self.plan`.
-          inputs: The arrays of its inputs, in order; random keys are raw data.
-
-        Returns:
-          The list of its outputs, numpy arrays.
-        """
-        if id(loop) not in self._compiled:
-            evaluate = lambda jaxpr, args: _compat.jaxpr_as_fun(jaxpr)(*args)
-            run = lambda xs: run_columns(loop, xs, evaluate)
-            self._compiled[id(loop)] = jax.jit(run)
-        pairs = zip(inputs, loop.inputs, strict=True)
-        args = [from_raw(jax.numpy.asarray(x), v.dtype) for x, v in pairs]
-        return list(map(np.asarray, self._compiled[id(loop)](args)))
 
     def _run(self, stage: Stage, args: list) -> list:
         """Run a stage of the server or the function of a fold; compiled on first use.
