@@ -1,10 +1,12 @@
-"""Draw the records of `experiments.run`: the counterparts of the paper's figures.
+"""Tables of the records of `experiments.run`, and figures of the tables.
 
-    python -m experiments.plot                 # records to PNGs, in runs/experiments
+    python -m experiments.plot                           # in runs/experiments
+    python -m experiments.plot --out docs/experiments    # the committed tables again
 
-The figures show the compiler's results for one device; no time on a chip is measured.
-The title of each figure has the result of Rush et al. 2024 (arXiv 2403.07128,
-section 4).
+The figures are the counterparts of the paper's. They show the compiler's results for
+one device; no time on a chip is measured. The title of each figure has the result of
+Rush et al. 2024 (arXiv 2403.07128, section 4). A model has a color and an
+implementation has a marker, which is open, so that points that coincide can be seen.
 """
 
 import dataclasses
@@ -12,15 +14,18 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from benchmarks import report
+from examples.common import plots
 from experiments import links, variants
 from experiments.run import Record
 
@@ -35,6 +40,7 @@ PAPER = {
     "8b_float32": "Not in the paper: what makes 8B in float32 fit a core of TPU v2.",
     "chips": "Not in the paper: newer chips.",
     "fsdp_tensor": "Not in the paper: a group's model over two axes, FSDP and tensor.",
+    "executed": "Rounds on CPU devices that share a machine's cores.",
 }
 PANELS = (
     ("flops, 10¹² per device", lambda r: r["flops"] / 1e12),
@@ -45,16 +51,28 @@ PANELS = (
         lambda r: sent(r, variants.GROUPS) / 1e9,
     ),
 )
+MARKERS = {  # and their sizes: smaller ones inside larger ones
+    "drjax": ("o", 13),
+    "drjax jit": ("s", 8),
+    "google drjax": ("D", 4),
+    "shard_map": ("+", 12),
+    "shard_map, scan": ("x", 8),
+    "no annotations": ("^", 8),
+    "python loop": ("v", 8),
+    "rolled loop": ("<", 8),
+}
+Style = dict[str, Any]
+Row = dict[str, str]  # the cells of a line of a table, by column
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Draw all figures of which there are records."""
+    """Write the tables of all records, and draw all tables."""
 
     records: Path = Path("runs/experiments")
-    """Folder of the records."""
+    """Folder of the records; there may be none."""
     out: Path = Path("runs/experiments")
-    """Folder of the figures."""
+    """Folder of the tables and figures."""
 
 
 def sent(record: Record, axis: str) -> int:
@@ -107,71 +125,6 @@ def _groups(record: Record) -> int:
     return record["settings"]["round"]["groups"]
 
 
-def _line(record: Record) -> str:
-    """What is drawn as one line: a model in one variant."""
-    name = re.sub(r"-n\d+", "", record["run"])
-    return f"{name}, {record['variant']}"
-
-
-def draw(figure: str, records: Sequence[Record]) -> plt.Figure:
-    """A panel for each quantity: against the number of groups, or as bars.
-
-    Where the compiler says that memory is too small there is a cross on the axis.
-    """
-    lines: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda r: (_line(r), _groups(r))):
-        lines.setdefault(_line(record), []).append(record)
-    height = max(4, 0.3 * len(lines))
-    picture, axes = plt.subplots(1, len(PANELS), figsize=(17, height))
-    one_each = all(len({_groups(r) for r in mine}) == 1 for mine in lines.values())
-    for (title, value), axis in zip(PANELS, axes, strict=True):
-        (_bars if one_each else _curves)(axis, lines, value)
-        axis.set_title(title)
-    if not one_each:
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
-    picture.suptitle(f"{PAPER.get(figure, '')}\nHere: the compiler's figures.", y=1.1)
-    return picture
-
-
-def _curves(axis: Any, lines: dict[str, list[Record]], value: Callable) -> None:
-    """A line for each model in each variant."""
-    every = [value(r) for mine in lines.values() for r in mine if "flops" in r]
-    for i, (line, mine) in enumerate(lines.items()):
-        fits = [r for r in mine if "flops" in r]
-        # Equal lines lie upon each other: the later ones are thinner.
-        above = 1 - (i + 1) / len(lines)
-        axis.plot(
-            [_groups(r) for r in fits], [value(r) for r in fits], f"C{i}", label=line,
-            marker="os^vDP"[i % 6], lw=1.5 + 6 * above, markersize=5 + 7 * above,
-        )  # fmt: skip
-        out = [_groups(r) for r in mine if "flops" not in r]
-        axis.plot(
-            out, [0] * len(out), "x", color=f"C{i}", markersize=10, clip_on=False,
-            transform=axis.get_xaxis_transform(),
-        )  # fmt: skip
-    axis.set(xscale="log", xlabel="groups")
-    axis.set_xticks(sorted({_groups(r) for mine in lines.values() for r in mine}))
-    axis.get_xaxis().set_major_formatter("{x:g}")
-    axis.minorticks_off()
-    if max(every) > 50 * min(every):
-        axis.set_yscale("log")
-    else:
-        axis.set_ylim(0, 1.15 * max(every))
-
-
-def _bars(axis: Any, lines: dict[str, list[Record]], value: Callable) -> None:
-    """A bar for each model in each variant, the first on top."""
-    for i, (record,) in enumerate(lines.values()):
-        if "flops" in record:
-            axis.barh(i, value(record), color="C0")
-        else:
-            axis.plot(0, i, "xC3", clip_on=False, markersize=10)
-    first = axis.get_subplotspec().is_first_col()
-    axis.set_yticks(range(len(lines)), list(lines) if first else [""] * len(lines))
-    axis.invert_yaxis()
-    axis.set_xlim(0, None)
-
-
 def table(records: Sequence[Record]) -> str:
     """The records as a table in Markdown."""
     titles = [
@@ -204,32 +157,6 @@ def _model(record: Record) -> str:
     return record["run"].split("-")[0]
 
 
-def draw_executed(records: Sequence[Record]) -> plt.Figure:
-    """Losses, work and time of rounds that were run, by devices and processes."""
-    picture, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    names = sorted({(_model(r), r["variant"]) for r in records})
-    ticks = [lies for _, lies in sorted({(r["devices"], _lies(r)) for r in records})]
-    for i, name in enumerate(names):
-        mine = [r for r in records if (_model(r), r["variant"]) == name]
-        for r in mine:
-            axes[0].plot(range(1, 1 + len(r["losses"])), r["losses"], f"C{i}")
-        style = {"color": f"C{i}", "marker": "os^v"[i % 4], "lw": 2 * (len(names) - i)}
-        for axis, value in ((axes[1], lambda r: r["flops"]), (axes[2], seconds)):
-            relative = [value(r) / value(mine[0]) for r in mine]
-            positions = [ticks.index(_lies(r)) for r in mine]
-            axis.plot(positions, relative, label=", ".join(name), **style)
-    axes[0].set(title="loss, all runs", xlabel="round")
-    axes[0].get_xaxis().get_major_locator().set_params(integer=True)
-    axes[1].set(title="work of a device / that of the first run", ylim=(0, None))
-    axes[2].set(title="time of a round / that of the first run", ylim=(0, None))
-    for axis in axes[1:]:
-        axis.set_xlabel("devices, in processes")
-        axis.set_xticks(range(len(ticks)), ticks)
-    axes[1].legend(fontsize=8)
-    picture.suptitle("Rounds on CPU devices that share a machine's cores.")
-    return picture
-
-
 def table_executed(records: Sequence[Record]) -> str:
     """The records of executed rounds as a table in Markdown."""
     titles = [
@@ -246,25 +173,166 @@ def table_executed(records: Sequence[Record]) -> str:
     return report.table(titles, rows)
 
 
+# ---------------------------------------------------------------------------------
+# Figures
+
+
+def read(path: Path) -> list[Row]:
+    """The lines of a table, which may be split into tables of fewer columns."""
+    rows: dict[tuple[str, ...], Row] = {}
+    for text in path.read_text().split("\n\n"):
+        lines = [[x.strip() for x in x.split("|")[1:-1]] for x in text.splitlines()]
+        header, _, *body = lines
+        for cells in body:
+            rows.setdefault(tuple(cells[:2]), {}).update(
+                zip(header, cells, strict=True)
+            )
+    return list(rows.values())
+
+
+def number(row: Row, column: str) -> float | None:
+    """The number in a cell; None where memory was too small."""
+    try:
+        return float(row[column])
+    except ValueError:
+        return None
+
+
+def draw(figure: str, rows: Sequence[Row]) -> Figure:
+    """A panel for each quantity, by the number of groups or else by the model.
+
+    A marker above or right of a panel: the compiler says that memory is too small.
+    """
+    lines: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        lines[re.sub(r"-n\d+", "", row["run"]), row["variant"]].append(row)
+    models = sorted({model for model, _ in lines})
+    by_model = all(len(mine) == 1 for mine in lines.values())
+    picture = Figure(figsize=(9.6, 7), layout="constrained")
+    grid = picture.subplots(2, 2, sharex=not by_model, sharey=by_model)
+    for axis, (column, _) in zip(grid.flat, PANELS, strict=True):
+        for (model, variant), mine in lines.items():
+            style = _style([model] if by_model else models, model, variant)
+            place = models.index(model)
+            (_point if by_model else _curve)(axis, mine, column, place, style)
+        every = [x for row in rows if (x := number(row, column)) is not None]
+        if by_model:
+            axis.set(xlim=(0, 1.1 * max(every)), ylim=(len(models) - 0.5, -0.5))
+            axis.set_yticks(range(len(models)), models)
+        else:
+            ticks = sorted({int(row["groups"]) for row in rows})
+            axis.set(xscale="log", xlabel="groups" if axis in grid[-1] else "")
+            axis.set_xticks(ticks, map(str, ticks))
+            axis.minorticks_off()
+            if max(every) > 50 * min(every):
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(0, 1.15 * max(every))
+        axis.set_title(column, pad=16)
+        axis.grid(alpha=0.3)
+    _legend(picture, [] if by_model else models, {variant for _, variant in lines})
+    picture.suptitle(f"{PAPER[figure]}\nHere: the compiler's figures.", fontsize=10)
+    return picture
+
+
+def _curve(axis: Axes, rows: list[Row], column: str, _: int, style: Style) -> None:
+    """A model in one variant, by the number of groups."""
+    points = [(int(row["groups"]), number(row, column)) for row in rows]
+    axis.plot(*zip(*[x for x in points if x[1] is not None], strict=True), **style)
+    out = [groups for groups, value in points if value is None]
+    above: Style = {"transform": axis.get_xaxis_transform(), "linestyle": "none"}
+    outside: Style = {"clip_on": False, "in_layout": False}
+    axis.plot(out, [1.05] * len(out), **style | above | outside)
+
+
+def _point(axis: Axes, rows: list[Row], column: str, place: int, style: Style) -> None:
+    """A model in one variant, on the line of the model."""
+    value = number(rows[0], column)
+    if value is not None:
+        axis.plot(value, place, **style)
+    else:
+        right: Style = {"transform": axis.get_yaxis_transform(), "clip_on": False}
+        axis.plot(1.03, place, **style | right)
+
+
+def _style(models: Sequence[str], model: str, variant: str) -> Style:
+    """Color and marker; what is drawn first is larger, and seen below the others."""
+    marker, size = MARKERS[variant]
+    place = models.index(model)
+    below = len(models) - 1 - place
+    return {
+        "color": f"C{place}", "marker": marker, "markersize": size + 4 * below,
+        "fillstyle": "none", "linewidth": 1 + 2 * below,
+    }  # fmt: skip
+
+
+def _legend(picture: Figure, models: Sequence[str], present: set[str]) -> None:
+    """The colors of the models, if they differ by color, and the markers."""
+    handles = [Line2D([], [], color=f"C{i}", label=x) for i, x in enumerate(models)]
+    for variant in MARKERS:
+        if variant in present:
+            style = _style([""], "", variant)
+            style |= {"color": "0.35", "linestyle": "none"}
+            handles.append(Line2D([], [], label=variant, **style))
+    picture.legend(handles=handles, loc="outside lower center", ncols=6)
+
+
+def draw_executed(rows: Sequence[Row]) -> Figure:
+    """Work, time and losses of rounds that were run, by devices and processes."""
+    picture = Figure(figsize=(9.6, 3.8), layout="constrained")
+    lies, lines = "devices, in processes", defaultdict(list)
+    for row in rows:
+        lines[row["model, variant"]].append(row)
+    ticks = sorted(
+        {row[lies] for row in rows}, key=lambda x: [*map(int, x.split(" in "))]
+    )
+    models = list(dict.fromkeys(name.partition(", ")[0] for name in lines))
+    panels = {
+        "work of a device\n/ of the first run": "10⁹ operations of a device",
+        "time of a round\n/ of the first run": "seconds of a round",
+        "largest difference\nof a loss, 1e-7": "largest difference of a loss",
+    }
+    axes = picture.subplots(1, len(panels))
+    for axis, (title, column) in zip(axes, panels.items(), strict=True):
+        for name, mine in lines.items():
+            model, _, variant = name.partition(", ")
+            values = [float(row[column]) for row in mine]
+            unit = values[0] or 1e-7  # the first run differs from itself by nothing
+            places = [ticks.index(row[lies]) for row in mine]
+            style = _style(models, model, variant)
+            axis.plot(places, [x / unit for x in values], **style)
+        axis.set(title=title, xlabel=lies, ylim=(-0.1, None))
+        axis.set_xticks(range(len(ticks)), ticks)
+        axis.grid(alpha=0.3)
+    _legend(picture, models, {name.partition(", ")[2] for name in lines})
+    picture.suptitle(PAPER["executed"], fontsize=10)
+    return picture
+
+
+def draw_table(path: Path) -> Figure:
+    """The figure of a table, by the name of its file."""
+    rows = read(path)
+    return draw_executed(rows) if path.stem == "executed" else draw(path.stem, rows)
+
+
 def main(options: Options) -> None:
-    """Writes a PNG and a table for each figure."""
-    result = load(options.records)
-    if not result:
-        raise SystemExit(f"There are no records in {options.records}: run experiments.")
+    """Writes a table for each figure of which there are records, and a PNG for each."""
     options.out.mkdir(parents=True, exist_ok=True)
-    for figure, records in result.items():
-        path = options.out / f"{figure}.png"
+    for figure, records in load(options.records).items():
         if executed := all("losses" in r for r in records):
             records.sort(
                 key=lambda r: (_model(r), r["devices"], _lies(r), r["variant"])
             )
-        picture = draw_executed(records) if executed else draw(figure, records)
-        picture.savefig(path, dpi=100, bbox_inches="tight")
-        plt.close(picture)
         text = table_executed(records) if executed else table(records)
         (options.out / f"{figure}.md").write_text(text + "\n")
         minutes = sum(r["CPU s"] for r in records) / 60
-        print(f"{path}: {len(records)} records, {minutes:.1f} CPU minutes")
+        print(f"{figure}: {len(records)} records, {minutes:.1f} CPU minutes")
+    tables = [options.out / f"{name}.md" for name in PAPER]
+    tables = [path for path in tables if path.exists()]
+    if not tables:
+        raise SystemExit(f"There are no records in {options.records}: run experiments.")
+    for path in tables:
+        plots.save(draw_table(path), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

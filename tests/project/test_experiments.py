@@ -16,7 +16,7 @@ import pytest
 
 from examples.common.text import load_articles
 from examples.common.transformer import TransformerConfig
-from experiments import config, counts, run, text, worker
+from experiments import config, counts, plot, run, text, worker
 from experiments.config import Config, Machine, Round
 from tests.helpers import cases
 
@@ -92,6 +92,15 @@ def test_devices_that_cannot_be_divided_among_processes():
 def test_two_axes_that_do_not_fit(settings, error):
     with pytest.raises(ValueError, match=error):
         Machine(**settings)
+
+
+@pytest.mark.parametrize("figure", plot.PAPER)
+def test_committed_tables_are_drawn(figure):
+    path = Path(__file__).parents[2] / f"docs/experiments/{figure}.md"
+    rows, axes = plot.read(path), plot.draw_table(path).axes
+    assert len(axes) == (3 if figure == "executed" else len(plot.PANELS))
+    for ax in axes:  # each run has a point, also where memory was too small
+        assert sum(np.size(line.get_xdata()) for line in ax.lines) == len(rows)
 
 
 @pytest.mark.slow
