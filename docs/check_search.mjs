@@ -7,7 +7,7 @@ import { readFileSync } from "node:fs";
 import vm from "node:vm";
 
 const WORDS = {
-  FedAvg: "gallery/fedavg", DiLoCo: "tutorials/local_sgd|gallery/diloco",
+  FedAvg: "gallery/fedavg", DiLoCo: "(tutorials|gallery)/diloco",
   GPU: "get_started/index|howto/(install|many_clients)", Slurm: "tutorials/processes|howto/several_hosts",
   optax: "howto/optimizers", equinox: "howto/models", checkpoint: "engines/failures|howto/(checkpoints|failures)",
   privacy: "gallery/dp_fedavg", profiling: "howto/profiling", sampling: "howto/sampling_and_state",
