@@ -326,6 +326,6 @@ def test_readme_code_runs_and_prints_what_it_says():
 )
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", path.read_text()):
-        found = path.parent / target
-        written = found.with_suffix("") / "results.json"  # by the build, from this
-        assert found.exists() or written.exists(), target
+        linked = path.parent / target
+        written = linked.with_suffix("") / "results.json"  # by the build, from this
+        assert linked.exists() or written.exists(), target
