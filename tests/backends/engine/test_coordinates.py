@@ -104,7 +104,7 @@ def arguments():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_the_driver_reads_no_rows(shuffle, monkeypatch):
+def test_the_driver_reads_no_slices(shuffle, monkeypatch):
     args = arguments()
     plan = drjax.make_plan(f)(*args)
     want, read = reference.compile(plan)(*args), []
@@ -141,7 +141,7 @@ def test_slices_of_dropped_groups_are_nan():
     assert np.isnan(jax.tree.leaves(medians)[0]).all()
 
 
-def test_a_checkpoint_has_the_rows(tmp_path):
+def test_a_checkpoint_has_the_slices(tmp_path):
     args = arguments()
     plan = drjax.make_plan(f)(*args)
     run, files = exchange(plan, checkpoint=str(tmp_path), block_size=2)
@@ -150,7 +150,7 @@ def test_a_checkpoint_has_the_rows(tmp_path):
     assert not any("/kept-" in path for path in files.reads)
 
 
-def test_rows_that_the_server_needs_too():
+def test_slices_that_the_server_needs_too():
     """The derivative takes the same columns, and cotangents of the server."""
     x = arguments()[0][0]
     f = drjax.program(clients=3)(lambda x: drjax.reduce_columns(jnp.median, x))
