@@ -34,8 +34,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Flower's own
 ]
 N, ROUNDS = 3, 3
-PLANS = {"scaffold": programs.scaffold_plan, "diloco": programs.diloco_plan}
-REDUCTIONS = {"scaffold": 2, "diloco": 1}
+PLANS = {
+    "scaffold": programs.scaffold_plan,
+    "diloco": programs.diloco_plan,
+    "personalization": programs.personalization_plan,
+}
+REDUCTIONS = {"scaffold": 2, "diloco": 1, "personalization": 1}
 
 
 def load(context):
@@ -66,7 +70,7 @@ def test_state_stays_with_the_clients(name):
     state = run(kept, start, ROUNDS, flower.Clients())
     slices = check_state(programs.without_kept(state), name)
     check_no_slice(grid.messages, slices, REDUCTIONS[name])
-    handle = state[2] if name == "scaffold" else state["inner"]
+    handle = state["inner"] if name == "diloco" else state[-1]
     text = "stays with the clients, and the server cannot read it"
     raises(drjax.DrjaxTypeError, text, handle.fetch)
 

@@ -69,6 +69,28 @@ def diloco(n, steps=3):
 DILOCO_KEEP = {(0, "inner"): (0, "inner")}
 
 
+def personalization(n, steps=3, rate=0.01):
+    """FedPer (Arivazhagan et al., 2019): client i keeps its head."""
+
+    @drjax.program(clients=n)
+    def personalization(base, heads, data):
+        def work(base, head, x, y):
+            def step(layers, _):
+                base, head = layers
+                g = gradient(base * head, x, y)
+                return (base - rate * g * head, head - rate * g * base), None
+
+            return jax.lax.scan(step, (base, head), length=steps)[0]
+
+        bases, heads = drjax.map_fn(work, (drjax.broadcast(base), heads, *data))
+        return drjax.reduce_mean(bases), heads
+
+    return personalization
+
+
+PERSONALIZATION_KEEP = {1: 1}
+
+
 def data_of(group):
     """The data of one group: x and y."""
     random = np.random.default_rng(group)
@@ -95,12 +117,20 @@ def diloco_start(n):
     return {"model": model, "momentum": model, "inner": inner}
 
 
+def personalization_start(n):
+    return np.ones(D, np.float32), np.zeros((n, D), np.float32)
+
+
 def scaffold_plan(n):
     return drjax.make_plan(scaffold(n))(*scaffold_start(n), data(n))
 
 
 def diloco_plan(n):
     return drjax.make_plan(diloco(n))(diloco_start(n), data(n))
+
+
+def personalization_plan(n):
+    return drjax.make_plan(personalization(n))(*personalization_start(n), data(n))
 
 
 def run_scaffold(run, start, rounds, data) -> Any:
@@ -134,6 +164,13 @@ def inner_zeros():
     return {"m": zeros, "v": zeros, "count": np.int32(0)}
 
 
+def first_slices(name, group):
+    """What a client has before the first round."""
+    if name == "scaffold":
+        return first_control(group)
+    return inner_zeros() if name == "diloco" else np.zeros(D, np.float32)
+
+
 def on_clients(name) -> Any:
     """For a plan by its name: a `run_...`, the state to begin with, and `keep`."""
     from drjax.backends.flower import Clients
@@ -141,6 +178,8 @@ def on_clients(name) -> Any:
     zeros = np.zeros(D, np.float32)
     if name == "scaffold":
         return run_scaffold, (zeros, zeros, Clients()), SCAFFOLD_KEEP
+    if name == "personalization":
+        return run_scaffold, (zeros + 1, Clients()), PERSONALIZATION_KEEP
     start = {"model": zeros, "momentum": zeros, "inner": Clients()}
     return run_diloco, start, DILOCO_KEEP
 
@@ -159,17 +198,20 @@ def expected_on_clients(name, n, rounds):
     """
     from drjax.backends import reference
 
-    is_scaffold = name == "scaffold"
-    run = run_scaffold if is_scaffold else run_diloco
-    plan = scaffold_plan(n) if is_scaffold else diloco_plan(n)
-    state: Any = scaffold_start(n) if is_scaffold else diloco_start(n)
-    compiled, slices = reference.compile(plan), []
-    if is_scaffold:
+    run, plan, start = {
+        "scaffold": (run_scaffold, scaffold_plan, scaffold_start),
+        "diloco": (run_diloco, diloco_plan, diloco_start),
+        "personalization": (run_scaffold, personalization_plan, personalization_start),
+    }[name]
+    state: Any = start(n)
+    compiled, slices = reference.compile(plan(n)), []
+    if name == "scaffold":
         slices.append(np.stack([*map(first_control, range(n))]))
         state = *state[:2], slices[0]
     for _ in range(rounds):
         state = run(compiled, state, 1, data(n))
-        kept = state[2] if is_scaffold else state["inner"]
+        kept = state["inner"] if name == "diloco" else state[-1]
         slices += [np.asarray(x) for x in jax.tree.leaves(kept) if x.ndim == 2]
-    server = state[:2] if is_scaffold else (state["model"], state["momentum"])
+    is_diloco = name == "diloco"
+    server = (state["model"], state["momentum"]) if is_diloco else state[:-1]
     return [*map(np.asarray, server)], slices

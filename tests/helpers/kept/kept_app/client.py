@@ -16,10 +16,9 @@ def load(context):
 
 
 def initial(context):
-    """Of SCAFFOLD: a control variate that nobody else knows. Of DiLoCo: zeros."""
-    if "scaffold" in context.run_config["plan"]:
-        return programs.first_control(int(context.node_config["partition-id"]))
-    return programs.inner_zeros()
+    """Of SCAFFOLD: a control variate that nobody else knows. Of others: zeros."""
+    name = Path(context.run_config["plan"]).stem
+    return programs.first_slices(name, int(context.node_config["partition-id"]))
 
 
 app = flower.client(load, initial)
