@@ -46,6 +46,7 @@ SMALL = (
     *("--only", "H = 10", "--steps", "60", "--save-every", "10", "--batch", "2"),
     *("--devices", "4", "--workers", "4", "--length", "16", "--eval-windows", "2"),
     *("--model.d-model", "16", "--model.layers", "1", "--model.heads", "2"),
+    *("--pretrain", "20", "--outer-lr", "1", "--outer-momentum", "0.5"),
 )
 # The process ends when the third checkpoint may still be half written.
 KILLED_IN_THIRD_CHECKPOINT = """

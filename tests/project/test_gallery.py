@@ -31,6 +31,7 @@ SHORT = {
     "compression": dict(steps=3, width=8, only="PowerSGD"),
     "diloco": dict(
         steps=20,
+        pretrain=20,
         save_every=20,
         length=8,
         batch=1,
