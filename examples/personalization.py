@@ -281,6 +281,8 @@ def main(config: Config) -> results.Results:
             f"{data[0].y.shape[1]} examples to train on and {config.tests} to test.",
             "Only shared layers are sent. Fine-tuning is of all layers, by the epochs "
             "of one round.",
+            "On Flower's SuperNodes, `tests/backends/test_flower_kept.py` runs a small "
+            "FedPer, and looks for the heads in all messages: none has them.",
         ],
     )
     result.write(config.output, config, draw(curves, last, config.tests))
