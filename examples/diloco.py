@@ -106,7 +106,7 @@ class Config:
     """Probability that an outer gradient of a worker is lost."""
     eval_windows: int = 16
     """Windows of each held-out module to evaluate on, at most."""
-    devices: int = 2
+    devices: int = 8
     """Devices; virtual ones on a CPU."""
     groups_per_step: int | None = None
     """Workers of a device that run at once; all by default."""

@@ -176,6 +176,8 @@ def _custom_vjp(act, x, y, s, outside):
     fn.defvjp(
         clients(lambda *args: jax.vjp(full, *args)),
         clients(lambda pull_back, cts: pull_back(cts)),
+        # Else newer versions refuse a vmap in which some results are not batched.
+        **({"generic_batching": True} if jax.__version_info__ >= (0, 12) else {}),
     )
     return fn(x, y, s, values)
 
