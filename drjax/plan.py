@@ -317,9 +317,11 @@ class Plan:
         """Bytes between the server and the groups, and between devices.
 
         Args:
-          devices: m, the number of devices over which the groups are divided; of
-            several levels a dict from their names, as `{"pods": 2, "groups": 4}`. A
-            number is that of the outermost level, and the others are not divided.
+          devices: m, the number of devices over which the groups are divided, those
+            along the mesh axes of the partition: not those that share a group's model
+            (see `Ledger.reduced_per_device`); of several levels a dict from their
+            names, as `{"pods": 2, "groups": 4}`. A number is that of the outermost
+            level, and the others are not divided.
 
         Raises:
           DrjaxTypeError: `devices` is not an integer, or a dict with one.

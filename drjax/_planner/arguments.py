@@ -47,7 +47,13 @@ def flat_inputs(
     arrays = []
     for value, leaf in zip(plan.inputs, leaves, strict=True):
         # Converted before the checks, as a Python number has no shape and dtype.
-        array = as_array(leaf)
+        try:
+            array = as_array(leaf)
+        except TypeError as error:
+            raise DrjaxTypeError(
+                f"{plan.name} needs an array as {value.name}, got {type(leaf).__name__}"
+                ". Groups and Parquet are arguments of engines."
+            ) from error
         shape = value.shape
         if value.partitioned:
             # The shape of a partitioned value is that of one slice.

@@ -209,6 +209,7 @@ def test_a_with_mesh_block():
         ((X,), drjax.DrjaxValueError, r"v of shape \(4,\), got \(4, 4\)"),
         ((V.astype(int),), drjax.DrjaxTypeError, "v of dtype float32, got int32"),
         ((V, V), drjax.DrjaxTypeError, "was planned for arguments .* of structure"),
+        (("clients-*.parquet",), drjax.DrjaxTypeError, "needs an array as v, got str"),
     ],
 )
 def test_backends_check_arguments(backend, args, error, text):

@@ -137,6 +137,8 @@ def test_groups_that_do_not_fit():
     fails("Group 0 failed in round 1", two, Groups([{"x": x[0], "w": w[0]}] * 3))
     fails("its data has the structure", two, Groups([[x[0], w[0]]] * 3))
     fails("was planned for data[0] of shape (3,), got (2,)", two, (x[:2], w))
+    run = drjax.backends.reference.compile(plan)
+    fails("needs an array as model, got Groups", Groups(items), (x, w))
 
 
 # ---------------------------------------------------------------------------------
