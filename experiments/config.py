@@ -45,10 +45,12 @@ class Round:
 class Machine:
     """The devices, and how a group's model is laid out over those of the group."""
 
-    platform: Literal["cpu", "tpu"] = "cpu"
-    """TPUs are compiled for, by libtpu; nothing runs on them."""
+    platform: Literal["cpu", "tpu", "cuda"] = "cpu"
+    """TPUs are compiled for by libtpu, and H100s by JAX's CUDA plugin; nothing runs on
+    them."""
     topology: str = "v2:2x2"
-    """Of TPUs, as jax.experimental.topologies names it."""
+    """Of TPUs, as jax.experimental.topologies names it; of H100s the numbers of
+    partitions, hosts and GPUs of a host, such as 1x4x8."""
     devices: int = 8
     """Virtual devices of the CPU, in all processes together."""
     processes: int = 1

@@ -5,6 +5,7 @@ Import this before anything starts JAX's backends.
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,26 +25,41 @@ os.environ.update(_NO_TPU_HERE)
 jax.config.update("jax_platforms", "cpu")
 
 
+_H100 = Path(__file__).with_name("h100.txtpb")
+_COMPILERS = {  # their modules, and what pip installs
+    "tpu": ("libtpu", "libtpu"),
+    "cuda": ("jax_cuda12_plugin", "jax-cuda12-plugin jax-cuda12-pjrt"),
+}
+
+
 def devices(machine: Machine, slices: int = 1) -> np.ndarray:
-    """All devices: virtual ones, or those of a TPU topology that is not there.
+    """All devices: virtual ones, or those of a topology that is not there.
 
     Args:
       machine: What to compile for.
       slices: Of TPUs, how many such topologies a data center's network joins.
 
     Raises:
-      ModuleNotFoundError: libtpu, the compiler for TPUs, is not installed.
+      ModuleNotFoundError: The compiler for TPUs, or for GPUs, is not installed.
     """
     if machine.platform == "cpu":
         if machine.processes == 1:
             jax.config.update("jax_num_cpu_devices", machine.devices)
         return np.array(jax.devices("cpu")[: machine.devices])
-    if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError("TPUs are compiled for by libtpu: pip install libtpu")
+    module, packages = _COMPILERS[machine.platform]
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(
+            f"The compiler for {machine.platform} is missing: pip install {packages}"
+        )
     from jax.experimental import topologies
 
+    options: dict[str, Any] = {"num_slices": slices}
+    name = machine.topology
+    if machine.platform == "cuda":
+        name = "h100"
+        options = {"target_config": _H100.read_text(), "topology": machine.topology}
     topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=machine.topology, num_slices=slices
+        platform=machine.platform, topology_name=name, **options
     )
     return np.array(topology.devices)
 

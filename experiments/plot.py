@@ -39,6 +39,7 @@ PAPER = {
     "groups_per_device": "Not in the paper: more groups than devices.",
     "8b_float32": "Not in the paper: what makes 8B in float32 fit a core of TPU v2.",
     "chips": "Not in the paper: newer chips.",
+    "h100": "Not in the paper: GPUs, by their compiler.",
     "fsdp_tensor": "Not in the paper: a group's model over two axes, FSDP and tensor.",
     "executed": "Rounds on CPU devices that share a machine's cores.",
 }

@@ -27,10 +27,11 @@ def measure(config: Config, variant: Variant) -> Record:
     """What the compiler says of one variant, and what became of running it.
 
     Raises:
-      ValueError: Rounds are to be executed on TPUs, or `machine.mesh_of` raises it.
+      ValueError: Rounds are to be executed on TPUs or GPUs, or `machine.mesh_of`
+        raises it.
     """
     if config.execute and config.machine.platform != "cpu":
-        raise ValueError("Nothing runs on TPUs here: leave execute at 0.")
+        raise ValueError("Nothing runs on TPUs or GPUs here: leave execute at 0.")
     mesh = machine.mesh_of(config.machine)
     graphdef, shapes = model.shapes(config.model)
     laid, data_sharding = machine.shardings(config, mesh, shapes)
