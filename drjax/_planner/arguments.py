@@ -54,10 +54,7 @@ def flat_inputs(
                 f"{plan.name} needs an array as {value.name}, got {type(leaf).__name__}"
                 ". Groups and Parquet are arguments of engines."
             ) from error
-        shape = value.shape
-        if value.partitioned:
-            # The shape of a partitioned value is that of one slice.
-            shape = (*shape[: value.axis], plan.size, *shape[value.axis :])
+        shape = value.whole_shape(plan.size)
         if array.shape != shape:
             raise DrjaxValueError(
                 f"{plan.name} was planned for {value.name} of shape {shape}, got "

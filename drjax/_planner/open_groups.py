@@ -119,9 +119,8 @@ def _resized_type(n: int, value: Value, leaf: Any) -> Any:
     """
     if not value.partitioned:
         return leaf
-    shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
     weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape, value.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(value.whole_shape(n), value.dtype, weak_type=weak)
 
 
 def _difference(plan: Plan, other: Plan) -> str | None:

@@ -46,8 +46,11 @@ def run_columns(
     def whole(*xs):
         pairs = zip(xs, body.inputs, strict=True)
         args = [jnp.reshape(x, v.whole_shape(body.size)) for x, v in pairs]
-        outs = zip(run(body, args), loop.outputs, strict=True)
-        return [jnp.reshape(y, v.shape) for y, v in outs]
+        totals, arrays = run(body, args)
+        for r, total in zip(body.rounds[0].reduces, totals, strict=True):
+            arrays[r.result.name] = total.astype(r.result.dtype)
+        pairs = zip(body.outputs, loop.outputs, strict=True)
+        return [jnp.reshape(arrays[v.name], out.shape) for v, out in pairs]
 
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in loop.inputs]
     # As the planner traces all stages: without the mesh in context.
@@ -56,7 +59,7 @@ def run_columns(
     return as_arrays(evaluate(jaxpr, inputs), [v.dtype for v in loop.outputs])
 
 
-def _mapped(body: Plan, args: Sequence[Any]) -> list:
+def _mapped(body: Plan, args: Sequence[Any]) -> tuple[list, dict[str, Any]]:
     """Map the jaxpr of one coordinate over all of them, by `jax.vmap`, and reduce.
 
     Args:
@@ -64,7 +67,8 @@ def _mapped(body: Plan, args: Sequence[Any]) -> list:
       args: The arrays of its inputs, `[n, d, *t]`, `[d, *t]` or `[*t]`.
 
     Returns:
-      The list of the arrays of its outputs, in order.
+      `(totals, arrays)`: the results of the reductions over the coordinates, in order;
+      and the outputs of the stage by name, with the axis of the coordinates.
     """
     (a_round,) = body.rounds
     stage, jaxpr = a_round.local, _compat.jaxpr_as_fun(a_round.local.jaxpr)
@@ -75,21 +79,14 @@ def _mapped(body: Plan, args: Sequence[Any]) -> list:
         axis_size=body.size,
     )(jnp.arange(body.size, dtype=jnp.int32), *args)
     arrays = {v.name: y for v, y in zip(stage.outputs, ys, strict=True)}
-    for r in a_round.reduces:
-        total = REDUCE_OPS[r.op].local(arrays[r.source.name])
-        arrays[r.result.name] = total.astype(r.result.dtype)
-    return [arrays[v.name] for v in body.outputs]
+    local = lambda r: REDUCE_OPS[r.op].local(arrays[r.source.name])
+    return list(map(local, a_round.reduces)), arrays
 
 
-def _batched(body: Plan, args: Sequence[Any]) -> list:
-    """Run the batched function of an exported stage for all coordinates.
+def _batched(body: Plan, args: Sequence[Any]) -> tuple[list, dict[str, Any]]:
+    """Run the batched function of an exported stage; as `_mapped`, but for its outputs.
 
-    Args:
-      body: The plan over the coordinates.
-      args: The arrays of its inputs, `[n, d, *t]`, `[d, *t]` or `[*t]`.
-
-    Returns:
-      The list of the arrays of its outputs, in order.
+    Of these, only those that the plan keeps are in `arrays`.
     """
     (a_round,) = body.rounds
     names = body.kept()
@@ -100,7 +97,5 @@ def _batched(body: Plan, args: Sequence[Any]) -> list:
     totals, ys = run_batched(
         a_round.local, kept, jnp.ones(body.size, bool), indices, slices
     )
-    arrays = {v.name: jnp.moveaxis(y, 0, v.axis) for v, y in zip(kept, ys, strict=True)}
-    for r, total in zip(a_round.reduces, totals, strict=True):
-        arrays[r.result.name] = total.astype(r.result.dtype)
-    return [arrays[v.name] for v in body.outputs]
+    pairs = zip(kept, ys, strict=True)
+    return list(totals), {v.name: jnp.moveaxis(y, 0, v.axis) for v, y in pairs}

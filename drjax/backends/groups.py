@@ -197,7 +197,7 @@ class Lazy(Unread):
     def __init__(self, source: "Source", leaf: int, value: Value, n: int, steps=()):
         self.source, self.leaf, self.value, self.n = source, leaf, value, n
         self.steps, self.dtype = steps, value.dtype
-        self.shape = (*value.shape[: value.axis], n, *value.shape[value.axis :])
+        self.shape = value.whole_shape(n)
 
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
         """Return the value in step t of a scan over it, `x[:, t]`, as another `Lazy`.

@@ -416,7 +416,7 @@ def _pieces(slices: Sequence[Any]) -> tuple[tuple[str, list], ...]:
         for path, leaf in x.pieces() if isinstance(x, WorkerColumns) else ():
             if not isinstance(path, str):
                 return ()
-            pieces[path] = [*pieces.get(path, []), leaf]
+            pieces.setdefault(path, []).append(leaf)
     return tuple(pieces.items())
 
 

@@ -165,9 +165,9 @@ def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
     new = np.full(len(x.pieces) + 1, -1)
     new[used] = np.arange(len(used))
     index = [new[x.piece], x.position]
-    if isinstance(x, PiecesOfColumns):
-        index += [x.coordinates, np.array(x.number), x.empty]
     columns = isinstance(x, PiecesOfColumns)
+    if columns:
+        index += [x.coordinates, np.array(x.number), x.empty]
     return {"pieces": [x.pieces[i] for i in used], "columns": columns}, index
 
 

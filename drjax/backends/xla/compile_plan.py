@@ -155,9 +155,7 @@ def _largest_step(
         budget = step_size.free_bytes(devices)
 
     def abstract_input(value: Value):
-        shape, spec = value.shape, [None] * value.axis
-        if value.partitioned:
-            shape = (*shape[: value.axis], plan.size, *shape[value.axis :])
+        shape, spec = value.whole_shape(plan.size), [None] * value.axis
         # JAX refuses an argument whose sharding does not divide its axis, and a scalar
         # whose spec has an entry.
         axes = layout.axes if value.partitioned and not layout.uneven else None
