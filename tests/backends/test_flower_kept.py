@@ -34,11 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Flower's own
 ]
 N, ROUNDS = 3, 3
-PLANS = {
-    "scaffold": programs.scaffold_plan,
-    "diloco": programs.diloco_plan,
-    "personalization": programs.personalization_plan,
-}
+PLANS = {name: algorithm.plan for name, algorithm in programs.ALGORITHMS.items()}
 REDUCTIONS = {"scaffold": 2, "diloco": 1, "personalization": 1}
 
 
@@ -70,7 +66,7 @@ def test_state_stays_with_the_clients(name):
     state = run(kept, start, ROUNDS, flower.Clients())
     slices = check_state(programs.without_kept(state), name)
     check_no_slice(grid.messages, slices, REDUCTIONS[name])
-    handle = state["inner"] if name == "diloco" else state[-1]
+    handle = programs.kept_of(state)
     text = "stays with the clients, and the server cannot read it"
     raises(drjax.DrjaxTypeError, text, handle.fetch)
 

@@ -55,13 +55,25 @@ def sent_bytes(monkeypatch):
     return sent
 
 
+def received_bytes(monkeypatch):
+    """A list to which the bytes of each array of slices that Ray reads are added."""
+    engine, received = importlib.import_module("ray"), []
+    get = engine.get
+
+    def counted(x, **options):
+        result = get(x, **options)
+        received.extend(y.nbytes for y in getattr(result, "slices", ()))
+        return result
+
+    monkeypatch.setattr(engine, "get", counted)
+    return received
+
+
 @pytest.mark.parametrize("name", ["scaffold", "diloco"])
 def test_state_stays_with_the_workers(actors, name):
-    n, is_scaffold = 8, name == "scaffold"
-    plan = (programs.scaffold_plan if is_scaffold else programs.diloco_plan)(n)
-    start = (programs.scaffold_start if is_scaffold else programs.diloco_start)(n)
-    run = programs.run_scaffold if is_scaffold else programs.run_diloco
-    keep = programs.SCAFFOLD_KEEP if is_scaffold else programs.DILOCO_KEEP
+    n, algorithm = 8, programs.ALGORITHMS[name]
+    plan, start = algorithm.plan(n), algorithm.start(n)
+    run, keep = algorithm.run, algorithm.keep
     expected = run(reference.compile(plan), start, 3, programs.data(n))
     kept = ray.compile(plan, workers=actors, block_size=3, keep=keep)
     state = run(kept, start, 2, programs.data(n))
@@ -128,16 +140,7 @@ def test_workers_read_columns_from_the_store(actors, monkeypatch):
     seed = np.arange(1, n + 1, dtype=np.float32)
     model = np.ones(d, np.float32)
     plan = drjax.make_plan(medians)(model, seed)
-    engine, received = importlib.import_module("ray"), []
-    get = engine.get
-
-    def counted(x, **options):
-        result = get(x, **options)
-        received.extend(y.nbytes for y in getattr(result, "slices", ()))
-        return result
-
-    monkeypatch.setattr(engine, "get", counted)
-    sent = sent_bytes(monkeypatch)
+    sent, received = sent_bytes(monkeypatch), received_bytes(monkeypatch)
     run = ray.compile(plan, workers=actors, block_size=3, on_error="drop",
                       check_nans=True)  # fmt: skip
     expected = reference.compile(plan)(model, seed)
@@ -164,16 +167,7 @@ def test_workers_read_slices_that_move(actors, monkeypatch):
 
     seed = np.arange(n, dtype=np.float32)
     plan = drjax.make_plan(gossip)(seed)
-    engine, received = importlib.import_module("ray"), []
-    get = engine.get
-
-    def counted(x, **options):
-        result = get(x, **options)
-        received.extend(y.nbytes for y in getattr(result, "slices", ()))
-        return result
-
-    monkeypatch.setattr(engine, "get", counted)
-    sent = sent_bytes(monkeypatch)
+    sent, received = sent_bytes(monkeypatch), received_bytes(monkeypatch)
     mean = ray.compile(plan, workers=actors, block_size=3)(seed)
     np.testing.assert_allclose(mean, reference.compile(plan)(seed), rtol=1e-5)
     assert len(plan.rounds) == 3 and sum(sent) + sum(received) < 4 * d

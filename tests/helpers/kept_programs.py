@@ -1,6 +1,7 @@
 """Algorithms whose groups keep state from call to call."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,24 +165,57 @@ def inner_zeros():
     return {"m": zeros, "v": zeros, "count": np.int32(0)}
 
 
-def first_slices(name, group):
-    """What a client has before the first round."""
-    if name == "scaffold":
-        return first_control(group)
-    return inner_zeros() if name == "diloco" else np.zeros(D, np.float32)
+def zeros(group):
+    """The head of a client before the first round."""
+    return np.zeros(D, np.float32)
+
+
+class Algorithm(NamedTuple):
+    """An algorithm and how it is called."""
+
+    plan: Callable  # for n groups
+    start: Callable  # the state of n groups, with what they keep
+    run: Callable
+    keep: dict
+    first: Callable  # what a client has before the first round, by its group index
+
+
+ALGORITHMS = {
+    "scaffold": Algorithm(
+        scaffold_plan, scaffold_start, run_scaffold, SCAFFOLD_KEEP, first_control
+    ),
+    "diloco": Algorithm(
+        diloco_plan, diloco_start, run_diloco, DILOCO_KEEP, lambda group: inner_zeros()
+    ),
+    "personalization": Algorithm(
+        personalization_plan,
+        personalization_start,
+        run_scaffold,
+        PERSONALIZATION_KEEP,
+        zeros,
+    ),
+}
+
+
+def kept_of(state):
+    """What the groups keep."""
+    return state["inner"] if isinstance(state, dict) else state[-1]
+
+
+def with_kept(state, kept):
+    """The state with something else in the place of what the groups keep."""
+    if isinstance(state, dict):
+        return state | {"inner": kept}
+    return *state[:-1], kept
 
 
 def on_clients(name) -> Any:
-    """For a plan by its name: a `run_...`, the state to begin with, and `keep`."""
+    """For a plan by its name: how to run it, the state to begin with, and `keep`."""
     from drjax.backends.flower import Clients
 
-    zeros = np.zeros(D, np.float32)
-    if name == "scaffold":
-        return run_scaffold, (zeros, zeros, Clients()), SCAFFOLD_KEEP
-    if name == "personalization":
-        return run_scaffold, (zeros + 1, Clients()), PERSONALIZATION_KEEP
-    start = {"model": zeros, "momentum": zeros, "inner": Clients()}
-    return run_diloco, start, DILOCO_KEEP
+    algorithm = ALGORITHMS[name]
+    start = with_kept(algorithm.start(1), Clients())
+    return algorithm.run, start, algorithm.keep
 
 
 def without_kept(state):
@@ -198,20 +232,14 @@ def expected_on_clients(name, n, rounds):
     """
     from drjax.backends import reference
 
-    run, plan, start = {
-        "scaffold": (run_scaffold, scaffold_plan, scaffold_start),
-        "diloco": (run_diloco, diloco_plan, diloco_start),
-        "personalization": (run_scaffold, personalization_plan, personalization_start),
-    }[name]
-    state: Any = start(n)
-    compiled, slices = reference.compile(plan(n)), []
+    algorithm = ALGORITHMS[name]
+    state: Any = algorithm.start(n)
+    compiled, slices = reference.compile(algorithm.plan(n)), []
     if name == "scaffold":
         slices.append(np.stack([*map(first_control, range(n))]))
-        state = *state[:2], slices[0]
+        state = with_kept(state, slices[0])
     for _ in range(rounds):
-        state = run(compiled, state, 1, data(n))
-        kept = state["inner"] if name == "diloco" else state[-1]
-        slices += [np.asarray(x) for x in jax.tree.leaves(kept) if x.ndim == 2]
-    is_diloco = name == "diloco"
-    server = (state["model"], state["momentum"]) if is_diloco else state[:-1]
-    return [*map(np.asarray, server)], slices
+        state = algorithm.run(compiled, state, 1, data(n))
+        leaves = jax.tree.leaves(kept_of(state))
+        slices += [np.asarray(x) for x in leaves if x.ndim == 2]
+    return without_kept(with_kept(state, None)), slices

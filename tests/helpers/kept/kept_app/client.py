@@ -17,8 +17,8 @@ def load(context):
 
 def initial(context):
     """Of SCAFFOLD: a control variate that nobody else knows. Of others: zeros."""
-    name = Path(context.run_config["plan"]).stem
-    return programs.first_slices(name, int(context.node_config["partition-id"]))
+    algorithm = programs.ALGORITHMS[Path(context.run_config["plan"]).stem]
+    return algorithm.first(int(context.node_config["partition-id"]))
 
 
 app = flower.client(load, initial)
