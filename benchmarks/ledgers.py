@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import drjax
 from benchmarks.report import table
+from examples import robust
 
 WIDTH, STEPS, GROUPS = 1000, 8, 16
 MODEL = 4 * WIDTH * WIDTH  # bytes
@@ -82,11 +83,15 @@ def maml(model, batches):
     return jax.grad(meta_loss)(model)
 
 
-@clients
-def median(model, batches):
-    """The median of each parameter."""
-    models = drjax.map_fn(descend, (drjax.broadcast(model), batches))
-    return drjax.reduce_columns(jnp.median, models)
+def robust_mean(aggregate: Callable) -> Callable:
+    """Local models, aggregated as by `examples.robust` with two attackers."""
+
+    @clients
+    def mean(model, batches):
+        models = drjax.map_fn(descend, (drjax.broadcast(model), batches))
+        return aggregate(models, 2)
+
+    return mean
 
 
 @clients
@@ -103,7 +108,8 @@ ALGORITHMS: dict[str, tuple[Callable, str, tuple[float, float, float]]] = {
     "local SGD, FedAvg, DiLoCo": (local_sgd, "mb", (1, 1, 0)),
     "the same, int8": (local_sgd_int8, "mb", (1, 1 / 4, 0)),
     "gradient of MAML": (maml, "mb", (1, 1, 0)),
-    "median of local models": (median, "mb", (1, 1, 0)),
+    "median of local models": (robust_mean(robust.median), "mb", (1, 1, 0)),
+    "Krum": (robust_mean(robust.krum), "mb", (1, 2, 0)),
     "gossip on a ring": (gossip, "pb", (0, 0, 1)),
 }
 

@@ -47,55 +47,49 @@ class Other:
     """What the lines do, and what they leave to the user or to other files."""
     sends: str
     """What a group sends in a round."""
+    ours: str
+    """The algorithm of `benchmarks.ledgers` that counts it for the example."""
 
 
 _FLOWER = ("flwr", "1.42.0", "flwr/serverapp/strategy/")
-_NOTHING = "one process"
+_NOTHING, _LOCAL = "one process", "local SGD, FedAvg, DiLoCo"
 _TFF = ("tensorflow-federated", "0.33.0")
 OTHERS = (
     Other("fedavg", "fedjax", "0.0.17", "fedjax/algorithms/fed_avg.py",
           ("create_train_for_each_client", "ServerState", "federated_averaging"),
-          "client and server", _NOTHING),
+          "client and server", _NOTHING, _LOCAL),
     Other("fedavg", *_FLOWER[:2], _FLOWER[2] + "fedavg.py",
           ("FedAvg._construct_messages", "FedAvg.configure_train",
            "FedAvg._check_and_log_replies", "FedAvg.aggregate_train"),
-          "server; the user writes the client", "1 model, its examples"),
+          "server; the user writes the client", "1 model, its examples", _LOCAL),
     Other("fedavg", *_TFF,
           "tensorflow_federated/python/learning/algorithms/fed_avg.py",
           ("build_weighted_fed_avg",),
           "composes the library's client work, aggregation and finalizer",
-          "1 model, its weight"),
+          "1 model, its weight", _LOCAL),
     Other("diloco", "torchft", "0.2.0", "torchft/local_sgd.py",
           ("_StreamingDiLoCoFragment", "DiLoCo"),
-          "wrapper of a PyTorch module, with its hooks and buckets", "1 model"),
+          "wrapper of a PyTorch module, with its hooks and buckets", "1 model", _LOCAL),
     Other("diloco", "maxtext", "0.2.5", "maxtext/trainers/diloco/diloco.py",
           ("DiLoCoTrainState", "build_diloco_state",
            "build_vanilla_diloco_train_step", "build_streaming_diloco_train_step"),
-          "on Google's drjax; synchronization is in other files", "1 model"),
+          "on Google's drjax; synchronization is in other files", "1 model", _LOCAL),
     Other("maml", "learn2learn", "0.2.0", "learn2learn/algorithms/maml.py",
           ("maml_update", "MAML"),
-          "inner step; the user writes the loop over tasks", _NOTHING),
+          "inner step; the user writes the loop over tasks", _NOTHING,
+          "gradient of MAML"),
     Other("dp_fedavg", *_FLOWER[:2], _FLOWER[2] + "dp_fixed_clipping.py",
           ("DifferentialPrivacyFixedClippingBase",
            "DifferentialPrivacyServerSideFixedClipping"),
           "server, with its accounting, around another strategy",
-          "1 model, its examples"),
+          "1 model, its examples", _LOCAL),
     Other("robust", *_FLOWER[:2], _FLOWER[2] + "fedmedian.py",
-          ("FedMedian.aggregate_train",), "median", "1 model"),
+          ("FedMedian.aggregate_train",), "median", "1 model",
+          "median of local models"),
     Other("robust", *_FLOWER[:2], _FLOWER[2] + "multikrum.py",
           ("MultiKrum.aggregate_train", "compute_distances", "select_multikrum"),
-          "Krum", "1 model"),
+          "Krum", "1 model", "Krum"),
 )  # fmt: skip
-
-
-# What an example sends in a round: the algorithm of `benchmarks.ledgers`.
-SENT = {
-    "fedavg": "local SGD, FedAvg, DiLoCo",
-    "diloco": "local SGD, FedAvg, DiLoCo",
-    "maml": "gradient of MAML",
-    "dp_fedavg": "local SGD, FedAvg, DiLoCo",
-    "robust": "median of local models",
-}
 
 
 def code_lines(text: str, names: Collection[str] = ()) -> int:
@@ -167,12 +161,12 @@ def table(folder: Path) -> str:
     for other in OTHERS:
         names = ", ".join(f"`{name}`" for name in other.names)
         file = f"{other.library} {other.version}, `{Path(other.path).name}`"
-        sent = measured[SENT[other.example]][1] / ledgers.MODEL
+        sent = measured[other.ours][1] / ledgers.MODEL
         cells.append(
             [
                 f"`{other.example}`",
                 str(algorithm_lines(other.example)),
-                f"{sent:g} model",
+                "1 model" if sent == 1 else f"{sent:.4g} models",
                 f"{file}: {names} ({other.what})",
                 str(code_lines(source(other, folder), other.names)),
                 other.sends,

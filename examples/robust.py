@@ -93,7 +93,7 @@ def inner_products(grads):
 
 def krum(grads, f: int):
     gram = inner_products(grads)
-    squares = jnp.diag(gram)[:, None] + jnp.diag(gram) - 2 * gram
+    squares = jnp.diag(gram)[:, None] + jnp.diag(gram)[None] - 2 * gram
     # The first of the sorted distances is that of the gradient to itself.
     scores = jnp.sort(squares, axis=1)[:, 1 : len(gram) - f - 1].sum(1)
     return drjax.select(grads, jnp.argmin(scores))
