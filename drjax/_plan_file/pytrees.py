@@ -12,6 +12,7 @@ what comes back of a record is a namedtuple of the same name and fields.
 
 import collections
 import functools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,6 +85,40 @@ def describe(tree: Any) -> Node:
         return tree.node
     # A PyTreeDef has no names of children; the paths in a rebuilt pytree have them.
     return _describe(tree.unflatten(range(tree.num_leaves)))
+
+
+def mismatch(tree: Any, node: Node) -> str | None:
+    """Compare the structure of a group's data with that of the plan.
+
+    Args:
+      tree: The structure of the data, a `PyTreeDef`.
+      node: The description of the planned structure, possibly from JSON, which has
+        lists in the place of tuples.
+
+    Returns:
+      None if the data has the planned structure; else a text with both, and with the
+      keys that differ if both are dicts.
+    """
+    try:
+        found = json.loads(json.dumps(describe(tree)))
+        data = str(Tree(found))
+    except PlanFileError:
+        found, data = None, str(tree)
+    planned = json.loads(json.dumps(node))
+    if found == planned:
+        return None
+    text = f"its data has the structure {data}, but the plan is for {Tree(node)}"
+    keys = [
+        [key for key, _ in x["dict"]] if isinstance(x, dict) and "dict" in x else None
+        for x in (found, planned)
+    ]
+    if None not in keys:
+        extra = [repr(k) for k in keys[0] if k not in keys[1]]
+        missing = [repr(k) for k in keys[1] if k not in keys[0]]
+        fixes = ["leave out " + ", ".join(extra)] * bool(extra)
+        fixes += ["add " + ", ".join(missing)] * bool(missing)
+        text += f": {' and '.join(fixes)}" * bool(fixes)
+    return text
 
 
 def _describe(x: Any) -> Node:

@@ -402,10 +402,8 @@ class Source:
         leaves, tree = jax.tree_util.tree_flatten(item)
         if self._tree is None or tree != self._tree:
             # A loaded plan has no classes of the user: compared by names of fields.
-            if pytrees.describe(tree) != self.node:
-                raise DrjaxTypeError(
-                    f"its data has the structure {tree}, not {pytrees.Tree(self.node)}"
-                )
+            if text := pytrees.mismatch(tree, self.node):
+                raise DrjaxTypeError(text)
             self._tree = tree  # of the user's classes
         arrays = []
         for value, leaf in zip(self.values, leaves, strict=True):
@@ -431,11 +429,18 @@ def _uncast(value: Value, leaf: Any) -> Any:
       A numpy array if the leaf is one of numpy's arrays or scalars, else a JAX array.
 
     Raises:
-      DrjaxTypeError: The leaf cannot be converted.
+      DrjaxTypeError: The leaf cannot be converted, or is an array of objects.
     """
     # Not by jnp.asarray: without x64 it would cast 64-bit data without an error.
     if isinstance(leaf, np.ndarray | np.generic):
-        return np.asarray(leaf)
+        array = np.asarray(leaf)
+        if array.dtype == object:
+            raise DrjaxTypeError(
+                f"its {value.name} is an array of Python objects, not of numbers: it "
+                "has nulls, or lists that differ in length. Fill or pad them, in "
+                "Parquet files with `columns=`"
+            )
+        return array
     try:
         return as_array(leaf)
     except (TypeError, ValueError, OverflowError) as error:

@@ -14,7 +14,6 @@ slices of the keys that the latest request lists, and forgets others of that run
 """
 
 import itertools
-import json
 import secrets
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -451,11 +450,8 @@ def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
       ValueError: The data has another structure, or other shapes or dtypes.
     """
     leaves, tree = jax.tree.flatten(data)
-    # Through JSON, as the header was: tuples become lists.
-    if json.loads(json.dumps(pytrees.describe(tree))) != header["tree"]:
-        raise ValueError(
-            f"its data has the structure {tree}, not {pytrees.Tree(header['tree'])}"
-        )
+    if text := pytrees.mismatch(tree, header["tree"]):
+        raise ValueError(text)
     # The plan's precision, not that of the client's process, decides dtypes.
     with jax.enable_x64(header["wide"]):
         arrays = [as_array(x) for x in leaves]

@@ -135,8 +135,18 @@ def test_groups_that_do_not_fit():
     fails("The plan is for 3 groups, got 2", two, Groups(items[:2]))
     fails("The plan is for 3 groups, got more", two, Groups([*items, items[0]]))
     fails("Group 0 failed in round 1", two, Groups([{"x": x[0], "w": w[0]}] * 3))
-    fails("its data has the structure", two, Groups([[x[0], w[0]]] * 3))
+    fails(
+        "its data has the structure [*, *], but the plan is for (*, *)",
+        two,
+        Groups([[x[0], w[0]]] * 3),
+    )
     fails("was planned for data[0] of shape (3,), got (2,)", two, (x[:2], w))
+    total = drjax.program(clients=3)(drjax.reduce_sum)
+    named = in_process.compile(drjax.make_plan(total)({"x": x, "w": w}))
+    text = "the plan is for {'w': *, 'x': *}: leave out 'id' and add 'w'"
+    raises(drjax.DrjaxError, text, named, Groups([{"x": x[0], "id": 1}] * 3))
+    text = "has the structure *, but the plan is for {'w': *, 'x': *}"
+    raises(drjax.DrjaxError, text, named, Groups([x[0]] * 3))
     run = drjax.backends.reference.compile(plan)
     fails("needs an array as model, got Groups", Groups(items), (x, w))
 
