@@ -69,12 +69,18 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 70
 
 # HTML
+templates_path = ["templates"]
 html_theme = "pydata_sphinx_theme"
 html_title = f"drjax {version}"
 html_baseurl = PROJECT["urls"]["Documentation"]
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_context = {  # a page of the gallery is edited in its example
+    "notebooks": [
+        path.relative_to(DOCS).with_suffix("").as_posix()
+        for path in DOCS.rglob("*.md")
+        if path != DOCS / "index.md" and "```{code-cell}" in path.read_text()
+    ],
     "edit_page_provider_name": "GitHub",
     "edit_page_url_template": REPOSITORY + "/edit/main/"
     "{% if 'gallery/' in file_name and 'index' not in file_name %}"
@@ -87,7 +93,7 @@ html_theme_options = {
     "header_links_before_dropdown": 7,
     "use_edit_page_button": True,
     "show_toc_level": 2,
-    "secondary_sidebar_items": ["page-toc", "edit-this-page", "sourcelink"],
+    "secondary_sidebar_items": "page-toc notebook edit-this-page sourcelink".split(),
 }
 sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
 sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
@@ -151,10 +157,8 @@ def write_notebooks(app, exception) -> None:
         site = urljoin(html_baseurl + page, match[1]).replace(".md", ".html")
         return f"]({address(page, match[1]) or site}"
 
-    for page in app.env.found_docs if exception is None else ():
+    for page in html_context["notebooks"] if exception is None else ():
         text = Path(app.env.doc2path(page)).read_text()
-        if "```{code-cell}" not in text or page == "index":
-            continue
         text = re.sub(
             r"```\{literalinclude\} (.*)\n(?::.*\n)+```", r"[The code](\1)", text
         )
