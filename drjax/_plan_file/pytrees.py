@@ -100,17 +100,17 @@ def mismatch(tree: Any, node: Node) -> str | None:
       keys that differ if both are dicts.
     """
     try:
-        found = json.loads(json.dumps(describe(tree)))
-        data = str(Tree(found))
+        actual = json.loads(json.dumps(describe(tree)))
+        data = str(Tree(actual))
     except PlanFileError:
-        found, data = None, str(tree)
+        actual, data = None, str(tree)
     planned = json.loads(json.dumps(node))
-    if found == planned:
+    if actual == planned:
         return None
     text = f"its data has the structure {data}, but the plan is for {Tree(node)}"
     keys = [
         [key for key, _ in x["dict"]] if isinstance(x, dict) and "dict" in x else None
-        for x in (found, planned)
+        for x in (actual, planned)
     ]
     if None not in keys:
         extra = [repr(k) for k in keys[0] if k not in keys[1]]
