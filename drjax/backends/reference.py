@@ -35,17 +35,19 @@ from drjax.plan import Loop, Move, Plan, Reduce, Stage, Value
 
 
 class GroupError(DrjaxError, RuntimeError):
-    """The work of one group failed.
+    """The work of one group failed; or, with `check_nans`, the server has a NaN.
 
     Attributes:
-      group: The group index.
-      stage: The local stage that failed, a `drjax.plan.Stage`.
-      inputs: The arguments of the stage's jaxpr for that group: the group index, then
+      group: The group index; None of work of the server and of a reduction.
+      stage: The stage that failed, a `drjax.plan.Stage`; of a reduction the local stage
+        of its round.
+      inputs: The arguments of the stage's jaxpr: of a local stage the group index, then
         one array for each input. To rerun the stage:
-        `jax.extend.core.jaxpr_as_fun(error.stage.jaxpr)(*error.inputs)`.
+        `jax.extend.core.jaxpr_as_fun(error.stage.jaxpr)(*error.inputs)`. Of a reduction
+        the slices of all groups, one array `[n, *s]`.
     """
 
-    def __init__(self, message: str, group: int, stage: Stage, inputs: list):
+    def __init__(self, message: str, group: int | None, stage: Stage, inputs: list):
         super().__init__(message)
         self.group, self.stage, self.inputs = group, stage, inputs
 
@@ -57,8 +59,8 @@ def compile(
 
     Args:
       plan: The plan.
-      check_nans: Whether to raise `GroupError` if an output of a group's stage has a
-        NaN.
+      check_nans: Whether to raise `GroupError` if an output of a group's stage, a
+        reduction or an output of the server's work has a NaN.
       keep: Which partitioned results are arguments of the next call: a dict from
         results to arguments. `{1: 0}` means that element 1 of what the function returns
         is positional argument 0 of the next call, both counted from 0. The function
@@ -102,8 +104,8 @@ def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
         group of the outer level; or the body of a loop over another partition.
       inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`,
         with the n slices along `Value.axis`.
-      check_nans: Whether to raise `GroupError` if an output of a group's stage has a
-        NaN.
+      check_nans: Whether to raise `GroupError` if an output of a group's stage, a
+        reduction or an output of the server's work has a NaN.
 
     Returns:
       The list of the arrays of `plan.outputs`, in order; partitioned ones
@@ -133,15 +135,19 @@ class _GroupByGroup(PlanInterpreter):
 
     Args:
       plan: The plan.
-      check_nans: Whether to raise `GroupError` if an output of a group's stage has a
-        NaN.
+      check_nans: Whether to raise `GroupError` if an output of a group's stage, a
+        reduction or an output of the server's work has a NaN.
     """
 
     def __init__(self, plan: Plan, check_nans: bool):
         self.plan, self.check_nans = plan, check_nans
 
     def run_server(self, stage: Stage, env: Environment) -> None:
-        env.write(stage.outputs, _call(stage, env.read(stage.inputs)))
+        inputs = env.read(stage.inputs)
+        outs = _call(stage, inputs)
+        if self.check_nans:
+            _check_nans(outs, None, stage, inputs, self.plan.name)
+        env.write(stage.outputs, outs)
 
     def scatter(self, slices: Value, whole: Any) -> Any:
         return jnp.moveaxis(whole, slices.axis, 0)
@@ -161,7 +167,16 @@ class _GroupByGroup(PlanInterpreter):
                 env[value] = _stack(slices)
         # Also without local work: a gather may read slices of an earlier round.
         for reduce in a_round.reduces:
-            env[reduce.result] = _reduced(reduce, env[reduce.source])
+            slices = env[reduce.source]
+            env[reduce.result] = result = _reduced(reduce, slices)
+            if self.check_nans and _locate_failure.has_nan(result):
+                raise GroupError(
+                    f"The reduction of {reduce.source.name} ({reduce.op}) yields NaN "
+                    f"in {location}: see which groups have an infinity or a NaN.",
+                    None,
+                    stage,
+                    [slices],
+                )
         for fold in a_round.folds:
             state, consts = env.read(fold.init), env.read(fold.consts)
             states = env.read(fold.sources)
@@ -257,21 +272,24 @@ def _stack(slices: tuple) -> Any:
     return from_raw(stacked, slices[0].dtype)
 
 
-def _check_nans(outs, group: int, stage: Stage, inputs: list, location: str) -> None:
-    """Raise `GroupError` if an output of a group has a NaN.
+def _check_nans(
+    outs, group: int | None, stage: Stage, inputs: list, location: str
+) -> None:
+    """Raise `GroupError` if an output of a stage has a NaN.
 
     Args:
-      outs: The arrays that the stage returned for the group, one for each output.
-      group: The group index.
-      stage: The local stage.
-      inputs: The arguments of the stage's jaxpr: the group index, then the input
-        arrays.
-      location: The round and the plan as text, for errors.
+      outs: The arrays that the stage returned, one for each output.
+      group: The group index; None: the stage is the server's.
+      stage: The stage.
+      inputs: The arguments of the stage's jaxpr: of a local stage the group index, then
+        the input arrays.
+      location: The round, if any, and the plan as text, for errors.
     """
+    who = "The server" if group is None else f"Group {group}"
     for value, out in zip(stage.outputs, outs, strict=True):
         if _locate_failure.has_nan(out):
             raise GroupError(
-                f"Group {group} yields NaN as the value {value.name} in {location}, "
+                f"{who} yields NaN as the value {value.name} in {location}, "
                 f"in the stage {stage.name}: "
                 f"{_locate_failure.of_nan(stage, inputs)}.",
                 group,
@@ -296,5 +314,6 @@ def _reduced(reduce: Reduce, slices: Any) -> Any:
         return slices
     # Cast first: of float32 slices `np.add.reduce` has a float32 accumulator.
     op, host = REDUCE_OPS[reduce.op], np.asarray(slices)
-    total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
+    with np.errstate(invalid="ignore"):  # infinities of either sign
+        total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
     return jnp.asarray(op.finish(total, host.shape[0]), dtype=host.dtype)

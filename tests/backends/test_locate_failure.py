@@ -151,3 +151,29 @@ def test_the_line_that_raises(wrap):
     error = fails(work, jnp.arange(float(N)))
     assert error.group == {"none": 3, "scan": 1, "while": 0, "cond": 3}[wrap]
     assert f"at {line_of(call)} (" in str(error) and "three is too much" in str(error)
+
+
+def of_the_server(x):
+    total = drjax.reduce_sum(x)
+    return total - total  # here
+
+
+@pytest.mark.parametrize(
+    "fn, x, text",
+    [
+        (of_the_server, [1, np.inf], "The server yields NaN .* made by sub at LINE "),
+        (
+            drjax.reduce_mean,
+            [np.inf, -np.inf],
+            "reduction of x_2 .* yields NaN in round",
+        ),
+    ],
+)
+def test_a_nan_of_infinities(fn, x, text):
+    x = jnp.array(x, jnp.float32)
+    program = drjax.program(clients=2)(fn)
+    run = drjax.backends.reference.compile(drjax.make_plan(program)(x), check_nans=True)
+    text = text.replace("LINE", line_of(of_the_server))
+    with pytest.raises(GroupError, match=text) as error:
+        run(x)
+    assert error.value.group is None
