@@ -211,7 +211,13 @@ class Report:
             ("peak", self.peak_bytes),
         )
         shown = ", ".join(f"{name} {bytes_as_text(n)}" for name, n in memory)
-        return "\n".join([title, *_table(self.collectives), f"  memory: {shown}"])
+        lines = _table(self.collectives)
+        if self.devices > 1 and not self.collectives:
+            lines[0] += (
+                ": devices exchange nothing. Groups are on different devices only if a "
+                "mesh axis has the name of the partition"
+            )
+        return "\n".join([title, *lines, f"  memory: {shown}"])
 
 
 def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:

@@ -93,6 +93,14 @@ def test_without_a_mesh():
     assert str(report).splitlines()[:2] == ["rounds: on one device", "  no collectives"]
 
 
+def test_a_mesh_without_the_partition():
+    with jax.set_mesh(make_mesh({"client": 8})):
+        report = drjax.collectives(rounds)(*ARGS)
+    title, text, _ = str(report).splitlines()
+    assert title == "rounds: on one of 8 devices, mesh client:8"
+    assert "only if a mesh axis has the name of the partition" in text
+
+
 def test_a_loop_of_unknown_length():
     @drjax.program(clients=8)
     def until(x):
