@@ -61,9 +61,9 @@ DIVERGED = 1000.0
 QUOTED = {1: 0.67, 5: 0.38, 10: 0.35}
 REMARKS = (
     "A mean is mostly that of the sinusoids with large amplitudes; so medians, too.",
-    "After more outer steps the steps of a test diverge on a few tasks, to an error "
-    "above 1000 where amplitudes are at most 5. They are counted, and left out of "
-    "means and medians.",
+    "The steps of a test may diverge on a few tasks, more after more outer steps: to "
+    "an error above 1000 where amplitudes are at most 5. They are counted, and left "
+    "out of means and medians.",
     "Reptile and first-order MAML have no published numbers on this task.",
     "For pretraining, the rate of the test's steps is the best of 13 on other tasks.",
 )
