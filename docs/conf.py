@@ -125,6 +125,8 @@ def write_gallery(app) -> None:
 def address(page: str, target: str) -> str | None:
     """Of a file that a page links to, in the repository; None of pages and anchors."""
     path = (DOCS / page).parent.joinpath(target).resolve()
+    if page == "index" and (ROOT / target).is_file():
+        path = ROOT / target  # of README.md, a part of which is included
     path = path if path.exists() else path.with_name(f"{path.name}.md")
     if path.is_relative_to(DOCS) and path.suffix not in (".svg", ".png"):
         return None
