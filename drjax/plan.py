@@ -206,8 +206,8 @@ class Plan:
       name: The program's name.
       partition: The partition of its groups; None if it calls no building block, so
         that the server computes everything.
-      rounds: As few as its dependencies allow: as many reduce as there are reductions
-        in sequence.
+      rounds: The rounds, as few as data dependencies allow: reductions that do not
+        depend on each other are in one round.
       server: The server stage after the last round.
       inputs: The values of the program's arguments, flat.
       outputs: The values of its results, flat.
@@ -362,7 +362,7 @@ class Plan:
         draw(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that runs without this program's source; see docs/plan_files.md.
+        """Write a plan file, which runs without the source of this program.
 
         Args:
           path: The file, by custom `.drjax`. Missing folders are created. A path, or

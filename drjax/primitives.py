@@ -9,23 +9,23 @@ partitioned values. Match an equation by object, never by its printed name:
 `[*s]` is the shape of a global value, `[n, *s]` that of a partitioned one, whose slice
 i belongs to group i; n is `partition.size`.
 
-| object              | operands -> results             | meaning, for each group i   |
-|---------------------|---------------------------------|-----------------------------|
-| `broadcast_p`       | `[*s]` -> `[n, *s]`             | y_i = x                     |
-| `map_fn_p`          | k x `[n, *s]` -> l x `[n, *t]`  | (y_i) = jaxpr(x_i)          |
-| `reduce_sum_p`      | `[n, *s]` -> `[*s]`             | y = sum_i x_i               |
-| `reduce_mean_p`     | `[n, *s]` -> `[*s]`             | y = (1/n) sum_i x_i         |
-| `reduce_max_p`      | `[n, *s]` -> `[*s]`             | y = max_i x_i               |
-| `reduce_min_p`      | `[n, *s]` -> `[*s]`             | y = min_i x_i               |
-| `gather_p`          | `[n, *s]` -> `[n, *s]` (global) | y[i] = x_i                  |
-| `scatter_p`         | `[n, *s]` (global) -> `[n, *s]` | y_i = x[i]                  |
-| `partition_index_p` | none -> int32 `[n]`             | y_i = i                     |
-| `permute_p`         | `[n, *s]` -> `[n, *s]`          | y_i = x_sources[i]          |
-| `take_p`            | `[n, *s]`, index -> `[k, *s]`   | y_i = x_index[i]            |
-| `put_add_p`         | `[k, *s]`, index -> `[n, *s]`   | sum of x_j, index[j] = i    |
-| `reduce_fold_p`     | a state -> k x `[*s]`           | y = e . x_1 . ... . x_n     |
-| `fold_around_p`     | a state -> 3k values, see below | y, and the folds around i   |
-| `map_columns_p`     | k values -> l values, see below | y[c] = jaxpr(x[:, c])       |
+| object              | operands → results             | meaning, for each group i |
+|---------------------|--------------------------------|---------------------------|
+| `broadcast_p`       | `[*s]` → `[n, *s]`             | y_i = x                   |
+| `map_fn_p`          | k x `[n, *s]` → l x `[n, *t]`  | (y_i) = jaxpr(x_i)        |
+| `reduce_sum_p`      | `[n, *s]` → `[*s]`             | y = Σ x_i                 |
+| `reduce_mean_p`     | `[n, *s]` → `[*s]`             | y = (1/n) Σ x_i           |
+| `reduce_max_p`      | `[n, *s]` → `[*s]`             | y = max_i x_i             |
+| `reduce_min_p`      | `[n, *s]` → `[*s]`             | y = min_i x_i             |
+| `gather_p`          | `[n, *s]` → `[n, *s]` (global) | y[i] = x_i                |
+| `scatter_p`         | `[n, *s]` (global) → `[n, *s]` | y_i = x[i]                |
+| `partition_index_p` | none → int32 `[n]`             | y_i = i                   |
+| `permute_p`         | `[n, *s]` → `[n, *s]`          | y_i = x_sources[i]        |
+| `take_p`            | `[n, *s]`, index → `[k, *s]`   | y_i = x_index[i]          |
+| `put_add_p`         | `[k, *s]`, index → `[n, *s]`   | sum of x_j, index[j] = i  |
+| `reduce_fold_p`     | a state → k x `[*s]`           | y = e . x_1 . ... . x_n   |
+| `fold_around_p`     | a state → 3k values, see below | y, and the folds around i |
+| `map_columns_p`     | k values → l values, see below | y[c] = jaxpr(x[:, c])     |
 
 Parameters (`eqn.params`) of every equation:
 
@@ -67,8 +67,8 @@ partitioned over k groups, in a partition with the name and mesh axes of `partit
 `reduce_fold_p` folds states of k arrays in the order of the groups, by an associative
 function a . b with the neutral state e. Its operands are what the function closes over,
 the leaves of e, `[*s]`, and those of the groups' states, `[n, *s]`. `fold_around_p`
-also returns, for each group i, the leaves of e . x_1 . ... . x_{i-1}, and then those of
-x_{i+1} . ... . x_n . e, partitioned. Of both also:
+also returns, for each group i, the leaves of e . x_1 . ... . x_(i-1), and then those of
+x_(i+1) . ... . x_n . e, partitioned. Of both also:
 
 * `jaxpr`: a closed jaxpr without constants, for the function: it takes what the
   function closes over, and the leaves of two states; it returns those of one.

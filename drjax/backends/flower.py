@@ -46,9 +46,21 @@ from drjax.backends.groups import Remote
 from drjax.backends.kept import Keep
 from drjax.plan import Plan, Value
 
-Clients = Remote
 _STATE = "drjax"  # of the context's state: the slices that stay with the client
 _POLL, _PATIENCE = 0.1, 1.0  # seconds between looks for replies, and for one look
+
+
+class Clients(Remote):
+    """An argument whose data only the clients have: a placeholder, without any data.
+
+    Pass it in place of arrays `[n, ...]`, or of a pytree of these. Each client loads
+    the slice of its group, with the function `load` that `client` got.
+
+    Example:
+      >>> import drjax
+      >>> clients = drjax.backends.flower.Clients()
+      >>> # model = run(model, clients), where `run` is what `compile` returned
+    """
 
 
 def compile(

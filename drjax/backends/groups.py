@@ -138,11 +138,7 @@ class _Indexed(Iterator):
 
 
 class Remote(Groups):
-    """An argument whose data only the workers have: a placeholder, without any data.
-
-    `drjax.backends.flower.Clients` is this class: each client loads the data of its
-    group.
-    """
+    """An argument whose data only the workers have: a placeholder, without any data."""
 
     def __init__(self):
         # Never read: readers check for `Remote` first.

@@ -194,7 +194,7 @@ class Report:
 
     @property
     def by_loop(self) -> dict[WhileLoop | None, Total]:
-        """The collectives of the same innermost loop together; None: of no loop."""
+        """The collectives of the same innermost loop together; of no loop by None."""
         return totals(self.collectives, lambda c: c.loops[-1] if c.loops else None)
 
     def __str__(self) -> str:
