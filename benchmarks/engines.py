@@ -245,7 +245,7 @@ def markdown(engine: str, n: int, result: dict[str, Any]) -> str:
             for name in ("engine", "reference")
         ]
         header = [
-            f"seconds of {rounds} round(s)",
+            f"seconds, rounds: {rounds}",
             "cold",
             *["warm"] * (len(times["engine"]) - 1),
         ]

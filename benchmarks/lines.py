@@ -159,7 +159,6 @@ def table(folder: Path) -> str:
     cells.append(["---", "--:", "---", "---", "--:", "---"])
     measured = ledgers.measure()
     for other in OTHERS:
-        names = ", ".join(f"`{name}`" for name in other.names)
         file = f"{other.library} {other.version}, `{Path(other.path).name}`"
         sent = measured[other.ours][1] / ledgers.MODEL
         cells.append(
@@ -167,7 +166,7 @@ def table(folder: Path) -> str:
                 f"`{other.example}`",
                 str(algorithm_lines(other.example)),
                 "1 model" if sent == 1 else f"{sent:.4g} models",
-                f"{file}: {names} ({other.what})",
+                f"{file}: {other.what}",
                 str(code_lines(source(other, folder), other.names)),
                 other.sends,
             ]

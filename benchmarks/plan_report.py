@@ -283,7 +283,7 @@ _PLAN_HEADER = [
     "drjax.jit ms",
     "ratio",
     "µs per equation",
-    "/ shortest",
+    "over shortest",
 ]
 
 

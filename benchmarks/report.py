@@ -211,7 +211,7 @@ def _cases_table(rows: list[Row], every: list[Row], everything: bool) -> str:
 
 def goal_table(result: list[Goal]) -> str:
     body = [[*goal[:3], "met" if goal[3] else "missed"] for goal in result]
-    return table(["goal", "limit", "measured", ""], body)
+    return table(["goal", "limit", "measured", "result"], body)
 
 
 def table(header: list[str], body: list[list[str]], keys: int = 0) -> str:
