@@ -130,7 +130,7 @@ def table(records: Sequence[Record]) -> str:
     """The records as a table in Markdown."""
     titles = [
         "run", "variant", "devices", "groups", *(title for title, _ in PANELS),
-        "of it by 6NT", "on links, ms (model)",
+        "flops by 6NT", "on links, ms (model)",
     ]  # fmt: skip
     rows = []
     for r in records:
@@ -139,7 +139,7 @@ def table(records: Sequence[Record]) -> str:
             cells = [f"{value(r):.4g}" for _, value in PANELS]
             cells += [f"{formula(r) / r['flops']:.0%}", on_links(r)]
         else:
-            cells = [r["out of memory"], *[""] * (len(PANELS) + 1)]
+            cells = [f"too large: {r['out of memory']}", *[""] * (len(PANELS) + 1)]
         rows.append([*about, *cells])
     return report.table(titles, rows, keys=2)
 

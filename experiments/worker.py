@@ -56,7 +56,7 @@ def measure(config: Config, variant: Variant) -> Record:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return result | {"out of memory": _first_line(error)}
+            return result | {"out of memory": _memory(error)}
         result["compile CPU s"] = time.process_time() - begin
         memory: Any = compiled.memory_analysis()
         result |= {
@@ -93,10 +93,12 @@ def _placed(x: Any, sharding: Any) -> Any:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def _first_line(error: Exception) -> str:
-    """The compiler's sentence about memory."""
-    result = re.search(r"Ran out of memory.*?\(\S+\) exceeds[^.]*\.\S*", str(error))
-    return result[0] if result else str(error).splitlines()[0]
+def _memory(error: Exception) -> str:
+    """What the compiler says of the memory needed and available, in short."""
+    result = re.search(r"\((\S+)\) exceeds[^(]*\((\S+)\)", str(error))
+    if result is None:
+        return str(error).splitlines()[0]
+    return f"{result[1]} of {result[2]}"
 
 
 def versions() -> dict[str, str]:
