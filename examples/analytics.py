@@ -245,8 +245,11 @@ def draw(edges, histogram, quantiles, exact, estimates, bound, right) -> Figure:
     left.stairs(histogram[1:-1], edges, fill=True, alpha=0.6)
     for share, x in zip(SHARES, quantiles, strict=True):
         left.axvline(x, color="0.2", linestyle="--", linewidth=1)
-        left.text(x, left.get_ylim()[1], f" {share:.1%}", rotation=90, va="top")
+        side = "left" if share == SHARES[-1] else "right"  # of the line, away from it
+        top = {"rotation": 90, "va": "top", "ha": side, "color": "0.2"}
+        left.text(x, 1.3 * histogram[1:-1].max(), f"{share:.1%}", **top)
     left.set(xscale="log", xlim=(0.3, 400), xlabel="value", ylabel="records")
+    left.set_ylim(0, 1.32 * histogram[1:-1].max())
     left.set_title("Histogram and quantiles")
     seen = exact > 0
     middle.scatter(exact[seen], estimates[seen], s=4, alpha=0.3, rasterized=True)

@@ -291,7 +291,7 @@ def main(config: Config) -> results.Results:
 
 def draw(curves) -> Figure:
     """Utilization by bandwidth, with the paper's numbers as points."""
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(7.4, 3.8), layout="constrained")
     axes = figure.subplots()
     for name, values in curves.items():
         axes.plot(GRID, values, label=name)
@@ -300,7 +300,7 @@ def draw(curves) -> Figure:
         axes.plot(quoted, TARGETS, "o", color="0.2", markersize=4, label=label)
     axes.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylabel="compute utilization")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     return figure
 
 

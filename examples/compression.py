@@ -192,6 +192,7 @@ def draw(numbers: Mapping[str, Sequence[float]], costs: Mapping[str, float]) -> 
     for ax in figure.axes:
         if legend := ax.get_legend():
             legend.set_loc("lower left")
+            ax.set_ylim(bottom=0.1)  # room for it
     return figure
 
 

@@ -18,11 +18,11 @@ Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, algorithm 2) divides 
 parameters into fragments p. Each is synchronized every H steps, at a time of its own:
 
     send:     Delta_p = mean of (theta_p - theta_{i,p}), while the inner steps go on
-    receive, tau steps later:
+    receive:  tau steps later
               theta_p = OuterOpt(theta_p, Delta_p)
               theta_{i,p} = alpha theta_{i,p} + (1 - alpha) theta_p
 
-and `--wire` is the dtype in which outer gradients are sent. With one fragment, tau = 0
+`--wire` is the dtype in which outer gradients are sent. With one fragment, tau = 0
 and alpha = 0 it is DiLoCo. With H = 1, SGD of rate 1 inside (so that Delta is the mean
 gradient) and AdamW outside, DiLoCo is data-parallel training.
 
@@ -491,7 +491,7 @@ def main(config: Config) -> results.Results:
                 f"{paper:.2f} {results.UNCHECKED}" if paper else "",
             ]
         )
-    shown = "; ".join(f"{line[0]} {line[1]}" for line in table)
+    shown = "; ".join(f"{line[0]}: {line[1]}" for line in table)
     result = results.Results(
         title=f"{config.steps} steps of {config.workers} workers: held-out modules",
         columns=["", "nats per byte", "bytes a step", "at once", "s a round", "paper"],

@@ -229,10 +229,8 @@ def draw(curves, sizes, sent) -> Figure:
     returns, gradients = np.array(sent).T
     right.plot(sizes, gradients, "o-", color="0.5", label="a gradient")
     right.plot(sizes, returns, "o-", color="tab:red", label="returns")
-    right.set(
-        xlabel="parameters", ylabel="bytes of a worker in a round", ylim=(1, None)
-    )
-    right.set(xscale="log", yscale="log")
+    right.set(xlabel="parameters", ylabel="bytes of a worker in a round")
+    right.set(xscale="log", yscale="log", ylim=(1, 2 * gradients.max()))
     right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -217,7 +217,7 @@ def draw(curves, last, tests: int) -> Figure:
         left.plot(curve, label=name)
         share = np.cumsum(last[name]) / last[name].sum()
         right.step(np.arange(tests + 1) / tests, share, where="post", label=name)
-    left.set(xlabel="round", ylabel="mean accuracy of clients", ylim=(0.5, 1))
+    left.set(xlabel="round", ylabel="mean accuracy of clients", ylim=(None, 1))
     right.set(xlabel="accuracy", ylabel="share of clients with at most it")
     right.set(xlim=(0.4, 1.01))
     for axes in (left, right):

@@ -303,8 +303,9 @@ def main(config: Config) -> results.Results:
         "its claim is that tuned hyperparameters are better than fixed ones.",
         numbers=curves | {"test loss": list(losses.values())},
         remarks=[
-            f"Temporary MB of a device for the gradient through {lengths(config)} "
-            "rounds, by the compiler's memory analysis: "
+            f"Temporary MB of a device for the gradient through "
+            f"{', '.join(map(str, lengths(config)))} rounds, by the compiler's memory "
+            "analysis: "
             + "; ".join(f"{name}: {text}" for name, text in megabytes.items())
             + ".",
             "The last line knows the clean clients, the others do not. The server "

@@ -338,8 +338,8 @@ def show(config: Config, merged, start: float, together: float, domains):
 def compare(losses: dict[str, float], better: str, worse: str) -> str:
     """Whether the order of two is the papers'."""
     reached = losses[better] <= losses[worse]
-    text = "as published" if reached else "which is not the published order"
-    return f"{better} {losses[better]:.3f}, {worse} {losses[worse]:.3f}: {text}."
+    text = "as published" if reached else "not the published order"
+    return f"{better} {losses[better]:.3f}, {worse} {losses[worse]:.3f}, {text}."
 
 
 def draw(config: Config, merged, domains) -> Figure:

@@ -183,7 +183,7 @@ def main(config: Config) -> results.Results:
     )
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
-    points = axes.scatter(*settings, c=scores, cmap="viridis")
+    points = axes.scatter(*settings, c=scores, cmap="viridis_r")
     axes.scatter(settings[0][index], settings[1][index], s=150, c="none", ec="red")
     axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="weight decay")
     figure.colorbar(points, label="validation accuracy")

@@ -109,7 +109,7 @@ def fitted_curves(
     shape = len(names), len(tasks)
     figure = Figure(figsize=(3.2 * shape[1], 2.4 * shape[0]), layout="constrained")
     grid = figure.subplots(*shape, sharex=True, sharey="col", squeeze=False)
-    shades = matplotlib.colormaps["viridis"](np.linspace(0.85, 0.15, len(steps)))
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.7, 0.1, len(steps)))
     for row, name in zip(grid, names, strict=True):
         row[0].set_ylabel(name)
         for i, (axes, (support, query)) in enumerate(zip(row, tasks, strict=True)):
