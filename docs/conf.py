@@ -60,12 +60,15 @@ nb_merge_streams = True
 
 # API
 default_role = "code"  # `x` in docstrings
+smartquotes = False  # strings in docstrings
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!drjax\.[a-z_]*$).*")]
 add_module_names = False
 autodoc_mock_imports = ["apache_beam"]  # of a base class
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 70
 
 # HTML

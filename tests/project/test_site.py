@@ -96,6 +96,8 @@ def test_pages_run_in_a_bare_process():
         code = "\n".join(cells)
         if "jax.make_mesh(" in code and "%%writefile" not in code:
             assert '("jax_num_cpu_devices", 8)' in cells[0], name
+        for cell in cells:  # an error is one long line
+            assert "print(error" not in cell or "tags: [wrap]" in cell, (name, cell)
         if name.startswith("tutorials/"):
             imported = re.findall(r"^\s*(?:from|import) (\w+)", code, re.M)
             assert not {"benchmarks", "examples", "experiments"} & {*imported}, name
