@@ -60,7 +60,7 @@ nb_merge_streams = True
 
 # API
 default_role = "code"  # `x` in docstrings
-smartquotes = False  # strings in docstrings
+smartquotes_action = "De"  # not quotes: of strings in docstrings
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!drjax\.[a-z_]*$).*")]
 add_module_names = False
