@@ -109,10 +109,11 @@ def mismatch(tree: Any, node: Node) -> str | None:
         return None
     text = f"its data has the structure {data}, but the plan is for {Tree(node)}"
     keys = [
-        [key for key, _ in x["dict"]] if isinstance(x, dict) and "dict" in x else None
+        [key for key, _ in x["dict"]]
         for x in (actual, planned)
+        if isinstance(x, dict) and "dict" in x
     ]
-    if None not in keys:
+    if len(keys) == 2:
         extra = [repr(k) for k in keys[0] if k not in keys[1]]
         missing = [repr(k) for k in keys[1] if k not in keys[0]]
         fixes = ["leave out " + ", ".join(extra)] * bool(extra)
