@@ -128,7 +128,7 @@ class Move:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """The values that the move reads: `source`, and `index` if there is one."""
+        """The values that the move reads, `source`, and `index` if there is one."""
         return (self.source,) if self.index is None else (self.source, self.index)
 
 
@@ -194,7 +194,7 @@ class Round:
 
     @property
     def partials(self) -> list[Reduce]:
-        """The reductions that consist of partial reductions: all except gathers."""
+        """The reductions that consist of partial reductions, all except gathers."""
         return [r for r in self.reduces if r.op != "gather"]
 
 

@@ -49,7 +49,7 @@ class Column:
 
     @property
     def width(self) -> float:
-        """The width of the column in points: that of its widest part."""
+        """The width of the column in points, that of its widest part."""
         sides = [stairs(side) for side in (self.down, self.up) if side]
         between = 20 * (len(sides) - 1)
         bus = 2 * BUS if self.kind == "stage" else 0

@@ -34,7 +34,7 @@ class Typed:
 
     @property
     def kind(self) -> str:
-        """The kind in words: `global`, `partitioned`, or `partitioned along axis 1`."""
+        """The kind in words, `global`, `partitioned` or `partitioned along axis 1`."""
         # Axis 0 is the rule in users' programs, so only others are printed.
         if self.axis is None:
             return "global"

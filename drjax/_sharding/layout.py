@@ -223,7 +223,7 @@ class Layout:
 
     @property
     def per_device(self) -> int:
-        """k: the number of slots (places for a group) on each device, ceil(n / m)."""
+        """The number k of slots (places for a group) on each device, ceil(n / m)."""
         return -(-self.partition.size // self.devices)
 
     @property
@@ -299,7 +299,7 @@ class Layout:
 
     @property
     def num_slots(self) -> int:
-        """The number of all slots: k * m, for k slots on each of m devices.
+        """The number of all slots, k * m for k slots on each of m devices.
 
         A slot is a place for one group; the last ones may be padding.
         """

@@ -77,6 +77,19 @@ def test_raises_names_errors():
             assert re.match(r"\w+Error(, \w+Error)*: ", line), (name, line)
 
 
+def test_properties_have_no_colon():
+    """Else an entry has the words before it as the type."""
+    seen = 0
+    for path in sorted((ROOT / "drjax").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                if "property" in " ".join(map(ast.unparse, node.decorator_list)):
+                    first = (ast.get_docstring(node) or "").split("\n")[0]
+                    assert ": " not in first, (path, node.name)
+                    seen += 1
+    assert seen > 20
+
+
 def test_pages_are_whole():
     for name, text in PAGES.items():
         assert "{{" not in text, name

@@ -117,7 +117,7 @@ class Runner:
 
     @property
     def file(self) -> File:
-        """The plan file that workers get: its bytes and hash, a `File`."""
+        """The plan file that workers get, a `File` with its bytes and hash."""
         return self.executable.file
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
