@@ -12,7 +12,6 @@ what comes back of a record is a namedtuple of the same name and fields.
 
 import collections
 import functools
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,25 +91,24 @@ def mismatch(tree: Any, node: Node) -> str | None:
 
     Args:
       tree: The structure of the data, a `PyTreeDef`.
-      node: The description of the planned structure, possibly from JSON, which has
-        lists in the place of tuples.
+      node: The description of the planned structure.
 
     Returns:
       None if the data has the planned structure; else a text with both, and with the
       keys that differ if both are dicts.
     """
-    try:
-        actual = json.loads(json.dumps(describe(tree)))
-        data = str(Tree(actual))
-    except PlanFileError:
-        actual, data = None, str(tree)
-    planned = json.loads(json.dumps(node))
-    if actual == planned:
+    planned = Tree(node)
+    if planned == tree:
         return None
-    text = f"its data has the structure {data}, but the plan is for {Tree(node)}"
+    try:
+        actual = Tree(describe(tree))
+    except PlanFileError:
+        actual = tree
+    text = f"its data has the structure {actual}, but the plan is for {planned}"
+    nodes = [x.node for x in (actual, planned) if isinstance(x, Tree)]
     keys = [
         [key for key, _ in x["dict"]]
-        for x in (actual, planned)
+        for x in nodes
         if isinstance(x, dict) and "dict" in x
     ]
     if len(keys) == 2:
