@@ -139,7 +139,7 @@ def table(records: Sequence[Record]) -> str:
             cells = [f"{value(r):.4g}" for _, value in PANELS]
             cells += [f"{formula(r) / r['flops']:.0%}", on_links(r)]
         else:
-            cells = [f"too large: {r['out of memory']}", *[""] * (len(PANELS) + 1)]
+            cells = [r["out of memory"], *[""] * (len(PANELS) + 1)]
         rows.append([*about, *cells])
     return report.table(titles, rows, keys=2)
 

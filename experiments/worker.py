@@ -98,7 +98,7 @@ def _memory(error: Exception) -> str:
     result = re.search(r"\((\S+)\) exceeds[^(]*\((\S+)\)", str(error))
     if result is None:
         return str(error).splitlines()[0]
-    return f"{result[1]} of {result[2]}"
+    return f"too large: {result[1]} of {result[2]}"
 
 
 def versions() -> dict[str, str]:
