@@ -21,7 +21,7 @@ i belongs to group i; n is `partition.size`.
 | `scatter_p`         | `[n, *s]` (global) → `[n, *s]` | y_i = x[i]                |
 | `partition_index_p` | none → int32 `[n]`             | y_i = i                   |
 | `permute_p`         | `[n, *s]` → `[n, *s]`          | y_i = x_sources[i]        |
-| `take_p`            | `[n, *s]`, index → `[k, *s]`   | y_i = x_index[i]          |
+| `take_p`            | `[n, *s]`, index → `[k, *s]`   | y_i = x_index[i], or 0    |
 | `put_add_p`         | `[k, *s]`, index → `[n, *s]`   | sum of x_j, index[j] = i  |
 | `reduce_fold_p`     | a state → k x `[*s]`           | y = e . x_1 . ... . x_n   |
 | `fold_around_p`     | a state → 3k values, see below | y, and the folds around i |
@@ -60,9 +60,10 @@ Of `permute_p` also:
 
 * `sources`: a permutation of 0 to n - 1, a tuple of integers.
 
-The index of `take_p` and `put_add_p` is a global value, int32 `[k]`. That of `take_p`
-is in bounds; `put_add_p` drops what is not. If k is not n, what has k slices is
-partitioned over k groups, in a partition with the name and mesh axes of `partition`.
+The index of `take_p` and `put_add_p` is a global value, int32 `[k]`. Where it is not in
+0 to n - 1, the result of `take_p` is zeros, and `put_add_p` drops the slice. If k is
+not n, what has k slices is partitioned over k groups, in a partition with the name and
+mesh axes of `partition`.
 
 `reduce_fold_p` folds states of k arrays in the order of the groups, by an associative
 function a . b with the neutral state e. Its operands are what the function closes over,

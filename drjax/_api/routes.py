@@ -3,10 +3,11 @@
 Input: a tree of partitioned leaves `[n, *s]`, and for each group another group. Output:
 a tree of partitioned leaves. `take` and `put` also move slices between the n groups and
 a population `[N, *s]`, or a cohort `[k, *s]`, whose partition has the same name and
-mesh axes. Invariants: an index that is known without running the program, and a
-permutation, is a static permutation. Sharp edges: a known index out of bounds is an
-error; a traced one is clamped by `take` and dropped by `put`, as by JAX indexing. Of a
-population all other building blocks need `partition=`.
+mesh axes. Invariants: an index of Python or NumPy that is a permutation is a static
+permutation. A JAX array is data, whether it is traced or concrete, so that a program
+means the same eagerly and under `jax.jit`. Sharp edges: out of bounds, an index of
+Python or NumPy is an error; data is clamped by `take` and dropped by `put`, as by JAX
+indexing. Of a population all other building blocks need `partition=`.
 """
 
 from collections.abc import Sequence
@@ -71,9 +72,9 @@ def take(
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included; or of
         `[N, *s]`, with the same N for all leaves.
       index: Integers `[n]`: for each group, the group whose slice it gets; or `[k]`
-        for any k, if x has n slices. Negative ones count from the end. A sequence, a
-        NumPy array, or a global value; a traced index out of bounds is clamped, as by
-        JAX indexing.
+        for any k, if x has n slices. Negative ones count from the end. A JAX array, a
+        global value, is data: out of bounds it is clamped, as by JAX indexing, eagerly
+        and under `jax.jit`. Of a sequence or a NumPy array, it is an error.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
@@ -84,8 +85,8 @@ def take(
 
     Raises:
       ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
-        `index` is no array `[k]` of integers, neither it nor `x` has n elements, or an
-        index that is known is out of bounds.
+        `index` is no array `[k]` of integers, neither it nor `x` has n elements, or it
+        is a sequence or a NumPy array, and out of bounds.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -126,8 +127,9 @@ def put(
       x: Tree of partitioned arrays `[n, *s]`; or of `[k, *s]`, with the same k for all
         leaves, if `into` has n slices. With `add`, of dtypes with arithmetic.
       index: Integers, one for each slice of x: the group that gets it. Negative ones
-        count from the end. A sequence, a NumPy array, or a global value; a traced index
-        out of bounds is dropped, as by JAX's `.at[]`.
+        count from the end. A JAX array, a global value, is data: out of bounds the
+        slice is dropped, as by JAX's `.at[]`, eagerly and under `jax.jit`, and gets no
+        cotangent. Of a sequence or a NumPy array, it is an error.
       into: The tree of partitioned arrays to write to, `[n, *s]`, or of a population
         `[N, *s]`, with the structure and dtypes of `x`. Default: n slices of zeros.
       add: Whether slices are added to `into`, and those with equal indices to each
@@ -381,9 +383,11 @@ def _in_bounds(block: str, index, n: int):
         return as_int32(index, -n - 1, n)  # what is out of bounds stays so
     if wrong := [int(i) for i in index if not -n <= i < n]:
         raise DrjaxValueError(
-            f"drjax.{block} needs groups between {-n} and {n - 1}, got {wrong[0]}."
+            f"drjax.{block} needs groups between {-n} and {n - 1}, got {wrong[0]}. To "
+            f"have it {'clamped' if block == 'take' else 'dropped'}, pass a JAX array."
         )
-    return (index % n).astype(np.int32)
+    # n may be more than the index's own dtype holds.
+    return (index.astype(np.int64) % n).astype(np.int32)
 
 
 def _permutation(index, n: int) -> tuple[int, ...] | None:

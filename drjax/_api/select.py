@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from drjax import _compat
 from drjax._api.levels import Over, over_levels
 from drjax._api.participation import Mask, check_where
 from drjax._api.resolve import (
@@ -49,8 +48,9 @@ def select(
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
-      i: The group, an integer; negative counts from the end. A traced index out of
-        bounds is clamped, as by JAX indexing.
+      i: The group, an integer; negative counts from the end. A JAX array is data: out
+        of bounds it is clamped, as by JAX indexing, eagerly and under `jax.jit`. A
+        Python or NumPy integer out of bounds is an error.
       where: Optional bool `[n]`: the groups to select from, by a gather of n bools.
         `i` counts these groups only, in the order of their indices, and is clamped to
         their number.
@@ -64,7 +64,7 @@ def select(
 
     Raises:
       ScopeError, DrjaxValueError, DrjaxTypeError: As for `drjax.reduce_sum`; and
-        `i` is not an integer, or is a known number out of bounds.
+        `i` is not an integer, or is a Python or NumPy integer out of bounds.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -129,13 +129,13 @@ def _check_index(i, n: int):
       n: The number of groups.
 
     Returns:
-      The index as an int32 scalar; a negative index stays negative. The value of a
-      traced index is not checked: it stays the same if int32 holds all numbers of its
-      dtype; with a wider dtype, it is clamped to -n to n - 1.
+      The index as an int32 scalar; a negative index stays negative. A JAX array is
+      data, and not checked, whether or not its value is known. It stays the same if
+      int32 holds all numbers of its dtype; else it is clamped to -n to n - 1.
 
     Raises:
       DrjaxTypeError: The index is not an integer scalar.
-      DrjaxValueError: The index is concrete, not traced, and not between -n and n - 1.
+      DrjaxValueError: The index is no JAX array, and not between -n and n - 1.
     """
     if isinstance(i, jax.Array | np.ndarray | np.generic):
         is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0
@@ -146,10 +146,11 @@ def _check_index(i, n: int):
             "drjax.select needs the number of one group, an integer scalar, got "
             f"{type(i).__name__}: {i!r}."
         )
-    if _compat.is_concrete(i):
-        if not -n <= int(i) < n:
-            raise DrjaxValueError(
-                f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}."
-            )
-        return jnp.asarray(i, jnp.int32)
-    return as_int32(jnp.asarray(i), -n, n - 1)
+    if isinstance(i, jax.Array):
+        return as_int32(i, -n, n - 1)
+    if not -n <= int(i) < n:
+        raise DrjaxValueError(
+            f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}. To "
+            "have it clamped, pass a JAX array."
+        )
+    return jnp.asarray(i, jnp.int32)

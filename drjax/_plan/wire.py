@@ -6,6 +6,7 @@ itself is in `_primitives/device_sums.py`.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 from drjax._errors import DrjaxValueError
 from drjax._partition import integer_of
@@ -29,14 +30,14 @@ class Wire:
       dtype: `bfloat16`, `int8`, `float8_e4m3fn` or `float4_e2m1fn`.
       block: How many consecutive numbers share a scale, which is a float32: their
         largest magnitude, divided by the largest number of the dtype. bfloat16, which
-        has the range of float32, has no scale: 1.
+        has the range of float32, has no scale: 1. Default: 256 numbers, of 4 bits 32.
 
     Raises:
       DrjaxValueError: There is no such dtype or block size.
     """
 
     dtype: str
-    block: int = 0
+    block: int = cast(int, None)  # `__post_init__` replaces it
 
     def __post_init__(self):
         if self.dtype not in _WIRES:
@@ -44,7 +45,7 @@ class Wire:
                 f"wire= needs a dtype of {', '.join(_WIRES)}, got {self.dtype!r}."
             )
         bits, default = _WIRES[self.dtype]
-        block = default if self.block == 0 else integer_of(self.block)
+        block = default if self.block is None else integer_of(self.block)
         # Of 4 bits, two numbers share a byte; bfloat16 has no scales.
         if not block or block < 0 or block * bits % 8 or (bits == 16 and block > 1):
             raise DrjaxValueError(

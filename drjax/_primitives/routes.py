@@ -6,6 +6,7 @@ a cohort of a population is. Its partition has the same name and mesh axes.
 
     permute(x)[j]        = x[sources[j]]        sources: a permutation, a parameter
     take(x, index)[j]    = x[index[j]]          index: int32 [k], a global operand
+                           zeros if index[j] is not in 0 to n - 1
     put_add(y, index)[i] = sum_{j: index[j] = i} y[j]       [k, *s] -> [n, *s]
 
 The parameter `partition` is that of x, and of the result of put_add: n groups.
@@ -24,9 +25,11 @@ reduce-scatter adds these up. If it has more, an all-gather gives each device th
 slices, of which it takes those for its groups. Both send the smaller of the two.
 
 Invariants: a rule binds these primitives only. A move copies bits: it keeps NaN and the
-sign of zeros, and has every dtype, random keys included. Padding is never read.
-Sharp edges: an index out of bounds must be clamped, or dropped, by the caller. Reverse
-mode inside a user's `shard_map(check_vma=False)` is an error, as for a reduction.
+sign of zeros, and has every dtype, random keys included. Padding is never read. For
+every index, in bounds or not, negative ones included, take and put_add are transposes
+of each other: what put_add drops gets no cotangent. Sharp edges: to clamp an index, or
+to count from the end, is up to the caller. Reverse mode inside a user's
+`shard_map(check_vma=False)` is an error, as for a reduction.
 """
 
 from collections.abc import Callable, Sequence
@@ -172,8 +175,8 @@ def execute_take(x, index, *, partition, mesh):
 
     Args:
       x: The partitioned value, `[n, *s]`.
-      index: For each group j of the result the group of `x` whose slice it gets, from 0
-        to n - 1, int32 `[k]`, a global value.
+      index: For each group j of the result the group of `x` whose slice it gets, int32
+        `[k]`, a global value. One that is not in 0 to n - 1 gets zeros.
       partition: The `Partition` of `x`, of n groups.
       mesh: The mesh, or None: the program runs locally.
 
@@ -183,32 +186,33 @@ def execute_take(x, index, *, partition, mesh):
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
-        return x[index]
+        return on_raw(lambda x: _rows(x, index), x)
     result = _layout_of_index(index, partition, mesh)
+    # Slots beyond the groups are padding, which no index reads.
+    index = jnp.where(index < partition.size, index, layout.num_slots)
 
     if result.num_slots > layout.num_slots:
 
         def body_of_many(x, index, first):
             own = _own_index(index, layout, result, first)
-            return [_move_bits(lambda x: _all_slices(layout, x)[own], x)]
+            return [_move_bits(lambda x: _rows(_all_slices(layout, x), own), x)]
 
         divided = _index_on_devices(index, result, 0)
         return _run_on_devices(layout, body_of_many, x, *divided, result=result)
 
     def body(x, index, first):
         position = _pad_index(index, result, 0) - first
-        own = (position >= 0) & (position < layout.per_device)
-
-        def move(x):
-            slices = x[position.clip(0, layout.per_device - 1)]
-            mask = lax.broadcast_in_dim(own, slices.shape, (0,))
-            slices = jnp.where(mask, slices, jnp.zeros((), x.dtype))
-            # One device has the slice, the others zeros: a sum of bits is a copy.
-            return reduce_scatter(result, slices)
-
+        # One device has the slice, the others zeros: a sum of bits is a copy.
+        move = lambda x: reduce_scatter(result, _rows(x, position))
         return [_move_bits(move, x)]
 
     return _run_on_devices(layout, body, x, index, result=result)
+
+
+def _rows(x, index):
+    """Return `x[index]`, with zeros where an index is negative or beyond the end."""
+    get = x.at[index].get
+    return get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 # <take(x, i), y> = sum_j <x[i_j], y_j> = sum_k <x_k, sum_{j: i_j = k} y_j>
@@ -230,7 +234,8 @@ def execute_put_add(x, index, *, partition, mesh):
     Args:
       x: The partitioned value, `[k, *s]`, of a dtype with arithmetic.
       index: For each group j of `x` the group of the result to which its slice is
-        added, int32 `[k]`, a global value. With n the slice is dropped.
+        added, int32 `[k]`, a global value. With one that is not in 0 to n - 1 the slice
+        is dropped.
       partition: The `Partition` of the result, n groups.
       mesh: The mesh, or None: the program runs locally.
 
@@ -243,7 +248,10 @@ def execute_put_add(x, index, *, partition, mesh):
 
     def add(x, index, size: int):
         zeros = jnp.zeros((size, *x.shape[1:]), wide)
-        return zeros.at[index].add(x.astype(wide), mode="drop").astype(x.dtype)
+        added = zeros.at[index].add(
+            x.astype(wide), mode="drop", wrap_negative_indices=False
+        )
+        return added.astype(x.dtype)
 
     if not result.axes:
         return add(x, index, partition.size)
@@ -256,8 +264,6 @@ def execute_put_add(x, index, *, partition, mesh):
             size = result.per_device
             position = _pad_index(index, layout, dropped)
             position = position - first // layout.per_device * size
-            # A negative index would count from the end.
-            position = jnp.where(position >= 0, position, size)
             return [add(_all_slices(layout, x), position, size)]
 
         return _run_on_devices(layout, body_of_few, x, index, result=result)
@@ -308,7 +314,8 @@ def last_writer(index, n: int):
     return none.at[index].max(writers, mode="drop")
 
 
-# <put_add(x, i), y> = sum_k <sum_{j: i_j = k} x_j, y_k> = sum_j <x_j, y[i_j]>
+# <put_add(x, i), y> = sum_k <sum_{j: i_j = k} x_j, y_k> = sum_j <x_j, y[i_j]>, where
+# y[i_j] is zero for an i_j that is no k.
 def _put_add_transpose(ct, x, index, **params):
     return [take_p.bind(ct, index, **params), None]
 

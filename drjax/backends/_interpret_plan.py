@@ -157,7 +157,7 @@ class PlanInterpreter(abc.ABC):
         `slices[i]` to `result[index[i]]`.
 
         Here `x[i]` is slice i of x, along the axis that the backend has for groups. A
-        take clamps indices that are out of bounds, and a put_add drops their slices.
+        take of an index that is out of bounds gives zeros, and a put_add drops it.
 
         Args:
           move: The move.

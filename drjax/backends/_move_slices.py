@@ -4,14 +4,15 @@ Input: a `drjax.plan.Move`, all slices `[n, *s]` of its source, and an index. Ou
 those of its result.
 
 Invariants: as the primitives in `drjax._primitives.routes`, but floats are added in
-float64. Sharp edges: an index of a loaded plan may be out of bounds; a take clamps it,
-and a put_add drops its slice.
+float64. Where an index is out of bounds, a take gives zeros, and a put_add drops the
+slice.
 """
 
 from typing import Any
 
 import numpy as np
 
+from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Move
 
@@ -20,8 +21,8 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
     """Move all groups' slices by a permute, a take or a put_add.
 
     A permute has `result[i] = slices[move.sources[i]]`, and a take
-    `result[i] = slices[index[i]]`. A put_add starts from zeros, and for each i adds
-    `slices[i]` to `result[index[i]]`.
+    `result[i] = slices[index[i]]`, or zeros. A put_add starts from zeros; for each i it
+    adds `slices[i]` to `result[index[i]]`.
 
     Args:
       move: The move. Its source or result may be a population: a global value `[N, *s]`
@@ -29,8 +30,7 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
       slices: All slices of the source along axis 0, an array of numpy or JAX, random
         keys included; it is not changed.
       index: int32, one for each slice of the result of a take, or for each of `slices`
-        of a put_add. A take clamps indices to the bounds; a put_add drops slices whose
-        index is out of bounds. None for a permute, which does not use it.
+        of a put_add. None for a permute, which does not use it.
       groups: n, the number of groups of the plan. Only a put_add to a partitioned value
         uses it, as the number of slices of the result.
 
@@ -43,10 +43,20 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
         return slices[np.asarray(move.sources, np.int32)]
     index = np.asarray(index)
     if move.op == "take":
-        return slices[index.clip(0, len(slices) - 1)]
+        return on_raw(lambda x: _rows(x, index), slices)
     host = np.asarray(slices)
     n = groups if move.result.partitioned else move.result.shape[0]
     totals = np.zeros((n, *host.shape[1:]), REDUCE_OPS["sum"].wide(host.dtype))
     known = (index >= 0) & (index < n)
     np.add.at(totals, index[known], host[known].astype(totals.dtype))
     return totals.astype(host.dtype)
+
+
+def _rows(x: Any, index: np.ndarray) -> Any:
+    """Return `x[index]`, with zeros where an index is negative or beyond the end."""
+    inside = (index >= 0) & (index < len(x))
+    if inside.all():
+        return x[index]
+    rows = np.zeros((len(index), *x.shape[1:]), x.dtype)
+    rows[inside] = np.asarray(x)[index[inside]]
+    return rows

@@ -13,6 +13,7 @@ import pytest
 
 import drjax
 from drjax._primitives.edge_coloring import schedule
+from drjax._primitives.routes import take_p
 from tests.helpers.cases import checkerboard
 from tests.helpers.groups import TREES, assert_trees_equal, four
 from tests.helpers.meshes import groups_and_meshes, in_mesh, make_mesh
@@ -302,7 +303,9 @@ FRACTION: Any = 1.0
         (lambda x: drjax.take(x, RAGGED), drjax.DrjaxTypeError, "take needs as"),
         (lambda x: drjax.take(x, NESTED), drjax.DrjaxValueError, "shape [1,2]."),
         (lambda x: drjax.put(x, [0, 3, 0]), drjax.DrjaxValueError,
-         "drjax.put needs groups between -3 and 2, got 3."),
+         "drjax.put needs groups between -3 and 2, got 3. To have it dropped, pass a"),
+        (lambda x: drjax.take(x, np.array([0, -4, 0], np.int8)), drjax.DrjaxValueError,
+         "drjax.take needs groups between -3 and 2, got -4. To have it clamped, pass a"),
         (lambda x: drjax.put(x, [0, 1, 2], into=[x]), drjax.DrjaxValueError,
          "drjax.put needs x and into of one structure"),
         (lambda x: drjax.put(x, [0, 1, 2], into=x.astype(int)), drjax.DrjaxValueError,
@@ -322,13 +325,96 @@ def test_errors(call, error, text):
     raises(error, text, three(call), jnp.asarray(X3))
 
 
-def test_an_index_out_of_bounds_that_is_traced():
-    """`take` clamps it and `put` drops it."""
-    index = jnp.array([7, -9, -1])
-    f = jax.jit(three(lambda x, i: (drjax.take(x, i), drjax.put(x, i, add=True))))
-    taken, added = f(X3, index)
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, drjax.jit])
+def test_an_index_out_of_bounds_that_is_data(run):
+    """`take` and `select` clamp it and `put` drops it, eagerly too."""
+    f = three(
+        lambda x, i: (
+            drjax.take(x, i),
+            drjax.put(x, i, add=True),
+            drjax.put(x, i, into=x + 5),
+            [drjax.select(x, i[j]) for j in range(3)],
+        )
+    )
+    taken, added, put, selected = run(f)(jnp.asarray(X3), jnp.array([7, -9, -1]))
     np.testing.assert_array_equal(taken, [2.0, 0.0, 2.0])
     np.testing.assert_array_equal(added, [0.0, 0.0, 2.0])
+    np.testing.assert_array_equal(put, [5.0, 6.0, 2.0])
+    np.testing.assert_array_equal(selected, [2.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, drjax.jit])
+def test_select_the_best_of_no_group(run):
+    """The index is then n, which is clamped."""
+    f = three(lambda x: drjax.select(x, drjax.reduce_argmax(x, where=x > 9)))
+    assert run(f)(jnp.asarray(X3)) == 2.0
+
+
+OUT_OF_BOUNDS = np.array([1, -3, 99, 0, 8, -1, 2**31 - 1, -(2**31)], np.int32)
+
+
+@pytest.mark.sampled
+@checkerboard(5, mesh=MESHES, run=["eager", "jit", "drjax", "plan"])
+def test_a_slice_that_put_drops_gets_no_cotangent(mesh, run):
+    """Whatever the devices are; of `take`, the group to which it clamps gets it."""
+    n, make = MESHES[mesh]
+    index = jnp.asarray(np.resize(OUT_OF_BOUNDS, n))
+    weights = np.arange(1.0, n + 1, dtype=np.float32)
+    dropped = jnp.where((index >= -n) & (index < n), index, n)
+
+    @drjax.program(clients=n)
+    def f(x, i):
+        moved = drjax.put(x, i, add=True), drjax.put(x, i), drjax.take(x, i)
+        scaled = lambda *slices: sum(w * s for w, s in zip((1, 3, 10), slices))
+        return jnp.sum(drjax.map_fn(scaled, moved) * weights)
+
+    def by_numpy():
+        grad = np.zeros(n)
+        for j, i in enumerate(np.asarray(dropped)):
+            last = i < n and all(k % n != i % n or k == n for k in dropped[j + 1 :])
+            grad[j] += 0 if i == n else (1 + 3 * last) * weights[i]
+        for j, i in enumerate(np.asarray(index)):
+            i = int(i) + n if i < 0 else int(i)
+            grad[min(max(i, 0), n - 1)] += 10 * weights[j]
+        return grad
+
+    grad, x = jax.grad(f), jnp.ones(n)
+    with in_mesh(make and make()):
+        compiled = {"jit": jax.jit, "drjax": drjax.jit}.get(run, lambda f: f)(grad)
+        if run == "plan":
+            compiled = jax.jit(
+                drjax.backends.xla.compile(drjax.make_plan(grad)(x, index))
+            )
+        np.testing.assert_array_equal(compiled(x, index), by_numpy())
+
+
+@pytest.mark.sampled
+@checkerboard(3, mesh=MESHES, dtype=["float32", "bool", "key"])
+def test_the_primitive_take_fills_in_zeros(mesh, dtype):
+    n, make = MESHES[mesh]
+    partition = drjax.Partition("clients", n)
+    for k in (n, 3 * n):
+        index = jnp.asarray(np.resize(OUT_OF_BOUNDS, k))
+        x = jax.random.split(jax.random.key(0), n)
+        x = x if dtype == "key" else jnp.ones(n, dtype)
+        with in_mesh(make and make()) as mesh_:
+            take = lambda x, i: take_p.bind(x, i, partition=partition, mesh=mesh_)
+            taken = jax.jit(take)(x, index)
+        raw = lambda x: jax.random.key_data(x) if dtype == "key" else x[:, None]
+        inside = ((index >= 0) & (index < n))[:, None]
+        want = np.where(inside, raw(x)[index.clip(0, n - 1)], 0)
+        np.testing.assert_array_equal(raw(taken), want)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint64"])
+def test_a_numpy_index_of_a_small_dtype(dtype):
+    """There may be more groups than the dtype holds."""
+    n = min(np.iinfo(dtype).max + 1, 300)
+    x, index = np.arange(n, dtype=np.float32), (np.arange(n) // 2).astype(dtype)
+    f = lambda x: (drjax.take(x, index), drjax.put(x, index, add=True))
+    taken, added = drjax.program(clients=n)(f)(x)
+    np.testing.assert_array_equal(taken, x[index])
+    np.testing.assert_array_equal(added, np.bincount(index, x, n))
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "uint32"])

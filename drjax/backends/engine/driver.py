@@ -288,10 +288,11 @@ class _DriverInterpreter(PlanInterpreter):
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
         alive = self.call.alive
         if isinstance(slices, WorkerSlices) and is_move_of_slices(move):
-            # Without a slice a group would have NaNs: then the driver moves them.
-            if alive.all() and (slices.piece >= 0).all():
-                source = move.sources if index is None else index
-                return slices.moved(move.result, np.clip(source, 0, len(alive) - 1))
+            source = np.asarray(move.sources if index is None else index)
+            inside = (source >= 0) & (source < len(alive))
+            # Else a group would have NaNs, or zeros: then the driver moves them.
+            if alive.all() and (slices.piece >= 0).all() and inside.all():
+                return slices.moved(move.result, source)
         slices = read_if_lazy(slices)
         # A population has slices of groups that take no part.
         if move.source.partitioned:
