@@ -164,7 +164,7 @@ def test_select_of_what_is_no_number(i):
 
 @pytest.mark.parametrize("i", [3, -4, 2**40, np.int8(5), np.uint32(3)])
 def test_select_out_of_bounds(i):
-    text = f"drjax.select needs a group between -3 and 2, got {int(i)}."
+    text = f"drjax.select needs a group between -3 and 2, got {int(i)}. To have it cl"
     raises(drjax.DrjaxValueError, text, three(lambda x: drjax.select(x, i)), X3)
 
 
