@@ -152,11 +152,24 @@ def _drjax_levels(x, g):
 def _put(x, index, into=None, add=False):
     if into is None:
         into = jnp.zeros((partition_size(), *x.shape[1:]), x.dtype)
-    return into.at[index].add(x) if add else into.at[index].set(x)
+    into, slices = into.at[jnp.asarray(index)], x  # negative ones count from the end
+    return into.add(slices, mode="drop") if add else into.set(slices, mode="drop")
+
+
+def _select(x, i):
+    return jnp.take(x, _from_end(i, len(x)), axis=0, mode="clip")
+
+
+def _take(x, index):
+    return jnp.take(x, _from_end(jnp.asarray(index), len(x)), axis=0, mode="clip")
+
+
+def _from_end(index, n):
+    return jnp.where(index < 0, index + n, index)
 
 
 PLAIN = types.SimpleNamespace(
-    take=_each(lambda x, index: x[jnp.asarray(index)]),
+    take=_each(_take),
     put=_each(_put),
     shift=_each(lambda x, k: jnp.roll(x, k, axis=0)),
     program=program,
@@ -184,7 +197,7 @@ PLAIN = types.SimpleNamespace(
     secure_sum=_each(_sum),
     mean_by=_mean_by,
     two_levels=_two_levels,
-    select=_each(lambda x, i: x[i]),
+    select=_each(_select),
     jit=lambda fn, **options: jax.jit(fn),
 )
 

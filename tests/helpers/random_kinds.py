@@ -461,15 +461,49 @@ def moved(x, j):
     return works[j % len(works)]()
 
 
-@step("p1 gn", "p1", variants=3)
+@step("p1 gi", "p1", variants=6)
+def moved_anywhere(x, i, j):
+    """Indices that are computed, of any small dtype, some of them out of bounds."""
+    n = blocks.partition_size()
+    index = (5 * jnp.arange(n) + i + j) % (2 * n + 5) - (n + 2)
+    index = index.astype(("int32", "int8", "int16")[j % 3])
+    alone = index.at[:].set(n + i.astype(index.dtype) % 3)  # none is written
+    works = (
+        lambda: blocks.take(x, index),
+        lambda: bounded(blocks.put(x, index, add=True)),
+        lambda: bounded(blocks.put(x, index, into=jnp.sin(x), add=True)),
+        lambda: blocks.put(x, alone, into=jnp.cos(x)),
+        lambda: x + blocks.put(x, alone, add=True),
+        lambda: blocks.take(x, np.arange(n).astype("uint8") // 2),
+    )
+    return works[j % len(works)]()
+
+
+@step("p1 pi gi g1", "g1", variants=4)
+def out_of_bounds(x, i, g, h, j):
+    """Segments and groups that do not exist, and which are computed."""
+    n, by = len(x), i % 6 - 2
+    works = (
+        lambda: blocks.sum_by(x, by, 2)[j % 2],
+        lambda: blocks.mean_by(x, by, 3).sum(0) + h,
+        lambda: blocks.select(x, g - 5),
+        lambda: blocks.select(x, n + g) * h,
+    )
+    return bounded(_choose(works, j))
+
+
+@step("p1 gn", "p1", variants=5)
 def cohort(x, population, j):
     """Slices that move between the groups and a population of twice as many."""
     n, population = len(x), jnp.concatenate([population, 0.5 * population])
     index, twice = (jnp.arange(n) + j) % (2 * n), jnp.arange(2 * n)
+    some = jnp.where(index % 3 == 0, index + 2 * n, index)  # the others are no client
     works = (
         lambda: blocks.take(population, index),
         lambda: blocks.take(blocks.put(x, index, into=population), index // 2),
         lambda: bounded(blocks.put(blocks.take(x, twice // 2), twice % n, add=True)),
+        lambda: blocks.take(blocks.put(x, some, into=population, add=True), some - 1),
+        lambda: bounded(blocks.put(blocks.take(x, twice - n), twice - 1, add=True)),
     )
     return works[j % len(works)]()
 
