@@ -186,7 +186,7 @@ def execute_take(x, index, *, partition, mesh):
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
-        return on_raw(lambda x: _rows(x, index), x)
+        return on_raw(lambda x: _slices_at(x, index), x)
     result = _layout_of_index(index, partition, mesh)
     # Slots beyond the groups are padding, which no index reads.
     index = jnp.where(index < partition.size, index, layout.num_slots)
@@ -195,7 +195,7 @@ def execute_take(x, index, *, partition, mesh):
 
         def body_of_many(x, index, first):
             own = _own_index(index, layout, result, first)
-            return [_move_bits(lambda x: _rows(_all_slices(layout, x), own), x)]
+            return [_move_bits(lambda x: _slices_at(_all_slices(layout, x), own), x)]
 
         divided = _index_on_devices(index, result, 0)
         return _run_on_devices(layout, body_of_many, x, *divided, result=result)
@@ -203,13 +203,13 @@ def execute_take(x, index, *, partition, mesh):
     def body(x, index, first):
         position = _pad_index(index, result, 0) - first
         # One device has the slice, the others zeros: a sum of bits is a copy.
-        move = lambda x: reduce_scatter(result, _rows(x, position))
+        move = lambda x: reduce_scatter(result, _slices_at(x, position))
         return [_move_bits(move, x)]
 
     return _run_on_devices(layout, body, x, index, result=result)
 
 
-def _rows(x, index):
+def _slices_at(x, index):
     """Return `x[index]`, with zeros where an index is negative or beyond the end."""
     get = x.at[index].get
     return get(mode="fill", fill_value=0, wrap_negative_indices=False)

@@ -43,7 +43,7 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
         return slices[np.asarray(move.sources, np.int32)]
     index = np.asarray(index)
     if move.op == "take":
-        return on_raw(lambda x: _rows(x, index), slices)
+        return on_raw(lambda x: _slices_at(x, index), slices)
     host = np.asarray(slices)
     n = groups if move.result.partitioned else move.result.shape[0]
     totals = np.zeros((n, *host.shape[1:]), REDUCE_OPS["sum"].wide(host.dtype))
@@ -52,11 +52,11 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
     return totals.astype(host.dtype)
 
 
-def _rows(x: Any, index: np.ndarray) -> Any:
+def _slices_at(x: Any, index: np.ndarray) -> Any:
     """Return `x[index]`, with zeros where an index is negative or beyond the end."""
     inside = (index >= 0) & (index < len(x))
     if inside.all():
         return x[index]
-    rows = np.zeros((len(index), *x.shape[1:]), x.dtype)
-    rows[inside] = np.asarray(x)[index[inside]]
-    return rows
+    result = np.zeros((len(index), *x.shape[1:]), x.dtype)
+    result[inside] = np.asarray(x)[index[inside]]
+    return result

@@ -10,6 +10,8 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
+from drjax.backends._move_slices import move_slices
+from drjax.plan import Move, Value
 from tests.helpers.groups import four
 from tests.helpers.plan_files import forge, read_members
 from tests.helpers.raising import raises
@@ -68,6 +70,41 @@ def test_forged_moves_are_refused(entry, text, tmp_path):
 
     forge(path, read_members(path), change=change)
     raises(drjax.PlanFileError, text, drjax.load_plan, path)
+
+
+def test_a_slice_that_is_dropped_gets_no_cotangent(tmp_path):
+    """The transpose of put_add is a take with indices out of bounds: zeros."""
+
+    def loss(x, index):
+        added = drjax.put(drjax.map_fn(jnp.sin, x), index, add=True)
+        return jnp.sum(drjax.map_fn(lambda a: a**2, added))
+
+    x, index = np.array([1.0, 2.0, 3.0, 0.5], np.float32), jnp.array([1, 4, -5, 1])
+    plain = lambda x: jnp.sum(jnp.zeros(4).at[index].add(jnp.sin(x), mode="drop") ** 2)
+    plan = drjax.make_plan(jax.grad(four(loss)))(x, index)
+    plan.save(tmp_path / "plan.drjax")
+    for each in (plan, drjax.load_plan(tmp_path / "plan.drjax")):
+        for run in (
+            drjax.backends.reference.compile(each),
+            jax.jit(drjax.backends.xla.compile(each)),
+            in_process.compile(each, block_size=1),
+            in_process.compile(each, block_size=3),
+        ):
+            grad = run(x, index)
+            np.testing.assert_allclose(grad, jax.grad(plain)(x), rtol=1e-5)
+            assert grad[1] == grad[2] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "key"])
+def test_a_take_out_of_bounds_gives_zeros_on_the_host(dtype):
+    slices = jax.random.split(jax.random.key(3), 4)
+    slices = slices if dtype == "key" else jnp.ones(4, dtype)
+    index = np.array([3, -1, 4, 0])
+    move = Move("take", value := Value("x", (), slices.dtype, True, 4), value)
+    bits = jax.random.key_data if dtype == "key" else np.asarray
+    taken = np.asarray(bits(move_slices(move, slices, index)))
+    np.testing.assert_array_equal(taken[[0, 3]], bits(slices)[np.array([3, 0])])
+    assert not taken[1:3].any()
 
 
 def test_what_dropped_groups_have_is_added_to_none():

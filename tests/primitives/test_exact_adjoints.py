@@ -36,10 +36,10 @@ COMPILER = {"xla_backend_optimization_level": 0}  # most of the time is compilat
 class Block:
     """A linear function of arrays, and its matrix.
 
-    `sizes(n)` are the leading axes of the operands; None: a global value of one row.
-    `matrix(d, n)` is `[cases, rows of the result, rows of the operands]` for data
+    `sizes(n)` are the leading axes of the operands; None: it is global, and has none.
+    `matrix(d, n)` is `[cases, slices of the result, slices of operands]` for data
     `[cases, length]`. `result` is "groups" if it is partitioned, "pods" if it is over
-    these, "rows" if it is global, and "row" if it has no axis for its only row.
+    these, "several" if it is global, and "one" if it also lacks their axis.
     """
 
     fn: Callable[..., Any]  # `(n, data, *operands)`
@@ -80,7 +80,7 @@ def into(written: np.ndarray, add: bool) -> np.ndarray:
 
 
 def mean_of(weights: np.ndarray) -> np.ndarray:
-    """Rows of weights, over their sums; zeros if that is zero."""
+    """Weights over their sums; zeros if that is zero."""
     total = weights.sum(-1, keepdims=True)
     return weights / np.maximum(total, 1)
 
@@ -103,23 +103,23 @@ def masked(d):
     return drjax.map_fn(lambda d: d > 0, d)
 
 
-row = lambda x: np.asarray(x)[:, None]
+only = lambda x: np.asarray(x)[:, None]
 
 # Of which groups: 0 is not, 1 and 2 are, with that weight.
 MASKS = {
     "sum": Block(
         lambda n, d, x: drjax.reduce_sum(x, where=masked(d)),
-        lambda d, n: row(d > 0), result="row",
+        lambda d, n: only(d > 0), result="one",
     ),
     "mean": Block(
         lambda n, d, x: drjax.reduce_mean(x, where=masked(d), default=0),
-        lambda d, n: row(mean_of(1 * (d > 0))), result="row",
+        lambda d, n: only(mean_of(1 * (d > 0))), result="one",
     ),
     "weighted mean": Block(
         lambda n, d, x: drjax.reduce_weighted_mean(
             x, drjax.map_fn(jnp.float32, d), default=0
         ),
-        lambda d, n: row(mean_of(d)), result="row",
+        lambda d, n: only(mean_of(d)), result="one",
     ),
     "map": Block(
         lambda n, d, x: drjax.map_fn(lambda x, d: jnp.where(d > 0, 3 * x, -x), (x, d)),
@@ -141,22 +141,22 @@ MASKS = {
             lambda c: c @ jnp.arange(1.0, n + 1),
             drjax.map_fn(lambda d, x: d * x, (d, x)),
         ),
-        lambda d, n: row(d * np.arange(1, n + 1)), result="row",
+        lambda d, n: only(d * np.arange(1, n + 1)), result="one",
     ),
 }  # fmt: skip
 SEGMENTS = {
     "sum": Block(
         lambda n, d, x: drjax.reduce_sum(x, by=d, num=2),
-        lambda d, n: one_hot(d, 2).swapaxes(-1, -2), result="rows",
+        lambda d, n: one_hot(d, 2).swapaxes(-1, -2), result="several",
     ),
     "mean": Block(
         lambda n, d, x: drjax.reduce_mean(x, by=d, num=2, default=0),
-        lambda d, n: mean_of(one_hot(d, 2).swapaxes(-1, -2)), result="rows",
+        lambda d, n: mean_of(one_hot(d, 2).swapaxes(-1, -2)), result="several",
     ),
     "sum of some": Block(
         lambda n, d, x: drjax.reduce_sum(x, where=np.arange(n) % 2 > 0, by=d, num=2),
         lambda d, n: one_hot(d, 2).swapaxes(-1, -2) * (np.arange(n) % 2),
-        result="rows",
+        result="several",
     ),
 }  # fmt: skip
 INDICES = {
@@ -202,12 +202,12 @@ INDICES = {
     ),
     "select": Block(
         lambda n, d, x: drjax.select(x, d[0]),
-        lambda d, n: row(one_hot(clamped(d[:, 0], n), n)), result="row",
+        lambda d, n: only(one_hot(clamped(d[:, 0], n), n)), result="one",
     ),
     "select of some": Block(
         lambda n, d, x: drjax.select(x, d[-1], where=drjax.map_fn(lambda d: d > 0, d)),
-        lambda d, n: row([selected_of(index > 0, index[-1]) for index in d]),
-        result="row",
+        lambda d, n: only([selected_of(index > 0, index[-1]) for index in d]),
+        result="one",
     ),
 }  # fmt: skip
 
@@ -228,7 +228,7 @@ def moves(n: int) -> list[np.ndarray]:
 
 FIXED = {
     "gather": Block(
-        lambda n, d, x: drjax.gather(x), same(np.eye), result="rows"
+        lambda n, d, x: drjax.gather(x), same(np.eye), result="several"
     ),
     "scatter": Block(lambda n, d, x: drjax.scatter(x), same(np.eye)),
     "broadcast": Block(
@@ -237,15 +237,15 @@ FIXED = {
     ),
     "sum": Block(
         lambda n, d, x: drjax.reduce_sum(x), same(lambda n: np.ones((1, n))),
-        result="row",
+        result="one",
     ),
     "mean": Block(
         lambda n, d, x: drjax.reduce_mean(x), same(lambda n: np.ones((1, n)) / n),
-        result="row",
+        result="one",
     ),
     "fold": Block(
         lambda n, d, x: drjax.reduce(jnp.add, x, 0.0),
-        same(lambda n: np.ones((1, n))), result="row",
+        same(lambda n: np.ones((1, n))), result="one",
     ),
 }  # fmt: skip
 
@@ -299,11 +299,11 @@ def sums_of_pods(d: np.ndarray, n: int) -> np.ndarray:
 LEVELS = {
     "sum": Block(
         lambda n, d, x: drjax.reduce_sum(x, where=taken_of(d, n)),
-        lambda d, n: row(d), result="row",
+        lambda d, n: only(d), result="one",
     ),
     "mean": Block(
         lambda n, d, x: drjax.reduce_mean(x, where=taken_of(d, n), default=0),
-        lambda d, n: row(mean_of(d)), result="row",
+        lambda d, n: only(mean_of(d)), result="one",
     ),
     "sum of pods": Block(
         lambda n, d, x: drjax.reduce_sum(x, where=taken_of(d, n), over="groups"),
@@ -347,10 +347,11 @@ def all_words(letters, length: int) -> np.ndarray:
 
 
 def indices(n: int, all_of: int) -> np.ndarray:
-    """All indices from -n - 1 to n; of more than `all_of` groups all of some groups."""
-    if n <= all_of:
-        return all_words(range(-n - 1, n + 1), n)
-    return all_words((-n - 1, 0, n - 1, n) if n < 6 else (-1, 0, n), n)
+    """All indices from -n - 1 to n; of more than `all_of` groups all of three numbers.
+
+    These are of the first group, of the last one, and of none.
+    """
+    return all_words(range(-n - 1, n + 1) if n <= all_of else (0, -1, n), n)
 
 
 FAMILIES: dict[str, tuple[Callable[[int], dict[str, Block]], Callable]] = {
@@ -368,7 +369,7 @@ def program_of(family: str, n: int):
 
 
 def shaped(family: str, x, n: int):
-    """Rows of both levels, by level."""
+    """Slices of both levels, by level."""
     return x.reshape(2, n, -1) if family == "levels" else x
 
 
@@ -383,19 +384,19 @@ def check(family: str, n: int, mode: str, mesh=None, all_of: int = 4, some=None)
         data = data[np.linspace(0, len(data) - 1, min(some, len(data))).astype(int)]
     matrices = [block.matrix(data, n) for block in blocks.values()]
     width = max(max(a.shape[1:]) for a in matrices)
-    rows = lambda k: np.float32(UNIT) * np.eye(k, width, dtype=np.float32)
+    units = lambda k: np.float32(UNIT) * np.eye(k, width, dtype=np.float32)
     operands, cotangents = [], []
     for block, a in zip(blocks.values(), matrices, strict=True):
         sizes = (2 * n,) if family == "levels" else block.sizes(n)
         ends = np.cumsum([1 if size is None else size for size in sizes])
-        slices = np.split(rows(ends[-1]), ends[:-1])
+        slices = np.split(units(ends[-1]), ends[:-1])
         operands.append([
             x[0] if size is None else shaped(family, x, n)
             for x, size in zip(slices, sizes, strict=True)
         ])  # fmt: skip
-        ct = rows(a.shape[1])
+        ct = units(a.shape[1])
         ct = shaped(family, ct, n) if block.result == "groups" else ct
-        cotangents.append(ct[0] if block.result == "row" else ct)
+        cotangents.append(ct[0] if block.result == "one" else ct)
     if mesh is not None and EXPLICIT in mesh.axis_types:
         place = functools.partial(placed, mesh=mesh, levels=family == "levels")
         operands = [[*map(place, xs)] for xs in operands]
@@ -419,13 +420,15 @@ def check(family: str, n: int, mode: str, mesh=None, all_of: int = 4, some=None)
             plan = drjax.make_plan(fn)(operands, cotangents, data[0])
             fn = getattr(drjax.backends, mode).compile(plan)
         if mode in ("eager", "reference"):
-            found = [fn(operands, cotangents, jnp.asarray(d)) for d in data]
-            found = jax.tree.map(lambda *xs: np.stack([*map(np.asarray, xs)]), *found)
+            results = [fn(operands, cotangents, jnp.asarray(d)) for d in data]
+            results = jax.tree.map(
+                lambda *xs: np.stack([*map(np.asarray, xs)]), *results
+            )
         else:
             run = lambda a, b, d: jax.lax.map(lambda d: fn(a, b, d), d)
             compiled = jax.jit(run, compiler_options=COMPILER)
-            found = jax.device_get(compiled(operands, cotangents, data))
-    for name, a, (y, xs) in zip(blocks, matrices, found, strict=True):
+            results = jax.device_get(compiled(operands, cotangents, data))
+    for name, a, (y, xs) in zip(blocks, matrices, results, strict=True):
         flat = lambda x: np.reshape(x, (len(data), -1, width))
         forward = flat(y)
         backward = np.concatenate([*map(flat, xs)], 1)
@@ -441,7 +444,7 @@ def check(family: str, n: int, mode: str, mesh=None, all_of: int = 4, some=None)
 
 def placed(x, mesh, levels: bool):
     """An operand or cotangent, with an axis of groups or of pods, on Explicit axes."""
-    axes = [name for name in LEVEL_AXES[0 if levels else 1 :]]
+    axes = LEVEL_AXES if levels else LEVEL_AXES[1:]
     spec = [axis if axis in mesh.axis_names else None for axis in axes]
     spec = jax.P(*spec[: np.ndim(x) - 1])
     return jax.device_put(x, jax.NamedSharding(mesh, spec))
@@ -462,8 +465,7 @@ def meshes_of(m: int, kind: Any, n: int, levels: bool = False) -> list:
     return [make_mesh(shape, kind) for shape in shapes if kind is AUTO or fits(shape)]
 
 
-# How it runs, on how many devices, of which kind of axes, and of how many groups each
-# index is tried: of more groups, all indices to the first, the last, and none of them.
+# How it runs, on how many devices, of which kind of axes; and `all_of` of `indices`.
 ON_MESHES = [
     (mode, m, kind, 3)
     for mode in ("jit", "drjax")
