@@ -482,7 +482,7 @@ def runs(mode: str, m: int, kind: Any, all_of: int) -> list[tuple]:
         (family, n, mode, mesh, all_of)
         for n in range(1, 7)
         for family in FAMILIES
-        if family != "levels" or n <= 3
+        if family != "levels" or n in (2, 3)
         for mesh in meshes_of(m, kind, n, family == "levels")
     ]
 
