@@ -23,13 +23,14 @@ from drjax._plan.ledger import MOVES as MOVES
 from drjax._plan.ledger import Ledger as Ledger
 from drjax._plan.ledger import Message as Message
 from drjax._plan.ledger import checked_devices
+from drjax._plan.record import Record
 from drjax._plan.reduce import Reduce as Reduce
 from drjax._plan.value import Value as Value
 from drjax._plan.wire import Wire as Wire
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Record):
     """Computation without communication.
 
     Attributes:
@@ -61,7 +62,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Fold:
+class Fold(Record):
     """One fold of all groups' states into a global state, in the order of the groups.
 
     Attributes:
@@ -97,7 +98,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Move:
+class Move(Record):
     """One move of slices from groups to groups.
 
     Attributes:
@@ -133,7 +134,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Loop:
+class Loop(Record):
     """A loop, a branch, or work on coordinates: it runs plans of its own.
 
     Attributes:
@@ -169,7 +170,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Record):
     """One round of the program: everything between two communications.
 
     Attributes:
@@ -199,7 +200,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """A program in normal form. Print it to read it.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition, integer_of
+from drjax._plan.record import Record
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
 
@@ -22,7 +23,7 @@ _WIDTH = 9  # of the column of rounds, at least
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(Record):
     """One value that is communicated in one round.
 
     Attributes:
@@ -81,7 +82,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(Record):
     """The communication of a plan. Print it to read it.
 
     On m devices a broadcast costs nothing, as every device has the server's value. Of a

@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from drjax._plan.record import Record
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
 
 
 @dataclass(frozen=True)
-class Reduce:
+class Reduce(Record):
     """One combination of all groups' slices into a global value.
 
     Attributes:

@@ -7,9 +7,11 @@ Input: facts of a variable of a program. Output: `Value`, a record. Sharp edges:
 from dataclasses import dataclass
 from typing import Any
 
+from drjax._plan.record import Record
+
 
 @dataclass(frozen=True)
-class Value:
+class Value(Record):
     """A value that stages exchange: its name and type, without an array.
 
     Attributes:

@@ -14,9 +14,9 @@ X3, X8 = np.arange(3.0, dtype=np.float32), np.arange(8.0, dtype=np.float32)
 KEYS3 = lambda: jax.random.split(jax.random.key(0), 3)
 
 
-def raises(error, text, fn, *args):
-    """`fn(*args)` raises `error`, whose message contains `text` and is one message."""
+def raises(error, text, fn, *args, **kwargs):
+    """`fn(*args, **kwargs)` raises `error` with `text` in its message."""
     with pytest.raises(error, match=re.escape(text)) as caught:
-        fn(*args)
+        fn(*args, **kwargs)
     assert isinstance(caught.value, drjax.DrjaxError)
     return str(caught.value)

@@ -1,0 +1,98 @@
+"""Whatever enters a plan has the type that the plan says.
+
+Covers: drjax._plan.record, drjax._plan.value, drjax._plan.reduce.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import drjax
+from drjax.plan import Loop, Message, Move, Reduce, Value
+from tests.helpers.cases import N
+from tests.helpers.plan_files import program, saved
+from tests.helpers.raising import raises
+
+X = Value("x", (2, 3), np.dtype("float32"), True, 24)
+
+
+def test_integers_are_those_of_python():
+    value = replace(X, axis=np.int64(1), shape=(np.int32(2), 3), nbytes=np.uint8(24))
+    assert value == replace(X, axis=1)
+    assert {type(i) for i in (value.axis, value.nbytes, *value.shape)} == {int}
+    assert type(replace(X, name=np.str_("y")).name) is str
+    assert replace(X, partitioned=np.bool_(True)).partitioned is True
+    move = new(Move, "permute", X, X, (np.int64(1), 0))
+    assert {type(i) for i in move.sources} == {int}
+    assert X.shape is replace(X, name="y").shape, "what is right is not copied"
+
+
+def test_symbolic_dimensions_stay():
+    (b,) = export.symbolic_shape("b")
+    assert replace(X, shape=(b, 3), nbytes=12 * b).shape == (b, 3)
+
+
+def new(record: Any, *args, **fields):
+    return record(*args, **fields)
+
+
+def changed(**fields):
+    return replace(X, **fields)
+
+
+WRONG = {
+    "Value.name needs str, got int: 1.": lambda: changed(name=1),
+    "Value.axis needs int, got float: 0.0.": lambda: changed(axis=0.0),
+    "Value.axis needs int, got bool: True.": lambda: changed(axis=True),
+    "Value.axis needs int, got float64: np.": lambda: changed(axis=np.float64(0)),
+    "Value.nbytes needs int, got ArrayImpl": lambda: changed(nbytes=jnp.ones(2)),
+    "Value.shape needs tuple[int, ...], got list: [2": lambda: changed(shape=[2, 3]),
+    "Value.shape needs tuple[int, ...], got tuple": lambda: changed(shape=(2, "3")),
+    "Value.partitioned needs bool, got int: 1.": lambda: changed(partitioned=1),
+    "Reduce.source needs Value, got str: 'x'.": lambda: new(Reduce, "sum", "x", X),
+    "Reduce.wire needs Wire | NoneType, got str": lambda: new(
+        Reduce, "sum", X, X, "int8"
+    ),
+    "Reduce.sharded needs bool | str, got NoneType": lambda: new(
+        Reduce, "sum", X, X, sharded=None
+    ),
+    "Loop.bodies needs tuple[Plan, ...], got tuple": lambda: new(
+        Loop, "scan", "scan", (), (), (X,)
+    ),
+    "Message.times needs tuple[int | str, ...]": lambda: new(
+        Message, "1", "sum", X, 4, (None,)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_other_types_are_refused(text):
+    error = raises(drjax.DrjaxTypeError, text, WRONG[text])
+    assert len(error) < 250
+
+
+def test_a_round_that_is_made_of_anything_else():
+    plan = drjax.make_plan(program(drjax.reduce_sum))(jnp.ones(N))
+    (a_round,) = plan.rounds
+    for field in fields(a_round):
+        text = f"Round.{field.name} needs "
+        raises(drjax.DrjaxTypeError, text, replace, a_round, **{field.name: None})
+    text = "Round.scatter needs tuple[tuple[Value, Value], ...]"
+    raises(drjax.DrjaxTypeError, text, replace, a_round, scatter=((X,),))
+
+
+def test_a_partitioned_result_that_a_vmap_does_not_batch(tmp_path):
+    def mean_and_sine(w, x):
+        products = drjax.map_fn(jnp.multiply, (drjax.broadcast(w), x))
+        return drjax.reduce_mean(products), drjax.map_fn(jnp.sin, x)
+
+    fn, args = jax.vmap(program(mean_and_sine), (0, None)), (jnp.ones(2), jnp.ones(N))
+    plan = saved(drjax.make_plan(fn)(*args), tmp_path / "plan.drjax")
+    run = drjax.backends.reference.compile(plan)
+    for got, want in zip(run(*args), fn(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
