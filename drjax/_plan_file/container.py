@@ -22,6 +22,7 @@ from drjax._errors import PlanFileError
 FORMAT, VERSION = "drjax plan", 1
 MANIFEST_LIMIT = 32 << 20  # bytes; as Python objects JSON takes some 20 times as much
 _MANIFEST = "manifest.json"
+_LONGEST = 600  # letters of what is wrong with a file, in an error
 _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 
 
@@ -356,7 +357,9 @@ def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
       what: What is wrong with the file: a predicate, such as `is damaged`.
       fix: How to fix it: a whole sentence, such as `Copy it again.`
     """
-    return PlanFileError(f"The plan file {path} {what}. {fix}")
+    # Cut, as what is wrong may be anything of the file, of any length.
+    short = what if len(what) <= _LONGEST else f"{what[:_LONGEST]} ..."
+    return PlanFileError(f"The plan file {path} {short}. {fix}")
 
 
 def malformed(path: Path | str, why: object) -> PlanFileError:

@@ -8,7 +8,7 @@ those that `plan.save` writes for programs without kernels: linear algebra, a
 permutation, allocation and placement, and names that XLA replaces by StableHLO. Not in
 it, though `jax.export` counts them as stable: kernels, which are code of their own
 (`tpu_custom_call`, `mosaic_gpu_v2`), `tf.call_tf_function`, and shardings, as stages
-have no mesh. Whatever runs Python is in neither list.
+have no mesh. Whatever runs Python is refused, also if a user allows it by name.
 
 Invariants: `check_allowed` reads what the manifest declares, before the code of any
 stage is read; `check_declared` then compares that with the code.
@@ -19,6 +19,7 @@ they should not. docs/plan_files.md says so to users.
 """
 
 import contextlib
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,36 +64,42 @@ ALLOWED = frozenset(
 )
 # Operations that exchange data with the host outside of any custom call.
 _OF_HOST = {f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send")}
+# What calls Python: a file has no Python function, only the address or number of one
+# in another process, so that the call ends this process. Refused whatever is allowed.
+_OF_PYTHON = re.compile("python.*callback|CustomSPMDPartitioning", re.IGNORECASE)
 _BYTECODE = b"ML\xefR"
 
 
-def check_allowed(path: Path | str, plan: Plan, allowed: Collection[str]) -> None:
+def check_allowed(
+    path: Path | str, plan: Plan, allowed: Collection[str] | None
+) -> None:
     """Check that a plan declares no custom calls but those in `ALLOWED` or `allowed`.
 
-    A custom call runs code outside the plan file, such as a routine of LAPACK or a
-    kernel. Only declarations are read; `check_declared` compares them with the code.
-
-    Args:
-      path: The plan file, for errors.
-      plan: The plan, decoded from its manifest. `stage.exported.custom_calls` are the
-        names that the manifest declares for a stage.
-      allowed: The names of custom calls that are accepted in addition to `ALLOWED`.
-
-    Raises:
-      PlanFileError: A stage declares another custom call.
+    Only declarations are read; `check_declared` compares them with the code. None
+    allows all that do not call Python.
     """
-    known = ALLOWED.union(allowed)
     for location, stage in plan.stages():
-        calls = () if stage.exported is None else stage.exported.custom_calls
-        if unknown := sorted(set(calls) - known):
-            # Cut, as a forged manifest may have any number of names, of any length.
-            names = ", ".join(repr(name[:100]) for name in unknown[:5])
+        calls = set(() if stage.exported is None else stage.exported.custom_calls)
+        if of_python := sorted(filter(_OF_PYTHON.search, calls)):
+            raise PlanFileError(
+                f"The plan file {path} calls back into Python in {location}: "
+                f"{_shown(of_python)}. The function is not in the file, so that the "
+                "call would end the process. Take it out of the program, and save the "
+                "plan again."
+            )
+        if allowed is not None and (unknown := sorted(calls - ALLOWED - {*allowed})):
             raise PlanFileError(
                 f"The plan file {path} makes custom calls in {location} that are not "
-                f"on the list of those that plans may make: {names}. They run code "
-                "outside of the file with operands that it chooses. If you trust who "
-                "wrote it, pass the names to drjax.load_plan(path, custom_calls=[...])."
+                f"on the list of those that plans may make: {_shown(unknown)}. They "
+                "run code outside of the file with operands that it chooses. If you "
+                "trust who wrote it, pass the names to "
+                "drjax.load_plan(path, custom_calls=[...])."
             )
+
+
+def _shown(names: list[str]) -> str:
+    """Some names as text: a forged manifest may have any number, of any length."""
+    return ", ".join(repr(name[:100]) for name in names[:5])
 
 
 def check_declared(

@@ -14,7 +14,7 @@ custom calls it makes; see `custom_calls`.
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drjax._errors import DrjaxError, PlanFileError
+from drjax._errors import PlanFileError
 from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
 from drjax._partition import Partition
 from drjax._plan_file import json_values, pytrees
+from drjax._plan_file.check_plan import LOOPS, check_batches, check_known, check_plan
 from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
 from drjax._plan_file.decode_communication import (
     Values,
-    checked_columns,
     checked_inner,
     fold,
     move,
@@ -44,7 +44,6 @@ from drjax._planner.stage_values import new_value
 from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
-_LOOPS = ("scan", "while", "cond", "program", "columns")
 
 
 def decode(
@@ -78,28 +77,18 @@ def decode(
         # which parses code, is not hardened against forged input.
         stages = _StageReader(path, members, origin, run=False)
         plan = _PlanReader(stages).plan(manifest["plan"])
+        _check_arguments(plan)
         if ledger(plan) != manifest["ledger"]:
             raise ValueError("its ledger is not that of its plan")
         check_used(path, members, stages.used)
         if run:  # only now is any stage looked at
-            if allowed is not None:
-                check_allowed(path, plan, allowed)
+            check_allowed(path, plan, allowed)
             stages = _StageReader(path, members, origin, run=True)
             plan = _PlanReader(stages).plan(manifest["plan"])
     except PlanFileError:
         raise
-    # Any part of a manifest may be any JSON value: Python, numpy and drjax raise these.
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        DrjaxError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    # Any part of a manifest may be any JSON value, and Python and JAX raise anything.
+    except Exception as error:
         raise malformed(path, f"{type(error).__name__}: {error}") from error
     return plan
 
@@ -129,6 +118,15 @@ def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
     text = json_values.text
     origin["producer"] = {text(name): text(x) for name, x in producer.items()}
     return origin
+
+
+def _check_arguments(plan: Plan) -> None:
+    """Check that a plan, not that of a body, takes `(args, kwargs)` and has results."""
+    if plan.in_tree is None or plan.out_tree is None:
+        raise ValueError("it has no structure of its arguments or its results")
+    args, kwargs = plan.in_tree.node["tuple"]
+    if "tuple" not in args or any(type(key) is not str for key, _ in kwargs["dict"]):
+        raise ValueError("it does not take arguments as a function does")
 
 
 class _PlanReader:
@@ -166,8 +164,8 @@ class _PlanReader:
         }
 
         def values(names: Iterable[str]) -> tuple[Value, ...]:
-            names = [*names]
-            _check_known(names, table.keys())
+            names = json_values.items(names)
+            check_known(names, table.keys())
             return tuple(table[name] for name in names)
 
         rounds = tuple(self._round(entry, values, size) for entry in data["rounds"])
@@ -185,13 +183,15 @@ class _PlanReader:
         )
         if plan.open_groups and (plan.partition is None or fixed_by(plan)):
             raise ValueError("it cannot run with any number of groups")
-        _check_order(plan)
+        check_plan(plan)
         kept = plan.kept()
         for entry, a_round in zip(data["rounds"], rounds, strict=True):
             # Results of the batched function are identified by their position alone.
             results = batched_results(a_round, kept)
             if results != {key: entry["groups"][key] for key in results}:
                 raise ValueError("a batch gives other results than the round needs")
+        if self.stages.run:
+            check_batches(plan)
         return plan
 
     def _round(self, data: dict[str, Any], values: Values, size: int) -> Round:
@@ -257,8 +257,8 @@ class _PlanReader:
         """
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
-        loop = Loop(
-            json_values.one_of(_LOOPS, data["op"]),
+        return Loop(
+            json_values.one_of(LOOPS, data["op"]),
             json_values.text(data["name"]),
             values(data["inputs"]),
             values(data["outputs"]),
@@ -268,7 +268,6 @@ class _PlanReader:
             None if length is None else json_values.count(length),
             data["reverse"] is True,
         )
-        return checked_columns(loop) if loop.op == "columns" else loop
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:
@@ -283,57 +282,8 @@ def _partition(data: dict[str, Any] | None) -> Partition | None:
     """
     if data is None:
         return None
-    return Partition(data["name"], data["size"], tuple(data["mesh_axes"]))
-
-
-def _check_order(plan: Plan) -> None:
-    """Check that each value of a plan is produced before it is used.
-
-    Bodies of loops and inner levels are left out, as they are plans of their own.
-
-    Raises:
-      ValueError: A value is used that no input and no earlier step produces.
-    """
-    known = {v.name for v in plan.inputs}
-
-    def use(values: Iterable[Value]) -> None:
-        _check_known([v.name for v in values], known)
-
-    def produce(values: Iterable[Value]) -> None:
-        known.update(v.name for v in values)
-
-    for a_round in plan.rounds:
-        use(a_round.server.inputs)
-        produce(a_round.server.outputs)
-        use((*a_round.broadcast, *(whole for whole, _ in a_round.scatter)))
-        produce(slices for _, slices in a_round.scatter)
-        use(a_round.local.inputs)
-        produce(a_round.local.outputs)
-        use(reduce.source for reduce in a_round.reduces)
-        produce(reduce.result for reduce in a_round.reduces)
-        for folded in a_round.folds:
-            use(folded.inputs)
-            produce(folded.results)
-        for moved in a_round.moves:
-            use(moved.inputs)
-            produce([moved.result])
-        for loop in a_round.loops:
-            use(loop.inputs)
-            produce(loop.outputs)
-    use(plan.server.inputs)
-    produce(plan.server.outputs)
-    use(plan.outputs)
-
-
-def _check_known(names: Iterable[str], known: Set[str]) -> None:
-    """Raise `ValueError` if a name of a value is not known.
-
-    Args:
-      names: The names of the values that are used.
-      known: The names of the values that exist so far.
-    """
-    if unknown := set(names) - known:
-        raise ValueError(f"{sorted(unknown)} are used before they are made")
+    axes = map(json_values.text, json_values.items(data["mesh_axes"]))
+    return Partition(json_values.text(data["name"]), data["size"], tuple(axes))
 
 
 class _StageReader:

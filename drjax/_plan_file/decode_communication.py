@@ -1,4 +1,4 @@
-"""The reductions, folds, moves, columns and inner levels of a round, from JSON data.
+"""The reductions, folds, moves and inner levels of a round, from JSON data.
 
 Input: an entry of `reduces`, `folds` or `moves` of a manifest, and the values of the
 plan by name. Output: a `Reduce`, `Fold` or `Move`. Invariant: an entry that no plan
@@ -6,7 +6,6 @@ could have is a `ValueError`, which `decode` converts to `PlanFileError`. Sharp 
 files of earlier versions lack the entries `wire`, `sharded` and `secure`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from drjax._plan_file import json_values
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import MOVES, Fold, Loop, Move, Plan, Reduce, Stage, Value, Wire
+from drjax.plan import MOVES, Fold, Move, Plan, Reduce, Stage, Value, Wire
 
 Values = Callable[[Iterable[str]], tuple[Value, ...]]
 
@@ -123,7 +122,8 @@ def move(data: dict[str, Any], values: Values, size: int) -> Move:
     if first != second or any(not (v.partitioned or v.shape) for v in ends):
         raise ValueError(f"a {op} changes the type of slices")
     if op == "permute":
-        if index or sorted(sources) != [*range(size)]:
+        # Their number first: a file may claim any number of groups.
+        if index or len(sources) != size or sorted(sources) != [*range(size)]:
             raise ValueError("a permute has no permutation of the groups")
         return Move(op, source, result, sources)
     (by,) = index
@@ -158,32 +158,3 @@ def checked_inner(inner: Plan, stage: Stage) -> Plan:
     if types(inner.outputs) != of_stage(stage.outputs):
         raise ValueError("the plan of an inner level gives other values")
     return inner
-
-
-def checked_columns(loop: Loop) -> Loop:
-    """Check that the body of a `columns` loop is of the types of the loop; return it.
-
-    Its body has one round, whose groups are the coordinates; its inputs and outputs
-    have the sizes of those of the loop.
-
-    Args:
-      loop: The loop, of the op `columns`.
-
-    Raises:
-      ValueError: The body is another plan.
-    """
-    (body,) = loop.bodies
-    (a_round,) = body.rounds
-    others = (*a_round.scatter, *a_round.moves, *a_round.loops, *a_round.folds)
-    gathers = any(r.op == "gather" for r in a_round.reduces)
-    if others or gathers or not a_round.server.empty or not body.server.empty:
-        raise ValueError("columns are computed by more than one stage")
-    if body.partition is None or body.inputs != a_round.local.inputs:
-        raise ValueError("the stage of a column takes other values than its plan")
-    for outer, inner in ((loop.inputs, body.inputs), (loop.outputs, body.outputs)):
-        sizes = [(math.prod(v.whole_shape(body.size)), v.dtype) for v in inner]
-        if [(math.prod(v.shape), v.dtype) for v in outer] != sizes:
-            raise ValueError("the columns have other sizes than the slices")
-    if any(v.partitioned for v in (*loop.inputs, *loop.outputs)):
-        raise ValueError("columns are of values that are partitioned")
-    return loop

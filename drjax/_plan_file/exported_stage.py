@@ -105,9 +105,9 @@ class ExportedFunction:
         except Exception as error:
             raise PlanFileError(
                 f"This JAX, {jax.__version__}, cannot read {self.source}: "
-                f"{type(error).__name__}: {error}. JAX reads what versions some months "
-                "older wrote, and newer ones by some weeks: save the plan again with a "
-                "version near this one."
+                f"{type(error).__name__}: {str(error)[:400]}. JAX reads what versions "
+                "some months older wrote, and newer ones by some weeks: save the plan "
+                "again with a version near this one."
             ) from error
 
 

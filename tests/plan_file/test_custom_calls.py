@@ -14,6 +14,7 @@ from jaxlib.mlir.dialects import stablehlo
 import drjax
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.inspect import inspect
+from drjax._plan_file.load import plan_from_bytes
 from drjax.backends.engine import client_data, worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.job import Job
@@ -187,14 +188,31 @@ def forged_with(target, members, path):
 @pytest.mark.parametrize(
     "target",
     [
-        "xla_ffi_python_cpu_callback", "xla_ffi_partitioned_python_cpu_callback",
-        "xla_python_cpu_callback", "xla_python_gpu_callback", "tpu_custom_call",
-        "mosaic_gpu_v2", "Sharding", "__gpu$xla.gpu.triton", "tf.call_tf_function",
+        "tpu_custom_call", "mosaic_gpu_v2", "Sharding", "__gpu$xla.gpu.triton",
+        "tf.call_tf_function",
     ],
 )  # fmt: skip
-def test_calls_of_python_and_of_kernels_are_refused(target, members, tmp_path):
+def test_calls_of_kernels_are_refused(target, members, tmp_path):
     path = forged_with(target, members, tmp_path / "plan.drjax")
     raises(drjax.PlanFileError, f"may make: '{target}'", drjax.load_plan, path)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "xla_ffi_python_cpu_callback", "xla_ffi_partitioned_python_cpu_callback",
+        "xla_python_cpu_callback", "xla_python_gpu_callback",
+        "xla_buffer_python_cpu_callback", "CustomSPMDPartitioning",
+    ],
+)  # fmt: skip
+def test_calls_of_python_are_refused_whatever_is_allowed(target, members, tmp_path):
+    path = forged_with(target, members, tmp_path / "plan.drjax")
+    for allowed in ([], [target]):
+        text = f"calls back into Python in round 1, groups: '{target}'"
+        raises(drjax.PlanFileError, text, drjax.load_plan, path, custom_calls=allowed)
+    text = "calls back into Python"
+    data = path.read_bytes()
+    raises(drjax.PlanFileError, text, plan_from_bytes, path, data, custom_calls=None)
 
 
 def test_custom_calls_that_are_allowed_by_name(members, tmp_path):

@@ -9,12 +9,14 @@ import json
 import os
 import random
 import time
+import tracemalloc
 import warnings
 import zipfile
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import drjax
 from drjax._plan_file import container
@@ -179,6 +181,71 @@ def test_deep_and_wide_manifests_end_soon(members, tmp_path):
     forge(path, members, change=lambda m: m.update(plan=loops))
     refused(path, "malformed manifest")
     assert time.monotonic() - start < 60
+
+
+def _loop(manifest):
+    return manifest["plan"]["rounds"][0]["loops"][0]
+
+
+def _tree_of_equal_names(manifest):  # once Python has normalized them
+    fields = [["\ufb01", "leaf"], ["fi", "leaf"]]
+    manifest["plan"]["out_tree"]["node"] = {"record": ["X", fields]}
+
+
+def _many_axes(manifest):
+    manifest["plan"]["partition"]["mesh_axes"] = ["a"] * 100_000
+
+
+def _no_arguments(manifest):
+    manifest["plan"]["in_tree"]["node"] = {"tuple": ["leaf", "leaf"]}
+
+
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        (_tree_of_equal_names, "SyntaxError: duplicate argument 'fi'"),
+        (_many_axes, "mesh_axes of partition 'clients' need to differ"),
+        (_no_arguments, "malformed manifest: "),
+        (lambda m: _loop(m)["bodies"][0].update(outputs=""), "is not a list"),
+        (lambda m: _loop(m).update(op="while"), "not enough values to unpack"),
+        (lambda m: _loop(m).update(length=3), "a scan has stacks of another type"),
+        (lambda m: _loop(m).update(length=None), "a scan has no number of steps"),
+        (lambda m: _loop(m).update(carry=0), "a scan has "),
+        (lambda m: m["plan"].update(in_tree=None), "it has no structure of its argu"),
+    ],
+)
+def test_what_could_be_neither_printed_nor_run(change, text, tmp_path):
+    path, table = tmp_path / "plan.drjax", jnp.ones((20, 20))
+
+    @program
+    def f(w, x):
+        def step(w, y):
+            mean = drjax.reduce_mean(drjax.map_fn(jnp.add, (drjax.broadcast(w), x)))
+            return mean + y, None
+
+        return lax.scan(step, w, jnp.ones(2))[0], table @ table
+
+    drjax.make_plan(f)(jnp.ones(()), jnp.ones(N)).save(path)
+    members = read_members(path)
+    forge(path, members, change=change)
+    refused(path, text)
+    name = next(name for name in members if name.endswith(".npy"))
+    header = members[name].replace(b"(20, 20), }", b"(20, 20), [")
+    forge(path, members, {name: header})
+    raises(drjax.PlanFileError, "malformed manifest", drjax.load_plan, path)
+
+
+@pytest.mark.parametrize("size", [10**6, 2**31 - 1, 10**30])
+def test_the_number_of_groups_that_a_file_claims_takes_no_memory(size, tmp_path):
+    path = tmp_path / "plan.drjax"
+    f = program(lambda x: drjax.reduce_sum(drjax.shift(x, 1)))
+    drjax.make_plan(f)(jnp.ones(N)).save(path)
+    change = lambda m: m["plan"]["partition"].update(size=size)
+    forge(path, read_members(path), change=change)
+    tracemalloc.start()
+    refused(path, "a permute has no permutation of the groups")
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
 
 
 def mutate(rng, x):
