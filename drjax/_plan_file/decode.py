@@ -449,10 +449,18 @@ def _jaxpr(
     if local:
         types = [jax.ShapeDtypeStruct((), np.int32), *types]
     if exported is not None:
-        # Results only: JAX checks the types of operands when the call is traced, below.
-        avals = [(x.shape, x.dtype) for x in exported.per_group.function.out_avals]
-        if avals != [(t.shape, t.dtype) for t in map(raw_type, outputs)]:
-            raise ValueError("a stage gives other types than it is said to")
+        # Before it is traced, as a file may list any number of operands.
+        function = exported.per_group.function
+        index = [jax.ShapeDtypeStruct((), np.int32)] if local else []
+        takes = [*exported.consts, *index, *map(raw_type, inputs)]
+        for what, avals, said in (
+            ("takes", function.in_avals, takes),
+            ("gives", function.out_avals, [*map(raw_type, outputs)]),
+        ):
+            if [(x.shape, x.dtype) for x in avals] != [
+                (x.shape, x.dtype) for x in said
+            ]:
+                raise ValueError(f"a stage {what} other types than it is said to")
     return jax.make_jaxpr(run)(*types)
 
 

@@ -468,7 +468,10 @@ def _scatter(eqn, axis: int) -> Callable | None:
     dims, mode = params["dimension_numbers"], params["mode"]
     operand, indices, updates = (v.aval for v in eqn.invars)
     indexed = dims.scatter_dims_to_operand_dims
-    count = math.prod(indices.shape[:-1])
+    # Of each array of a batch, whose updates are its own.
+    batch = dims.scatter_indices_batching_dims
+    sizes_of_indices = indices.shape[:-1]
+    count = math.prod(d for i, d in enumerate(sizes_of_indices) if i not in batch)
     # Each group applies or drops every update, so that n updates would cost n^2.
     if axis not in indexed or count >= operand.shape[axis]:
         return None

@@ -14,16 +14,17 @@ concatenation again.
 
 Invariants: the result is bit by bit the same, but for -0.0 + 0 = 0. Sharp edges: the
 primitive has a `bind` that writes equations of `lax`, and no rules: it stands in jaxprs
-of the planner alone, never in those of stages. In a transpose the sum must be of the
-parts alone, as that of `jnp.roll` is, which is a call of its own.
+of the planner alone, never in those of stages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
 from jax.extend.core import Literal, Primitive
+
+from drjax import _compat
 
 # The first index in the array, and the number of indices; None: so many zeros.
 Segment = tuple[int | None, int]
@@ -37,20 +38,16 @@ class Rearrange(Primitive):
 
         The primitive is in jaxprs of the planner only. A stage that is traced from such
         a jaxpr has these equations instead, which all backends can run.
-
-        Args:
-          *args: The array, and nothing else.
-          dimension: The dimension along which it is divided into parts.
-          segments: For each part of the result, in order, a pair: its first index along
-            `dimension` of the array, and its size.
-          **_: Not used.
-
-        Returns:
-          The rearranged array.
         """
         (x,) = args
-        parts = [lax.slice_in_dim(x, i, i + k, axis=dimension) for i, k in segments]
-        return lax.concatenate(parts, dimension)
+
+        def part(first: int | None, size: int):
+            if first is not None:
+                return lax.slice_in_dim(x, first, first + size, axis=dimension)
+            shape = (*x.shape[:dimension], size, *x.shape[dimension + 1 :])
+            return lax.full(shape, 0, x.dtype)
+
+        return lax.concatenate([part(*segment) for segment in segments], dimension)
 
 
 rearrange_p = Rearrange("rearrange")
@@ -65,11 +62,13 @@ class _Pieces:
       dimension: The dimension.
       segments: For each part its first index in `source`, and its size. None in place
         of an index: the part is zeros.
+      order: The dimensions of `source`, in the order in which the variable has them.
     """
 
     source: Any
     dimension: int
     segments: tuple[Segment, ...]
+    order: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -88,38 +87,95 @@ class _Pieces:
             if low < high:
                 cut.append((None if first is None else first + low, high - low))
             position += k
-        return _Pieces(self.source, self.dimension, _merged(cut))
+        return replace(self, segments=_merged(cut))
+
+    @property
+    def position(self) -> int:
+        """The dimension of the variable along which its parts lie."""
+        return self.order.index(self.dimension)
 
 
 def recognize_rotations(eqns: Sequence[Any]) -> list:
-    """Replace the last equation of a `jnp.roll`, or of its transpose, by a `rearrange`.
+    """Replace equations that put all parts of an array in another order by `rearrange`.
 
-    A `rearrange` has all parts of an array along one dimension, in another order. It
-    has the same result variable as the equation that it replaces, and the array as
-    operand.
-
-    Args:
-      eqns: The equations, definitions before uses. They are not modified.
-
-    Returns:
-      A new list of equations. The other equations of a roll stay; they are dead unless
-      something else uses them.
+    The other equations of a roll stay; they are dead unless something else uses them.
+    In a sum of parts and other arrays, parts that are apart are added first: at each
+    position all but one are zeros, so that only the order of the others can round.
     """
     known: dict[Any, _Pieces] = {}
+    sums: dict[Any, tuple[_Pieces, Any]] = {}  # of pieces and any other variable
     kept = []
     for eqn in eqns:
         rule = _RULES.get(eqn.primitive.name)
         results = None if rule is None else rule(eqn, known)
-        if results is not None and len(results) == 1 and _is_rotation(results[0]):
-            (pieces,) = results
-            params = {"dimension": pieces.dimension, "segments": pieces.segments}
-            eqn = eqn.replace(
-                primitive=rearrange_p, invars=[pieces.source], params=params
-            )
-        elif results is not None:
+        if results is None and eqn.primitive.name in ("add_any", "add"):
+            kept += _add_to_sum(eqn, known, sums)
+        elif results is None:
+            kept.append(eqn)
+        elif len(results) == 1 and _is_rotation(results[0]):
+            kept += _written(eqn, results[0])
+        else:
             known.update(zip(eqn.outvars, results, strict=True))
-        kept.append(eqn)
+            kept.append(eqn)
     return kept
+
+
+def _written(eqn, pieces: _Pieces) -> list:
+    """Write the result of an equation, which has these pieces, as a `rearrange`."""
+    params = {"dimension": pieces.dimension, "segments": pieces.segments}
+    if pieces.order == (*sorted(pieces.order),):
+        return [
+            eqn.replace(primitive=rearrange_p, invars=[pieces.source], params=params)
+        ]
+    out = eqn.outvars[0].aval
+    shape = [out.shape[pieces.order.index(d)] for d in range(out.ndim)]
+    moved = _compat.new_var(out.update(shape=tuple(shape)))
+    return [
+        eqn.replace(
+            primitive=rearrange_p,
+            invars=[pieces.source],
+            outvars=[moved],
+            params=params,
+        ),
+        eqn.replace(
+            primitive=lax.transpose_p,
+            invars=[moved],
+            params={"permutation": pieces.order},
+        ),
+    ]
+
+
+def _add_to_sum(eqn, known: dict, sums: dict) -> list:
+    """Record a sum of pieces and another array; add up pieces that complete a rotation.
+
+    A derivative adds the cotangents of all uses of a value in turn, and those of the
+    parts of a roll need not be next to each other.
+    """
+    left, right = eqn.invars
+    if isinstance(left, Literal) or isinstance(right, Literal):
+        return [eqn]
+    for total, other in ((left, right), (right, left)):
+        if total in sums and other in known:
+            pieces, rest = sums[total]
+            both = _sum(pieces, known[other])
+            if both is None:
+                continue
+            if not _is_rotation(both):
+                sums[eqn.outvars[0]] = both, rest
+                return [eqn]
+            moved = _compat.new_var(eqn.outvars[0].aval)
+            first = eqn.replace(outvars=[moved])
+            return [*_written(first, both), eqn.replace(invars=[moved, rest])]
+    for total, other in ((left, right), (right, left)):
+        if total in sums and other not in known:
+            pieces, rest = sums[total]
+            var = _compat.new_var(eqn.outvars[0].aval)
+            sums[eqn.outvars[0]] = pieces, var
+            return [eqn.replace(invars=[rest, other], outvars=[var]), eqn]
+    for part, other in ((left, right), (right, left)):
+        if part in known and other not in known and other not in sums:
+            sums[eqn.outvars[0]] = known[part], other
+    return [eqn]
 
 
 def sources_of(segments: Sequence[Segment]) -> tuple[int, ...]:
@@ -195,8 +251,9 @@ def _pieces_of(var, dimension: int, known: dict) -> _Pieces | None:
         return None
     pieces = known.get(var)
     if pieces is None:
-        return _Pieces(var, dimension, ((0, var.aval.shape[dimension]),))
-    return pieces if pieces.dimension == dimension else None
+        whole = ((0, var.aval.shape[dimension]),)
+        return _Pieces(var, dimension, whole, (*range(var.aval.ndim),))
+    return pieces if pieces.position == dimension else None
 
 
 def _pieces_of_all(atoms: Sequence[Any], known: dict) -> list[_Pieces]:
@@ -218,7 +275,7 @@ def _pieces_of_all(atoms: Sequence[Any], known: dict) -> list[_Pieces]:
         if part is None:
             return []
         parts.append(part)
-    array = {(id(part.source), part.dimension) for part in parts}
+    array = {(id(part.source), part.dimension, part.order) for part in parts}
     return parts if len(array) == 1 else []
 
 
@@ -283,10 +340,10 @@ def _concatenate(eqn, known):
     """
     dimension = eqn.params["dimension"]
     parts = _pieces_of_all(eqn.invars, known)
-    if not parts or parts[0].dimension != dimension:
+    if not parts or parts[0].position != dimension:
         return None
     segments = [s for part in parts for s in part.segments]
-    return [_Pieces(parts[0].source, dimension, _merged(segments))]
+    return [replace(parts[0], segments=_merged(segments))]
 
 
 def _pad(eqn, known):
@@ -310,11 +367,22 @@ def _pad(eqn, known):
     pieces = None if isinstance(x, Literal) else known.get(x)
     if min(low, high) < 0 or interior or pieces is None:
         return None
-    if pieces.dimension != dimension:
+    if pieces.position != dimension:
         return None
     zeros = [[(None, k)] if k else [] for k in (low, high)]
     segments = [*zeros[0], *pieces.segments, *zeros[1]]
-    return [_Pieces(pieces.source, dimension, _merged(segments))]
+    return [replace(pieces, segments=_merged(segments))]
+
+
+def _transpose(eqn, known):
+    """Describe a transpose of pieces as pieces: batching a concatenation writes it."""
+    pieces = (
+        known.get(eqn.invars[0]) if not isinstance(eqn.invars[0], Literal) else None
+    )
+    if pieces is None:
+        return None
+    order = tuple(pieces.order[d] for d in eqn.params["permutation"])
+    return [replace(pieces, order=order)]
 
 
 def _add(eqn, known):
@@ -331,9 +399,16 @@ def _add(eqn, known):
       dimension.
     """
     parts = _pieces_of_all(eqn.invars, known)
-    if not parts or parts[0].size != parts[1].size:
+    both = _sum(*parts) if parts else None
+    return None if both is None else [both]
+
+
+def _sum(left: _Pieces, right: _Pieces) -> _Pieces | None:
+    """The sum of pieces of one array that are apart; None if they are not."""
+    parts = left, right
+    alike = [(id(p.source), p.dimension, p.order, p.size) for p in parts]
+    if alike[0] != alike[1]:
         return None
-    left = parts[0]
     ends, position = set(), 0
     for part in parts:
         position = 0
@@ -347,7 +422,7 @@ def _add(eqn, known):
             return None
         segments.append((b if a is None else a, k))
         start = end
-    return [_Pieces(left.source, left.dimension, _merged(segments))]
+    return replace(left, segments=_merged(segments))
 
 
 _RULES = {
@@ -355,6 +430,7 @@ _RULES = {
     "split": _split,
     "concatenate": _concatenate,
     "pad": _pad,
+    "transpose": _transpose,
     "add_any": _add,
     "add": _add,
 }

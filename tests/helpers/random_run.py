@@ -143,22 +143,7 @@ def counting():
 
 def is_known(program: Program, error: Exception) -> bool:
     """Whether a program is refused for one of the reasons that are known."""
-    return (
-        needs_types(program, error)
-        or _batches_a_convolution(program, error)
-        or _batches_an_update(program, error)
-    )
-
-
-def _batches_an_update(program: Program, error: Exception) -> bool:
-    """An update of some groups that is batched: what is batched is refused."""
-    batched = [s for s in walk(program.recipe) if s[0] in ("vmap", "vmap_axes")]
-    inside = program.recipe if program.mode == "vmap" else batched
-    return (
-        isinstance(error, drjax.PlanError)
-        and str(error).startswith("scatter")
-        and any(name == "changed" for name, *_ in walk(inside))
-    )
+    return needs_types(program, error) or _batches_a_convolution(program, error)
 
 
 def _batches_a_convolution(program: Program, error: Exception) -> bool:

@@ -163,6 +163,19 @@ CASES: dict[str, list] = {
     "eigh": [(lax.linalg.eigh, (SQUARES,))],
     "lu": [(lax.linalg.lu, (SQUARES,))],
     "svd": [(lax.linalg.svd, (SQUARES,))],
+    "qr": [(lax.linalg.qr, (SQUARES,))],
+    "eig": [(lax.linalg.eig, (SQUARES,))],
+    "hessenberg": [(lax.linalg.hessenberg, (SQUARES,))],
+    "schur": [(lax.linalg.schur, (SQUARES,))],
+    "tridiagonal": [(lax.linalg.tridiagonal, (SQUARES,))],
+    "householder_product": [(lax.linalg.householder_product, (SQUARES, A[..., 0]))],
+    "lu_pivots_to_permutation": [
+        (lambda i: lax.linalg.lu_pivots_to_permutation(i, N), (I[..., 0] % N,))
+    ],
+    "tridiagonal_solve": [
+        (lax.linalg.tridiagonal_solve,
+         (A[..., 0], A[..., 1] + 9, A[..., 2], SQUARES))
+    ],
     "triangular_solve": [(lax.linalg.triangular_solve, (SQUARES, SQUARES))],
     "random_unwrap": [(jax.random.key_data, (KEYS,))],
     "random_wrap": [(jax.random.wrap_key_data, (np.ones((N, 3, 2), np.uint32),))],

@@ -177,6 +177,37 @@ def test_a_roll_is_a_shift(n):
     assert n % 4 or {*kinds} <= {"collective-permute", "all-reduce"}
 
 
+ROLLED = {
+    "a roll": lambda y: jnp.roll(y, 1, 0),
+    "a roll and another use": lambda y: jnp.roll(y, 1, 0) - y,
+    "parts and another use": lambda y: jnp.concatenate([y[-1:], y[:-1]]) - y,
+    "uses between": lambda y: jnp.concatenate([y[2:], y[:2]]) * y + y[::-1],
+    "a reversal": lambda y: y[::-1],
+}
+WAYS = {
+    "grad": lambda f, loss: (jax.grad(loss), 0),
+    "vmap": lambda f, loss: (jax.vmap(f), 1),
+    "vmap along another axis": lambda f, loss: (jax.vmap(f, 2, 1), 1),
+    "vmap of grad": lambda f, loss: (jax.vmap(jax.grad(loss)), 1),
+    "jacobian": lambda f, loss: (jax.jacfwd(f), 0),
+    "hessian": lambda f, loss: (jax.hessian(loss), 0),
+}
+
+
+@checkerboard(2, way=WAYS, name=ROLLED)
+def test_rolls_that_are_batched(way, name):
+    """A batch moves the axes of the parts; a derivative adds to them in between."""
+    part = ROLLED[name]
+    f = drjax.program(clients=4)(lambda x: part(drjax.map_fn(jnp.sin, x)))
+    run, batched = WAYS[way](f, lambda x: jnp.sum(jnp.sin(f(x))))
+    x = jnp.cos(jnp.arange(64.0).reshape(4, 4, 4))
+    args = x if batched else x[0]
+    want = jax.jit(run)(args)
+    np.testing.assert_allclose(drjax.jit(run)(args), want, rtol=1e-5, atol=1e-5)
+    plan = drjax.make_plan(run)(args)
+    assert not [r for r in plan.communication().messages if r.op == "gather"]
+
+
 def test_a_move_in_a_loop():
     @drjax.program(clients=N)
     def f(x, index):

@@ -155,6 +155,16 @@ def test_batches():
     agree(jax.vmap(program(lambda x, i: slices(x).at[i].add(1.0)), (2, None), 1), X, I)
 
 
+@pytest.mark.parametrize("times", [1, len(X), 2 * len(X)])
+def test_updates_of_a_batch_of_any_size(times):
+    """Each array of the batch has its own updates, however many arrays there are."""
+    index = jnp.arange(times) % len(X)
+    fn = program(lambda x, i: slices(x).at[i].set(0.5))
+    agree(jax.vmap(fn, (None, 0)), X, index)
+    update = lambda y, i: lax.dynamic_update_slice(y, jnp.ones((1, 3, 2)), (i, 0, 0))
+    agree(jax.vmap(program(lambda x, i: update(slices(x), i)), (None, 0)), X, index)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", [{"clients": 4}, {"clients": 2, "model": 2}])
 def test_on_meshes(shape):

@@ -586,7 +586,16 @@ UNBATCHING_RULES: dict[str, Callable] = {
         select_and_scatter_add""".split(),
         _windows,
     ),
-    **dict.fromkeys("cholesky eigh lu svd triangular_solve".split(), _batch_of(2)),
+    **dict.fromkeys(
+        """cholesky eig eigh hessenberg lu qr schur svd triangular_solve
+        tridiagonal""".split(),
+        _batch_of(2),
+    ),
+    # One operand is a matrix, and another one a vector of it.
+    **dict.fromkeys(
+        "householder_product lu_pivots_to_permutation tridiagonal_solve".split(),
+        _batch_of(1),
+    ),
     **dict.fromkeys(
         "cumsum cumprod cummax cummin cumlogsumexp".split(), unary(_along("axis"))
     ),
