@@ -38,6 +38,7 @@ from drjax._planner.partitioning.consistency import check_partitioning
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.infer import infer_partitioning
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
+from drjax._planner.ravels import without_ravels
 from drjax._planner.rematerialize_loops import rematerialize_residuals
 from drjax._planner.side_by_side import separate
 from drjax._primitives.routes import partitions_of
@@ -211,7 +212,13 @@ def inline_and_infer(closed, names, declared) -> Environment:
                 f"{partition}, which needs a leading axis of {partition.size}, but its "
                 f"shape is {var.aval.shape}."
             )
-    return _infer_and_make_explicit(program, partition, declared)
+    try:
+        return _infer_and_make_explicit(program, partition, declared)
+    except PlanError:
+        rewritten = None if partition is None else without_ravels(program)
+        if rewritten is None:
+            raise
+    return _infer_and_make_explicit(rewritten, partition, declared)
 
 
 def _infer_and_make_explicit(
