@@ -42,6 +42,7 @@ from drjax._compat.jaxprs import bind_equation as bind_equation
 from drjax._compat.jaxprs import closed as closed
 from drjax._compat.jaxprs import dce_jaxpr as dce_jaxpr
 from drjax._compat.jaxprs import effects_of as effects_of
+from drjax._compat.jaxprs import has_ordered_effects as has_ordered_effects
 from drjax._compat.jaxprs import has_primitive as has_primitive
 from drjax._compat.jaxprs import is_bound_to_devices as is_bound_to_devices
 from drjax._compat.jaxprs import jaxpr_consts as jaxpr_consts

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import api_util, core, source_info_util
+from jax._src import api_util, core, effects, source_info_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
@@ -237,6 +237,11 @@ def effects_of(jaxpr) -> frozenset:
     An effect on mutable arrays that the jaxpr itself creates is left out.
     """
     return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
+
+
+def has_ordered_effects(eqn) -> bool:
+    """Whether an equation has effects that run in the order of the program."""
+    return any(map(effects.ordered_effects.contains, eqn.effects))
 
 
 def new_eqn(eqn, invars, outvars, params, effects):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from drjax._jaxprs.walk import live_equations, substitute
 from drjax._partition import Partition
+from drjax._planner.fences import fence_p, split_fence
 from drjax._planner.inline import InlinedJaxpr, inline_calls
 from drjax._planner.partitioning.environment import Environment
 
@@ -49,7 +50,9 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
             eqns += _equations_of(eqn, fn, kinds.partition, consts)
             changed = True
             continue
-        eqns.append(eqn)
+        split = split_fence(eqn, kinds) if eqn.primitive is fence_p else None
+        changed |= split is not None
+        eqns += split or [eqn]
         if kinds.is_loop(eqn):
             # The equation stays: its bodies are those of known_bodies, not its params.
             rewritten = list(map(make_communication_explicit, kinds.loops[eqn].bodies))

@@ -42,6 +42,7 @@ from drjax._jaxprs.walk import (
     variables,
 )
 from drjax._partition import Partition
+from drjax._planner.fences import as_fence
 from drjax._planner.gathered_columns import columns_by_gather, columns_p
 from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
@@ -357,6 +358,8 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
         if _is_identity(eqn):
             names.update(zip(eqn.outvars, ins, strict=True))
             continue
+        if eqn.primitive is lax.optimization_barrier_p:
+            eqn = as_fence(eqn)
         outs = eqn.outvars
         if call is not None:
             # The same jaxpr may be called twice: each call has variables of its own.
@@ -403,8 +406,8 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
 def _is_identity(eqn) -> bool:
     """Whether an equation returns its operands unchanged, so that inlining removes it.
 
-    It does if it is an `optimization_barrier`, a `device_put` without a device, or a
-    `reshard` to a type without Explicit axes.
+    It does if it is an `optimization_barrier` of one operand, a `device_put` without a
+    device, or a `reshard` to a type without Explicit axes.
     """
     if eqn.primitive.name == "device_put":
         # Without a device it moves nothing.
@@ -412,9 +415,8 @@ def _is_identity(eqn) -> bool:
     if eqn.primitive.name == "reshard":
         # Derivatives on a mesh in context write it, to a type without Explicit axes.
         return AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
-    # Checkpoints write barriers, against common-subexpression elimination.
-    # One barrier may have global and partitioned operands, which share no stage.
-    return eqn.primitive.name == "optimization_barrier"
+    # One operand is in no order with others.
+    return eqn.primitive is lax.optimization_barrier_p and len(eqn.invars) == 1
 
 
 def _with_scalar_condition(eqn):

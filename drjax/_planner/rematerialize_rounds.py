@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from drjax import primitives
+from drjax._jaxprs.walk import variables
 from drjax._planner.bitwise_observable import bitwise_observable
+from drjax._planner.fences import fence_p
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import Kind
 from drjax._planner.rounds import (
@@ -114,6 +116,13 @@ class LocalWork:
         self._results = list(zip(kinds.program.outvars, result_kinds, strict=True))
         self._rematerialize = rematerialize
         self._observable = bitwise_observable(kinds.program)
+        # What is before a fence is not done again behind it.
+        self._before_fences = {
+            v
+            for e in kinds.program.eqns
+            if e.primitive is fence_p
+            for v in variables(e.invars)
+        }
         self._order = {id(e): i for i, e in enumerate(kinds.program.eqns)}
         self.num_rounds = self._count_rounds()
         indices = range(self.num_rounds)
@@ -228,6 +237,8 @@ class LocalWork:
         # Arguments have no definition, effects run once, and others communicate.
         eqn = self._values.definition.get(var)
         if eqn is None or eqn.effects or var in self._observable:
+            return False
+        if var in self._before_fences:
             return False
         return not _gives_slices(eqn, self._kinds)
 

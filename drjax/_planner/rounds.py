@@ -17,6 +17,9 @@ two of them in one round, and no plan has fewer rounds than the longest path. Th
 assignment attains this bound. It also puts independent reductions into the same round,
 where they are communicated together, and all local equations of a round into one stage.
 
+Equations with ordered effects keep the order of the program, and what is after a fence
+(`fences.py`) is in no earlier round than what is before it, at the cost of rounds.
+
 Invariants: operands are available in the round of their equation or earlier; equations
 keep their order within a round. Sharp edges: a broadcast does not end a round, as the
 server's stage of a round precedes its local stage.
@@ -26,8 +29,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from drjax import primitives
+from drjax import _compat, primitives
 from drjax._jaxprs.walk import variables
+from drjax._planner.fences import fence_p
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.partitioning.environment import Environment
 from drjax._primitives.reduce_ops import of_primitive
@@ -95,8 +99,18 @@ class RoundAssignment:
         self.loops: dict[int, list] = {}
         self.columns: dict[int, list] = {}
         communicated = set[Any]()  # by reductions, folds and moves
+        of_groups = set[Any]()  # the results of local stages
+        # The first round in which ordered effects may run: the server's stage of a
+        # round precedes its local one.
+        in_server = in_groups = 0
         for eqn in kinds.program.eqns:
             index = max(map(self.round_of, eqn.invars), default=0)
+            local = any(kinds[v].partitioned for v in eqn.outvars or eqn.invars)
+            for v in eqn.params.get("after", ()) if eqn.primitive is fence_p else ():
+                index = max(index, self.round_of(v) + (v in of_groups and not local))
+            ordered = _compat.has_ordered_effects(eqn)
+            if ordered:
+                index = max(index, in_groups if local else in_server)
             available = index
             if is_reduction(eqn, kinds):
                 self.reduces.setdefault(index, []).append(eqn)
@@ -110,7 +124,8 @@ class RoundAssignment:
             elif kinds.is_loop(eqn):
                 self.loops.setdefault(index, []).append(eqn)
                 available = index + 1
-            elif any(kinds[v].partitioned for v in eqn.outvars or eqn.invars):
+            elif local:
+                of_groups.update(eqn.outvars)
                 # An equation without results runs for its effects, where its operands
                 # are: in the groups if one of them is partitioned.
                 self.local.setdefault(index, []).append(eqn)
@@ -122,6 +137,9 @@ class RoundAssignment:
                 self.columns.setdefault(index - 1, []).append(eqn)
             else:
                 self.server.setdefault(index, []).append(eqn)
+            if ordered:
+                in_groups = max(in_groups, available)
+                in_server = max(in_server, index + (available > index or local))
             if available > index and not kinds.is_loop(eqn):
                 communicated.update(eqn.outvars)
             self._available.update(dict.fromkeys(eqn.outvars, available))

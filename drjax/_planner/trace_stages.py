@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from drjax import _compat, primitives
 from drjax._jaxprs.walk import variables
 from drjax._planner import group_index
+from drjax._planner.fences import fence_p
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
@@ -180,7 +181,13 @@ def _run_group(
 
     for eqn in parts.equations:
         operands = list(map(read, values.operands(eqn)))
-        outs = _bind_for_group(eqn, kinds, group, operands)
+        if eqn.primitive is fence_p:
+            # Copies that the stage takes anyway, so that nothing more is sent.
+            copies = map(BroadcastOperand, eqn.params["after"])
+            operands += [env[copy] for copy in copies if copy in env]
+            outs = fence_p.bind(*operands)[: len(eqn.outvars)]
+        else:
+            outs = _bind_for_group(eqn, kinds, group, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             # An observable result of a rematerialized equation is an input of this
             # stage, and must not be replaced by its second value.

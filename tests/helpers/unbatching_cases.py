@@ -272,5 +272,14 @@ CASES: dict[str, list] = {
     },
 }  # fmt: skip
 # Primitives that this JAX does not have or makes only while it lowers.
-INTERNAL = {"eq_to", "le_to", "lt_to", "stop_gradient", "copy_p", "stack", "unstack"}
+INTERNAL = {
+    "fence",
+    "eq_to",
+    "le_to",
+    "lt_to",
+    "stop_gradient",
+    "copy_p",
+    "stack",
+    "unstack",
+}
 INTERNAL |= set(NEWER) - set(CASES)

@@ -10,6 +10,8 @@ primitive of its own:
     PerGroup        all others: work of a group   unbatching/rules.py
                     or of the server
 
+and that of a fence, whose results have the kinds of its operands (`Barrier`).
+
 Invariants: rules read cells and do not write them, but that `ControlFlow` records the
 environments of its bodies. Sharp edges: which rule applies depends on the kinds of the
 operands, so it is looked up at each visit.
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 
 from jax import lax
 
+from drjax._planner.fences import fence_p
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.control_flow import InferBody, infer_loop
 from drjax._planner.partitioning.environment import Environment, EquationKinds
@@ -201,6 +204,22 @@ class PerGroup(PropagationRule):
         return [GLOBAL] * len(eqn.invars)
 
 
+class Barrier(PropagationRule):
+    """The propagation rule of a fence: each result has the kind of its operand."""
+
+    def kinds(self, env, eqn) -> EquationKinds:
+        operands, results = (map(env.cell, vs) for vs in (eqn.invars, eqn.outvars))
+        pairs = zip(operands, results, strict=True)
+        kinds = [result if operand == FREE else operand for operand, result in pairs]
+        return EquationKinds(kinds, kinds)
+
+    def results(self, env, eqn, infer_body):
+        return self.kinds(env, eqn).result_kinds
+
+    def demands(self, env, eqn, infer_body):
+        return self.kinds(env, eqn).operand_kinds
+
+
 def _reads_population(env: Environment, eqn) -> bool:
     """Whether an equation reads elements of an array that has no group axis.
 
@@ -222,7 +241,7 @@ def _reads_population(env: Environment, eqn) -> bool:
 
 
 _BUILDING_BLOCK, _CONTROL_FLOW = BuildingBlock(), ControlFlow()
-_COMMUNICATION, _PER_GROUP = Communication(), PerGroup()
+_COMMUNICATION, _PER_GROUP, _BARRIER = Communication(), PerGroup(), Barrier()
 
 
 def rule_of(env: Environment, eqn) -> PropagationRule:
@@ -241,6 +260,8 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
         over the group axis does: `env.implicit_communication(eqn)` is not None;
       * `PerGroup`: any other equation, work of each group or of the server.
     """
+    if eqn.primitive is fence_p:
+        return _BARRIER
     if env.signature(eqn) is not None:
         return _BUILDING_BLOCK
     if env.is_loop(eqn):

@@ -561,6 +561,7 @@ UNBATCHING_RULES: dict[str, Callable] = {
     # group axis that the keys lack is none: its groups would draw from equal keys.
     "random_gamma": _batch_of(0),
     "tile": unary(_tile),
+    "fence": lambda eqn, axes: UnbatchedEquation((*axes,), (*axes,), dict(eqn.params)),
     "bitcast_convert_type": unary(_bitcast),
     "split": unary(_along("axis")),
     "rearrange": unary(_along("dimension")),

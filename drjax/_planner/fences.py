@@ -1,0 +1,51 @@
+"""Optimization barriers of a program, in plans: what is after one waits for it.
+
+Input: an `optimization_barrier` with several operands, global or partitioned. Output: a
+`fence` of the server and one of each group, which share no stage. The parameter `after`
+of each has variables of the other one, for which it waits: `rounds.py` puts it into
+their round or a later one, so that a plan has the order of the program in every engine.
+In a local stage, copies of global values that it takes anyway pass the barrier, too, so
+that XLA keeps the order inside of one compiled function.
+
+Sharp edges: the primitive stands in jaxprs of the planner alone; its `bind` writes the
+`optimization_barrier` again. A barrier of one operand orders nothing: it is dropped.
+"""
+
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive
+
+
+class Fence(Primitive):
+    """The primitive of a barrier whose results wait for other variables, too."""
+
+    def bind(self, *args, after: tuple = (), **_) -> Any:
+        return list(lax.optimization_barrier(args))
+
+
+fence_p = Fence("fence")
+fence_p.multiple_results = True
+
+
+def as_fence(eqn) -> Any:
+    """Write an `optimization_barrier` as a `fence`."""
+    return eqn.replace(primitive=fence_p, params={"after": ()})
+
+
+def split_fence(eqn, kinds) -> list | None:
+    """Split a fence of global and partitioned values; None if all are of one kind."""
+    pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
+    of_groups = [(x, y) for x, y in pairs if kinds[x].partitioned]
+    of_server = [(x, y) for x, y in pairs if not kinds[x].partitioned]
+    if not of_groups or not of_server:
+        return None
+    after = tuple(x for x, _ in of_groups), tuple(y for _, y in of_server)
+    return [
+        eqn.replace(
+            invars=[x for x, _ in part],
+            outvars=[y for _, y in part],
+            params={"after": (*eqn.params["after"], *others)},
+        )
+        for part, others in zip((of_server, of_groups), after, strict=True)
+    ]
