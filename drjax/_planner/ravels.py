@@ -23,12 +23,12 @@ def without_ravels(program: InlinedJaxpr) -> InlinedJaxpr | None:
     """Rewrite products and reductions of raveled arrays; None if there are none."""
     defined = definitions(program.eqns)
 
-    def raveled(atom) -> Any:
+    def raveled(atom: Any) -> Any:
         eqn = None if isinstance(atom, Literal) else defined.get(atom)
         if eqn is None or eqn.primitive is not lax.reshape_p:
             return None
         source: Any = eqn.invars[0]
-        flat = atom.aval.ndim == 1 and source.aval.ndim > 1
+        flat = len(eqn.params["new_sizes"]) == 1 < source.aval.ndim
         return source if flat and eqn.params.get("dimensions") is None else None
 
     eqns, bodies, changed = [], dict(program.known_bodies), False
