@@ -3,6 +3,9 @@
 Input: a jaxpr, and the change of its mesh. Output: a copy with new variables.
 Invariants: the copy computes the same; the original is unchanged.
 Sharp edges: a copy cannot be differentiated, as its derivative rules have old types.
+JAX's high-level equations (`HiPrim`: nonzero, searchsorted, custom_root, ...) store the
+types of their first trace in Python objects, which no copy can reach. So they are
+replaced by the equations that they stand for, as JAX does at lowering, before the copy.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core, dtypes
+from jax._src.interpreters import partial_eval as pe
 
 from drjax._compat.jax_types import (
     JAXPR_TYPES,
@@ -157,10 +161,19 @@ def _on_default_device(x):
 
     So a constant loses its sharding, and with that its mesh.
     """
-    if dtypes.issubdtype(x.dtype, dtypes.prng_key):
-        data: Any = np.asarray(jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.numpy.asarray(np.asarray(x))
+    # A copy is cached: made under a trace, its constants would be tracers of it.
+    with jax.ensure_compile_time_eval():
+        if dtypes.issubdtype(x.dtype, dtypes.prng_key):
+            data: Any = np.asarray(jax.random.key_data(x))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.numpy.asarray(np.asarray(x))
+
+
+def without_high_level(jaxpr: Any) -> Any:
+    """Replace the high-level equations of a closed jaxpr by what they stand for."""
+    if not isinstance(jaxpr, Jaxpr) or not jaxpr.is_high:
+        return jaxpr
+    return pe.lower_jaxpr2(jaxpr)
 
 
 class _Retyped:
@@ -205,6 +218,7 @@ class _Retyped:
         The copies of its variables, and of jaxprs inside it, are recorded; the copy of
         the jaxpr itself is not: `jaxpr` does that.
         """
+        jaxpr = without_high_level(jaxpr)
         raw = open_jaxpr(jaxpr)
         changed = raw.replace(
             constvars=list(map(self._atom, raw.constvars)),

@@ -31,6 +31,7 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from drjax import _compat, primitives
+from drjax._compat.retype_mesh import without_high_level
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import called_by
 from drjax._jaxprs.walk import (
@@ -224,6 +225,7 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
       A jaxpr of the same arguments and results, prepared for unbatching: pointwise
       equations broadcast explicitly, and `while` has a scalar condition.
     """
+    closed = without_high_level(closed)
     jaxpr = _compat.open_jaxpr(closed)
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
@@ -387,7 +389,7 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     name = eqn.primitive.name
     # Derivative rules are dropped: the program is differentiated already.
     if name in CALLS:
-        return eqn.params[CALLS[name]], list(ins)
+        return without_high_level(eqn.params[CALLS[name]]), list(ins)
     if eqn.primitive is primitives.map_columns_p:
         # Outside of mapped functions, so that its groups are those of the program.
         return columns_by_gather(eqn), list(ins)

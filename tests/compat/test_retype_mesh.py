@@ -1,0 +1,194 @@
+"""Equations that store types of their first trace, in groups on every kind of mesh.
+
+JAX writes more and more of its functions as classes of high-level equations. Each
+instance stores types, and with them the mesh, of the trace that made it.
+
+Covers: drjax._compat.retype_mesh.
+"""
+
+import contextlib
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import drjax
+from drjax import _compat
+from tests.helpers.cases import checkerboard
+from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
+
+N = 4
+X = np.array(np.random.default_rng(0).normal(size=(N, 5)), np.float32)
+# Never in the jaxpr of a group, for the reason given.
+ELSEWHERE = {
+    "CheckpointNameFwd": "for nested rules of JAX's own checkpoints only",
+    "CustomRemat": "no public function makes it",
+    "Einshape": "for Pallas kernels on a TPU only",
+    "Fusible": "for Pallas kernels only",
+    "PrimalLeftTangentRight": "goes with the derivatives of a checkpoint",
+    "VmapOf": "made by a vmap of one of the others",
+}
+MESHES = {
+    "auto": ({"clients": 4}, AUTO),
+    "uneven": ({"clients": 3}, AUTO),
+    "auto model": ({"clients": 2, "model": 2}, AUTO),
+    "explicit": ({"clients": 4}, EXPLICIT),
+    "explicit model": ({"clients": 2, "model": 2}, (AUTO, EXPLICIT)),
+}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A class of high-level equations, and a function of a group that uses it.
+
+    Attributes:
+      name: The name of the class.
+      fn: The function, `[5] -> [5]`.
+      option: The option of JAX that makes it use the class; None: it always does.
+      has_gradient: Whether JAX differentiates the class in reverse mode.
+    """
+
+    name: str
+    fn: Callable
+    option: str | None = None
+    has_gradient: bool = True
+
+    def __str__(self):
+        return self.name
+
+    def enabled(self):
+        if self.option is None:
+            return contextlib.nullcontext()
+        config = importlib.import_module("jax._src.config")
+        return getattr(config, self.option.removeprefix("jax_"))(True)
+
+
+def cube_root(x):
+    newton = lambda f, y: jax.lax.fori_loop(
+        0, 30, lambda _, y: y - f(y) / (3 * y**2), y
+    )
+    return jax.lax.custom_root(
+        lambda y: y**3 - x - 5, x * 0 + 2, newton, lambda g, y: y / g(jnp.ones(5))
+    )
+
+
+def with_jvp(x):
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(lambda x, t: (jnp.sin(x[0]), 2 * t[0]))
+    return f(x)
+
+
+def with_vjp(x, **options):
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (t * x,), **options)
+    return f(x)
+
+
+def checkpointed(x, policy=None):
+    f = lambda x: jnp.sin(checkpoint_name(jnp.exp(x), "exp"))
+    return jax.checkpoint(f, policy=policy)(x)
+
+
+def saved(x):
+    policy = jax.checkpoint_policies.save_only_these_names("exp")
+    return checkpointed(x, policy)
+
+
+def scanned(x):
+    return jax.lax.scan(lambda c, y: (c + y, jnp.sin(c * y)), x[0], x)[1]
+
+
+def einsum(x):
+    # `jnp.einsum` does not use it yet.
+    hijax = importlib.import_module("jax._src.numpy.hijax")
+    return hijax.einsum("i,j,j->i", x, x, x)
+
+
+def cases() -> list[Any]:
+    """For each class of high-level equations, a function of a group that uses it."""
+    nonzero = lambda x: x.at[jnp.nonzero(x > 0, size=2, fill_value=0)[0]].mul(3.0)
+    steps = np.arange(-2.0, 3.0, dtype=np.float32)
+    searched = lambda x: x * jnp.searchsorted(steps, x, method="sort")
+    powers = np.arange(5, dtype=np.int32)
+    optimized = lambda x: with_vjp(x, optimize_remat=True)
+    return [
+        Equation("Nonzero", nonzero),
+        Equation("SearchSorted", searched),
+        Equation("Einsum", einsum),
+        Equation("Ldexp", lambda x: jnp.ldexp(x, powers)),
+        Equation("Frexp", lambda x: jnp.frexp(x)[0]),
+        Equation("CustomRoot", cube_root),
+        Equation("_RootLinearMap", cube_root),
+        Equation("CustomJVPTraced", with_jvp, "jax_custom_jvp3"),
+        Equation("CustomVJPTraced", with_vjp, "jax_custom_vjp3"),
+        Equation("OptRemat", optimized, "jax_custom_vjp3"),
+        Equation("RematTraced", checkpointed, "jax_remat3"),
+        Equation("CheckpointName", saved, "jax_remat3"),
+        Equation("Scan3", scanned, "jax_scan3", has_gradient=False),
+    ]
+
+
+def installed() -> set[str]:
+    """The names of all classes of high-level equations in JAX's source."""
+    define = re.compile(
+        r"^class (\w+)\((?:hijax\.)?(?:HiPrim|VJPHiPrimitive)\):", re.MULTILINE
+    )
+    files = Path(jax.__file__).parent.joinpath("_src").rglob("*.py")
+    return {name for file in files for name in define.findall(file.read_text())}
+
+
+def classes_in(jaxpr) -> set[str]:
+    found = set()
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        if "_prim" in eqn.params:
+            found.add(type(eqn.params["_prim"]).__name__)
+        for inner in _compat.jaxprs_in(eqn.params):
+            found |= classes_in(inner)
+    return found
+
+
+def test_every_class_of_equations_that_jax_has_is_tried():
+    """A class that is new in JAX needs a case here, or a reason why it needs none."""
+    tried = {case.name for case in cases()}
+    assert {"SearchSorted", "Nonzero"} <= installed()
+    assert installed() - ELSEWHERE.keys() <= tried
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_function_of_each_case_uses_its_class(case):
+    """Otherwise the tests below would try something else."""
+    if case.name not in installed():
+        return
+    total = lambda x: jnp.sum(case.fn(x) ** 2)
+    with case.enabled():
+        found = classes_in(jax.make_jaxpr(case.fn)(X[0]))
+        found |= classes_in(jax.make_jaxpr(lambda x: jax.jvp(total, (x,), (x,)))(X[0]))
+        if case.has_gradient:
+            found |= classes_in(jax.make_jaxpr(jax.grad(total))(X[0]))
+    assert case.name in found
+
+
+@checkerboard(3, case=cases(), mesh=MESHES, compile=[jax.jit, drjax.jit])
+def test_an_equation_that_stores_types_runs_in_groups(case, mesh, compile):
+    if case.name not in installed():
+        return
+    shape, kind = MESHES[mesh]
+
+    @drjax.program(clients=N)
+    def f(x):
+        return drjax.reduce_sum(drjax.map_fn(lambda x: jnp.sum(case.fn(x) ** 2), x))
+
+    run = jax.value_and_grad(f) if case.has_gradient else f
+    with case.enabled():
+        want = run(jnp.asarray(X))
+        with in_mesh(make_mesh(shape, kind)):
+            got = compile(run)(jnp.asarray(X))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), got, want)
