@@ -6,6 +6,7 @@ and part of the key of JAX's trace caches: an inner `jax.jit`, `scan` body or
 each of them. A plain `ContextVar` would silently reuse the first trace.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,17 +100,20 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
     several = levels if below else ()
     # Made once: entering a program must cost little.
     alone = Scope(outermost, mesh, (), several)
+    # A function of this module, by whose name cloudpickle finds the context: a nested
+    # one would be pickled with it.
+    return functools.partial(_enter, alone, levels)
 
-    def enter():
-        outer = scope_context.value
-        if outer is None or not outer.mapped:
-            if resized.value is None:
-                return scope_context(alone)
-            first, *others = sized = tuple(map(_as_traced, levels))
-            return scope_context(Scope(first, mesh, (), sized if others else ()))
-        return scope_context(Scope(outermost, mesh, outer.mapped, several))
 
-    return enter
+def _enter(alone: Scope, levels: tuple[Partition, ...]):
+    """Enter a program's scope, `alone` outside of mapped functions."""
+    outer = scope_context.value
+    if outer is None or not outer.mapped:
+        if resized.value is None:
+            return scope_context(alone)
+        first, *others = sized = tuple(map(_as_traced, levels))
+        return scope_context(Scope(first, alone.mesh, (), sized if others else ()))
+    return scope_context(Scope(alone.partition, alone.mesh, outer.mapped, alone.levels))
 
 
 def _as_traced(partition: Partition) -> Partition:

@@ -122,15 +122,17 @@ def jit(
 
     if tune:
         assert isinstance(groups, step_size.Fit)
-
-        def compiled(size: int, donate: bool) -> Any:
-            kept = {k: v for k, v in jit_kwargs.items() if donate or "donate" not in k}
-            return jit(fn, size, residuals, **kept)
-
+        compiled = functools.partial(_compiled, fn, residuals, jit_kwargs)
         return Tuned(fn, compiled, groups.budget)
     planned = _planned(fn, groups, residuals == "recompute")
     # Without its attributes: those of a `jax.jit` say what is traced and lowered.
     return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn, updated=())
+
+
+def _compiled(fn: Any, residuals: str, jit_kwargs: dict, size: int, donate: bool):
+    """Compile `fn` for `size` groups at once; donate arguments only if `donate`."""
+    kept = {k: v for k, v in jit_kwargs.items() if donate or "donate" not in k}
+    return jit(fn, size, residuals, **kept)
 
 
 class _Planned:
@@ -156,6 +158,9 @@ class _Planned:
     @property
     def __wrapped__(self) -> Callable:
         return self._fn()
+
+    def __reduce__(self):
+        return _unpickled, (self._fn(), self._groups, self._rematerialize)
 
     def __call__(self, *args, **kwargs):
         """Trace and plan the function for these arguments, and bind `planned_p`.
@@ -236,6 +241,11 @@ def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Plann
         return _Planned(lambda: fn, groups, rematerialize)
     new = _Planned(reference, groups, rematerialize)
     return by_options.setdefault((groups, rematerialize), new)
+
+
+def _unpickled(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
+    """Make a `_Planned` that keeps its function alive, as nothing else does."""
+    return _Planned(lambda: fn, groups, rematerialize)
 
 
 def _is_array(x: Any) -> bool:

@@ -57,6 +57,9 @@ class Tuned(Generic[P, R]):
         self._runs: dict[Any, Any] = {}  # by the signature of the arguments
         functools.update_wrapper(self, fn, updated=())
 
+    def __getstate__(self):
+        return {**vars(self), "_runs": {}}  # another machine measures anew
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._fastest_run(args, kwargs)(*args, **kwargs)
 
