@@ -1,14 +1,19 @@
 """Rules of `jax.experimental.checkify`: the errors of groups, combined.
 
-Input: a `map_fn` equation, and the enabled checks. Output: one global error, and the
-results of the equation.
+Input: an equation that calls a user's function, and the enabled checks. Output: one
+global error, and the results of the equation.
 
 Checkify turns a function with checks into one that returns an error, too. A mapped
 function returns one for each group. They are gathered. For each kind of error, that of
 the first group that has one is the error of the program; its message names the group.
 So a program with checks has a plan, and no additional round.
+
+A function of one coordinate (`map_columns`) returns an error for each; that of the
+first coordinate that has one stays. In a fold, the error becomes a part of the state:
+of two states and their combination, the first error stays.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -19,8 +24,17 @@ from drjax import _compat
 from drjax._api.trace_map import call_mapped
 from drjax._compat import checkify_rules
 from drjax._partition import Partition
-from drjax._primitives.collectives import gather_p, reduce_mean_p, reduce_sum_p
-from drjax._primitives.map_fn import map_fn_p
+from drjax._primitives.collectives import (
+    broadcast_p,
+    gather_p,
+    reduce_mean_p,
+    reduce_sum_p,
+)
+from drjax._primitives.columns_lowering import COORDINATES, WHOLE
+from drjax._primitives.fold_groups import fold_around_p, reduce_fold_p
+from drjax._primitives.map_columns import map_columns_p, trace_column
+from drjax._primitives.map_fn import group_context, map_fn_p
+from drjax._sharding.layout import make_layout
 
 
 class GroupCheckError(checkify_rules.CheckError):
@@ -124,15 +138,20 @@ def _first_error(errors, partition: Partition, mesh: Any):
     happened, codes, trees, leaves = checkify_rules.error_parts(gathered)
     of_first: tuple[dict, dict, dict] = {}, {}, {}
     for effect, failed in happened.items():
-        first = jnp.argmax(failed).astype(jnp.int32)
-        slices = failed, codes[effect], *leaves[effect]
-        failed, code, *payload = [x[first] for x in slices]
+        first, *slices = _first_slices(failed, codes[effect], *leaves[effect])
+        failed, code, *payload = slices
         parts = failed, code, [*payload, first]
         for table, part in zip(of_first, parts, strict=True):
             table[_in_group(effect)] = part
     happened, codes, leaves = of_first
     trees = {code: _name_group(tree, partition) for code, tree in trees.items()}
     return type(errors)(happened, codes, trees, leaves)
+
+
+def _first_slices(failed, *others) -> list:
+    """Return where along axis 0 a check failed first, and the slices there."""
+    first = jnp.argmax(failed).astype(jnp.int32)
+    return [first, *(x[first] for x in (failed, *others))]
 
 
 def _name_group(tree, partition: Partition):
@@ -149,6 +168,129 @@ def _name_group(tree, partition: Partition):
     return jax.tree.structure(GroupCheckError(error, 0, partition))
 
 
+def _checked(jaxpr, enabled):
+    """Return a function that also returns the leaves of its error, before its results.
+
+    And a function without arguments, which returns the error's `PyTreeDef` once the
+    other one was traced.
+    """
+    tree: Any = None
+    run: Any = checkify.checkify(_compat.jaxpr_as_fun(jaxpr), enabled)
+
+    def fn(*args):
+        nonlocal tree
+        error, outs = run(*args)
+        leaves, tree = jax.tree.flatten(error)
+        return [*map(jnp.asarray, leaves), *outs]
+
+    return fn, lambda: tree
+
+
+def _check_columns(
+    enabled, *args, jaxpr, kinds_in, kinds_out, coordinates, name: str, **params
+):
+    """Checkify rule of `map_columns`: the first coordinate's error stays."""
+    fn, tree = _checked(jaxpr, enabled)
+    avals = list(map(_compat.typeof, args))
+    layout = make_layout(**params)
+    checked, consts = trace_column(fn, avals, kinds_in, coordinates, layout, name)
+    n_errors = tree().num_leaves
+    outs = map_columns_p.bind(
+        *consts,
+        *args,
+        jaxpr=checked,
+        kinds_in=(*[WHOLE] * len(consts), *kinds_in),
+        kinds_out=(*[COORDINATES] * n_errors, *kinds_out),
+        coordinates=coordinates,
+        name=name,
+        **params,
+    )
+    flat = [
+        x.reshape(-1, *x.shape[len(coordinates) :]) for x in outs[:n_errors]
+    ]  # one axis of coordinates
+    errors = tree().unflatten(flat)
+    if 0 in coordinates:  # no column, no error
+        return checkify.checkify(lambda: None)()[0], outs[n_errors:]
+    happened, codes, trees, leaves = checkify_rules.error_parts(errors)
+    of_first: tuple[dict, dict, dict] = {}, {}, {}
+    for effect, failed in happened.items():
+        _, *slices = _first_slices(failed, codes[effect], *leaves[effect])
+        failed, code, *payload = slices
+        for table, part in zip(of_first, (failed, code, payload), strict=True):
+            table[effect] = part
+    happened, codes, leaves = of_first
+    return type(errors)(happened, codes, trees, leaves), outs[n_errors:]
+
+
+def _check_fold(primitive, enabled, *args, jaxpr, n_states: int, **params):
+    """Checkify rule of a fold: its states get the leaves of an error, as further parts.
+
+    The derivatives of the fold are those of its states, as errors have none.
+    """
+    fn, tree = _checked(jaxpr, enabled)
+    n_consts = len(args) - 2 * n_states
+    placement = {key: params[key] for key in ("partition", "mesh")}
+    with group_context(make_layout(**placement)):
+        # Once: each trace gives the errors other codes.
+        checked, closed = _compat.trace_to_jaxpr(fn, jaxpr.in_avals, params["name"])
+        n_errors = tree().num_leaves
+        error_avals = checked.out_avals[:n_errors]
+        run = _compat.jaxpr_as_fun(checked)
+
+        def combine(*operands):
+            consts, states = operands[: -2 * size], operands[-2 * size :]
+            (a, of_a), (b, of_b) = (
+                (state[:n_states], state[n_states:])
+                for state in (states[:size], states[size:])
+            )
+            outs = run(*consts, *a, *b)
+            new, state = outs[:n_errors], outs[n_errors:]
+            unflatten = tree().unflatten
+            first = _first_of(*map(unflatten, (of_a, of_b, new)))
+            return [*state, *jax.tree.leaves(first)]
+
+        size = n_states + n_errors
+        consts_in = checked.in_avals[: len(closed) + n_consts]
+        states_in = jaxpr.in_avals[n_consts:]
+        avals = [
+            *consts_in,
+            *states_in[:n_states], *error_avals,
+            *states_in[n_states:], *error_avals,
+        ]  # fmt: skip
+        extended, more = _compat.trace_to_jaxpr(combine, avals, params["name"])
+    none = [jnp.zeros(aval.shape, aval.dtype) for aval in error_avals]
+    consts, init, states = (
+        args[:n_consts],
+        args[n_consts : n_consts + n_states],
+        args[n_consts + n_states :],
+    )
+    operands = [
+        *more, *closed, *consts, *init, *none, *states,
+        *(broadcast_p.bind(x, **placement) for x in none),
+    ]  # fmt: skip
+    outs = primitive.bind(*operands, jaxpr=extended, n_states=size, **params)
+    parts = [outs[i : i + size] for i in range(0, len(outs), size)]
+    error = tree().unflatten(parts[0][n_states:])  # of the fold of all groups
+    return error, [x for part in parts for x in part[:n_states]]
+
+
+def _first_of(*errors):
+    """Combine errors of one structure: of each kind, the first that happened."""
+    parts = list(map(checkify_rules.error_parts, errors))
+    *_, (happened, codes, trees, leaves) = parts
+    for others, other_codes, _, other_leaves in parts[-2::-1]:
+        for effect, failed in others.items():
+            select = lambda x, y, failed=failed: jnp.where(failed, x, y)
+            codes[effect] = select(other_codes[effect], codes[effect])
+            pairs = zip(other_leaves[effect], leaves[effect], strict=True)
+            leaves[effect] = [select(x, y) for x, y in pairs]
+            happened[effect] = failed | happened[effect]
+    return type(errors[0])(happened, codes, trees, leaves)
+
+
 checkify_rules.register_error_check(map_fn_p, _check_map)
+checkify_rules.register_error_check(map_columns_p, _check_columns)
+for fold_p in (reduce_fold_p, fold_around_p):
+    checkify_rules.register_error_check(fold_p, functools.partial(_check_fold, fold_p))
 checkify_rules.register_nan_check(reduce_sum_p)
 checkify_rules.register_nan_check(reduce_mean_p)

@@ -43,7 +43,7 @@ from drjax._primitives.routes import (
     put_add_p,
     take_p,
 )
-from drjax._primitives.select_slice import as_int32, count_from_end
+from drjax._primitives.select_slice import as_int32, count_from_end, show_index
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
@@ -102,7 +102,9 @@ def take(
     sources = _permutation(index, n)
     if sources is not None:
         return _permute("take", x, sources, params)
-    return _take("take", x, count_from_end(index, n), params)
+    index = count_from_end(index, n)
+    show_index(index, n)
+    return _take("take", x, index, params)
 
 
 @over_levels("x", "into")
@@ -171,6 +173,7 @@ def put(
     if sources is not None and not add:
         return _permute("put", x, inverse(sources), params)
     index = count_from_end(index, n)
+    show_index(index, n)
     index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
     index = as_operand(index, make_layout(**groups), False)
     if not add:

@@ -29,6 +29,7 @@ from drjax._primitives.select_slice import (
     count_from_end,
     index_pair,
     select_slice,
+    show_index,
 )
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
@@ -80,6 +81,9 @@ def select(
     params = resolve("select", mesh, partition)
     i = _check_index(i, params["partition"].size)
     if where is None:
+        show_index(
+            count_from_end(i, params["partition"].size), params["partition"].size
+        )
         indices = index_pair(i, **params)
     else:
         indices = _rank_pair(i, check_where("select", where, params), params)
@@ -115,7 +119,10 @@ def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
     ranks = jnp.where(taken, ranks, params["partition"].size)
     count = jnp.sum(taken, dtype=jnp.int32)
     # jnp.clip lets the upper bound win: -1 if no group takes part.
-    selected = count_from_end(i, count).clip(0, count - 1)
+    selected = count_from_end(i, count)
+    n = params["partition"].size
+    show_index(jnp.where(selected < count, selected, n), n)
+    selected = selected.clip(0, count - 1)
     ranks, selected = (as_operand(x, layout, False) for x in (ranks, selected))
     return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
 

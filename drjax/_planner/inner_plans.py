@@ -57,6 +57,7 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
       A copy of the stage with a plan as its `inner`. `stage` itself in each of these
       cases:
 
+      * it is of the server: only groups have groups inside of them;
       * it runs no building blocks, or no output depends on one;
       * one of them is inside a user's `shard_map`, over Manual mesh axes;
       * `make` raises `PlanError`;
@@ -65,6 +66,8 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
     if not uses_blocks(stage.jaxpr) or _is_manual(stage.jaxpr):
         return stage
     names = ["group index", *(value.name for value in stage.inputs)]
+    if len(stage.jaxpr.in_avals) < len(names):  # of a server, which has no index
+        return stage
     results = [value.name for value in stage.outputs]
     undeclared = [None] * len(names)
     try:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from drjax import _compat
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.extrema import reduce_max_p
 from drjax._primitives.partition_index import partition_index_p
@@ -53,6 +54,17 @@ def count_from_end(index, n):
       The array of indices. One below -n stays negative.
     """
     return jnp.where(jnp.asarray(index) < 0, index + n, index)
+
+
+def show_index(index, n: int) -> None:
+    """Read at a traced index, so that checkify's index checks see what is clamped.
+
+    Nothing uses what is read: compiled code and plans have none of it.
+    """
+    if not _compat.under_trace() or _compat.check_vma():
+        return
+    for i in (index,) if index.ndim == 0 else (index.min(), index.max()):
+        lax.dynamic_slice(np.arange(n, dtype=np.int32), (i,), (1,))
 
 
 def index_pair(i, *, partition, mesh) -> tuple[Any, Any]:
