@@ -162,7 +162,7 @@ def _on_default_device(x):
     So a constant loses its sharding, and with that its mesh.
     """
     # A copy is cached: made under a trace, its constants would be tracers of it.
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         if dtypes.issubdtype(x.dtype, dtypes.prng_key):
             data: Any = np.asarray(jax.random.key_data(x))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

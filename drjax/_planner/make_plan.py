@@ -298,18 +298,23 @@ def plan_of_jaxpr(
     Raises:
       PlanError: The jaxpr has no plan.
     """
-    kinds = inline_and_infer(closed, names, declared)
-    while rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None:
-        # New bodies have new variables, so their kinds are inferred again.
-        # Some values may be partitioned only now, and imply further communication.
-        kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
-    result_kinds = [kinds[v] for v in kinds.program.outvars]
-    results = results if out_tree is None else result_names(out_tree)
-    signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)
-    with outside_meshes():
-        plan = build_plan(kinds, signature, rematerialize)
-    make = functools.partial(plan_of_jaxpr, rematerialize=rematerialize)
-    return with_inner_plans(plan, make)
+    # The planner evaluates small constants (indices, masks), which is no transfer of
+    # users' data.
+    with jax.transfer_guard("allow"):
+        kinds = inline_and_infer(closed, names, declared)
+        while (
+            rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None
+        ):
+            # New bodies have new variables, so their kinds are inferred again.
+            # Some values may be partitioned only now, and imply further communication.
+            kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
+        result_kinds = [kinds[v] for v in kinds.program.outvars]
+        results = results if out_tree is None else result_names(out_tree)
+        signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)
+        with outside_meshes():
+            plan = build_plan(kinds, signature, rematerialize)
+        make = functools.partial(plan_of_jaxpr, rematerialize=rematerialize)
+        return with_inner_plans(plan, make)
 
 
 def _equations(program: InlinedJaxpr) -> Iterator[Any]:
