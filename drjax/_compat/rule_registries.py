@@ -242,8 +242,11 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
       The list of the MLIR values of its results, also if there is a single one.
     """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
-    avals = [aval for _, aval in operands]
-    return lower(ctx.replace(avals_in=avals), *(x for x, _ in operands), **params)
+    inner = ctx.replace(avals_in=[aval for _, aval in operands])
+    outs = lower(inner, *(x for x, _ in operands), **params)
+    if inner.tokens_out is not None:  # of ordered effects, set on the copy only
+        ctx.set_tokens_out(inner.tokens_out)
+    return outs
 
 
 def module_token(ctx):

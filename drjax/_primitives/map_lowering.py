@@ -41,6 +41,7 @@ from jax import lax
 
 from drjax import _compat
 from drjax._compat import retype_mesh
+from drjax._primitives.ordered_callbacks import rewrite_ordered_callbacks
 from drjax._primitives.partition_index import GroupAxis
 from drjax._primitives.rbg_per_group import rewrite_draws
 from drjax._sharding.execute import (
@@ -197,7 +198,7 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
     types get no mesh at all, as some libraries refuse other types at lowering than at
     tracing. In either case, draws from random keys of `rbg` or `unsafe_rbg` become
     equations of `draw_per_key`, so that the bits of a group do not depend on the other
-    groups in a batch.
+    groups in a batch; and ordered callbacks become equations that are called in order.
 
     Args:
       layout: The layout of the partition. If it has no mesh, or its axes are Manual
@@ -211,7 +212,7 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
         jaxpr = retype_mesh.with_manual_axes(jaxpr, layout.axes)
     elif layout.sharded:
         jaxpr = retype_mesh.without_mesh_types(jaxpr)
-    return rewrite_draws(jaxpr)
+    return rewrite_ordered_callbacks(rewrite_draws(jaxpr))
 
 
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):

@@ -1,0 +1,87 @@
+"""Ordered host callbacks in groups: one call for each group, in their order.
+
+Input: the jaxpr of one group. Output: the same jaxpr, in which an `io_callback` with
+`ordered=True` is an equation of `call_in_order`. JAX refuses to batch the former; the
+batching rule of the latter is a loop, as JAX's own for `jax.debug.callback` is.
+
+Invariants: each group calls once, also where the operands are the same for all groups.
+Sharp edges: of two callbacks, the first one runs for all groups of a device before the
+second one does. On a mesh, each device has an order of its own.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import batching
+
+from drjax import _compat
+from drjax._primitives import registration
+
+call_in_order_p = registration.new_primitive("call_in_order", multiple_results=True)
+
+
+# Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
+@_compat.weakref_lru_cache
+def rewrite_ordered_callbacks(jaxpr):
+    """Replace ordered callbacks by `call_in_order`, at any depth; cached."""
+    return _rewrite(jaxpr) if _has_ordered(jaxpr) else jaxpr
+
+
+@_compat.weakref_lru_cache
+def _has_ordered(jaxpr) -> bool:
+    return any(
+        _is_ordered(eqn) or any(map(_has_ordered, _compat.jaxprs_in(eqn.params)))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    )
+
+
+def _is_ordered(eqn) -> bool:
+    return eqn.primitive.name == "io_callback" and eqn.params["ordered"]
+
+
+def _rewrite(value: Any) -> Any:
+    """Rewrite a jaxpr, or each one in a tuple or list; return any other object."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_rewrite, value))
+    if not isinstance(value, _compat.JAXPR_TYPES):
+        return value
+    eqns = []
+    for eqn in _compat.open_jaxpr(value).eqns:
+        params = {name: _rewrite(x) for name, x in eqn.params.items()}
+        if _is_ordered(eqn):
+            options = tuple(sorted(eqn.params.items()))
+            params = {"call": eqn.primitive, "options": options}
+            params["avals"] = tuple(v.aval for v in eqn.outvars)
+            params["called"] = frozenset(eqn.effects)
+            eqn = eqn.replace(primitive=call_in_order_p)
+        eqns.append(eqn.replace(params=params))
+    return _compat.with_equations(value, eqns)
+
+
+def _call(*args, call, options, avals, called):
+    return call.bind(*args, **dict(options))
+
+
+def _batch(axis_data, args, dims, **params):
+    """Batching rule of `call_in_order`: one call after the other."""
+    batched = [
+        None if d is None else _compat.moveaxis(x, d, 0)
+        for x, d in zip(args, dims, strict=True)
+    ]
+
+    def one(step, slices):
+        _, slices = slices
+        pairs = zip(args, slices, strict=True)
+        args_of_one = [x if s is None else s for x, s in pairs]
+        return step, call_in_order_p.bind(*args_of_one, **params)
+
+    _, outs = lax.scan(one, None, (jnp.arange(axis_data.size), batched))
+    return outs, [0] * len(outs)
+
+
+registration.register_execution(call_in_order_p, _call)
+call_in_order_p.def_effectful_abstract_eval(
+    lambda *_, avals, called, **__: (list(avals), set(called))
+)
+batching.fancy_primitive_batchers[call_in_order_p] = _batch
