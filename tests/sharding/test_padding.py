@@ -197,6 +197,32 @@ def test_keys(n, devices, effects):
             np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_bits_in_chunks(k):
+    """What is computed from bits may differ in the last one, as the code of XLA does."""
+
+    @drjax.program(clients=6)
+    def f(key):
+        def draw(key):
+            key = jax.random.fold_in(key, drjax.partition_index())
+            exact = {
+                "key": jax.random.key_data(key),
+                "bits": jax.random.bits(key, (5,)),
+                "uniform": jax.random.uniform(key, (5,)),
+                "permutation": jax.random.permutation(key, 6),
+            }
+            return exact, jax.random.normal(key, (5,))
+
+        return drjax.map_fn(draw, drjax.broadcast(key))
+
+    key = jax.random.key(5)
+    exact, normal = jax.jit(f)(key)
+    in_chunks, close = drjax.jit(f, groups_per_step=k)(key)
+    jax.tree.map(np.testing.assert_array_equal, in_chunks, exact)
+    np.testing.assert_allclose(close, normal, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("n", [6, 10])
 def test_no_collective_more_than_for_even_sizes(n):
     def report(n):
