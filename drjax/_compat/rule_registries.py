@@ -242,9 +242,9 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
       The list of the MLIR values of its results, also if there is a single one.
     """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
-    inner = ctx.replace(avals_in=[aval for _, aval in operands])
+    inner = ctx.replace(avals_in=[aval for _, aval in operands], tokens_out=None)
     outs = lower(inner, *(x for x, _ in operands), **params)
-    if inner.tokens_out is not None:  # of ordered effects, set on the copy only
+    if inner.tokens_out:  # of ordered effects, which are set on the copy only
         ctx.set_tokens_out(inner.tokens_out)
     return outs
 

@@ -48,7 +48,7 @@ class Jitted(Decorated[P, R_co], Protocol[P, R_co]):
 def jit(
     fn: Callable[P, R],
     groups_per_step: Literal["tune"],
-    residuals: str = "recompute",
+    residuals: str | None = None,
     memory_budget: int | None = None,
     **jit_kwargs: Any,
 ) -> Tuned[P, R]: ...
@@ -56,14 +56,14 @@ def jit(
 def jit(
     fn: Callable[P, R],
     groups_per_step: int | str | None = None,
-    residuals: str = "recompute",
+    residuals: str | None = None,
     memory_budget: int | None = None,
     **jit_kwargs: Any,
 ) -> Jitted[P, R]: ...
 def jit(
     fn: Callable,
     groups_per_step: int | str | None = None,
-    residuals: str = "recompute",
+    residuals: str | None = None,
     memory_budget: int | None = None,
     **jit_kwargs: Any,
 ) -> Any:
@@ -85,7 +85,9 @@ def jit(
         Keep the result of `drjax.jit`, which remembers. Default: all.
       residuals: What a round needs of an earlier round's results in the groups:
         `"recompute"` (rematerialize) it, or `"store"` it for all groups. Results of
-        equations with effects are stored.
+        equations with effects are stored. Default: `"store"` where all groups of a
+        device run at once, as `jax.jit` does, and `"recompute"` where they do not; with
+        `"auto"`, `"store"` if all groups fit in memory so.
       memory_budget: With `"auto"` and `"tune"`, bytes of temporary memory for each
         device. Default: what the devices have left.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
@@ -115,7 +117,7 @@ def jit(
     """
     tune = isinstance(groups_per_step, str) and groups_per_step == "tune"
     groups = step_size.checked("auto" if tune else groups_per_step, memory_budget)
-    if residuals not in ("recompute", "store"):
+    if residuals not in (None, "recompute", "store"):
         raise DrjaxValueError(
             f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
         )
@@ -124,12 +126,15 @@ def jit(
         assert isinstance(groups, step_size.Fit)
         compiled = functools.partial(_compiled, fn, residuals, jit_kwargs)
         return Tuned(fn, compiled, groups.budget)
-    planned = _planned(fn, groups, residuals == "recompute")
+    rematerialize = None if residuals is None else residuals == "recompute"
+    planned = _planned(fn, groups, rematerialize)
     # Without its attributes: those of a `jax.jit` say what is traced and lowered.
     return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn, updated=())
 
 
-def _compiled(fn: Any, residuals: str, jit_kwargs: dict, size: int, donate: bool):
+def _compiled(
+    fn: Any, residuals: str | None, jit_kwargs: dict, size: int, donate: bool
+):
     """Compile `fn` for `size` groups at once; donate arguments only if `donate`."""
     kept = {k: v for k, v in jit_kwargs.items() if donate or "donate" not in k}
     return jit(fn, size, residuals, **kept)
@@ -146,12 +151,12 @@ class _Planned:
       groups: How many of a device's groups run at once: a number, None for all, or a
         `Fit` for as many as fit in memory.
       rematerialize: Whether a round rematerializes what it needs of an earlier round's
-        results in the groups, instead of saving it.
+        results in the groups, instead of saving it; None: unless all run at once.
     """
 
     __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_rematerialize")
 
-    def __init__(self, fn: Callable[[], Callable], groups, rematerialize: bool):
+    def __init__(self, fn: Callable[[], Callable], groups, rematerialize: bool | None):
         self._fn, self._groups, self._rematerialize = fn, groups, rematerialize
         self.__name__ = function_name(getattr(fn(), "__name__", "program"))
 
@@ -216,7 +221,9 @@ class _Planned:
 _cache: Any = weakref.WeakKeyDictionary()
 
 
-def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
+def _planned(
+    fn: Callable, groups: GroupsPerStep, rematerialize: bool | None
+) -> _Planned:
     """Return the `_Planned` of a function and its options; cached while `fn` lives.
 
     The `_Planned` is the callable that `drjax.jit` passes to `jax.jit`, which caches
@@ -230,7 +237,7 @@ def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Plann
       groups: How many of a device's groups run at once: a number, None for all, or a
         `Fit` for as many as fit in memory.
       rematerialize: Whether a round rematerializes what it needs of an earlier round's
-        results in the groups, instead of saving it.
+        results in the groups, instead of saving it; None: unless all run at once.
     """
     try:
         if type(fn).__hash__ is not object.__hash__:
@@ -243,7 +250,9 @@ def _planned(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Plann
     return by_options.setdefault((groups, rematerialize), new)
 
 
-def _unpickled(fn: Callable, groups: GroupsPerStep, rematerialize: bool) -> _Planned:
+def _unpickled(
+    fn: Callable, groups: GroupsPerStep, rematerialize: bool | None
+) -> _Planned:
     """Make a `_Planned` that keeps its function alive, as nothing else does."""
     return _Planned(lambda: fn, groups, rematerialize)
 

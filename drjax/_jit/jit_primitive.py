@@ -33,6 +33,7 @@ from drjax._primitives import registration
 from drjax._sharding.execute import vary, with_sharding_of
 from drjax._sharding.planning_context import planning, trace_without_mesh
 from drjax.backends import xla
+from drjax.backends.xla import step_size
 from drjax.backends.xla.step_size import GroupsPerStep
 
 
@@ -46,14 +47,15 @@ class Options:
       groups_per_step: How many of a device's groups run at once: a number, None for
         all, or a `Fit` for as many as fit in memory.
       rematerialize: Whether a round rematerializes what it needs of an earlier round's
-        results in the groups, instead of saving it.
+        results in the groups, instead of saving it. None: it does unless all groups of
+        a device run at once, where saving needs no more memory than their work.
       bound: Whether the program is traced under the mesh in context; else under none.
     """
 
     name: str
     names: tuple[str, ...]
     groups_per_step: GroupsPerStep
-    rematerialize: bool
+    rematerialize: bool | None
     bound: bool = False
 
     def of(self, count: int) -> "Options":
@@ -95,7 +97,6 @@ def _cached(fn: Callable) -> Callable:
     return call
 
 
-@_cached
 def plan_of(jaxpr, options: Options):
     """Make the plan of a jaxpr; cached.
 
@@ -109,6 +110,14 @@ def plan_of(jaxpr, options: Options):
     Raises:
       PlanError: The jaxpr has no plan.
     """
+    if options.rematerialize is None:
+        rematerialize = options.groups_per_step is not None
+        options = replace(options, rematerialize=rematerialize)
+    return _plan_of(jaxpr, options)
+
+
+@_cached
+def _plan_of(jaxpr, options: Options):
     undeclared = [None] * len(jaxpr.in_avals)
     with planning(options.bound):
         return plan_of_jaxpr(
@@ -116,8 +125,24 @@ def plan_of(jaxpr, options: Options):
             options.name,
             options.names,
             undeclared,
-            rematerialize=options.rematerialize,
+            rematerialize=bool(options.rematerialize),
         )
+
+
+def _plan_to_run(jaxpr, options: Options) -> tuple[Any, GroupsPerStep]:
+    """Return the plan that saves what a later round needs, if all groups run at once.
+
+    Else the plan that rematerializes it; and how many groups of a device run at once.
+    """
+    step = options.groups_per_step
+    if options.rematerialize is None and step is not None:
+        saving = plan_of(jaxpr, replace(options, rematerialize=False))
+        if isinstance(step, step_size.Fit):
+            if xla.fits_at_once(saving, step.budget):
+                return saving, None
+        elif step >= xla.groups_of_device(saving):
+            return saving, step
+    return plan_of(jaxpr, options), step
 
 
 @_cached
@@ -135,8 +160,8 @@ def _traced(jaxpr, options: Options, avals: tuple):
     """
 
     def run(*args):
-        plan = plan_of(jaxpr, options)
-        return xla.run_flat(plan, list(args), options.groups_per_step)
+        plan, step = _plan_to_run(jaxpr, options)
+        return xla.run_flat(plan, list(args), step)
 
     # As in `_execute`.
     with _compat.without_vma():

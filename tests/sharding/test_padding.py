@@ -200,7 +200,7 @@ def test_keys(n, devices, effects):
 @pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 3, 4])
 def test_bits_in_chunks(k):
-    """What is computed from bits may differ in the last one, as the code of XLA does."""
+    """Functions of bits may differ in the last one, as XLA compiles them otherwise."""
 
     @drjax.program(clients=6)
     def f(key):

@@ -120,6 +120,15 @@ def run_flat(
     return MeshInterpreter(plan, layout, step, mesh)(inputs)
 
 
+def fits_at_once(plan: Plan, budget: int | None) -> bool:
+    """Whether all groups of a device fit in memory at once; the plan is compiled."""
+    layout = layout_of(plan)
+    if layout is None:
+        return True
+    temp_bytes, budget = _memory(plan, layout, budget)
+    return step_size.all_fit(_most_groups(plan, layout), temp_bytes, budget)
+
+
 def _largest_step(
     plan: Plan, layout: Layout, budget: int | None, user_mesh: Any = None
 ) -> int:
@@ -138,6 +147,17 @@ def _largest_step(
 
     Raises:
       DrjaxValueError: One group does not fit, or no device can be asked for its memory.
+    """
+    temp_bytes, budget = _memory(plan, layout, budget, user_mesh)
+    return step_size.largest(_most_groups(plan, layout, user_mesh), temp_bytes, budget)
+
+
+def _memory(
+    plan: Plan, layout: Layout, budget: int | None, user_mesh: Any = None
+) -> tuple[Callable[[int], int], int]:
+    """Return what a plan's temporary memory is by the groups at once, and the budget.
+
+    Both in bytes of one device. With the budget None, it is what is free.
     """
     mesh = layout.mesh
     if isinstance(mesh, AbstractMesh):
@@ -174,7 +194,7 @@ def _largest_step(
         )
         return compiled.memory_analysis().temp_size_in_bytes
 
-    return step_size.largest(_most_groups(plan, layout, user_mesh), temp_bytes, budget)
+    return temp_bytes, budget
 
 
 def on_mesh(plan: Plan, inputs: list) -> list:

@@ -145,14 +145,26 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
             low = guess
         else:
             high = guess
+    _log(low, count, known[low], budget)
+    return low
+
+
+def all_fit(count: int, temp_bytes: Callable[[int], int], budget: int) -> bool:
+    """Whether all `count` groups of a device fit in memory at once; logged if so."""
+    used = temp_bytes(count)
+    if used <= budget:
+        _log(count, count, used, budget)
+    return used <= budget
+
+
+def _log(groups: int, count: int, used: int, budget: int) -> None:
     _logger.info(
         "groups_per_step=%d of %d: %s of %s bytes of temporary memory",
-        low,
+        groups,
         count,
-        f"{known[low]:,}",
+        f"{used:,}",
         f"{budget:,}",
     )
-    return low
 
 
 def fastest(count: int, seconds: Callable[[int], float]) -> int:

@@ -1,0 +1,78 @@
+"""What `drjax.jit` saves for a later round, and what it rematerializes.
+
+Covers: drjax._jit.jit_primitive, drjax.backends.xla.compile_plan.
+"""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from tests.helpers.cases import checkerboard
+from tests.helpers.compiled import flops, temp_bytes
+from tests.helpers.meshes import in_mesh_of
+
+N, D = 8, 32
+W = np.eye(D, dtype=np.float32)
+X = np.random.default_rng(0).normal(size=(N, 16, D)).astype(np.float32)
+
+
+@drjax.program(clients=N)
+def round_(w, x):
+    def train(w, x):
+        loss = lambda w: jnp.mean((jnp.tanh(x @ w) @ w - x) ** 2)
+        return w - 0.1 * jax.grad(loss)(w)
+
+    return drjax.reduce_mean(drjax.map_fn(train, (drjax.broadcast(w), x)))
+
+
+def unrolled(w, x):
+    return jnp.sum(jnp.sin(round_(round_(w, x), x)))
+
+
+def scanned(w, x):
+    return jnp.sum(
+        jnp.sin(jax.lax.scan(lambda w, _: (round_(w, x), None), w, length=3)[0])
+    )
+
+
+ALL_AT_ONCE = {"default": None, "auto": "auto", "a number": N}
+
+
+@checkerboard(2, f=[unrolled, scanned], option=ALL_AT_ONCE, devices=[1, 2])
+def test_all_groups_at_once_rematerialize_nothing(f, option, devices):
+    """There is no memory to save, so the work is that of `jax.jit`."""
+    gradient = jax.grad(f)
+    with in_mesh_of({"clients": devices} if devices > 1 else None):
+        run = drjax.jit(gradient, groups_per_step=ALL_AT_ONCE[option])
+        args = jnp.asarray(W), jnp.asarray(X)
+        assert flops(run, *args) <= 1.05 * flops(jax.jit(gradient), *args)
+        assert temp_bytes(run, *args) <= 1.3 * temp_bytes(jax.jit(gradient), *args)
+        np.testing.assert_allclose(run(*args), jax.jit(gradient)(*args), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("f", [unrolled, scanned], ids=lambda f: f.__name__)
+def test_chunks_rematerialize(f):
+    """Memory for residuals would grow with the number of groups."""
+    gradient, args = jax.grad(f), (jnp.asarray(W), jnp.asarray(X))
+    chunks = drjax.jit(gradient, groups_per_step=1)
+    saved = drjax.jit(gradient, groups_per_step=1, residuals="store")
+    assert temp_bytes(chunks, *args) < temp_bytes(saved, *args)
+
+
+def test_an_option_rematerializes_all_the_same():
+    gradient, args = jax.grad(scanned), (jnp.asarray(W), jnp.asarray(X))
+    recomputed = drjax.jit(gradient, residuals="recompute")
+    assert flops(recomputed, *args) > 1.2 * flops(jax.jit(gradient), *args)
+
+
+def test_auto_rematerializes_where_residuals_do_not_fit(caplog):
+    gradient, args = jax.grad(unrolled), (jnp.asarray(W), jnp.asarray(X))
+    least = temp_bytes(drjax.jit(gradient, groups_per_step=1), *args)
+    with caplog.at_level(logging.INFO, "drjax"):
+        run = drjax.jit(gradient, groups_per_step="auto", memory_budget=least)
+        assert temp_bytes(run, *args) <= least
+    assert f"groups_per_step=1 of {N}" in caplog.text
