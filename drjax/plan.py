@@ -387,11 +387,9 @@ class Plan(Record):
         save(self, path)
 
     def __reduce__(self):
-        from drjax._plan_file.load import plan_from_pickle
-        from drjax._plan_file.save import plan_to_bytes
+        from drjax._plan_file.save import pickled
 
-        # As a plan file: jaxprs have no pickled form.
-        return plan_from_pickle, (plan_to_bytes(self),)
+        return pickled(self)  # as a plan file: jaxprs have no pickled form
 
     def __str__(self) -> str:
         from drjax._drawing.print_plan import lines

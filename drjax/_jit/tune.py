@@ -58,7 +58,7 @@ class Tuned(Generic[P, R]):
         functools.update_wrapper(self, fn, updated=())
 
     def __getstate__(self):
-        return {**vars(self), "_runs": {}}  # another machine measures anew
+        return {**vars(self), "_runs": {}}  # another machine measures by itself
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._fastest_run(args, kwargs)(*args, **kwargs)

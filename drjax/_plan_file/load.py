@@ -98,8 +98,3 @@ def plan_from_bytes(
     # `decode` traces stages: a mesh in context must not be part of their types.
     with planning(False):
         return decode(path, manifest, members, allowed=custom_calls)
-
-
-def plan_from_pickle(data: bytes) -> Plan:
-    """Load a plan that was pickled; all custom calls are allowed, as pickles are."""
-    return plan_from_bytes("of a pickle", data, custom_calls=None)

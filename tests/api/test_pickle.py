@@ -3,7 +3,7 @@
 Ray, Beam, dask, loky and submitit pickle functions with cloudpickle, and what can be
 imported with the standard library.
 
-Covers: drjax._context, drjax._api.program, drjax._jit.jit, drjax._jit.tune, drjax.plan.
+Covers: drjax._api.program, drjax._context, drjax._jit.jit, drjax._jit.tune, drjax.plan.
 """
 
 import os
@@ -50,7 +50,7 @@ def calls_a_program():
     return lambda x: f(x)
 
 
-MADE = {
+RESULTS = {
     "program": local_program,
     "levels": two_levels,
     "a function that calls one": calls_a_program,
@@ -63,9 +63,9 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", RESULTS)
 def test_what_cloudpickle_restores_computes_the_same(name):
-    restored = cloudpickle.loads(cloudpickle.dumps(MADE[name]()))
+    restored = cloudpickle.loads(cloudpickle.dumps(RESULTS[name]()))
     assert restored(X) == 14
 
 

@@ -145,13 +145,13 @@ def installed() -> set[str]:
 
 
 def classes_in(jaxpr) -> set[str]:
-    found = set()
+    classes = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if "_prim" in eqn.params:
-            found.add(type(eqn.params["_prim"]).__name__)
+            classes.add(type(eqn.params["_prim"]).__name__)
         for inner in _compat.jaxprs_in(eqn.params):
-            found |= classes_in(inner)
-    return found
+            classes |= classes_in(inner)
+    return classes
 
 
 def test_every_class_of_equations_that_jax_has_is_tried():

@@ -17,12 +17,12 @@ N = 4
 X = np.arange(N, dtype=np.float32)
 
 
-def by_io(note, *args):
-    io_callback(note, None, *args, ordered=True)
+def by_io(callback, *args):
+    io_callback(callback, None, *args, ordered=True)
 
 
-def by_debug(note, *args):
-    jax.debug.callback(note, *args, ordered=True)
+def by_debug(callback, *args):
+    jax.debug.callback(callback, *args, ordered=True)
 
 
 RUNS = {
