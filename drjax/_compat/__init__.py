@@ -86,6 +86,7 @@ from drjax._compat.rule_registries import register_partial_eval as register_part
 from drjax._compat.rule_registries import register_printing as register_printing
 from drjax._compat.rule_registries import register_remat_policy as register_remat_policy
 from drjax._compat.trace_context import check_vma as check_vma
+from drjax._compat.trace_context import computing_constants as computing_constants
 from drjax._compat.trace_context import concrete_mesh as concrete_mesh
 from drjax._compat.trace_context import disable_jit as disable_jit
 from drjax._compat.trace_context import is_concrete as is_concrete

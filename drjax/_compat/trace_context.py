@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, mesh
+from jax._src import config, core, mesh, sharding_impls
 
 
 def check_vma() -> bool:
@@ -77,16 +77,31 @@ def varying(aval) -> frozenset[str]:
 
 
 @contextlib.contextmanager
+def computing_constants():
+    """Make a context in which equations on constants run at once, while tracing.
+
+    There is no mesh in it: its devices may be those of a topology that is not there.
+    """
+    with without_mesh(), jax.ensure_compile_time_eval():
+        yield
+
+
+@contextlib.contextmanager
 def without_mesh():
     """Make a context without any mesh, of `jax.set_mesh` or of a `with mesh:` block.
 
-    The mesh is in context again after it.
+    The mesh is in context again after it. Its devices are gone, too, so that arrays
+    that are computed meanwhile are on the default device, and have no mesh.
     """
     resources, legacy = mesh.thread_resources, config.mesh_context_manager
     env, entered = resources.env, legacy.swap_local(())
-    resources.env = env.with_mesh(mesh.Mesh(np.empty((), object), ()))
+    empty = mesh.Mesh(np.empty((), object), ())
+    resources.env = env.with_mesh(empty)
     try:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with (
+            sharding_impls._internal_use_concrete_mesh(empty),
+            jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+        ):
             yield
     finally:
         resources.env = env

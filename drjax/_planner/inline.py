@@ -596,7 +596,7 @@ def _fold_constants(eqns: list, consts: dict) -> list:
         )
         if foldable:
             # The planner itself may run under a jax.jit, as drjax.jit does.
-            with jax.ensure_compile_time_eval():
+            with _compat.computing_constants():
                 outs = _compat.bind_equation(eqn, operands)
             consts.update(zip(eqn.outvars, map(np.asarray, outs), strict=True))
         else:

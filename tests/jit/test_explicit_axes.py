@@ -135,3 +135,26 @@ def test_gradients_of_a_penalty_outside_of_the_groups():
     fn = mean_over_groups(lambda w, x: jnp.sum(jnp.sin(x @ w)), 0.1)
     specs = SHARDED_OVER_MODEL["first axis of w"]
     assert_equal_on_a_model_mesh(drjax.jit(jax.grad(fn)), jax.grad(fn), specs)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_arrays_computed_at_compile_time_are_constants_of_the_plan(kind):
+    """They had the type of the mesh in context, which a plan cannot export."""
+
+    def table(x):
+        with jax.ensure_compile_time_eval():
+            values = jnp.sin(jnp.arange(3.0))
+        return x * values
+
+    program = drjax.program(clients=8)(lambda x: drjax.gather(drjax.map_fn(table, x)))
+    x = jnp.ones((8, 3))
+    with jax.set_mesh(make_mesh({"clients": 8}, kind)):
+        plan = drjax.make_plan(program)(x)
+        results = [
+            drjax.backends.in_process.compile(plan)(x), jax.jit(program)(x),
+            drjax.jit(program)(x), drjax.jit(program, groups_per_step=1)(x),
+        ]  # fmt: skip
+    for result in results:
+        np.testing.assert_allclose(
+            result, np.ones((8, 3)) * np.sin(range(3)), rtol=1e-6
+        )

@@ -100,6 +100,36 @@ class TestRounds:
         assert sent["ALL_REDUCE"] == 1
 
 
+N = 16
+CONSTANTS = {
+    "by": lambda x: drjax.reduce_sum(x, by=jnp.arange(N) % 3, num=3),
+    "take": lambda x: drjax.take(x, jnp.arange(N)[::-1]),
+    "where": lambda x: drjax.reduce_mean(x, where=jnp.arange(N) % 2 == 0),
+    "operand": lambda x: drjax.reduce_sum(
+        drjax.map_fn(lambda x, i: x * i, (x, jnp.arange(N)))
+    ),
+    "scalar": lambda x: drjax.reduce_sum(x) * (jnp.float32(3) / jnp.sqrt(7.0)),
+    "roll": lambda x: jnp.roll(x, jnp.int32(2) + 1, 0),
+    "rows": lambda x: drjax.map_fn(lambda x: x[jnp.arange(3) * 2], x),
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
+@pytest.mark.parametrize("program", CONSTANTS)
+class TestConstants:
+    pytestmark = on_tpus
+
+    def test_computed_while_planning(self, program, jit):
+        """They are computed on a device that is there."""
+        mesh = tpu_mesh({"clients": 8})
+        x = typed(mesh, jax.ShapeDtypeStruct((N, 6), jnp.float32), P("clients"))
+        fn = drjax.program(clients=N)(CONSTANTS[program])
+        loss = lambda x: jnp.sum(jnp.sin(fn(x)))
+        with jax.set_mesh(mesh):
+            for each in (fn, jax.grad(loss)):
+                assert "HloModule" in jit(each).lower(x).compile().as_text()
+
+
 def _between_slices(text: str) -> dict[str, int]:
     """How many messages of each kind are sent to another slice."""
     kinds = re.findall(r" send\(.*_xla_megascale_transfer_type=\"(\w+)\"", text)

@@ -20,7 +20,6 @@ from constants by the primitives of `_LAYOUT` and pointwise ones.
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
@@ -102,7 +101,7 @@ class KnownIntegers:
             return values[atom] if atom in values else self.consts[atom]
 
         # The planner may run under a jax.jit, which would stage out the equations.
-        with jax.ensure_compile_time_eval():
+        with _compat.computing_constants():
             # `backward_slice` has the order of a search; definitions must precede uses.
             for eqn in sorted(eqns.values(), key=lambda e: self._order[id(e)]):
                 outs = _compat.bind_equation(eqn, list(map(read, eqn.invars)))
