@@ -139,6 +139,27 @@ def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, li
     return names, copies
 
 
+def rewrite_equations(value: Any, rule: Callable[[Any], list | None]) -> Any:
+    """Copy a jaxpr, or each one in a tuple or list, with other equations at any depth.
+
+    Args:
+      value: A jaxpr, open or closed; a tuple or list; any other object is returned.
+      rule: The equations that replace one; None: it stays, and its jaxprs are copied.
+    """
+    if type(value) in (tuple, list):
+        return type(value)(rewrite_equations(x, rule) for x in value)
+    if not isinstance(value, _compat.JAXPR_TYPES):
+        return value
+    eqns: list[Any] = []
+    for eqn in _compat.open_jaxpr(value).eqns:
+        new = rule(eqn)
+        if new is None:
+            params = {k: rewrite_equations(x, rule) for k, x in eqn.params.items()}
+            new = [eqn.replace(params=params)]
+        eqns += new
+    return _compat.with_equations(value, eqns)
+
+
 def split_scan(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
     """Split a list with one element for each operand of a scan by the sort of operand.
 

@@ -49,8 +49,8 @@ from drjax._primitives.levels_lowering import (
 )
 from drjax._primitives.map_lowering import (
     lowers_by_vmap,
+    over_groups,
     prepare_for_shard_map,
-    vmap_over_groups,
 )
 from drjax._sharding.avals import partitioned_aval, slices_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
@@ -403,7 +403,7 @@ class _LoweredMap:
 
         def run(*args):
             def body(*operands):
-                run = lambda fn: vmap_over_groups(layout, fn, partitioned_in)
+                run = lambda fn: over_groups(layout, fn, partitioned_in)
                 totals = sums(layout.per_device, run, operands)
                 return [vary(y, layout.axes)[None] for y in totals]
 

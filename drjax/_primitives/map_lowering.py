@@ -5,7 +5,9 @@ results for all groups, sharded over the partition's axes. Two lowerings compute
 
 * A `shard_map` over the partition's axes, and a vmap over the groups of each device. A
   device then works on its own groups only: its loops end when its groups are done, and
-  work that the compiler cannot partition (LAPACK, callbacks) stays on it. The jaxpr is
+  work that the compiler cannot partition (LAPACK, callbacks) stays on it. Where each
+  device has one group, there is no vmap, so that kernels without a batching rule work,
+  and a `cond` stays a branch. The jaxpr is
   retyped for the inside of the `shard_map`, so that a `jax.shard_map(mesh=mesh)` of the
   model's own means the mesh without these axes.
 * `vmap(spmd_axis_name=axes)` over all groups. The compiler partitions the work, with
@@ -31,6 +33,7 @@ Sharp edges: a jaxpr that was retyped is not differentiated any more. `vmap` cos
 all-reduce per step of a `while_loop` whose condition differs from group to group.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +45,7 @@ from jax import lax
 from drjax import _compat
 from drjax._compat import retype_mesh
 from drjax._primitives.ordered_callbacks import rewrite_ordered_callbacks
-from drjax._primitives.partition_index import GroupAxis
+from drjax._primitives.partition_index import GroupAxis, with_index_of_device
 from drjax._primitives.rbg_per_group import rewrite_draws
 from drjax._sharding.execute import (
     auto_partition,
@@ -95,8 +98,8 @@ def run_groups(
 ) -> list:
     """Run a per-group jaxpr for all groups of a partition.
 
-    It is a `vmap` over the groups of each device in a `shard_map` over the devices; or,
-    where `lowers_by_vmap` says so, one `vmap` over all groups.
+    It is a `vmap` over the groups of each device, if it has several, in a `shard_map`
+    over the devices; or, where `lowers_by_vmap` says so, one `vmap` over all groups.
 
     Args:
       layout: The layout of the partition, n groups.
@@ -117,7 +120,7 @@ def run_groups(
     fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*operands):
-        outs = vmap_over_groups(layout, fn, partitioned_in)(*operands)
+        outs = over_groups(layout, fn, partitioned_in)(*operands)
         return [vary(y, layout.axes) for y in outs]
 
     if layout.uneven:
@@ -163,7 +166,7 @@ def _run_padded(
     indices = first + lax.iota(jnp.int32, layout.per_device)
     # An effect on a padded slot would be visible: exactly the groups may run.
     if effects:
-        run = lambda count: _vmap_groups(layout, fn, partitioned_in, count, None)
+        run = lambda count: _groups_of_device(layout, fn, partitioned_in, count)
         return for_real_groups(
             layout,
             indices,
@@ -180,8 +183,7 @@ def _run_padded(
             for x, p in zip(operands, partitioned_in, strict=True)
         ]
         return [
-            vary(y, layout.axes)
-            for y in vmap_over_groups(layout, fn, partitioned_in)(*own)
+            vary(y, layout.axes) for y in over_groups(layout, fn, partitioned_in)(*own)
         ]
 
     def nothing():
@@ -199,10 +201,12 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
     tracing. In either case, draws from random keys of `rbg` or `unsafe_rbg` become
     equations of `draw_per_key`, so that the bits of a group do not depend on the other
     groups in a batch; and ordered callbacks become equations that are called in order.
+    If each device has one group, which no vmap will give its index, the index is
+    computed from the position of the device.
 
     Args:
       layout: The layout of the partition. If it has no mesh, or its axes are Manual
-        already, inside a user's `shard_map`, only the draws are rewritten.
+        already, inside a user's `shard_map`, the types stay.
       jaxpr: The closed jaxpr of one group.
 
     Returns:
@@ -212,7 +216,8 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
         jaxpr = retype_mesh.with_manual_axes(jaxpr, layout.axes)
     elif layout.sharded:
         jaxpr = retype_mesh.without_mesh_types(jaxpr)
-    return rewrite_ordered_callbacks(rewrite_draws(jaxpr))
+    jaxpr = rewrite_ordered_callbacks(rewrite_draws(jaxpr))
+    return with_index_of_device(jaxpr, layout) if layout.per_device == 1 else jaxpr
 
 
 def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
@@ -300,10 +305,10 @@ def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
     return None if _compat.check_vma() else layout.spmd_axes
 
 
-def vmap_over_groups(
+def over_groups(
     layout: Layout, fn: Callable, partitioned_in: Sequence[bool]
 ) -> Callable:
-    """Turn a function of one group into one of all groups of a device, by a vmap.
+    """Turn a function of one group into one of all groups of a device.
 
     Args:
       layout: The layout of the partition: k slots (places for one group) on each
@@ -317,11 +322,31 @@ def vmap_over_groups(
       returns the sequence of results, `[k, *t]`. With VMA checking, it casts the
       operands to vary over the partition's mesh axes.
     """
-    mapped = _vmap_groups(layout, fn, partitioned_in, layout.per_device, None)
+    mapped = _groups_of_device(layout, fn, partitioned_in, layout.per_device)
     # In a user's shard_map over the partition's axes the types of one group, by which
     # `fn` was traced, do not vary over them: see `group_aval`.
     axes = () if layout.manual else layout.axes
     return lambda *operands: mapped(*(vary(x, axes) for x in operands))
+
+
+def _groups_of_device(
+    layout: Layout, fn: Callable, partitioned_in: Sequence[bool], count: int
+) -> Callable:
+    """Turn a function of one group into one of the first `count` groups of a device."""
+    if layout.per_device > 1:
+        return _vmap_groups(layout, fn, partitioned_in, count, None)
+
+    def only(*operands):
+        pairs = zip(operands, partitioned_in, strict=True)
+        own = [lax.squeeze(x, (0,)) if p else x for x, p in pairs]
+        varying = frozenset().union(*(_compat.varying(_compat.typeof(x)) for x in own))
+        # In a user's shard_map over the partition's axes the types of one group, by
+        # which `fn` was traced, do not vary over them: see `group_aval`.
+        with _compat.without_vma() if layout.manual else contextlib.nullcontext():
+            outs = fn(*own)
+        return [vary(lax.expand_dims(y, (0,)), varying) for y in outs]
+
+    return only
 
 
 def _vmap_groups(

@@ -8,6 +8,9 @@ rule recognizes that axis, however deep in scans, conditionals and nested progra
 equation stands. Under any other axis the equation is unbatched: its value is the same
 for the whole batch. There is no derivative rule, as it has no operands.
 
+Where each device has one group, no vmap runs it: `with_index_of_device` replaces the
+equation by those that compute the index from the position of the device.
+
 Invariants: the index depends on the group only, never on devices or blocks. A padded
 slot has the index of its device's first group, as it has that group's operands; where
 one vmap has the slots of all devices, that is group 0.
@@ -19,14 +22,17 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax import lax
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._jaxprs import walk
 from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._sharding.avals import index_aval, partitioned_aval
 from drjax._sharding.execute import all_group_indices, shard_map_over_devices, vary
-from drjax._sharding.layout import make_layout
+from drjax._sharding.layout import Layout, make_layout
 from drjax._sharding.padding import copy_index_to_padding
 
 partition_index_p = registration.new_primitive("partition_index")
@@ -47,6 +53,50 @@ class GroupAxis:
 
     partition: Partition
     mesh: Any
+
+
+# Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
+@_compat.weakref_lru_cache
+def with_index_of_device(jaxpr, layout: Layout):
+    """Replace the index of the only group of a device, in the jaxpr of that group.
+
+    The jaxpr has the types of a device's code. One without the index is returned.
+    """
+
+    def inside(eqn) -> bool:  # an equal partition is that of an inner program
+        return eqn.params.get("partition") != layout.partition
+
+    def is_index(eqn) -> bool:
+        own = eqn.primitive is partition_index_p and eqn.params["per_group"]
+        return own and not inside(eqn)
+
+    def rule(eqn) -> list | None:
+        if is_index(eqn):
+            return _index_equations(eqn, layout)
+        return None if inside(eqn) else [eqn]
+
+    if not any(map(is_index, walk.deep_equations(jaxpr, inside))):
+        return jaxpr
+    return walk.rewrite_equations(jaxpr, rule)
+
+
+def _index_equations(eqn, layout: Layout) -> list:
+    """Make the equations that compute the index `eqn` from the device's position."""
+    sizes = dict(layout.mesh.shape_tuple) if layout.mesh is not None else {}
+    with eqn.ctx.manager:
+        index = lambda: lax.squeeze(layout.group_indices(), (0,))
+        env = [(axis, sizes[axis]) for axis in layout.axes]
+        traced = _compat.open_jaxpr(jax.make_jaxpr(index, axis_env=env)())
+    names, eqns = walk.copy_equations(traced.eqns, [])
+    result = {names[traced.outvars[0]]: eqn.outvars[0]}
+    return [
+        new.replace(
+            outvars=walk.substitute(new.outvars, result),
+            effects=eqn.effects,  # none: that of a named axis means nothing to lowering
+            source_info=eqn.source_info,
+        )
+        for new in eqns
+    ]
 
 
 def execute_partition_index(*, partition, mesh, per_group):

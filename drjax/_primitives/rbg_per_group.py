@@ -24,6 +24,7 @@ from jax import lax
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._jaxprs.walk import rewrite_equations
 from drjax._primitives import registration
 
 draw_per_key_p = registration.new_primitive("draw_per_key", multiple_results=True)
@@ -50,7 +51,7 @@ def rewrite_draws(jaxpr):
     Returns:
       The rewritten jaxpr; the same object if it has no such draws.
     """
-    return _rewrite(jaxpr) if _has_draws(jaxpr) else jaxpr
+    return rewrite_equations(jaxpr, _rewrite_draw) if _has_draws(jaxpr) else jaxpr
 
 
 @_compat.weakref_lru_cache
@@ -79,38 +80,14 @@ def _is_draw(eqn) -> bool:
     return name in _DRAWS.get(str(eqn.invars[0].aval.dtype), ())
 
 
-def _rewrite_draw(eqn):
-    """Replace a jaxpr's equation that is a draw by an equation of `draw_per_key_p`.
-
-    The new equation has the same variables. Any other equation is returned as it is.
-    """
+def _rewrite_draw(eqn) -> list | None:
+    """Replace an equation that is a draw by one of `draw_per_key`; None for others."""
     if not _is_draw(eqn):
-        return eqn
+        return None
     avals = tuple(v.aval for v in eqn.outvars)
     options = tuple(sorted(eqn.params.items()))
     params = {"draw": eqn.primitive, "options": options, "avals": avals}
-    return eqn.replace(primitive=draw_per_key_p, params=params)
-
-
-def _rewrite(value):
-    """Replace the draws in a jaxpr, or in all jaxprs in a parameter of an equation.
-
-    Args:
-      value: A jaxpr, closed or open; a tuple or list, whose elements are rewritten; or
-        any other object.
-
-    Returns:
-      The rewritten jaxpr, tuple or list; any other object as it is.
-    """
-    if type(value) in (tuple, list):
-        return type(value)(map(_rewrite, value))
-    if not isinstance(value, _compat.JAXPR_TYPES):
-        return value
-    eqns = []
-    for eqn in _compat.open_jaxpr(value).eqns:
-        params = {name: _rewrite(x) for name, x in eqn.params.items()}
-        eqns.append(_rewrite_draw(eqn.replace(params=params)))
-    return _compat.with_equations(value, eqns)
+    return [eqn.replace(primitive=draw_per_key_p, params=params)]
 
 
 def _draw(*args, draw, options, avals):
