@@ -87,7 +87,7 @@ class PureFunctionErrors:
             raise scope
         if collective_axes(jaxpr) & set(layout.partition.mesh_axes):
             raise collective
-        if effects := sorted(map(str, _compat.effects_of(jaxpr))):
+        if effects := sorted(map(str, _compat.effects_but_axes(jaxpr))):
             raise DrjaxTypeError(
                 f"{self.what} has effects, {effects}, which would run {self.effects}"
             )

@@ -26,6 +26,7 @@ from drjax._compat.jax_types import JAXPR_TYPES as JAXPR_TYPES
 from drjax._compat.jax_types import MERGED as MERGED
 from drjax._compat.jax_types import Jaxpr as Jaxpr
 from drjax._compat.jax_types import ShapedArray as ShapedArray
+from drjax._compat.jax_types import ShardingTypeError as ShardingTypeError
 from drjax._compat.jax_types import UndefinedPrimal as UndefinedPrimal
 from drjax._compat.jax_types import Zero as Zero
 from drjax._compat.jax_types import cache as cache
@@ -41,6 +42,7 @@ from drjax._compat.jaxprs import batch_jaxpr_first as batch_jaxpr_first
 from drjax._compat.jaxprs import bind_equation as bind_equation
 from drjax._compat.jaxprs import closed as closed
 from drjax._compat.jaxprs import dce_jaxpr as dce_jaxpr
+from drjax._compat.jaxprs import effects_but_axes as effects_but_axes
 from drjax._compat.jaxprs import effects_of as effects_of
 from drjax._compat.jaxprs import has_ordered_effects as has_ordered_effects
 from drjax._compat.jaxprs import has_primitive as has_primitive

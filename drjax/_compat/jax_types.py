@@ -23,6 +23,7 @@ MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 JAXPR_TYPES = (core.Jaxpr, Jaxpr)
 ShapedArray = core.ShapedArray
+ShardingTypeError = core.ShardingTypeError
 UndefinedPrimal = ad.UndefinedPrimal
 Zero = ad.Zero
 cache = util.cache  # an LRU cache whose key includes JAX's whole trace context

@@ -239,6 +239,12 @@ def effects_of(jaxpr) -> frozenset:
     return frozenset(jaxpr.effects) - {core.internal_mutable_array_effect}
 
 
+def effects_but_axes(jaxpr) -> frozenset:
+    """Return the effects of a jaxpr but its uses of axis names, as in a `psum`."""
+    named = core.NamedAxisEffect
+    return frozenset(e for e in effects_of(jaxpr) if not isinstance(e, named))
+
+
 def has_ordered_effects(eqn) -> bool:
     """Whether an equation has effects that run in the order of the program."""
     return any(map(effects.ordered_effects.contains, eqn.effects))

@@ -471,7 +471,8 @@ def _batching_rule(primitive):
     """
 
     def rule(axis_data, args, dims, *, jaxpr, n_states, **params):
-        if all(dim is None for dim in dims):  # JAX asks such a rule in this case, too
+        # JAX asks such a rule also if nothing is batched; f may still use the axis.
+        if all(dim is None for dim in dims) and not jaxpr.effects:
             outs = primitive.bind(*args, jaxpr=jaxpr, n_states=n_states, **params)
             return outs, [None] * len(outs)
         consts, init, x = _split(list(zip(args, dims, strict=True)), n_states)
