@@ -353,7 +353,19 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
       nonzero cotangents of linear inputs.
     """
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
-    transposed_jaxpr, consts = trace_group(transposed, avals, layout, "transposed")
+    own = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin]
+    own += [a for a, nz in zip(jaxpr.out_avals, nonzero, strict=True) if nz]
+    with group_context(layout):
+        # Where JAX itself makes Explicit axes Auto, as jax.random.gamma does, residuals
+        # and cotangents are on that mesh.
+        avals = [
+            aval if aval.sharding.mesh == of_jaxpr.sharding.mesh else of_jaxpr
+            for x, of_jaxpr in zip(avals, own, strict=True)
+            for aval in [group_aval(x, layout)]
+        ]
+        transposed_jaxpr, consts = _compat.trace_to_jaxpr(
+            transposed, avals, "transposed"
+        )
     return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
 
 

@@ -117,7 +117,10 @@ def run_groups(
         )
         run = lambda *args: ([], mapped(*args))
         return auto_partition(layout, run, args, partitioned_in)[1]
-    fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
+    prepared = prepare_for_shard_map(layout, jaxpr)
+    fn = _compat.jaxpr_as_fun(prepared)
+    if layout.other_explicit_axes:
+        fn = _on_traced_meshes(fn, prepared.in_avals)
 
     def body(*operands):
         outs = over_groups(layout, fn, partitioned_in)(*operands)
@@ -137,6 +140,29 @@ def run_groups(
         _compat.check_vma(),
         with_first_index=layout.uneven,
     )
+
+
+def _on_traced_meshes(fn: Callable, avals: Sequence[Any]) -> Callable:
+    """Cast what a function takes to the meshes of its types, and its results back.
+
+    Where JAX itself makes Explicit axes Auto, as `jax.random.gamma` does, residuals are
+    on that mesh.
+    """
+
+    def cast(x, mesh):
+        sharding = _compat.typeof(x).sharding
+        if sharding.mesh == mesh:
+            return x
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.reshard(x, sharding.update(mesh=mesh))
+
+    def run(*xs):
+        around = jax.sharding.get_abstract_mesh()
+        meshes = [aval.sharding.mesh for aval in avals]
+        outs = fn(*map(cast, xs, meshes))
+        return [cast(y, around) for y in outs]
+
+    return run
 
 
 def _run_padded(

@@ -158,3 +158,31 @@ def test_arrays_computed_at_compile_time_are_constants_of_the_plan(kind):
         np.testing.assert_allclose(
             result, np.ones((8, 3)) * np.sin(range(3)), rtol=1e-6
         )
+
+
+def _gamma(key, a):
+    return jnp.sum(jax.random.gamma(key, a))
+
+
+def _dirichlet(key, a):
+    return jnp.sum(jax.random.dirichlet(key, a) ** 2)
+
+
+def _multivariate_normal(key, a):
+    covariance = jnp.eye(3) + jnp.outer(a, a)
+    return jnp.sum(jax.random.multivariate_normal(key, a, covariance))
+
+
+@pytest.mark.parametrize("draw", [_gamma, _dirichlet, _multivariate_normal])
+@pytest.mark.parametrize("axes", [{"clients": 4}, {"clients": 2, "model": 2}])
+def test_derivatives_of_draws_that_jax_traces_on_auto_axes(axes, draw):
+    """JAX makes Explicit axes Auto in these: residuals have types of that mesh."""
+    keys, x = jax.random.split(jax.random.key(0), N), jnp.ones((N, 3)) + 1
+    program = drjax.program(clients=N)(
+        lambda keys, x: drjax.reduce_sum(drjax.map_fn(draw, (keys, x)))
+    )
+    expected = jax.grad(lambda x: jax.vmap(draw)(keys, x).sum())(x)
+    with jax.set_mesh(make_mesh(axes, EXPLICIT)):
+        for jit in (lambda fn: fn, jax.jit, drjax.jit):
+            got = jit(jax.grad(program, 1))(keys, x)
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
