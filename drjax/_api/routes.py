@@ -278,9 +278,7 @@ def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
         (written,) = bind_global([writer >= 0], groups, scatter_p.bind)
     else:
         written = as_operand(writer >= 0, make_layout(**groups), True)
-    keep = lambda moved, base, written: lax.select(
-        lax.broadcast_in_dim(written, moved.shape, ()), moved, base
-    )
+    keep = lambda moved, base, written: lax.select(written, moved, base)
     return _combine(keep, moved, base, cohort, groups, written)
 
 

@@ -20,6 +20,7 @@ Sharp edges: encoded values are flattened, which gathers them over mesh axes tha
 not the partition's. JAX 0.12 lowers no reduce-scatter where such an axis is Explicit.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from drjax import _compat
-from drjax._sharding.execute import vary
+from drjax._sharding.execute import on_own_shards, vary
 from drjax._sharding.layout import Layout
 from drjax.plan import Wire
 
@@ -192,13 +193,14 @@ def add_devices(
             results[i] = y
     for wire, members in encoded.items():
         values, divided = ([ys[i] for i in members] for ys in (xs, axes))
-        sums = _add_encoded(layout, wire, values, divided)
+        add = functools.partial(_add_encoded, layout, wire, divided)
+        sums = on_own_shards(layout, add, values)
         for i, y in zip(members, sums, strict=True):
             results[i] = y
     return results
 
 
-def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
+def _add_encoded(layout: Layout, wire: Wire, axes: list, xs: list) -> list:
     """Sum floats over the devices: encoded, in one all-to-all and one all-gather.
 
     The all-to-all gives device j the j-th part of each device's values, which it adds
@@ -208,9 +210,9 @@ def _add_encoded(layout: Layout, wire: Wire, xs: list, axes: list) -> list:
     Args:
       layout: The layout of the partition, which has mesh axes, with m devices.
       wire: The format of the encoded numbers, a `drjax.plan.Wire`.
-      xs: The device's values, `[*s]`.
       axes: For each value the axis along which its sum is divided over the devices, or
         None: each device gets the whole sum.
+      xs: The device's values, `[*s]`.
 
     Returns:
       The list of sums, each in the dtype of its value: `[*s]`, or this device's part

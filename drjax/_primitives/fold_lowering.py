@@ -33,6 +33,7 @@ from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.collectives import execute_gather, execute_scatter
 from drjax._primitives.columns_lowering import GROUPS, WHOLE, by_gather_and_scatter
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
+from drjax._sharding.eval_on_mesh import in_same_sharding
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout, other_axes
 
@@ -307,7 +308,8 @@ def _join(x: States, y: States) -> States:
 
     Return the list of leaves `[j + k, *s]`, those of `x` first.
     """
-    return [jnp.concatenate(pair) for pair in zip(x, y, strict=True)]
+    pairs = zip(x, y, strict=True)
+    return [jnp.concatenate(in_same_sharding(pair)) for pair in pairs]
 
 
 def fold_by_tree(combine: Combine, x: States, real=None) -> States:

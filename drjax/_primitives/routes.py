@@ -247,9 +247,12 @@ def execute_put_add(x, index, *, partition, mesh):
     wide = accumulator(x.dtype)
 
     def add(x, index, size: int):
-        zeros = jnp.zeros((size, *x.shape[1:]), wide)
-        added = zeros.at[index].add(
-            x.astype(wide), mode="drop", wrap_negative_indices=False
+        # Of the type of a slice, which Explicit axes may shard.
+        zero = jnp.zeros_like(lax.index_in_dim(x, 0, keepdims=False), wide)
+        added = (
+            lax.broadcast(zero, (size,))
+            .at[index]
+            .add(x.astype(wide), mode="drop", wrap_negative_indices=False)
         )
         return added.astype(x.dtype)
 

@@ -25,15 +25,18 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     """Evaluate a jaxpr that was traced without the mesh of its arguments.
 
     The values are those of the jaxpr. On Explicit axes, where types have shardings,
-    three things differ from the trace:
+    these things differ from the trace:
 
     * Arrays that are made without operands (zeros, iota) get the mesh in their types.
     * A `dot_general` that contracts dimensions which both operands have sharded gets an
       `out_sharding`, which JAX demands. It keeps the sharding of the other dimensions;
       the contraction is completed by one all-reduce.
-    * Operands of `add_any` and `select_n` are resharded to one sharding, which JAX
-      demands. They may differ: if several equations use a value, each of them gives a
-      cotangent for it, with a sharding of its own.
+    * Operands of `add_any`, `select_n`, `concatenate` and `dynamic_update_slice` are
+      resharded to one sharding, which JAX demands. They may differ: if several
+      equations use a value, each of them gives a cotangent for it, with a sharding of
+      its own; and constants have none.
+    * If JAX's types refuse an equation, such as a reshape of a sharded dimension, its
+      operands are gathered first.
 
     Args:
       jaxpr: The closed jaxpr of a stage of a plan.
@@ -53,13 +56,18 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
         if eqn.primitive is lax.dot_general_p and not eqn.params["out_sharding"]:
             numbers = eqn.params["dimension_numbers"]
             params["out_sharding"] = sharding_of_product(numbers, *operands)
-        return _compat.bind_equation(eqn, in_one_sharding(eqn, operands), **params)
+        try:
+            return _compat.bind_equation(eqn, in_one_sharding(eqn, operands), **params)
+        except _compat.ShardingTypeError:
+            if not any(map(_is_sharded, operands)):
+                raise
+            return _compat.bind_equation(eqn, [*map(_gathered, operands)], **params)
 
     return evaluate(jaxpr, args, step)
 
 
 def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Reshard the operands of an `add_any` or `select_n`, which need one sharding.
+    """Reshard the operands of an equation that needs one sharding of them.
 
     Args:
       eqn: Any equation. If it has another primitive, or if its operands have equal
@@ -70,15 +78,30 @@ def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
       The operands, in order. Those with dimensions have the sharding of the first
       operand that is sharded over Explicit axes; scalars stay as they are.
     """
-    if eqn.primitive.name not in ("add_any", "select_n"):
+    if eqn.primitive.name not in _OF_ONE_SHARDING:
         return operands
-    # A scalar selects whole arrays.
+    return in_same_sharding(operands)
+
+
+# Their operands with dimensions need one sharding.
+_OF_ONE_SHARDING = ("add_any", "select_n", "concatenate", "dynamic_update_slice")
+
+
+def in_same_sharding(operands: Sequence[Any]) -> list:
+    """Reshard arrays as the first one that Explicit axes shard; scalars stay."""
     shardings = [jax.typeof(x).sharding for x in operands if jax.typeof(x).ndim]
     if len({sharding.spec for sharding in shardings}) < 2:
-        return operands
+        return list(operands)
     sharding = next(s for s in shardings if any(part is not None for part in s.spec))
     reshard = lambda x: jax.sharding.reshard(x, sharding) if jax.typeof(x).ndim else x
     return [*map(reshard, operands)]
+
+
+def _gathered(x: Any) -> Any:
+    """Reshard an array so that no Explicit axis shards it."""
+    if not _is_sharded(x):
+        return x
+    return jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P()))
 
 
 def _is_sharded(x: Any) -> bool:

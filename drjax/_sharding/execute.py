@@ -285,6 +285,28 @@ def shard_map(
     return mapped if _compat.under_trace() else jax.jit(mapped)
 
 
+def on_own_shards(layout: Layout, fn: Callable, xs: list) -> list:
+    """Run a function on a device's own shards of values that Explicit axes shard.
+
+    It is called in the code of one device of the partition. `fn` takes and returns a
+    list of arrays, of which each result is sharded as the value in its place; so it may
+    reshape values, which JAX's types do not allow where Explicit axes shard them.
+    """
+    if not layout.other_explicit_axes:
+        return fn(xs)
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = tuple(_compat.typeof(x).sharding.spec for x in xs)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = {axis for axis, kind in kinds if kind == AxisType.Explicit}
+    run = lambda *xs: tuple(fn(list(xs)))
+    vma = _compat.check_vma()
+    return [
+        *jax.shard_map(
+            run, in_specs=specs, out_specs=specs, axis_names=axes, check_vma=vma
+        )(*xs)
+    ]
+
+
 def vary(x, axes):
     """Cast `x` to vary over all of the mesh axes `axes`, by `lax.pcast(to="varying")`.
 

@@ -1,0 +1,168 @@
+"""Every block where a second axis of the mesh shards the slices, as FSDP does.
+
+Covers: drjax._sharding.eval_on_mesh, drjax._sharding.execute, drjax._primitives.routes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import drjax
+from tests.helpers.meshes import AUTO, EXPLICIT, make_mesh
+from tests.helpers.plain_blocks import blocks, plainly
+
+N = 8
+X = (1 + np.cos(np.arange(N * 4 * 6) * 1.7).reshape(N, 4, 6) / 3).astype(np.float32)
+W = np.arange(1, N + 1, dtype=np.float32) / N
+EVEN = np.arange(N) % 2 == 0
+INDEX = jnp.array([3, 3, 0, 7, 0, 2, 2, 6])
+BY = jnp.array([0, 2, 1, 0, 0, 2, 1, 1])
+FEW = jnp.array([5, 0, 5, 1])
+
+cubes = lambda x: jnp.sum(x**3) * jnp.cos(x[0])
+
+
+def maps(x):
+    model = blocks.broadcast(jnp.linspace(0.5, 1.5, 6))
+    product = lambda m, x: jnp.sin(x * m[None]) + 0.1 * blocks.partition_index()
+    y = blocks.map_fn(product, (model, x))
+    return blocks.map_fn(lambda y: jnp.tanh(y) * jnp.sum(y, 0)[None], y)
+
+
+def folds(x):
+    combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+    return blocks.reduce(combine, (x, x * x), (1.0, 0.0))
+
+
+BLOCKS = {
+    "map": maps,
+    "gather": lambda x: blocks.gather(x * x)[1] * blocks.reduce_sum(x),
+    "scatter": lambda x: blocks.map_fn(jnp.multiply, (blocks.scatter(x[::-1]), x)),
+    "sum": lambda x: blocks.reduce_sum(x * x),
+    "sum, where": lambda x: blocks.reduce_sum(x * x, where=EVEN),
+    "mean": lambda x: blocks.reduce_mean(jnp.sin(x)),
+    "mean, where": lambda x: blocks.reduce_mean(x * x, where=EVEN),
+    "weighted mean": lambda x: blocks.reduce_weighted_mean(x * x, W),
+    "max": lambda x: blocks.reduce_max(x * jnp.sin(x)),
+    "max, where": lambda x: blocks.reduce_max(x**2, where=EVEN, default=-1.0),
+    "min": lambda x: blocks.reduce_min(x * jnp.sin(x)),
+    "argmax": lambda x: blocks.take(x, blocks.reduce_argmax(x)[0, 0] + 0 * INDEX),
+    "select": lambda x: blocks.select(x * x, 3),
+    "select, traced": lambda x: blocks.select(x * x, jnp.int32(x[0, 0, 0]) + 2),
+    "sum by": lambda x: blocks.sum_by(x * x, BY, 3),
+    "max by": lambda x: blocks.max_by(x * x, BY, 3),
+    "mean by": lambda x: blocks.mean_by(x * x, BY, 3),
+    "take": lambda x: blocks.take(x * x, INDEX),
+    "take, few": lambda x: blocks.take(x * x, FEW),
+    "put": lambda x: blocks.put(x * x, INDEX),
+    "put, into": lambda x: blocks.put(x * x, INDEX, into=jnp.sin(x)),
+    "put, add": lambda x: blocks.put(x * x, INDEX, add=True),
+    "put, add into": lambda x: blocks.put(x * x, INDEX, into=jnp.sin(x), add=True),
+    "shift": lambda x: blocks.shift(x * x, 3),
+    "columns": lambda x: blocks.reduce_columns(cubes, x),
+    "median": lambda x: blocks.reduce_columns(jnp.median, x * x),
+    "columns, several": lambda x: blocks.reduce_columns(lambda c: c[:3] ** 2, x),
+    "columns, sum": lambda x: blocks.reduce_columns(cubes, x, sum=True) / 100,
+    "fold": lambda x: blocks.reduce(lambda a, b: a * b, x, 1.0),
+    "fold of pairs": folds,
+    "secure sum": lambda x: blocks.secure_sum(x * x),
+    "sharded sum": lambda x: blocks.sharded_sum(x * x),
+    "sharded gather": lambda x: blocks.sharded_gather(x * x),
+    "bfloat16": lambda x: blocks.encoded_mean(x * x, wire="bfloat16"),
+    "int8": lambda x: blocks.encoded_mean(x * x, wire="int8"),
+    "float8": lambda x: blocks.encoded_weighted_mean(x, W, wire="float8_e4m3fn"),
+    "scan": lambda x: jax.lax.scan(
+        lambda c, _: (c + blocks.reduce_mean(x * c[None]), None),
+        blocks.reduce_sum(x),
+        None,
+        length=2,
+    )[0],
+}
+TOLERANCES = {"bfloat16": 2e-2, "int8": 5e-2, "float8": 0.2}
+
+
+def weights_of(y):
+    return jnp.asarray(np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape))
+
+
+def loss(fn, x):
+    leaves = jax.tree.leaves(fn(x))
+    return sum(jnp.sum(jnp.sin(y) * weights_of(y)) for y in leaves)
+
+
+WHAT = {
+    "value": lambda fn: fn,
+    "gradient": lambda fn: jax.grad(functools.partial(loss, fn)),
+    "second derivative": lambda fn: jax.grad(
+        lambda x: jnp.sum(jax.grad(functools.partial(loss, fn))(x) ** 2)
+    ),
+}
+MESHES = {
+    "auto": (AUTO, AUTO),
+    "explicit model": (AUTO, EXPLICIT),
+    "auto model": (EXPLICIT, AUTO),
+    "explicit": (EXPLICIT, EXPLICIT),
+}
+JITS = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}
+
+
+@functools.cache
+def expected(block, what):
+    with plainly():
+        fn = blocks.program(clients=N)(BLOCKS[block])
+        return WHAT[what](fn)(jnp.asarray(X))
+
+
+GRID = (pytest.mark.slow, pytest.mark.grid)
+GRIDS = {
+    "kinds": [pytest.param(k, marks=GRID if "auto" in k else ()) for k in MESHES],
+    "what": [pytest.param(w, marks=GRID if "second" in w else ()) for w in WHAT],
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kinds", GRIDS["kinds"])
+@pytest.mark.parametrize("what", GRIDS["what"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("jit", JITS)
+def test_a_second_axis_shards_the_slices(jit, block, what, kinds):
+    fn = WHAT[what](drjax.program(clients=N)(BLOCKS[block]))
+    mesh = make_mesh({"clients": 4, "model": 2}, MESHES[kinds])
+    with jax.set_mesh(mesh):
+        on = NamedSharding(mesh, P("clients", None, "model"))
+        got = JITS[jit](fn)(jax.device_put(X, on))
+    tol = TOLERANCES.get(block, 2e-5)
+    wants = jax.tree.leaves(expected(block, what))
+    for a, b in zip(jax.tree.leaves(got), wants, strict=True):
+        scale = np.max(np.abs(b)) + 1e-30
+        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tol)
+
+
+def updates(x):
+    def fn(x):
+        table = jax.lax.dynamic_update_slice(jnp.ones((4, 6)), x[:2] ** 2, (1, 0))
+        return table * jnp.reshape(x, (24,))[:6][None] + jnp.concatenate([x[1:], x[:1]])
+
+    return blocks.map_fn(fn, x)
+
+
+def test_a_plan_gathers_or_reshards_where_types_of_jax_refuse():
+    """The program is traced without the mesh, so it need not know of the axis."""
+    fn = drjax.program(clients=N)(updates)
+    with plainly():
+        plain = blocks.program(clients=N)(updates)
+        wants = plain(X), jax.grad(functools.partial(loss, plain))(jnp.asarray(X))
+    mesh = make_mesh({"clients": 4, "model": 2}, EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("clients", None, "model")))
+        gots = drjax.jit(fn)(x), drjax.jit(jax.grad(functools.partial(loss, fn)))(x)
+        # Under jax.jit, as in a shard_map by hand, the function needs out_sharding=.
+        with pytest.raises(Exception, match="sharding"):
+            jax.jit(fn)(x)
+    for got, want in zip(gots, wants, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
