@@ -126,9 +126,9 @@ def test_in_a_shard_map_of_the_user(check):
     x = jnp.arange(12.0).reshape(4, 3) / 10
 
     def run(f, spec, axes, x):
-        by_hand = functools.partial(program, f)
+        mapped = functools.partial(program, f)
         on_devices = jax.shard_map(
-            by_hand, mesh=make_mesh(axes), in_specs=spec, out_specs=P("clients"),
+            mapped, mesh=make_mesh(axes), in_specs=spec, out_specs=P("clients"),
             check_vma=check,
         )  # fmt: skip
         return jax.jit(on_devices)(x)
