@@ -24,7 +24,7 @@ i belongs to group i; n is `partition.size`.
 | `take_p`            | `[n, *s]`, index → `[k, *s]`   | y_i = x_index[i], or 0    |
 | `put_add_p`         | `[k, *s]`, index → `[n, *s]`   | sum of x_j, index[j] = i  |
 | `reduce_fold_p`     | a state → k x `[*s]`           | y = e . x_1 . ... . x_n   |
-| `fold_around_p`     | a state → 3k values, see below | y, and the folds around i |
+| `fold_tree_p`       | see below                      | y, or derivatives of it   |
 | `map_columns_p`     | k values → l values, see below | y[c] = jaxpr(x[:, c])     |
 
 Parameters (`eqn.params`) of every equation:
@@ -66,10 +66,12 @@ not n, what has k slices is partitioned over k groups, in a partition with the n
 mesh axes of `partition`.
 
 `reduce_fold_p` folds states of k arrays in the order of the groups, by an associative
-function a . b with the neutral state e. Its operands are what the function closes over,
-the leaves of e, `[*s]`, and those of the groups' states, `[n, *s]`. `fold_around_p`
-also returns, for each group i, the leaves of e . x_1 . ... . x_(i-1), and then those of
-x_(i+1) . ... . x_n . e, partitioned. Of both also:
+function a . b after a first state e. Its operands are what the function closes over,
+the leaves of e, `[*s]`, and those of the groups' states, `[n, *s]`. `fold_tree_p`, of
+derivatives, has the same operands first. Its parameter `mode` says what it returns: the
+value, and the states of the devices if they are `saved`; or, of operands that are
+`active`, from their tangents those of leaves of the value that are `active_out`, or
+from cotangents of these leaves theirs. Of both also:
 
 * `jaxpr`: a closed jaxpr without constants, for the function: it takes what the
   function closes over, and the leaves of two states; it returns those of one.
@@ -103,7 +105,7 @@ from drjax._primitives.collectives import reduce_sum_p as reduce_sum_p
 from drjax._primitives.collectives import scatter_p as scatter_p
 from drjax._primitives.extrema import reduce_max_p as reduce_max_p
 from drjax._primitives.extrema import reduce_min_p as reduce_min_p
-from drjax._primitives.fold_groups import fold_around_p as fold_around_p
+from drjax._primitives.fold_groups import fold_tree_p as fold_tree_p
 from drjax._primitives.fold_groups import reduce_fold_p as reduce_fold_p
 from drjax._primitives.map_columns import map_columns_p as map_columns_p
 from drjax._primitives.map_fn import map_fn_p as map_fn_p

@@ -3,7 +3,7 @@
 Input: a closed jaxpr. Output: an `InlinedJaxpr` with the same arguments and results,
 without calls, dead equations (liveness), or equations on scalar constants only.
 
-`map_columns` (of `reduce_columns`) and `fold_around` (of derivatives of `reduce`) need
+`map_columns` (of `reduce_columns`) and `fold_tree` (of derivatives of `reduce`) need
 the slices of all groups at once: they become a gather, work of the server, a scatter.
 
 A call's equations stay; its derivative rules are dropped, as plans are made of programs
@@ -393,7 +393,7 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     if eqn.primitive is primitives.map_columns_p:
         # Outside of mapped functions, so that its groups are those of the program.
         return columns_by_gather(eqn), list(ins)
-    if eqn.primitive is primitives.fold_around_p:
+    if eqn.primitive is primitives.fold_tree_p:
         return folds_by_gather(eqn), list(ins)
     if name == "custom_linear_solve":
         # Of its four functions the value needs `solve` only; derivatives need others.

@@ -21,6 +21,6 @@ A `map_fn` equation runs on a mesh as follows:
 
     map_fn -> map_lowering (shard_map or vmap) -> rbg_per_group (random bits)
     map_columns -> columns_lowering (all-to-all)
-    reduce_fold, fold_around -> fold_lowering (all-gather of the devices' states)
+    reduce_fold, fold_tree -> fold_lowering (all-gather of the devices' states)
     broadcast, map_fn, reduce_sum -> fused_lowering -> contract_groups
 """

@@ -1,27 +1,32 @@
 """The lowering of folds over the groups: on each device, then over the devices.
 
-Input: the jaxpr of an associative function of two states, its neutral state, and a
-state for each group. Output: the fold of all states in the order of the groups; and, on
-request, for each group the fold of the states before it and of those after it.
+Input: the jaxpr of an associative function of two states, its first state, and a state
+for each group. Output: the fold of all states in the order of the groups; or tangents
+of it, or the cotangents of what it was computed from.
 
 On m devices with k groups each, a device folds its k states by a balanced tree, of
-depth log k. One all-gather gives it the m states of all devices, which it folds, too:
+depth log k: the leaf of the device. One all-gather gives it the m leaves, the rows,
+which it folds, too: the root.
 
-    reduce_fold     tree over k,  all-gather of m states,  tree over m
-    fold_around     scans of k,   the same all-gather,     scans of m
+    value        tree over k,  all-gather of m states,  tree over m
+    tangents     both trees once more, with tangents;  an all-reduce of a state
+    cotangents   the same trees backwards, from the root; nothing for x
 
-A device combines the scans of its own groups with the folds of the devices before and
-after it, so that prefixes and suffixes cost no further communication.
+A tangent of a leaf enters the root's tree of its own device only, so that the tangents
+of all devices add up; the cotangent of the rows is the same on all devices, and each
+takes its own row of it.
 
 Invariants: no state of a padded slot is ever combined with another; the last devices,
 which have no group, are left out. All leaves of one dtype go through one all-gather,
-unless other mesh axes may shard them.
+unless other mesh axes may shard them. All three evaluate one tree, so that derivatives
+are those of the value also where the function has no unique one.
 Sharp edges: the function was traced for one group, but runs without VMA checking, as
 states of a device differ from those of another. Results then vary over all axes over
 which an operand varies.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +34,14 @@ import numpy as np
 from jax import lax
 
 from drjax import _compat
+from drjax._partition import Partition
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.collectives import execute_gather, execute_scatter
 from drjax._primitives.columns_lowering import GROUPS, WHOLE, by_gather_and_scatter
+from drjax._primitives.device_sums import psum
+from drjax._primitives.map_columns import column_context
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
+from drjax._primitives.registration import backward_function
 from drjax._sharding.eval_on_mesh import in_same_sharding
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout, other_axes
@@ -41,74 +50,82 @@ States = list[jax.Array]
 Combine = Callable[[States, States], States]
 
 
-def kinds_of_fold(n_operands: int, n_states: int, prefixes_and_suffixes: bool):
-    """Return which operands and results of a fold have a slice for each group.
+@dataclass(frozen=True)
+class FoldMode:
+    """What an equation computes from the tree of a fold; a parameter of `fold_tree`.
 
-    A fold combines the states of all groups by a function f of two states.
+    Its operands are those of the fold: what the function closes over, the first state,
+    and the groups' states; then the rows if they are saved; then tangents of active
+    operands, or cotangents of active leaves of the fold.
 
-    Args:
-      n_operands: The number of operands: the arrays that f closes over, the leaves of
-        the neutral state, and the leaves of the groups' states, in this order.
-      n_states: The number of leaves of a state.
-      prefixes_and_suffixes: Whether the folds before and after each group are results,
-        too: 2 * n_states more leaves.
-
-    Returns:
-      `(kinds of the operands, kinds of the results)`, two tuples: `GROUPS` for an array
-      `[n, *s]`, `WHOLE` for one that all groups share, `[*s]`. `by_gather_and_scatter`
-      takes the pair.
+    Attributes:
+      what: "value", "tangents" or "cotangents".
+      saved: Whether the rows, the states of the devices, are further results of the
+        value, and operands of the others, which else gather them again.
+      closed: How many of the first operands only the function's derivative closes over.
+      active: For each operand of the fold whether it has a tangent.
+      active_out: For each leaf of a state whether it may have a tangent in the tree.
+      pushed: For each leaf of a state whether the function's results have a tangent.
     """
-    kinds_in = (WHOLE,) * (n_operands - n_states) + (GROUPS,) * n_states
-    return kinds_in, (WHOLE,) * n_states + (GROUPS,) * (
-        2 * n_states * prefixes_and_suffixes
-    )
+
+    what: str = "value"
+    saved: bool = False
+    closed: int = 0
+    active: tuple[bool, ...] = ()
+    active_out: tuple[bool, ...] = ()
+    pushed: tuple[bool, ...] = ()
+
+    def kinds(self, n_fold: int, n_states: int) -> tuple[tuple, tuple]:
+        """The kinds of all operands, and of all results, of `n_fold` fold operands."""
+        fold = (WHOLE,) * (n_fold - n_states) + (GROUPS,) * n_states
+        rows = (WHOLE,) * (n_states * self.saved)
+        moving = tuple(k for k, a in zip(fold, self.active, strict=False) if a)
+        leaves = (WHOLE,) * sum(self.active_out)
+        match self.what:
+            case "value":
+                return fold, (WHOLE,) * n_states + rows
+            case "tangents":
+                return (*fold, *rows, *moving), leaves
+            case _:
+                return (*fold, *rows, *leaves), moving
+
+    def count(self, n_operands: int) -> int:
+        """The number of operands of the fold itself, among all `n_operands`."""
+        return n_operands if self.what == "value" else len(self.active)
+
+
+VALUE = FoldMode()
 
 
 def execute_fold(
     *args,
     jaxpr,
-    n_states,
-    partition,
+    n_states: int,
+    partition: Partition,
     mesh,
-    name,
-    prefixes_and_suffixes=False,
-    commutative=False,
-):
-    """Execution function of `reduce_fold` and of `fold_around`.
+    name: str,
+    commutative: bool = False,
+    mode: FoldMode = VALUE,
+    derivative=None,
+) -> list:
+    """Execution function of `reduce_fold` and of `fold_tree`.
 
-    f is an associative function of two states, and a state is a list of arrays.
-
-    Args:
-      *args: The arrays that f closes over, `[*t]`; then the leaves of the neutral
-        state, `[*s]`; then those of the groups' states, `[n, *s]`.
-      jaxpr: The closed jaxpr of f, from what it closes over and the leaves of two
-        states to the leaves of one.
-      n_states: The number of leaves of a state.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-      name: The name of f, ignored.
-      prefixes_and_suffixes: Whether to compute for each group the fold of the states
-        before it, and of those after it, too, as `fold_around` does.
-      commutative: Whether the groups may be combined in any order, ignored.
-
-    Returns:
-      One list: the leaves of the fold of all groups, `[*s]`; with
-      `prefixes_and_suffixes`, then those of the folds before each group, `[n, *s]`, and
-      those of the folds after it. Both exclude the group's own state.
+    `derivative` is the jaxpr of the function's results and their tangents.
     """
     layout = make_layout(partition, mesh)
-    kinds = kinds_of_fold(len(args), n_states, prefixes_and_suffixes)
+    kinds = mode.kinds(mode.count(len(args)), n_states)
+    jaxprs = _jaxprs(jaxpr, derivative, n_states, mode, layout)
     if lowers_by_vmap(layout, jaxpr):
-        run = fold_of_all(partition, jaxpr, n_states, prefixes_and_suffixes)
+        run = fold_of_all(layout, jaxpr, derivative, n_states, mode)
         params = {"partition": partition, "mesh": mesh}
         return by_gather_and_scatter(
             run, args, kinds, execute_gather, execute_scatter, params
         )
-    fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
+    jaxprs = [prepare_for_shard_map(layout, x) for x in jaxprs]
 
     def body(*args):
         *args, first = args
-        return _run_device(layout, fn, n_states, prefixes_and_suffixes, args, first[0])
+        return _run_device(layout, jaxprs, n_states, mode, args, first[0])
 
     partitioned_in, partitioned_out = (
         [kind == GROUPS for kind in side] for side in kinds
@@ -121,25 +138,254 @@ def execute_fold(
 
 
 def fold_of_all(
-    partition, jaxpr, n_states: int, prefixes_and_suffixes: bool
+    layout: Layout, jaxpr, derivative, n_states: int, mode: FoldMode
 ) -> Callable:
-    """Make the function that computes a fold from the states of all groups, locally.
+    """Make the function that computes a fold from all groups' states, in one place.
 
-    Args:
-      partition: The `Partition`, of n groups.
-      jaxpr: The closed jaxpr of f, the function of two states.
-      n_states: The number of leaves of a state.
-      prefixes_and_suffixes: Whether to compute the fold before each group and the one
-        after it, too.
-
-    Returns:
-      The function. It takes the arrays that f closes over, the leaves of the neutral
-      state, `[*s]`, and those of all groups' states, `[n, *s]`. It returns the list of
-      the leaves of the fold, `[*s]`; with `prefixes_and_suffixes`, then those of the
-      folds before each group, `[n, *s]`, and those of the folds after it.
+    It evaluates the tree that the devices of the layout evaluate together.
     """
-    local, fn = make_layout(partition, None), _compat.jaxpr_as_fun(jaxpr)
-    return lambda *args: _run_device(local, fn, n_states, prefixes_and_suffixes, args)
+    jaxprs, k = _jaxprs(jaxpr, derivative, n_states, mode, layout), layout.per_device
+
+    def run(*args):
+        tree = _Tree(jaxprs, n_states, mode, args)
+        n, starts = layout.partition.size, range(0, layout.partition.size, k)
+        each = [[y[i : min(i + k, n)] for y in tree.x] for i in starts]
+        join = lambda states: [jnp.concatenate(ys) for ys in zip(*states, strict=True)]
+        if mode.what == "value":
+            rows = join([fold_by_tree(tree.combine, x) for x in each])
+            total = _first(tree.root(rows))
+            return [*total, *(rows if mode.saved else ())]
+        if mode.what == "tangents":
+            dconsts, dinit, dx = tree.tangents()
+            each = [
+                [*x, *(y[i : min(i + k, n)] for y in dx)]
+                for i, x in zip(starts, each, strict=True)
+            ]
+            rows = join([fold_by_tree(tree.push(dconsts), x) for x in each])
+            return _first(tree.push_root(rows, dconsts, dinit))
+        levels = [tree.levels(x) for x in each]
+        rows = tree.rows or join([level[-1] for level in levels])
+        consts, init, of_rows = tree.pull_root(rows)
+        parts = [
+            tree.pull(level, [ct[i : i + 1] for ct in of_rows])
+            for i, level in enumerate(levels)
+        ]
+        for part, _ in parts:
+            consts = _add(consts, part)
+        return tree.active_cotangents(consts, init, join([x for _, x in parts]))
+
+    return run
+
+
+# ---------------------------------------------------------------------------------
+# The function, with its derivatives
+
+
+def _jaxprs(jaxpr, derivative, n_states: int, mode: FoldMode, layout: Layout) -> list:
+    """The jaxprs that a mode evaluates: the function, and one of its derivative."""
+    match mode.what:
+        case "value":
+            return [jaxpr]
+        case "tangents":
+            return [jaxpr, derivative]
+        case _:
+            return [jaxpr, _pullback(derivative, n_states, mode, layout)]
+
+
+@_compat.weakref_lru_cache
+def _pullback(derivative, n_states: int, mode: FoldMode, layout: Layout):
+    """Transpose the tangents of the function: from cotangents of the pushed leaves.
+
+    The jaxpr takes what `derivative` takes but the tangents, and these cotangents; it
+    returns one for each of the tangents.
+    """
+    n = len(derivative.in_avals) - _tangents_in(mode, n_states)
+    linear = [i >= n for i in range(len(derivative.in_avals))]
+    with column_context(layout):
+        known, unknown, unknown_out, computed, forwarded = _compat.partial_eval_jaxpr(
+            derivative, linear
+        )
+    backward, nonzero_in = backward_function(
+        unknown,
+        [False] * len(forwarded) + [True] * sum(linear),
+        [True] * sum(unknown_out),
+    )
+    primal, n_known = _compat.jaxpr_as_fun(known), len(known.in_avals)
+    of_tangents = derivative.out_avals[n_states:]
+    moves = unknown_out[n_states:]
+
+    def transposed(*values):
+        primals, cts = values[:n], values[n:]
+        outs = primal(*primals[:n_known])
+        saved = iter(outs[len(outs) - len(computed) :])
+        residuals = [next(saved) if i is None else primals[i] for i in forwarded]
+        cts = [ct for ct, moving in zip(cts, moves, strict=True) if moving]
+        found = iter(backward(*residuals, *cts))
+        avals = derivative.in_avals[n:]
+        return [
+            next(found) if nz else jnp.zeros(aval.shape, aval.dtype)
+            for nz, aval in zip(nonzero_in, avals, strict=True)
+        ]
+
+    avals = [*derivative.in_avals[:n], *of_tangents]
+    with column_context(layout):
+        jaxpr, consts = _compat.trace_to_jaxpr(transposed, avals, "transposed")
+    assert not consts, "the derivative's constants are operands"
+    return jaxpr
+
+
+def _tangents_in(mode: FoldMode, n_states: int) -> int:
+    n_consts = len(mode.active) - 2 * n_states
+    return sum(mode.active[:n_consts]) + 2 * sum(mode.active_out)
+
+
+class _Tree:
+    """The operands of an equation on a fold's tree, and the function on states.
+
+    Lists of tangents and cotangents have an element for each active leaf.
+    """
+
+    def __init__(self, jaxprs: Sequence, n_states: int, mode: FoldMode, args: Sequence):
+        self.mode, self.n_states = mode, n_states
+        self.fn, *others = map(_compat.jaxpr_as_fun, jaxprs)
+        self.derivative = others[0] if others else None
+        n = mode.count(len(args))
+        operands, rest = args[:n], args[n:]
+        self.n_consts = n - 2 * n_states
+        saves = mode.saved and mode.what != "value"
+        self.rows = list(rest[:n_states]) if saves else None
+        self.extra = list(rest[n_states:] if saves else rest)
+        self.consts, self.init, self.x = self.split(operands)
+        self.active = self.split(mode.active)
+
+    def split(self, values: Sequence) -> tuple[list, list, list]:
+        """Split values for the fold's operands: consts, first state, groups' states."""
+        c, s = self.n_consts, self.n_states
+        return list(values[:c]), list(values[c : c + s]), list(values[c + s :])
+
+    def tangents(self) -> tuple[list, list, list]:
+        """The tangents of active consts, and of active leaves of first state and x."""
+        given = iter(self.extra)
+        consts = [next(given) for active in self.active[0] if active]
+        states = []
+        for values, active in ((self.init, self.active[1]), (self.x, self.active[2])):
+            triples = zip(values, active, self.mode.active_out, strict=True)
+            states.append(
+                [next(given) if a else jnp.zeros_like(y) for y, a, o in triples if o]
+            )
+        return consts, *states
+
+    def active_cotangents(self, consts: list, init: list, x: list) -> list:
+        """The cotangents of active operands, of those of active leaves."""
+        outs = list(consts)
+        for cts, active in ((init, self.active[1]), (x, self.active[2])):
+            moving = [a for a, o in zip(active, self.mode.active_out, strict=True) if o]
+            outs += [ct for ct, a in zip(cts, moving, strict=True) if a]
+        return outs
+
+    def combine(self, a: States, b: States) -> States:
+        """Combine states pair by pair, leaves `[j, *s]`."""
+        axes = (None,) * (self.n_consts - self.mode.closed) + (0,) * (2 * self.n_states)
+        return list(jax.vmap(self.fn, axes)(*self.consts[self.mode.closed :], *a, *b))
+
+    def push(self, dconsts: list) -> Combine:
+        """The same for states with their tangents, lists `[*state, *tangents]`."""
+        mode, s = self.mode, self.n_states
+        moves = sum(mode.active_out)
+        axes = (
+            *[None] * self.n_consts, *[0] * (2 * s),
+            *[None] * len(dconsts), *[0] * (2 * moves),
+        )  # fmt: skip
+
+        def combine(a, b):
+            (a, da), (b, db) = (a[:s], a[s:]), (b[:s], b[s:])
+            outs = jax.vmap(self.derivative, axes)(
+                *self.consts, *a, *b, *dconsts, *da, *db
+            )
+            given = iter(outs[s:])
+            triples = zip(outs[:s], mode.pushed, mode.active_out, strict=True)
+            return [
+                *outs[:s],
+                *(next(given) if p else jnp.zeros_like(y) for y, p, o in triples if o),
+            ]
+
+        return combine
+
+    def pull_pairs(self, a: States, b: States, cts: list):
+        """The cotangents of active consts, `[j, *t]`, and of both states of each pair."""
+        mode, moves = self.mode, sum(self.mode.active_out)
+        pairs = zip(mode.active_out, mode.pushed, strict=True)
+        pushed = [p for o, p in pairs if o]
+        cts = [ct for ct, p in zip(cts, pushed, strict=True) if p]
+        n_consts = sum(self.active[0])
+        axes = (
+            *[None] * self.n_consts, *[0] * (2 * self.n_states), *[0] * len(cts)
+        )  # fmt: skip
+        outs = list(jax.vmap(self.derivative, axes)(*self.consts, *a, *b, *cts))
+        return (
+            outs[:n_consts],
+            outs[n_consts : n_consts + moves],
+            outs[n_consts + moves :],
+        )
+
+    def levels(self, x: States, real=None) -> list:
+        """All levels of the balanced tree over k states, from these to the root."""
+        levels = []
+        fold_by_tree(self.combine, x, real, levels)
+        return levels
+
+    def pull(self, levels: list, cts: list, real=None) -> tuple[list, list]:
+        """Go down a tree: the cotangents of active consts, and of the leaves' states."""
+        consts = [jnp.zeros_like(c) for c, a in zip(self.consts, self.active[0], strict=True) if a]
+        reals = [real]
+        for _ in levels[1:]:
+            reals.append(None if real is None else reals[-1][::2])
+        for x, real in reversed(list(zip(levels[:-1], reals[:-1], strict=True))):
+            even = 2 * (x[0].shape[0] // 2)
+            left, right = [y[:even:2] for y in x], [y[1:even:2] for y in x]
+            above = [ct[: even // 2] for ct in cts]
+            of_consts, of_left, of_right = self.pull_pairs(left, right, above)
+            if real is not None:
+                both = real[1:even:2]
+                zeros = lambda cts: [jnp.zeros_like(ct) for ct in cts]
+                of_left = _unless_padding(both, of_left, above)
+                of_right = _unless_padding(both, of_right, zeros(of_right))
+                of_consts = _unless_padding(both, of_consts, zeros(of_consts))
+            consts = _add(consts, [jnp.sum(c, 0, dtype=c.dtype) for c in of_consts])
+            down = [
+                jnp.stack([a, b], 1).reshape(even, *a.shape[1:])
+                for a, b in zip(of_left, of_right, strict=True)
+            ]
+            rest = [ct[even // 2 :] for ct in cts]
+            cts = _join(down, rest) if even < x[0].shape[0] else down
+        return consts, cts
+
+    def root(self, rows: States) -> States:
+        """The fold of the devices' states after the first state, leaves `[1, *s]`."""
+        return self.combine([y[None] for y in self.init], fold_by_tree(self.combine, rows))
+
+    def push_root(self, rows: States, dconsts: list, dinit: list) -> States:
+        """The tangents of the root; the tangents of the rows come after these."""
+        combine = self.push(dconsts)
+        first = [y[None] for y in (*self.init, *dinit)]
+        return combine(first, fold_by_tree(combine, rows))[self.n_states :]
+
+    def pull_root(self, rows: States) -> tuple[list, list, list]:
+        """The cotangents of active consts, of the first state, and of the rows."""
+        levels = self.levels(rows)
+        first = [y[None] for y in self.init]
+        above = [ct[None] for ct in self.extra]
+        consts, init, below = self.pull_pairs(first, levels[-1], above)
+        others, of_rows = self.pull(levels, below)
+        return _add(_first(consts), others), _first(init), of_rows
+
+
+def _first(state: Sequence) -> list:
+    return [y[0] for y in state]
+
+
+def _add(xs: Sequence, ys: Sequence) -> list:
+    return [x + y for x, y in zip(xs, ys, strict=True)]
 
 
 # ---------------------------------------------------------------------------------
@@ -147,64 +393,68 @@ def fold_of_all(
 
 
 def _run_device(
-    layout: Layout,
-    fn: Callable,
-    n_states: int,
-    prefixes_and_suffixes: bool,
-    args,
-    first=0,
-) -> States:
-    """Fold the states of a device's groups, and then those of all devices.
+    layout: Layout, jaxprs, n_states: int, mode: FoldMode, args, first=0
+) -> list:
+    """Compute a device's share of a fold or of its derivatives; collectives inside.
 
     It is called inside a `shard_map` over the partition's axes, or, on one device,
-    alone. One all-gather gives each device the folds of all devices.
-
-    Args:
-      layout: The layout: m devices with k slots (places for one group) each, of which
-        the last ones may be padding.
-      fn: The function of two states, which takes and returns flat sequences of arrays:
-        first what it closes over, and then the leaves of both states.
-      n_states: The number of leaves of a state.
-      prefixes_and_suffixes: Whether to compute the fold before each slot and the one
-        after it, too.
-      args: The operands: what `fn` closes over, `[*t]`, the leaves of the neutral
-        state, `[*s]`, and those of the states in the device's slots, `[k, *s]`.
-      first: The group index of the device's first slot, int32 `[]`.
-
-    Returns:
-      The list of the leaves of the fold of all groups, `[*s]`; with
-      `prefixes_and_suffixes`, then those of the folds of all groups before each slot,
-      `[k, *s]`, and of those after it, without the slot itself.
+    alone. `first` is the group index of the device's first slot, int32 `[]`.
     """
     varying = frozenset[str]().union(
         *(_compat.varying(_compat.typeof(x)) for x in args)
     )
-    n_consts = len(args) - 2 * n_states
-    consts, x = args[:n_consts], list(args[n_consts + n_states :])
-    init = [y[None] for y in args[n_consts : n_consts + n_states]]
-    in_axes = (None,) * n_consts + (0,) * (2 * n_states)
-    combine = lambda a, b: list(jax.vmap(fn, in_axes)(*consts, *a, *b))
+    others, every = varying - set(layout.axes), varying | set(layout.axes)
+    tree = _Tree(jaxprs, n_states, mode, args)
     k, used = layout.per_device, -(-layout.partition.size // layout.per_device)
     real = None
     if layout.uneven:
         real = first + lax.iota(jnp.int32, k) < layout.partition.size
-    with _compat.without_vma():  # as the states vary over the devices
-        local = _scans(combine, x, real) if prefixes_and_suffixes else None
-        own = [y[-1:] for y in local[0]] if local else fold_by_tree(combine, x, real)
-    states = states_of_devices(layout, own, varying, used)
+    device = first // k
+    zeros_unless = lambda keep, xs: [jnp.where(keep, x, jnp.zeros_like(x)) for x in xs]
+    # What all devices have enters the root once: on the first device.
+    once = lambda xs: zeros_unless(device == 0, xs)
+    is_mine = lambda x: (lax.iota(jnp.int32, used) == device).reshape(
+        used, *[1] * (x.ndim - 1)
+    )
+    # Without VMA, as the states vary over the devices.
     with _compat.without_vma():
-        if local is None:
-            totals = combine(init, fold_by_tree(combine, states))
-            outs = []
-        else:
-            ends = _scans(combine, states)
-            totals = combine(init, [y[-1:] for y in ends[0]])
-            outs = _prefixes_and_suffixes(combine, init, local, ends, first // k, real)
-    others = varying - set(layout.axes)
+        levels = tree.levels(tree.x, real)
+    rows = tree.rows or states_of_devices(layout, levels[-1], varying, used)
+    if mode.what == "value":
+        with _compat.without_vma():
+            total = _first(tree.root(rows))
+        return [vary(y, others) for y in (*total, *(rows if mode.saved else ()))]
+    if mode.what == "tangents":
+        with _compat.without_vma():
+            dconsts, dinit, dx = tree.tangents()
+            own = fold_by_tree(tree.push(dconsts), [*tree.x, *dx], real)[n_states:]
+            placed = [jnp.where(is_mine(t), t, jnp.zeros_like(t)) for t in own]
+            total = tree.push_root([*rows, *placed], once(dconsts), once(dinit))
+        sums = _sum_devices(layout, _first(total), varying)
+        return [vary(y, others) for y in sums]
+    with _compat.without_vma():
+        consts, init, of_rows = tree.pull_root(rows)
+        own = [
+            jnp.sum(jnp.where(is_mine(ct), ct, jnp.zeros_like(ct)), 0, keepdims=True)
+            for ct in of_rows
+        ]
+        others_consts, of_x = tree.pull(levels, own, real)
+        outs = tree.active_cotangents(
+            _add(once(consts), others_consts), once(init), of_x
+        )
+    n_global = len(outs) - sum(tree.active[2])
+    sums = _sum_devices(layout, outs[:n_global], varying)
     return [
-        *(vary(y[0], others) for y in totals),
-        *(vary(y, varying | set(layout.axes)) for y in outs),
+        *(vary(y, others) for y in sums),
+        *(vary(y, every) for y in outs[n_global:]),
     ]
+
+
+def _sum_devices(layout: Layout, xs: Sequence, varying: frozenset) -> Sequence:
+    """Sum values over the devices, in one all-reduce."""
+    if not (xs and layout.axes):
+        return xs
+    return psum(layout, *(vary(x, varying | set(layout.axes)) for x in xs))
 
 
 def states_of_devices(layout: Layout, own: States, varying, used: int) -> States:
@@ -312,22 +562,18 @@ def _join(x: States, y: States) -> States:
     return [jnp.concatenate(in_same_sharding(pair)) for pair in pairs]
 
 
-def fold_by_tree(combine: Combine, x: States, real=None) -> States:
-    """Fold states by a balanced tree, in their order.
+def fold_by_tree(
+    combine: Combine, x: States, real=None, levels: list | None = None
+) -> States:
+    """Fold k states by a balanced tree, in their order: leaves `[k, *s]` to `[1, *s]`.
 
-    Args:
-      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
-        pair by pair to leaves `[j, *s]`, for any j.
-      x: The leaves of k states, `[k, *s]`.
-      real: For each state whether it belongs to a group, bool `[k]`; padding, which
-        comes last, is left out. None: all do.
-
-    Returns:
-      The leaves of the fold, `[1, *s]`. If no state belongs to a group, it has no
-      meaning.
+    `combine(a, b)` combines j pairs of states, for any j. `real`, bool `[k]`, is False
+    for padding, which comes last and is left out; if no state is real, the result has
+    no meaning. The states of each level, from `x` on, are appended to `levels`.
     """
-    k = x[0].shape[0]
-    while k > 1:
+    levels = [] if levels is None else levels
+    levels.append(x)
+    while (k := x[0].shape[0]) > 1:
         even = 2 * (k // 2)
         left, right = [y[:even:2] for y in x], [y[1:even:2] for y in x]
         pairs = combine(left, right)
@@ -336,107 +582,6 @@ def fold_by_tree(combine: Combine, x: States, real=None) -> States:
             real = real[::2]
         if even < k:
             pairs = _join(pairs, [y[even:] for y in x])
-        x, k = pairs, pairs[0].shape[0]
+        x = pairs
+        levels.append(x)
     return x
-
-
-def _scans(combine: Combine, x: States, real=None) -> tuple[States, States]:
-    """Compute the inclusive folds of states up to each one, and from each one on.
-
-    Args:
-      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
-        pair by pair to leaves `[j, *s]`, for any j.
-      x: The leaves of k states, `[k, *s]`.
-      real: For each state whether it belongs to a group, bool `[k]`; padding, which
-        comes last, is left out. None: all do.
-
-    Returns:
-      `(prefixes, suffixes)`, lists of leaves `[k, *s]`. Prefix i is the fold of the
-      states 0 to i, and suffix i that of the states i to k - 1. The suffix of padding
-      has no meaning.
-    """
-
-    def with_flags(a, b):
-        pairs = combine(a[:-1], b[:-1])
-        return [*_unless_padding(b[-1], pairs, a[:-1]), a[-1]]
-
-    fn, states = (combine, x) if real is None else (with_flags, [*x, real])
-    flip = lambda states: [y[::-1] for y in states]
-    swapped = lambda a, b: fn(b, a)
-    forward, backward = _scan(fn, states), flip(_scan(swapped, flip(states)))
-    return forward[: len(x)], backward[: len(x)]
-
-
-def _scan(combine: Combine, x: States) -> States:
-    """Compute the inclusive fold of the states 0 to i for each i, in log k steps.
-
-    It combines pairs of states, and scans these, as `lax.associative_scan` does, but
-    never combines states of zeros, which that function pads with.
-
-    Args:
-      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
-        pair by pair to leaves `[j, *s]`, for any j.
-      x: The leaves of k states, `[k, *s]`.
-
-    Returns:
-      The leaves of the k folds, `[k, *s]`.
-    """
-    k = x[0].shape[0]
-    if k == 1:
-        return x
-    even, rest = 2 * (k // 2), (k - 1) // 2
-    pairs = combine([y[:even:2] for y in x], [y[1:even:2] for y in x])
-    odds = _scan(combine, pairs)
-    evens = [y[:1] for y in x]
-    if rest:
-        others = combine([y[:rest] for y in odds], [y[2::2] for y in x])
-        evens = _join(evens, others)
-    pairs = zip(evens, odds, strict=True)
-    outs = [
-        jnp.stack([y[: k // 2], z], 1).reshape(even, *z.shape[1:]) for y, z in pairs
-    ]
-    return outs if even == k else _join(outs, [y[k // 2 :] for y in evens])
-
-
-def _prefixes_and_suffixes(
-    combine: Combine, init: States, local, ends, device, real
-) -> States:
-    """Compute the exclusive folds of all groups before and after each slot of a device.
-
-    A slot is a place for one group. The fold before slot i of this device combines the
-    devices before it with its own slots 0 to i - 1; the fold after it combines its own
-    slots i + 1 to k - 1 with the devices after it. Slot i itself is in neither. Before
-    the first group and after the last one it is the neutral state.
-
-    Args:
-      combine: `combine(a, b)` combines two lists of leaves `[j, *s]`, j states each,
-        pair by pair to leaves `[j, *s]`, for any j.
-      init: The leaves of the neutral state, `[1, *s]`.
-      local: `(prefixes, suffixes)`, the inclusive folds of the device's own slots: for
-        each slot of all slots up to it, and of all from it on, leaves `[k, *s]`.
-      ends: `(prefixes, suffixes)` of the devices that have groups: for each of them the
-        inclusive fold of all devices up to it, and of all from it on, leaves
-        `[used, *s]`.
-      device: The index of this device, int32 `[]` or an int.
-      real: For each slot whether it belongs to a group, bool `[k]`; padding comes last.
-        None: all do.
-
-    Returns:
-      One list: the leaves of the folds before each slot, `[k, *s]`, and then of those
-      after it. In padded slots they have no meaning.
-    """
-    (ups, downs), (heads, tails) = local, ends
-    k, used = ups[0].shape[0], heads[0].shape[0]
-    one_of = lambda xs, i: [lax.dynamic_slice_in_dim(x, i, 1) for x in xs]
-    spread = lambda xs: [jnp.broadcast_to(x, (k - 1, *x.shape[1:])) for x in xs]
-    # A device without groups computes what nobody reads.
-    clip = min if isinstance(device, int) else jnp.minimum
-    before = one_of(_join(init, heads), clip(device, used))
-    after = one_of(_join(tails, init), clip(device + 1, used))
-    if k == 1:
-        return [*before, *after]
-    prefixes = combine(spread(before), [y[:-1] for y in ups])
-    suffixes = combine([y[1:] for y in downs], spread(after))
-    if real is not None:
-        suffixes = _unless_padding(real[1:], suffixes, spread(after))
-    return [*_join(before, prefixes), *_join(suffixes, after)]

@@ -71,7 +71,7 @@ def assert_all_rules(reached) -> None:
     public = vars(drjax.primitives).values()
     primitives = {p.name for p in public if isinstance(p, Primitive)}
     # Gathers, when kinds are inferred.
-    primitives -= {"drjax_map_columns", "drjax_reduce_fold", "drjax_fold_around"}
+    primitives -= {"drjax_map_columns", "drjax_reduce_fold", "drjax_fold_tree"}
     assert names >= primitives | set(CONTROL) | meanings
     others = set(UNBATCHING_RULES) - ELEMENTWISE
     assert len(set(rules) - others) > 20

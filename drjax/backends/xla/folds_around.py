@@ -1,21 +1,24 @@
-"""Gradients of `reduce` on a mesh: the folds before and after each group.
+"""Gradients of `reduce` on a mesh: the tree of a fold once more, with derivatives.
 
-Input: a server stage with equations of `fold_of_all_p`, which compute these folds from
-the states of all groups. Output: its results, by `fold_around` on the mesh: one
-all-gather of m states, where the stage, as it is, needs those of all n groups.
+Input: a server stage with equations of `fold_of_all_p`, which compute a fold or its
+derivatives from the states of all groups. Output: its results, by `fold_tree` on the
+mesh: one all-gather of m states, where the stage, as it is, needs those of all n
+groups.
 
-Invariants: arrays of all groups' states and folds stay sharded over the groups, as
+Invariants: arrays of all groups' states and cotangents stay sharded over the groups, as
 partitioned values are; a gather whose result has no other use is none.
 
 Sharp edges: a loaded plan has no equations, so it gathers the n states.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from drjax import _compat
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
-from drjax._primitives.fold_groups import fold_around_p, fold_of_all_p
+from drjax._primitives.columns_lowering import GROUPS
+from drjax._primitives.fold_groups import fold_of_all_p, fold_tree_p, kinds_of
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
 from drjax.backends._interpret_plan import reads_after_server
@@ -23,59 +26,55 @@ from drjax.plan import Plan, Stage, Value
 
 
 def has_folds(stage: Stage) -> bool:
-    """Return whether a server stage folds the states of all groups around each group.
+    """Return whether a server stage has an equation of `fold_of_all_p`.
 
-    That is, whether it has an equation of `fold_of_all_p`, which computes, for each
-    group, the fold of the groups before it and of those after it. Gradients of `reduce`
-    have such equations. A stage from a plan file has no jaxpr, and none.
+    Gradients of `reduce` have such equations. A stage from a plan file has no jaxpr,
+    and none.
     """
     return stage.jaxpr is not None and any(map(_is_fold, _equations(stage)))
 
 
 def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
-    """Run a server stage whose folds around the groups run on the devices of the mesh.
+    """Run a server stage whose folds and their derivatives run on the mesh.
 
-    Each equation of `fold_of_all_p` is bound as `fold_around_p`, which leaves the
-    groups' states on their devices. Other equations are evaluated as they are.
-
-    Args:
-      stage: The server stage, for which `has_folds` is true.
-      args: The arrays of its inputs, in order; the states of all groups are `[n, *s]`,
-        sharded over the groups.
-      layout: How the partition is laid out on the mesh.
-
-    Returns:
-      The list of the arrays of its outputs, in order. Those with the folds before or
-      after each group, `[n, *s]`, are sharded over the groups.
+    Each equation of `fold_of_all_p` is bound as `fold_tree_p`, which leaves the groups'
+    states on their devices: `[n, *s]`, sharded over the groups, as operands and as
+    results. The value of a fold saves the devices' states for its derivatives.
     """
+    # By the function and the operands of the fold, which the value and derivatives have.
+    rows: dict[Any, list] = {}
 
     def step(eqn, operands):
         if not _is_fold(eqn):
             return None
-        count = eqn.params["n_states"]
-        first = len(operands) - count
-        typed = [as_operand(x, layout, i >= first) for i, x in enumerate(operands)]
-        return fold_around_p.bind(*typed, mesh=layout.mesh, **eqn.params)
+        mode, n_states = eqn.params["mode"], eqn.params["n_states"]
+        n_fold = mode.count(len(operands))
+        kinds = kinds_of(eqn)[0]
+        typed = [
+            as_operand(x, layout, kind == GROUPS)
+            for x, kind in zip(operands, kinds, strict=True)
+        ]
+        params = {**eqn.params, "mesh": layout.mesh}
+        key = (id(eqn.params["jaxpr"]), *map(id, eqn.invars[mode.closed : n_fold]))
+        if mode.what == "value":
+            params["mode"] = replace(mode, saved=True)
+            outs = fold_tree_p.bind(*typed, **params)
+            rows[key] = outs[n_states:]
+            return outs[:n_states]
+        if key in rows:
+            params["mode"] = replace(mode, saved=True)
+            typed[n_fold:n_fold] = rows[key]
+        return fold_tree_p.bind(*typed, **params)
 
     outs = evaluate(stage.jaxpr, args, step)
     return as_arrays(outs, [value.dtype for value in stage.outputs])
 
 
 def only_for_folds(plan: Plan, value: Value) -> bool:
-    """Return whether a gathered value is read only by folds around the groups.
+    """Return whether a gathered value is read only as states by folds on the server.
 
-    A fold around the groups is an equation of `fold_of_all_p` in a server stage. It
-    takes the states of all groups, and computes for each group the fold of the groups
-    before it and of those after it. If nothing else reads the states, no gather is
-    needed: `run_with_folds` leaves them on their devices.
-
-    Args:
-      plan: The plan.
-      value: The global value that is the result of a gather.
-
-    Returns:
-      True if server stages read the value, only as states of such equations. False if
-      no stage reads it, or if the plan returns it, or anything else reads it.
+    Then no gather is needed: `run_with_folds` leaves the states on their devices. False
+    if no stage reads it, or if the plan returns it, or anything else reads it.
     """
     reads = [*plan.outputs]
     for a_round in plan.rounds:
@@ -88,18 +87,10 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
 
 
 def folded_slices(plan: Plan) -> frozenset[str]:
-    """Return the names of scattered values that are results of folds around the groups.
+    """Return the names of scattered values that equations of `fold_of_all_p` give.
 
-    A fold around the groups is an equation of `fold_of_all_p` in a server stage: for
-    each group, the fold of the groups before it and of those after it.
-    `run_with_folds` returns its results as arrays that are sharded over the groups, so
-    that each device has its slices already, and the scatter moves nothing.
-
-    Args:
-      plan: The plan.
-
-    Returns:
-      Names of partitioned values, those that the scatters give.
+    `run_with_folds` returns these as arrays that are sharded over the groups, so that
+    each device has its slices already, and the scatter moves nothing.
     """
     folded = set()
     for stage in (*(a_round.server for a_round in plan.rounds), plan.server):
@@ -115,22 +106,13 @@ def folded_slices(plan: Plan) -> frozenset[str]:
 
 
 def _only_folded(stage: Stage, value: Value) -> bool:
-    """Return whether a stage uses an input only as states of folds around the groups.
-
-    These are equations of `fold_of_all_p`, whose last `n_states` operands are states.
-    The result is False for a stage from a plan file, whose equations are not known, and
-    for an input that the stage also returns.
-
-    Args:
-      stage: A server stage.
-      value: One of `stage.inputs`.
-    """
+    """Return whether a stage uses an input only as states of `fold_of_all_p`."""
     if stage.jaxpr is None:
         return False
     jaxpr = _compat.open_jaxpr(stage.jaxpr)
     var = jaxpr.invars[stage.inputs.index(value)]
     uses = [
-        _is_fold(eqn) and i >= len(eqn.invars) - eqn.params["n_states"]
+        _is_fold(eqn) and kinds_of(eqn)[0][i] == GROUPS
         for eqn in jaxpr.eqns
         for i, operand in enumerate(eqn.invars)
         if operand is var
