@@ -8,13 +8,13 @@ each of them. A plain `ContextVar` would silently reuse the first trace.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from drjax._errors import ScopeError
-from drjax._partition import Partition, as_partition
+from drjax._partition import Partition, as_partition, with_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ scope_context = jax.make_user_context(None)
 # Whether programs are being planned under the mesh in context: their building blocks
 # bind primitives without a mesh. See `_sharding/planning_context.py`.
 planned = jax.make_user_context(False)
-# `(partition, n)` while programs over this partition are traced for n groups.
+# `(partition, n)` while programs over this partition are traced for n groups; n may be
+# a symbol.
 resized = jax.make_user_context(None)
 _OUTSIDE = Scope()
 
@@ -119,14 +120,14 @@ def _enter(alone: Scope, levels: tuple[Partition, ...]):
 def _as_traced(partition: Partition) -> Partition:
     """Return a partition with the number of groups for which programs are now traced.
 
-    `make_plan(open_groups=True)` traces a program a second time with one more group, to
-    find what depends on n. During that trace, the plan's partition is returned with n +
-    1 groups. Any other partition, and every partition at other times, is returned as it
-    is.
+    `make_plan(open_groups=True)` traces a program again, with one more group and with a
+    symbol for their number, to find what depends on n. During these traces, the plan's
+    partition is returned with that number. Any other partition, and every partition at
+    other times, is returned as it is.
     """
     if resized.value is None or partition != resized.value[0]:
         return partition
-    return replace(partition, size=resized.value[1])
+    return with_size(partition, resized.value[1])
 
 
 def enter_mapped(partition: Partition):

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
@@ -47,6 +47,13 @@ class Partition:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"
+
+
+def with_size(partition: Partition, size: Any) -> Partition:
+    """Copy a partition with another number of groups, which may be a symbol."""
+    sized = replace(partition, size=1)
+    object.__setattr__(sized, "size", size)
+    return sized
 
 
 def as_partition(value: Any, mesh_axes: Any = None) -> Partition:

@@ -79,11 +79,11 @@ def select(
       7.0
     """
     params = resolve("select", mesh, partition)
-    i = _check_index(i, params["partition"].size)
+    n = params["partition"].size
+    i = _check_index(i, n)
     if where is None:
-        show_index(
-            count_from_end(i, params["partition"].size), params["partition"].size
-        )
+        if isinstance(n, int):
+            show_index(count_from_end(i, n), n)
         indices = index_pair(i, **params)
     else:
         indices = _rank_pair(i, check_where("select", where, params), params)
@@ -155,6 +155,9 @@ def _check_index(i, n: int):
         )
     if isinstance(i, jax.Array):
         return as_int32(i, -n, n - 1)
+    # A symbol, in the check of a plan for any number of groups, has no bounds.
+    if not isinstance(n, int):
+        return np.int32(i)
     if not -n <= int(i) < n:
         raise DrjaxValueError(
             f"drjax.select needs a group between {-n} and {n - 1}, got {int(i)}. To "

@@ -6,6 +6,7 @@
     rule_registries   how a primitive's rules are registered
     retype_mesh       jaxprs on another mesh
     error_texts       what errors are about that have no class of their own
+    symbolic_size     a number of groups that is not known
     checkify_rules    what `jax.experimental.checkify` keeps for itself
 
 Only this folder imports `jax._src`. Supported: JAX 0.10.2 to 0.12.0.1. What changed
@@ -87,6 +88,8 @@ from drjax._compat.rule_registries import (
 from drjax._compat.rule_registries import register_partial_eval as register_partial_eval
 from drjax._compat.rule_registries import register_printing as register_printing
 from drjax._compat.rule_registries import register_remat_policy as register_remat_policy
+from drjax._compat.symbolic_size import reads_of_size as reads_of_size
+from drjax._compat.symbolic_size import symbolic_size as symbolic_size
 from drjax._compat.trace_context import check_vma as check_vma
 from drjax._compat.trace_context import computing_constants as computing_constants
 from drjax._compat.trace_context import concrete_mesh as concrete_mesh

@@ -4,7 +4,10 @@ Invariants: no plan, result or refusal depends on it, as it is debug data.
 """
 
 import os
+import traceback
 from pathlib import Path
+
+import jax
 
 from drjax import _compat
 
@@ -30,6 +33,15 @@ def source_line(eqn) -> str:
     if frame is None:
         return "an unknown line"
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the last line of the user's code in an error's traceback, likewise."""
+    jax_package = str(Path(jax.__file__).parent) + os.sep
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_PACKAGE, jax_package, "<")):
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "an unknown line"
 
 
 def called_by(call, eqn):

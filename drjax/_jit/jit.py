@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from drjax import _compat
+from drjax._context import resized
 from drjax._api.program import Decorated
 from drjax._errors import DrjaxValueError
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
@@ -183,6 +184,8 @@ class _Planned:
         Raises:
           PlanError: The function has no plan.
         """
+        if resized.value is not None:  # traced for a plan: only its equations matter
+            return self._fn()(*args, **kwargs)
         flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
         # Other leaves are static: jax.jit has them in its key.
         dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]

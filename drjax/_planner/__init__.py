@@ -22,7 +22,7 @@ The passes, in the order in which `make_plan` runs them:
     trace_stages           their jaxprs, and
     group_index            the group index as an argument
   inner_plans              the plans of programs in the work of a group
-  open_groups            a plan for any number of groups: planned for two, and compared
+  open_groups            a plan for any number of groups: traced with a symbol for it
 
 `check` prints what partitioning inference concludes; `arguments` validates the
 arguments of a plan.

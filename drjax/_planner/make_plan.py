@@ -60,9 +60,10 @@ def make_plan(
       open_groups: Whether the plan must run with any number of groups, so that an
         engine can give it arguments for more or fewer groups than it was planned for.
         To check that nothing in the plan depends on n, `fn` is planned a second time,
-        for n + 1 groups, and the two plans are compared. A number in the code of `fn`,
-        such as `/ 100`, is the same in both: write `drjax.partition_size()`. Default:
-        the plan is for n groups only.
+        for n + 1 groups, and traced once more with a symbol for n: code that computes
+        with it, or decides by it, is refused. A number in the code of `fn`, such as `/
+        100`, is no symbol: write `drjax.partition_size()`. Default: the plan is for n
+        groups only.
 
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
@@ -71,8 +72,8 @@ def make_plan(
     Raises:
       PlanError: The function has no plan: it mixes the groups' slices other than by a
         drjax reduction, or is bound to a mesh. With `open_groups`, something in it
-        depends on n, as a gather does, or the derivative of a mean. The message names
-        the equation and its source line.
+        depends on n, as a gather does, or the derivative of a mean; or its code
+        computes with n. The message names the equation and its source line.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -89,7 +90,11 @@ def make_plan(
     @functools.wraps(fn)
     def planner(*args, **kwargs) -> Plan:
         plan = plan_once(*args, **kwargs)
-        return opened(plan, plan_once, args, kwargs) if open_groups else plan
+        if not open_groups:
+            return plan
+        # As often as needed: each of these traces has a number of groups of its own.
+        jaxpr_of = lambda args, kwargs: trace(fn, partitioned, args, kwargs).closed
+        return opened(plan, plan_once, jaxpr_of, args, kwargs)
 
     def plan_once(*args, **kwargs) -> Plan:
         traced = trace(fn, partitioned, args, kwargs)

@@ -3,16 +3,21 @@
 Input: a plan for n groups, and how to make it for another number. Output: the plan,
 marked as open, or a refusal that names what depends on n.
 
-The program is planned once more, for n + 1 groups, and the two plans are compared:
-their values, communication, and stages, equation by equation. So whatever n enters, as
-a shape, a literal, a constant, the number of steps of a loop or a choice of the
-planner, is found where it ends up. A mean has no n: backends divide by the number of
-groups that took part. Its derivative has one, as a literal of a stage.
+The program is traced once more with a symbol for n, as the number of groups and as the
+length of partitioned arguments. So whatever code computes with n is seen, for all n at
+once: arithmetic gives an equation that reads the symbol, or a shape that is computed
+from it, and a decision that is not the same for every n is an error.
+
+It is also planned for n + 1 groups, and the two plans are compared: their values,
+communication, and stages, equation by equation. So what the planner makes of n is found
+where it ends up. A mean has no n: backends divide by the number of groups that took
+part. Its derivative has one, as a literal of a stage.
 
 Invariants: what communicates all groups' slices (a gather, a scatter, a move) depends
 on n, also if the two plans are alike.
 
-Sharp edges: a number that user code has of its own is the same in both plans.
+Sharp edges: a number that user code has of its own is no symbol. A symbol as a key of a
+dictionary is found by none of its numbers.
 """
 
 import itertools
@@ -27,31 +32,25 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._context import resized
 from drjax._errors import PlanError
+from drjax._partition import Partition
 from drjax._jaxprs.prng_keys import to_raw
-from drjax._jaxprs.provenance import source_line
+from drjax._jaxprs.provenance import line_of_error, source_line
 from drjax._primitives.dispatch_cache import parameter_keys, value_key
 from drjax.plan import Loop, Plan, Round, Stage, Value
 
 
-def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> Plan:
+def opened(
+    plan: Plan,
+    make: Callable[..., Plan],
+    jaxpr_of: Callable[[Any, Any], Any],
+    args: tuple,
+    kwargs: dict,
+) -> Plan:
     """Mark a plan as one for any number of groups, if nothing in it depends on n.
 
-    To find out, the program is planned a second time, for n + 1 groups, and the two
-    plans are compared.
-
-    Args:
-      plan: The plan, for n groups. It is not modified.
-      make: `make(*args, **kwargs)` plans the program, as it has made `plan`.
-      args: The positional arguments of the program, for n groups: pytrees of arrays or
-        `jax.ShapeDtypeStruct`s.
-      kwargs: The keyword arguments, likewise.
-
-    Returns:
-      A copy of `plan` with `open_groups=True`.
-
-    Raises:
-      PlanError: The plan depends on n, there is none for n + 1 groups, or the program
-        has no partition.
+    `make(*args, **kwargs)` plans the program, as it has made `plan`, and
+    `jaxpr_of(args, kwargs)` traces it. Raises `PlanError` if the plan depends on n,
+    there is none for n + 1 groups, or the program has no partition.
     """
     begin = f"{plan.name} has no plan for any number of groups (open_groups=True): "
     if plan.partition is None:
@@ -60,8 +59,10 @@ def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> 
         raise PlanError(f"{begin}{why}, which has as many slices as there are groups.")
     n = plan.size + 1
     leaves, tree = jax.tree.flatten((args, kwargs))
-    pairs = zip(plan.inputs, leaves, strict=True)
-    args, kwargs = tree.unflatten(_resized_type(n, *pair) for pair in pairs)
+    for_size = lambda n: tree.unflatten(
+        _resized_type(n, *pair) for pair in zip(plan.inputs, leaves, strict=True)
+    )
+    args, kwargs = for_size(n)
     try:
         with resized((plan.partition, n)):
             other = make(*args, **kwargs)
@@ -77,7 +78,34 @@ def opened(plan: Plan, make: Callable[..., Plan], args: tuple, kwargs: dict) -> 
             "drjax.reduce_mean may divide by that number, and not its derivative: take "
             "gradients in the mapped function, or that of reduce_weighted_mean."
         )
+    _check_code(begin, plan.partition, jaxpr_of, for_size)
     return replace(plan, open_groups=True)
+
+
+def _check_code(begin: str, partition: Partition, jaxpr_of: Callable, for_size) -> None:
+    """Raise `PlanError` if code of the program computes with the number of groups."""
+    fix = (
+        "A plan for any number of groups has a symbol for that number, which only means "
+        "and counts know: write drjax.reduce_mean, or count the groups by "
+        "drjax.reduce_sum(drjax.broadcast(1.0)); or plan without open_groups=True."
+    )
+    size = _compat.symbolic_size("groups")
+    args, kwargs = for_size(size)
+    try:
+        with resized((partition, size)):
+            jaxpr = jaxpr_of(args, kwargs)
+    # Of any class: also what code of the user, which knows numbers, raises for a symbol.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise PlanError(
+            f"{begin}the code at {line_of_error(error)} depends on the number of groups "
+            f"({type(error).__name__}: {lines[0]}). {fix}"
+        ) from error
+    for eqn in _compat.reads_of_size(jaxpr, size):
+        raise PlanError(
+            f"{begin}{eqn.primitive.name} at {source_line(eqn)} computes with the number "
+            f"of groups. {fix}"
+        )
 
 
 def fixed_by(plan: Plan) -> str | None:
@@ -105,17 +133,11 @@ def fixed_by(plan: Plan) -> str | None:
     return None
 
 
-def _resized_type(n: int, value: Value, leaf: Any) -> Any:
+def _resized_type(n: Any, value: Value, leaf: Any) -> Any:
     """Return the type of an argument of the program, for another number of groups.
 
-    Args:
-      n: The other number of groups.
-      value: The input of the plan.
-      leaf: The argument, an array or `jax.ShapeDtypeStruct`.
-
-    Returns:
-      A `jax.ShapeDtypeStruct` with n along the group axis; `leaf` itself if it is
-      global.
+    It is a `jax.ShapeDtypeStruct` with n, or a symbol, along the group axis; `leaf`
+    itself if it is global.
     """
     if not value.partitioned:
         return leaf

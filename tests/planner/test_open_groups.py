@@ -64,6 +64,15 @@ OPEN = {
     "inner program": lambda w, x: drjax.map_fn(
         lambda x: drjax.program(clients=N)(drjax.reduce_sum)(jnp.stack([x] * N)), x
     ),
+    "count": lambda w, x: (
+        drjax.reduce_sum(x) / drjax.reduce_sum(drjax.broadcast(1.0))
+    ),
+    "zeros like the groups' values": lambda w, x: jax.lax.scan(
+        lambda c, _: (c + x, drjax.reduce_mean(c)), jnp.zeros_like(x), None, length=2
+    )[1],
+    "one level inside": lambda w, x: drjax.map_fn(
+        lambda x: jax.lax.fori_loop(0, x.shape[0] // 2, lambda i, s: s + x[i], 0.0), x
+    ),
 }
 
 
@@ -125,6 +134,62 @@ DEPEND = {
         "sin at .*differs between 4 and 5 groups",
     ),
     "no program": (lambda w, x: 2 * w, "it calls no building block"),
+    # What is the same for 4 and 5 groups, but not for all numbers.
+    "half": (
+        lambda w, x: drjax.reduce_sum(x) / (drjax.partition_size() // 2),
+        "dim_as_value at .*test_open_groups.* computes with the number of groups. A "
+        "plan for any number of groups has a symbol .* write drjax.reduce_mean",
+    ),
+    "a share": (
+        lambda w, x: drjax.reduce_sum(x) / max(1, x.shape[0] // 10),
+        "the code at .*test_open_groups.* depends on the number of groups "
+        r"\(InconclusiveDimensionOperation",
+    ),
+    "half, in the groups": (
+        lambda w, x: drjax.map_fn(lambda s: s / (x.shape[0] // 2), x),
+        "depends on the number of groups|computes with the number",
+    ),
+    "at most": (
+        lambda w, x: drjax.reduce_sum(x) * min(x.shape[0], 3),
+        "the code at .*test_open",
+    ),
+    "many": (
+        lambda w, x: (drjax.reduce_sum if len(x) > 6 else drjax.reduce_mean)(x),
+        "the code at .*test_open",
+    ),
+    "one": (
+        lambda w, x: w if x.shape[0] == 1 else drjax.reduce_mean(x),
+        "the code at .*test_open.*'groups' == '1' is inconclusive",
+    ),
+    "a shape": (
+        lambda w, x: w if x.shape == (9, D) else drjax.reduce_mean(x),
+        "the code at .*test_open.*'groups' == '9' is inconclusive",
+    ),
+    "half of the steps": (
+        lambda w, x: jax.lax.scan(
+            lambda w, _: (w * 0.5 + drjax.reduce_mean(x), None),
+            w,
+            None,
+            length=x.shape[0] // 2,
+        )[0],
+        "the code at .*test_open",
+    ),
+    "a number of ones": (
+        lambda w, x: drjax.reduce_sum(x) / (jnp.ones(x.shape[0] // 2).sum() + 1),
+        "computes with the number of groups|the code at",
+    ),
+    "a sum of ones": (
+        lambda w, x: drjax.reduce_sum(x) / (jnp.ones(x.shape[0], int).sum() // 2),
+        "computes with the number of groups|differs between",
+    ),
+    "as an array": (
+        lambda w, x: drjax.reduce_sum(x) * jnp.asarray(x.shape[0] > 6),
+        "the code at .*test_open",
+    ),
+    "by NumPy": (
+        lambda w, x: drjax.reduce_sum(x) * np.arange(x.shape[0] // 2 + 1)[0],
+        "the code at .*test_open",
+    ),
 }
 KEY = jax.random.key(0)
 
