@@ -7,14 +7,60 @@ each of them. A plain `ContextVar` would silently reuse the first trace.
 """
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 
 from drjax._errors import ScopeError
 from drjax._partition import Partition, as_partition, with_size
+
+
+class LeftOut:
+    """Whether a program leaves groups out of a reduction, by `where=` or `by=`.
+
+    It is known only when such a reduction is traced, often after the work of the groups
+    whose transpose depends on it; so transposes, which run later, ask it. All programs
+    of one code share it, so that it adds one trace for each code to JAX's caches.
+    """
+
+    _of_code: ClassVar[Any] = weakref.WeakKeyDictionary()
+
+    def __init__(self):
+        self.some = False
+
+    @classmethod
+    def of(cls, fn: Callable) -> "LeftOut":
+        inner = inspect.unwrap(fn)
+        code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+        return cls() if code is None else cls._of_code.setdefault(code, cls())
+
+
+class NameInProgram(str):
+    """The name of a mapped function, with what its program does elsewhere.
+
+    It is the parameter `name` of equations, which all of their rules pass on.
+    """
+
+    left_out: LeftOut
+
+
+def name_in_program(name: str) -> str:
+    """Attach the `LeftOut` of the current program to the name of a mapped function."""
+    left_out = current_scope().left_out
+    if left_out is None:
+        return name
+    named = NameInProgram(name)
+    named.left_out = left_out
+    return named
+
+
+def leaves_groups_out(name: str) -> bool:
+    """Whether the program that has bound an equation of this name leaves groups out."""
+    return isinstance(name, NameInProgram) and name.left_out.some
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +76,14 @@ class Scope:
       mapped: The partitions whose mapped functions are being traced, outermost first.
       levels: If that program has several levels, all of them, outermost first, also
         while its mapped functions are traced; else ().
+      left_out: Whether that program leaves groups out of reductions.
     """
 
     partition: Partition | None = None
     mesh: Any = None
     mapped: tuple[Partition, ...] = ()
     levels: tuple[Partition, ...] = ()
+    left_out: LeftOut | None = None
 
     @property
     def open_levels(self) -> tuple[Partition, ...]:
@@ -80,7 +128,9 @@ def current_scope() -> Scope:
     return scope_context.value or _OUTSIDE
 
 
-def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]:
+def program_scope(
+    levels: tuple[Partition, ...], mesh: Any, left_out: LeftOut
+) -> Callable[[], Any]:
     """Make the function that enters a program's scope, for each call of the program.
 
     The `Scope` is made once, when the program is decorated, so that a call costs
@@ -92,6 +142,7 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
     Args:
       levels: The partitions of the program, outermost first; one if it has no levels.
       mesh: The mesh of the program, or None for the mesh in context.
+      left_out: Whether the program leaves groups out of reductions.
 
     Returns:
       `enter()`, which returns a context manager. In it, `current_scope()` is the scope
@@ -100,7 +151,7 @@ def program_scope(levels: tuple[Partition, ...], mesh: Any) -> Callable[[], Any]
     outermost, *below = levels
     several = levels if below else ()
     # Made once: entering a program must cost little.
-    alone = Scope(outermost, mesh, (), several)
+    alone = Scope(outermost, mesh, (), several, left_out)
     # A function of this module, by whose name cloudpickle finds the context: a nested
     # one would be pickled with it.
     return functools.partial(_enter, alone, levels)
@@ -113,8 +164,10 @@ def _enter(alone: Scope, levels: tuple[Partition, ...]):
         if resized.value is None:
             return scope_context(alone)
         first, *others = sized = tuple(map(_as_traced, levels))
-        return scope_context(Scope(first, alone.mesh, (), sized if others else ()))
-    return scope_context(Scope(alone.partition, alone.mesh, outer.mapped, alone.levels))
+        return scope_context(
+            replace(alone, partition=first, levels=sized if others else ())
+        )
+    return scope_context(replace(alone, mapped=outer.mapped))
 
 
 def _as_traced(partition: Partition) -> Partition:
@@ -147,7 +200,9 @@ def enter_mapped(partition: Partition):
     if not scope.levels:
         return scope_context(Scope(None, None, mapped))
     # The levels below this one need the program's mesh.
-    return scope_context(Scope(None, scope.mesh, mapped, scope.levels))
+    return scope_context(
+        Scope(None, scope.mesh, mapped, scope.levels, scope.left_out)
+    )
 
 
 def enter_level(partition: Partition):
@@ -161,7 +216,7 @@ def enter_level(partition: Partition):
       partition: The level just inside the one that is mapped over.
     """
     scope = current_scope()
-    return scope_context(Scope(partition, scope.mesh, scope.mapped, scope.levels))
+    return scope_context(replace(scope, partition=partition))
 
 
 def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition, Any]:

@@ -9,7 +9,7 @@ at the position of the group's segment, and the identity elsewhere. So it is one
 all-reduce, whose transpose looks up the cotangent of the group's segment.
 
 Invariants: infinities and NaNs of groups that are left out reach neither values nor
-derivatives. Sharp edge: the work of a group grows with `num`.
+derivatives; the transpose of `map_fn` sees to the latter. Sharp edge: the work of a group grows with `num`.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 from drjax import _compat
 from drjax._api.resolve import group_axis_size, map_leaves
 from drjax._api.validate import as_array
+from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.select_slice import as_int32
 
@@ -55,6 +56,7 @@ def participation_mask(block: str, where, by, num, params: dict[str, Any]):
     mask = None if where is None else check_where(block, where, params)
     if by is None and num is None:
         return mask
+    _leave_groups_out()
     num = _check_num(block, by, num)
     by = _check_segments(block, by, params)
 
@@ -81,9 +83,17 @@ def check_where(block: str, where, params: dict[str, Any]) -> jax.Array:
       DrjaxTypeError: It is not an array of bools.
       DrjaxValueError: Its shape is not `[n]`.
     """
+    _leave_groups_out()
     need = f"drjax.{block} needs where= as bool [{group_axis_size(params)}]"
     fix = "Write for instance where=counts > 0."
     return _for_each_group(where, jnp.bool_, need, fix, "one for", params)
+
+
+def _leave_groups_out() -> None:
+    """Note that the current program leaves groups out, for transposes of their work."""
+    left_out = current_scope().left_out
+    if left_out is not None:
+        left_out.some = True
 
 
 def _check_num(block: str, by, num) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 import jax
 
 from drjax._api.validate import check_plain_function
-from drjax._context import program_scope
+from drjax._context import LeftOut, program_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError, MeshError
 from drjax._partition import Partition
 
@@ -116,10 +116,10 @@ def program(
     levels = _declared_levels(args, partition, mesh_axes)
     attribute = levels[0] if len(levels) == 1 else levels
     _check_mesh(mesh)
-    enter = program_scope(levels, mesh)
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         _check_plain_function(fn)
+        enter = program_scope(levels, mesh, LeftOut.of(fn))
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

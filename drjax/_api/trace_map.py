@@ -20,6 +20,7 @@ from drjax._api.validate import (
     check_plain_function,
     function_name,
 )
+from drjax._context import name_in_program
 from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
 from drjax._primitives.map_fn import broadcast_consts, map_fn_p, trace_group
@@ -54,7 +55,7 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     avals = tuple(_compat.typeof(x) for x in leaves)
     name = function_name(fn)
     jaxpr, out_tree, consts = _trace(fn, tree, avals, layout, name)
-    params = {"partition": partition, "mesh": mesh, "name": name}
+    params = {"partition": partition, "mesh": mesh, "name": name_in_program(name)}
     operands = [*broadcast_consts(consts, **params), *leaves]
     outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)
     # The results, too, are visible on the mesh: they may depend on no operand.

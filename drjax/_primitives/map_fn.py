@@ -32,11 +32,13 @@ import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax._compat import retype_mesh
-from drjax._context import enter_mapped
+from drjax._context import enter_mapped, leaves_groups_out
 from drjax._primitives import fused_lowering, registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
@@ -320,7 +322,7 @@ def _transpose(cts, *args, jaxpr, **params):
     avals = tuple(_compat.typeof(x) for x in (*residuals, *dense))
     layout = make_layout(params["partition"], params["mesh"])
     transposed, consts, nonzero_in = _transpose_jaxpr(
-        jaxpr, linear, nonzero, avals, layout
+        jaxpr, linear, nonzero, avals, layout, leaves_groups_out(params["name"])
     )
     operands = [*broadcast_consts(consts, **params), *residuals, *dense]
     outs = map_fn_p.bind(*operands, jaxpr=transposed, **params)
@@ -332,7 +334,7 @@ def _transpose(cts, *args, jaxpr, **params):
 
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
-def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
+def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout, leaves_out: bool):
     """Transpose a per-group jaxpr in its linear inputs; cached.
 
     Args:
@@ -344,6 +346,7 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
       avals: The types of the residuals and then of the nonzero cotangents of results,
         partitioned, `[n, *s]`, a tuple.
       layout: The layout of the partition.
+      leaves_out: Whether the program leaves groups out of reductions.
 
     Returns:
       `(transposed, consts, nonzero_in)`: the transposed jaxpr of one group, closed; the
@@ -353,6 +356,8 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
       nonzero cotangents of linear inputs.
     """
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
+    if leaves_out:
+        transposed = _zero_for_zeros(transposed, len(avals) - sum(nonzero))
     own = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin]
     own += [a for a, nz in zip(jaxpr.out_avals, nonzero, strict=True) if nz]
     with group_context(layout):
@@ -367,6 +372,39 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout):
             transposed, avals, "transposed"
         )
     return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
+
+
+# A group that a reduction leaves out has zero cotangents. If its work diverged, L_i has
+# infinities or NaNs, and 0 * NaN is NaN, which the sums over groups would spread. As
+# L_i^T is linear, L_i^T 0 = 0: so if all cotangents of a group are zero, and what is
+# computed with them is not finite, the group's cotangents are zeros. Only then, as for
+# a group that does take part zero may be a value like others, at which the function of
+# the cotangent has a derivative. Of such a group all is constant: what enters, too, so
+# that derivatives of the transpose stop there.
+def _zero_for_zeros(transposed, n_residuals: int):
+    """Let a transposed function return zeros for the zeros of a group that diverged."""
+
+    def fn(*values):
+        cts = values[n_residuals:]
+        inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in values]
+        if not cts or not any(inexact[:n_residuals]):
+            return transposed(*values)  # nothing to multiply zeros by
+        idle = functools.reduce(jnp.logical_and, [jnp.all(ct == 0) for ct in cts])
+        finite = lambda xs: functools.reduce(
+            jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs]
+        )
+        used = [x for x, is_float in zip(values, inexact, strict=True) if is_float]
+        dead = idle & ~finite(used)
+        pairs = zip(values, inexact, strict=True)
+        outs = transposed(
+            *(jnp.where(dead, lax.stop_gradient(x), x) if f else x for x, f in pairs)
+        )
+        if not outs:
+            return outs
+        dead |= idle & ~finite(outs)
+        return [jnp.where(dead, jnp.zeros_like(y), y) for y in outs]
+
+    return fn
 
 
 # ---------------------------------------------------------------------------------
