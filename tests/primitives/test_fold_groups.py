@@ -491,3 +491,121 @@ def test_a_closed_value_that_is_partitioned_has_no_plan():
         return drjax.reduce(lambda a, b: a + b + jnp.sort(y)[0], x, 0)
 
     raises(drjax.PlanError, "It needs a global value", drjax.make_plan(three(f)), X3)
+
+
+# ---------------------------------------------------------------------------------
+# Ties, and a first state that is not neutral
+
+MODES = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "drjax.jit": drjax.jit,
+    "by chunks": lambda f: drjax.jit(f, groups_per_step=1),
+    "reference": lambda f: lambda *xs: drjax.backends.reference.compile(
+        drjax.make_plan(f)(*xs)
+    )(*xs),
+}
+SHIFTS = {
+    "none": (4, None),
+    "one": (1, None),
+    "hundred": (100, None),
+    "even": (8, {"clients": 4}),
+    "uneven": (7, {"clients": 4}),
+    "empty devices": (5, {"clients": 4}),
+}
+
+
+@checkerboard(11, mode=MODES, mesh=SHIFTS)
+def test_derivatives_at_ties_are_those_of_one_order(mode, mesh):
+    """Along the shift of all groups, the maximum has the derivative 1."""
+    n, shape = SHIFTS[mesh]
+    f = drjax.program(clients=n)(lambda x: drjax.reduce(jnp.maximum, x, -jnp.inf))
+    x = jnp.zeros((n, 2)).at[n // 2, 1].set(-1.0)
+    with in_mesh(shape and make_mesh(shape)):
+        run = MODES[mode]
+        jacobian = run(jax.jacrev(lambda x: f(x)[:, None].sum(1)))(x)
+        tangent = lambda x, t: jax.jvp(f, (x,), (t,))[1]
+        close(run(tangent)(x, jnp.ones_like(x)), [1, 1])
+        t = data(n, 2)
+        forward = run(tangent)(x, t)
+    jacobian = np.asarray(jacobian)
+    close(jacobian.sum((1, 2)), [1, 1])
+    assert (jacobian >= 0).all()
+    # Reverse and forward mode are the same linear map.
+    close(np.einsum("iks,ks->i", jacobian, t), forward)
+    # Each part is a product of halves, of one tree.
+    parts = jacobian[0, :, 0]
+    assert set(np.log2(parts)) <= set(-np.arange(0.0, 1 + np.ceil(np.log2(n))))
+
+
+@checkerboard(6, mesh=["none", "even", "uneven"], name=["jit", "drjax.jit"])
+def test_second_derivatives_at_ties(mesh, name):
+    """Of the square of a maximum: twice the outer product of one derivative."""
+    n, shape = SHIFTS[mesh]
+    f = drjax.program(clients=n)(lambda x: drjax.reduce(jnp.maximum, x, -jnp.inf))
+    x = jnp.ones(n)
+    with in_mesh(shape and make_mesh(shape)):
+        run = MODES[name]
+        gradient = run(jax.grad(f))(x)
+        hessians = [
+            run(outer(inner(lambda x: f(x) ** 2)))(x)
+            for outer in (jax.jacrev, jax.jacfwd)
+            for inner in (jax.jacrev, jax.jacfwd)
+        ]
+    for hessian in hessians:
+        close(hessian, 2 * np.outer(gradient, gradient))
+
+
+FIRST = {
+    "logaddexp": (jnp.logaddexp, lambda x: x, 0.5),
+    "affine": (FOLDS["affine"][0], FOLDS["affine"][2], None),
+    "maximum": (jnp.maximum, lambda x: x, 0.25),
+    "times": (jnp.multiply, lambda x: x, -1.5),
+}
+
+
+@checkerboard(31, mode=MODES, mesh=SHIFTS, name=FIRST)
+def test_a_first_state_that_is_not_neutral(mode, mesh, name):
+    """The value, and so its derivatives, is that of functools.reduce."""
+    n, shape = SHIFTS[mesh]
+    n = min(n, 8)
+    combine, states, init = FIRST[name]
+    x = data(n, 3) / 2
+    first = (np.eye(3, dtype=np.float32) / 2, x[0]) if init is None else init
+    first = jax.tree.map(jnp.float32, first)
+
+    @drjax.program(clients=n)
+    def f(x, first):
+        y = states(x)
+        full = jax.tree.map(lambda e, y: jnp.broadcast_to(e, y.shape[1:]), first, y)
+        return drjax.reduce(combine, y, full)
+
+    def direct(x, first):
+        every = states(x)
+        each = [jax.tree.map(lambda y, i=i: y[i], every) for i in range(n)]
+        return functools.reduce(combine, each, first)
+
+    both = lambda f: jax.value_and_grad(
+        lambda x, e: sum(jnp.sum(jnp.sin(y / 4)) for y in jax.tree.leaves(f(x, e))),
+        (0, 1),
+    )
+    want = jax.jit(both(direct))(x, first)
+    with in_mesh(shape and make_mesh(shape)):
+        jax.tree.map(close, MODES[mode](both(f))(x, first), want)
+
+
+def test_rules_of_derivatives_that_one_jaxpr_does_not_show():
+    """Two functions of one jaxpr, whose rules differ, have derivatives of their own."""
+
+    def plus(factor):
+        @jax.custom_jvp
+        def combine(a, b):
+            return a + b
+
+        combine.defjvp(lambda p, t: (p[0] + p[1], factor * (t[0] + t[1])))
+        return lambda a, b: combine(a, b)
+
+    for factor in (1.0, 3.0):
+        f = three(lambda x: drjax.reduce(plus(factor), x, 0))  # noqa: B023
+        # Each pair on the way to the root multiplies by the factor.
+        close(jax.grad(f)(X3), [factor**3, factor**3, factor**2])
