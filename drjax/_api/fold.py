@@ -61,22 +61,26 @@ def reduce(
     them to all devices. In a plan a fold is a reduction: `drjax.jit` folds as many
     groups at a time as its option says, and engines fold blocks of groups.
 
+    A derivative is that of one order of evaluation: of a balanced tree over the groups
+    of each device, and one over the devices. Where `combine` has no derivative, as
+    `jnp.maximum` of equal numbers, it is that order's, in forward and reverse mode.
+
     Args:
       combine: From two states to a state. A state is a tree with the structure, shapes
         and dtypes of one group's slice of `x`. It must be associative, as the states of
-        neighbors are combined first; rounding differs with the number of devices. It
+        neighbors are combined first; rounding differs with the number of devices.
+        `drjax.check` and the reference backend try it on the first three groups. It
         need not be commutative. It may close over global arrays, which get gradients;
         not over partitioned ones. Building blocks, effects and collectives over the
         partition are errors in it.
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
-      init: The neutral state of `combine`, which must return `a` for `(init, a)` and
-        `(a, init)`, with that derivative: derivatives are computed with it. A tree
-        with the structure of `x`, of arrays `[*s]`, or of Python numbers, which fill
-        their leaf.
+      init: The first state, before that of group 0: usually the neutral one, for which
+        `combine` returns `a` for `(init, a)`. A tree with the structure of `x`, of
+        arrays `[*s]`, or of Python numbers, which fill their leaf.
       where: Optional bool `[n]`: the groups that take part. The state of any other is
-        `init`, so `combine` may get two neutral states.
+        `init`, which has to be neutral then; `combine` may get two neutral states.
       commutative: Whether `combine(a, b)` is `combine(b, a)`, so that the order of the
-        groups does not matter to engines. It is not checked.
+        groups does not matter to engines. It is checked where associativity is.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.

@@ -9,10 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from drjax import _compat
+from drjax._context import resized
+from drjax._errors import DrjaxValueError
+from drjax._jaxprs.associative import difference_of_orders
+from drjax._jaxprs.eval_jaxpr import literal_value
+from drjax._jaxprs.walk import live_equations
 from drjax._partition import Partition
+from drjax._planner.inline import inline_calls
 from drjax._planner.make_plan import inline_and_infer, trace
 from drjax._planner.naming import function_name, result_names
+from drjax._planner.partitioning.environment import Environment
 from drjax._sharding.layout import find_mesh, make_layout
+from drjax.primitives import reduce_fold_p
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,8 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
     Raises:
       PlanError: The function mixes the groups' slices other than by a drjax reduction,
         or is bound to a mesh: see `drjax.make_plan`.
+      DrjaxValueError: The function given to a `drjax.reduce` is not associative. It is
+        tried on the first three groups, if all arguments are arrays.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -138,6 +154,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
         traced = trace(fn, partitioned, args, kwargs)
         kinds = inline_and_infer(traced.closed, traced.names, traced.declared)
         outs = result_names(traced.out_tree)
+        _check_folds(kinds, lambda *xs: trace(fn, partitioned, *xs), args, kwargs)
 
         def typed(var, name):
             return Typed(name, var.aval.shape, var.aval.dtype, kinds[var].axis)
@@ -159,3 +176,48 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
         )
 
     return checker
+
+
+def _check_folds(kinds: Environment, trace_again: Callable, args, kwargs) -> None:
+    """Raise `DrjaxValueError` if a fold gives two results for the first three groups.
+
+    Only what these folds need is computed, of a program with three groups. Folds in
+    loops are not tried, nor is a program that depends on the number of groups.
+    """
+    partition = kinds.partition
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    known = all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves)
+    tracers = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    if partition is None or partition.size < 3 or not known or tracers:
+        return
+    if not any(e.primitive is reduce_fold_p for e in kinds.program.eqns):
+        return
+    axes = [kinds[v].axis for v in kinds.program.invars]
+    cut = [
+        x if axis is None else np.take(x, range(3), axis) if isinstance(x, np.ndarray)
+        else jax.lax.slice_in_dim(x, 0, 3, axis=axis)
+        for x, axis in zip(leaves, axes, strict=True)
+    ]  # fmt: skip
+    try:
+        with resized((partition, 3)):
+            program = inline_calls(trace_again(*tree.unflatten(cut)).closed)
+    except Exception:  # of any class: code of the user may need the number it knows
+        return
+    folds = [e for e in program.eqns if e.primitive is reduce_fold_p]
+    env: dict = {**program.consts, **dict(zip(program.invars, cut, strict=True))}
+    read = lambda x: literal_value(x) if isinstance(x, Literal) else env[x]
+    for eqn in live_equations(program.eqns, [v for e in folds for v in e.invars]):
+        outs = _compat.bind_equation(eqn, [read(x) for x in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    for eqn in folds:
+        n_states, fn = eqn.params["n_states"], _compat.jaxpr_as_fun(eqn.params["jaxpr"])
+        operands = [jnp.asarray(read(x)) for x in eqn.invars]
+        consts, states = operands[: -2 * n_states], operands[-n_states:]
+        why = difference_of_orders(
+            function_name(eqn.params["name"]),
+            lambda a, b, fn=fn, consts=consts: fn(*consts, *a, *b),
+            [[x[group] for x in states] for group in range(3)],
+            eqn.params.get("commutative", False),
+        )
+        if why is not None:
+            raise DrjaxValueError(why)

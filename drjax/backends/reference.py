@@ -21,7 +21,8 @@ import numpy as np
 from jax.core import Tracer
 
 from drjax import _compat
-from drjax._errors import DrjaxError
+from drjax._errors import DrjaxError, DrjaxValueError
+from drjax._jaxprs.associative import difference_of_orders
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._planner.arguments import flat_inputs
@@ -31,7 +32,7 @@ from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.backends.kept import Keep
-from drjax.plan import Loop, Move, Plan, Reduce, Stage, Value
+from drjax.plan import Fold, Loop, Move, Plan, Reduce, Stage, Value
 
 
 class GroupError(DrjaxError, RuntimeError):
@@ -180,10 +181,24 @@ class _GroupByGroup(PlanInterpreter):
         for fold in a_round.folds:
             state, consts = env.read(fold.init), env.read(fold.consts)
             states = env.read(fold.sources)
+            self._check_order(fold, consts, states)
             for group in range(self.plan.size):
                 one = [x[group] for x in states]
                 state = _call(fold.combine, [*consts, *state, *one])
             env.write(fold.results, state)
+
+    def _check_order(self, fold: Fold, consts: list, states: list) -> None:
+        """Raise `DrjaxValueError` if the first groups' states fold to two results."""
+        arrays = (*consts, *states)
+        if self.plan.size < 3 or any(isinstance(x, Tracer) for x in arrays):
+            return
+        combine = lambda a, b: _call(fold.combine, [*consts, *a, *b])
+        first = [[x[group] for x in states] for group in range(3)]
+        why = difference_of_orders(
+            fold.combine.name, combine, first, fold.commutative
+        )
+        if why is not None:
+            raise DrjaxValueError(why)
 
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
         return jnp.asarray(move_slices(move, slices, index, self.plan.size))
