@@ -200,9 +200,7 @@ def enter_mapped(partition: Partition):
     if not scope.levels:
         return scope_context(Scope(None, None, mapped))
     # The levels below this one need the program's mesh.
-    return scope_context(
-        Scope(None, scope.mesh, mapped, scope.levels, scope.left_out)
-    )
+    return scope_context(Scope(None, scope.mesh, mapped, scope.levels, scope.left_out))
 
 
 def enter_level(partition: Partition):

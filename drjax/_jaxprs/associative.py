@@ -66,7 +66,9 @@ def _difference(one: Callable, other: Callable, states: tuple) -> tuple | None:
                 return tuple(f"leaf {i} = {_short(v)}" for v in (x, y))
             continue
         with np.errstate(all="ignore"):
-            noise = np.max([np.abs(_numbers(u[i]) - _numbers(v[i])) for u, v in moved], 0)
+            noise = np.max(
+                [np.abs(_numbers(u[i]) - _numbers(v[i])) for u, v in moved], 0
+            )
         size = max(
             (np.abs(v[np.isfinite(v)]).max(initial=0.0) for v in (x, y)), default=0.0
         )

@@ -90,12 +90,12 @@ def _tree_abstract_eval(*avals, n_states, partition, mesh, mode: FoldMode, **_):
         )
         return [*totals, *(map(of_rows, totals) if mode.saved else ())]
     chosen, active = (
-        (totals, mode.active_out)
-        if mode.what == "tangents"
-        else (fold, mode.active)
+        (totals, mode.active_out) if mode.what == "tangents" else (fold, mode.active)
     )
     pairs = zip(chosen, active, strict=True)
-    return [x.to_tangent_aval().update(weak_type=False) for x, is_one in pairs if is_one]
+    return [
+        x.to_tangent_aval().update(weak_type=False) for x, is_one in pairs if is_one
+    ]
 
 
 # ---------------------------------------------------------------------------------

@@ -336,7 +336,11 @@ class _Tree:
 
     def pull(self, levels: list, cts: list, real=None) -> tuple[list, list]:
         """Go down a tree: the cotangents of active consts, and of the leaves' states."""
-        consts = [jnp.zeros_like(c) for c, a in zip(self.consts, self.active[0], strict=True) if a]
+        consts = [
+            jnp.zeros_like(c)
+            for c, a in zip(self.consts, self.active[0], strict=True)
+            if a
+        ]
         reals = [real]
         for _ in levels[1:]:
             reals.append(None if real is None else reals[-1][::2])
@@ -362,7 +366,9 @@ class _Tree:
 
     def root(self, rows: States) -> States:
         """The fold of the devices' states after the first state, leaves `[1, *s]`."""
-        return self.combine([y[None] for y in self.init], fold_by_tree(self.combine, rows))
+        return self.combine(
+            [y[None] for y in self.init], fold_by_tree(self.combine, rows)
+        )
 
     def push_root(self, rows: States, dconsts: list, dinit: list) -> States:
         """The tangents of the root; the tangents of the rows come after these."""

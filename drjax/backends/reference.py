@@ -194,9 +194,7 @@ class _GroupByGroup(PlanInterpreter):
             return
         combine = lambda a, b: _call(fold.combine, [*consts, *a, *b])
         first = [[x[group] for x in states] for group in range(3)]
-        why = difference_of_orders(
-            fold.combine.name, combine, first, fold.commutative
-        )
+        why = difference_of_orders(fold.combine.name, combine, first, fold.commutative)
         if why is not None:
             raise DrjaxValueError(why)
 

@@ -126,6 +126,36 @@ def _mean_by(x, by, num):
     return jnp.stack(means)
 
 
+def _of_finite(fn, x, g, how):
+    """A reduction of fn(x_i, g) over the groups for which it is finite."""
+    each = jax.vmap(fn, (0, None))
+    ok = jnp.isfinite(each(x, g)).all(1)
+    # At another argument, as NaN times the zeros of a mask's derivative is NaN.
+    y = each(jnp.where(ok[:, None], x, 0.9), g)
+    match how:
+        case "mean":
+            count = jnp.sum(ok)
+            total = jnp.sum(jnp.where(ok[:, None], y, 0), axis=0)
+            return jnp.where(count > 0, total / jnp.maximum(count, 1), 0.5)
+        case "max":
+            return _max(y, ok, 0.5)
+        case _:
+            y = jnp.where(ok[:, None], y, -50)
+            return _fold(jnp.logaddexp, y, jnp.full_like(g, -50))
+
+
+def _drjax_of_finite(fn, x, g, how):
+    y = drjax.map_fn(fn, (x, drjax.broadcast(g)))
+    ok = drjax.map_fn(lambda y: jnp.isfinite(y).all(), y)
+    match how:
+        case "mean":
+            return drjax.reduce_mean(y, where=ok, default=0.5)
+        case "max":
+            return drjax.reduce_max(y, where=ok, default=0.5)
+        case _:
+            return drjax.reduce(jnp.logaddexp, y, jnp.full_like(g, -50), where=ok)
+
+
 def _two_levels(x, g):
     y = x + jnp.sin(x * g)
     near = y.mean(1)
@@ -196,6 +226,7 @@ PLAIN = types.SimpleNamespace(
     encoded_weighted_mean=lambda x, w, **_: _weighted_mean(x, w),
     secure_sum=_each(_sum),
     mean_by=_mean_by,
+    of_finite=_of_finite,
     two_levels=_two_levels,
     select=_each(_select),
     jit=lambda fn, **options: jax.jit(fn),
@@ -211,6 +242,7 @@ OPTIONS = {
     "encoded_sum": drjax.reduce_sum,
     "encoded_mean": drjax.reduce_mean,
     "encoded_weighted_mean": drjax.reduce_weighted_mean,
+    "of_finite": _drjax_of_finite,
     "two_levels": _drjax_levels,
     "sharded_sum": lambda x: drjax.reduce_sum(x, result="sharded"),
     "sharded_gather": lambda x: drjax.gather(x, result="sharded"),

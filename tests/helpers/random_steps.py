@@ -4,7 +4,8 @@ A recipe is a list of steps `(name, i, j, body)`. Each step takes values of the 
 that it needs out of an environment, chosen by the numbers i and j, and puts its result
 back. So every recipe is a valid program. The environment has global values ("g0" a
 scalar, "g1" `[f]`, "gn" `[n, f]`) and partitioned ones ("p0" `[n]`, "p1" `[n, f]`).
-All work is bounded and smooth, and extrema are taken where there are no ties.
+All work is bounded and smooth, and extrema are taken where there are no ties, but for
+folds and for groups that are left out.
 """
 
 from collections.abc import Callable
@@ -344,27 +345,67 @@ def combined(x, g, h, j):
     return bounded(works[j % len(works)]())
 
 
-@step("p1 g0 g1", "g1", variants=3)
+@step("p1 g0 g1", "g1", variants=7)
 def folded(x, g, h, j):
-    """Associative folds; the second one is not commutative."""
+    """Associative folds; the second and sixth one are not commutative.
+
+    Of the last ones, two have ties at which the derivative is that of any one order,
+    and the first state of the others is not neutral.
+    """
 
     def composed(a, b):  # affine maps
         return {"m": a["m"] @ b["m"], "v": a["m"] @ b["v"] + a["v"]}
 
-    def affine():
+    def first(a, b):
+        keep = a["key"] >= b["key"]
+        return jax.tree.map(lambda x, y: jnp.where(keep, x, y), a, b)
+
+    def affine(scale=1.0, v=None):
         eye = jnp.eye(len(h), dtype=x.dtype)
         maps = blocks.map_fn(
             lambda x: {"m": eye + 0.2 * jnp.outer(x, h), "v": x * g}, bounded(x)
         )
-        return blocks.reduce(composed, maps, {"m": eye, "v": jnp.zeros_like(h)})["v"]
+        v = jnp.zeros_like(h) if v is None else v
+        return blocks.reduce(composed, maps, {"m": scale * eye, "v": v})["v"]
 
+    tied = lax.stop_gradient(jnp.round(2 * bounded(x)))
+    none = {"key": jnp.full_like(g, -50), "v": jnp.zeros_like(h)}
     y, k = blocks.map_fn(bounded, x), 0.5 * bounded(h)
     works = (
         lambda: blocks.reduce(lambda a, b: a + b + k * a * b, y, jnp.zeros_like(h)),
         affine,
         lambda: blocks.reduce(jnp.logaddexp, y, jnp.full_like(h, -50)) * g,
+        # The slices that tie have one tangent, so that parts of it add up to it.
+        lambda: blocks.reduce(jnp.maximum, tied + h * g, jnp.full_like(h, -50)),
+        lambda: blocks.reduce(first, {"key": tied[:, 0], "v": y}, none)["v"] * g,
+        lambda: affine(0.7, bounded(h)),
+        lambda: blocks.reduce(jnp.logaddexp, y, bounded(h) * g),
     )
     return bounded(works[j % len(works)]())
+
+
+@step("p1 g0 g1", "g1", variants=5)
+def diverged(x, g, h, j):
+    """Groups that are left out, as their work has infinities or NaNs."""
+
+    def root(x, h):
+        return jnp.sqrt(jnp.where(x[0] > 0.0321, 1.5 + bounded(x), -1.0) * (1 + h * h))
+
+    def log(x, h):
+        return jnp.log(jnp.where(x[0] > 0.0321, 1.5 + bounded(x), 0.0) * (1 + h * h))
+
+    def ratio(x, h):
+        return h / jnp.where(x[0] > 0.0321, 1.5 + bounded(x), 0.0)
+
+    works = (
+        (root, "mean"),
+        (log, "mean"),
+        (ratio, "mean"),
+        (root, "max"),
+        (log, "fold"),
+    )
+    fn, how = works[j % len(works)]
+    return bounded(blocks.of_finite(fn, blocks.map_fn(jnp.sin, x), h, how) * g)
 
 
 @step("p1 g0 g1", "g1", variants=6)

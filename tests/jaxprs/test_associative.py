@@ -58,7 +58,9 @@ def test_what_is_not_associative(name, which):
 
 def test_what_does_not_commute():
     x = jnp.asarray(data(N, 3, 3))
-    for run in both(program(jnp.matmul, np.eye(3, dtype="f"), commutative=True), x).values():
+    for run in both(
+        program(jnp.matmul, np.eye(3, dtype="f"), commutative=True), x
+    ).values():
         text = "needs to be commutative with commutative=True"
         raises(drjax.DrjaxValueError, text, run, x)
 

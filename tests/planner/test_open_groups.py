@@ -64,9 +64,7 @@ OPEN = {
     "inner program": lambda w, x: drjax.map_fn(
         lambda x: drjax.program(clients=N)(drjax.reduce_sum)(jnp.stack([x] * N)), x
     ),
-    "count": lambda w, x: (
-        drjax.reduce_sum(x) / drjax.reduce_sum(drjax.broadcast(1.0))
-    ),
+    "count": lambda w, x: drjax.reduce_sum(x) / drjax.reduce_sum(drjax.broadcast(1.0)),
     "zeros like the groups' values": lambda w, x: jax.lax.scan(
         lambda c, _: (c + x, drjax.reduce_mean(c)), jnp.zeros_like(x), None, length=2
     )[1],

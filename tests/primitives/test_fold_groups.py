@@ -501,9 +501,9 @@ MODES = {
     "jit": jax.jit,
     "drjax.jit": drjax.jit,
     "by chunks": lambda f: drjax.jit(f, groups_per_step=1),
-    "reference": lambda f: lambda *xs: drjax.backends.reference.compile(
-        drjax.make_plan(f)(*xs)
-    )(*xs),
+    "reference": lambda f: (
+        lambda *xs: drjax.backends.reference.compile(drjax.make_plan(f)(*xs))(*xs)
+    ),
 }
 SHIFTS = {
     "none": (4, None),

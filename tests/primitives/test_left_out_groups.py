@@ -96,9 +96,9 @@ MODES = {
     "jit": jax.jit,
     "drjax.jit": drjax.jit,
     "by chunks": lambda f: drjax.jit(f, groups_per_step=1),
-    "reference": lambda f: lambda *xs: drjax.backends.reference.compile(
-        drjax.make_plan(f)(*xs)
-    )(*xs),
+    "reference": lambda f: (
+        lambda *xs: drjax.backends.reference.compile(drjax.make_plan(f)(*xs))(*xs)
+    ),
 }
 
 
@@ -149,7 +149,10 @@ def test_an_engine_drops_it_from_the_gradient():
     rate, target = jnp.float32(0.9), jnp.asarray(TARGET)
     f = drjax.program(clients=N)(mean)
     run = in_process.compile(drjax.make_plan(jax.grad(f))(rate, target))
-    near(run(np.float32(0.9), Groups(list(TARGET))), jax.grad(DIRECT["mean"])(rate, target))
+    near(
+        run(np.float32(0.9), Groups(list(TARGET))),
+        jax.grad(DIRECT["mean"])(rate, target),
+    )
 
 
 def test_zero_weights_are_values_like_others():
@@ -191,4 +194,7 @@ def test_programs_without_a_mask_pay_nothing():
     )
     assert "is_finite" in text(masked)
     assert "is_finite" not in text(plain)
-    near(jax.grad(masked)(0.9, TARGET), jax.grad(lambda r: jnp.mean(work(r, TARGET[TARGET > 0])))(0.9))
+    near(
+        jax.grad(masked)(0.9, TARGET),
+        jax.grad(lambda r: jnp.mean(work(r, TARGET[TARGET > 0])))(0.9),
+    )
