@@ -9,7 +9,8 @@ at the position of the group's segment, and the identity elsewhere. So it is one
 all-reduce, whose transpose looks up the cotangent of the group's segment.
 
 Invariants: infinities and NaNs of groups that are left out reach neither values nor
-derivatives; the transpose of `map_fn` sees to the latter. Sharp edge: the work of a group grows with `num`.
+derivatives; the transpose of `map_fn` sees to the latter.
+Sharp edge: the work of a group grows with `num`.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ class _Size(shape_poly._DimExpr):
     __slots__ = ("_plain",)
 
     def __init__(self, name: str):
-        (plain,) = jax.export.symbolic_shape(name)
+        plain: Any = jax.export.symbolic_shape(name)[0]
         super().__init__(plain._sorted_terms, plain._scope)
         self._plain = plain
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from drjax import _compat
-from drjax._context import resized
 from drjax._api.program import Decorated
+from drjax._context import resized
 from drjax._errors import DrjaxValueError
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._jit.tune import Tuned

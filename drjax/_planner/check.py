@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from drjax import _compat
@@ -187,7 +188,7 @@ def _check_folds(kinds: Environment, trace_again: Callable, args, kwargs) -> Non
     partition = kinds.partition
     leaves, tree = jax.tree.flatten((args, kwargs))
     known = all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves)
-    tracers = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    tracers = any(isinstance(x, Tracer) for x in leaves)
     if partition is None or partition.size < 3 or not known or tracers:
         return
     if not any(e.primitive is reduce_fold_p for e in kinds.program.eqns):

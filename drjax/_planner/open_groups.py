@@ -32,9 +32,9 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._context import resized
 from drjax._errors import PlanError
-from drjax._partition import Partition
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._jaxprs.provenance import line_of_error, source_line
+from drjax._partition import Partition
 from drjax._primitives.dispatch_cache import parameter_keys, value_key
 from drjax.plan import Loop, Plan, Round, Stage, Value
 
@@ -85,8 +85,8 @@ def opened(
 def _check_code(begin: str, partition: Partition, jaxpr_of: Callable, for_size) -> None:
     """Raise `PlanError` if code of the program computes with the number of groups."""
     fix = (
-        "A plan for any number of groups has a symbol for that number, which only means "
-        "and counts know: write drjax.reduce_mean, or count the groups by "
+        "A plan for any number of groups has a symbol for that number, which only "
+        "means and counts know: write drjax.reduce_mean, or count the groups by "
         "drjax.reduce_sum(drjax.broadcast(1.0)); or plan without open_groups=True."
     )
     size = _compat.symbolic_size("groups")
@@ -94,17 +94,17 @@ def _check_code(begin: str, partition: Partition, jaxpr_of: Callable, for_size) 
     try:
         with resized((partition, size)):
             jaxpr = jaxpr_of(args, kwargs)
-    # Of any class: also what code of the user, which knows numbers, raises for a symbol.
+    # Of any class: also what code of the user raises for a symbol.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise PlanError(
-            f"{begin}the code at {line_of_error(error)} depends on the number of groups "
-            f"({type(error).__name__}: {lines[0]}). {fix}"
+            f"{begin}the code at {line_of_error(error)} depends on the number of "
+            f"groups ({type(error).__name__}: {lines[0]}). {fix}"
         ) from error
     for eqn in _compat.reads_of_size(jaxpr, size):
         raise PlanError(
-            f"{begin}{eqn.primitive.name} at {source_line(eqn)} computes with the number "
-            f"of groups. {fix}"
+            f"{begin}{eqn.primitive.name} at {source_line(eqn)} computes with the "
+            f"number of groups. {fix}"
         )
 
 

@@ -53,6 +53,7 @@ from drjax._primitives.collectives import (
 )
 from drjax._primitives.columns_lowering import GROUPS, by_gather_and_scatter
 from drjax._primitives.fold_lowering import (
+    VALUE,
     FoldMode,
     execute_fold,
     fold_of_all,
@@ -102,7 +103,7 @@ def _tree_abstract_eval(*avals, n_states, partition, mesh, mode: FoldMode, **_):
 # Derivatives
 
 
-def _jvp(primals, tangents, *, mode: FoldMode = FoldMode(), derivative=None, **params):
+def _jvp(primals, tangents, *, mode: FoldMode = VALUE, derivative=None, **params):
     """JVP rule of `reduce_fold`, and of the value of `fold_tree`."""
     n_states, jaxpr = params["n_states"], params["jaxpr"]
     layout = make_layout(params["partition"], params["mesh"])
@@ -113,7 +114,7 @@ def _jvp(primals, tangents, *, mode: FoldMode = FoldMode(), derivative=None, **p
     active = tuple(type(t) is not _compat.Zero for t in tangents)
     value = FoldMode("value", bool(layout.axes))
     outs = fold_tree_p.bind(*primals, mode=value, derivative=None, **params)
-    totals, rows = outs[:n_states], outs[n_states:]
+    rows = outs[n_states:]
     pairs = zip(tangents, active, strict=True)
     dense = [vary(t, others) for t, is_one in pairs if is_one]
     active_out, pushed, derivative = _derivative(jaxpr, active, n_states, layout)
@@ -299,7 +300,7 @@ def _batching_rule(primitive):
         if all(dim is None for dim in dims) and not jaxpr.effects:
             outs = primitive.bind(*args, jaxpr=jaxpr, n_states=n_states, **params)
             return outs, [None] * len(outs)
-        mode = params.get("mode", FoldMode())
+        mode = params.get("mode", VALUE)
         n_fold = mode.count(len(args))
         active = mode.active if mode.what != "value" else (False,) * n_fold
         n_consts = n_fold - 2 * n_states

@@ -27,6 +27,7 @@ which an operand varies.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,8 @@ import numpy as np
 from jax import lax
 
 from drjax import _compat
-from drjax._partition import Partition
 from drjax._jaxprs.prng_keys import on_raw
+from drjax._partition import Partition
 from drjax._primitives.collectives import execute_gather, execute_scatter
 from drjax._primitives.columns_lowering import GROUPS, WHOLE, by_gather_and_scatter
 from drjax._primitives.device_sums import psum
@@ -248,7 +249,8 @@ class _Tree:
     def __init__(self, jaxprs: Sequence, n_states: int, mode: FoldMode, args: Sequence):
         self.mode, self.n_states = mode, n_states
         self.fn, *others = map(_compat.jaxpr_as_fun, jaxprs)
-        self.derivative = others[0] if others else None
+        # Of the value it is never called.
+        self.derivative = others[0] if others else self.fn
         n = mode.count(len(args))
         operands, rest = args[:n], args[n:]
         self.n_consts = n - 2 * n_states
@@ -312,7 +314,7 @@ class _Tree:
         return combine
 
     def pull_pairs(self, a: States, b: States, cts: list):
-        """The cotangents of active consts, `[j, *t]`, and of both states of each pair."""
+        """The cotangents of active consts, `[j, *t]`, and of both states of a pair."""
         mode, moves = self.mode, sum(self.mode.active_out)
         pairs = zip(mode.active_out, mode.pushed, strict=True)
         pushed = [p for o, p in pairs if o]
@@ -335,13 +337,13 @@ class _Tree:
         return levels
 
     def pull(self, levels: list, cts: list, real=None) -> tuple[list, list]:
-        """Go down a tree: the cotangents of active consts, and of the leaves' states."""
+        """Go down a tree: cotangents of active consts, and of the leaves' states."""
         consts = [
             jnp.zeros_like(c)
             for c, a in zip(self.consts, self.active[0], strict=True)
             if a
         ]
-        reals = [real]
+        reals: list[Any] = [real]
         for _ in levels[1:]:
             reals.append(None if real is None else reals[-1][::2])
         for x, real in reversed(list(zip(levels[:-1], reals[:-1], strict=True))):

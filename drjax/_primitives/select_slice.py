@@ -83,7 +83,7 @@ def index_pair(i, *, partition, mesh) -> tuple[Any, Any]:
     params, n = {"partition": partition, "mesh": mesh}, partition.size
     own = partition_index_p.bind(**params, per_group=False)
     if not isinstance(n, int) and _compat.is_concrete(i) and i >= 0:
-        # The check of a plan for any number of groups: within bounds nothing is clamped.
+        # A symbol, in the check of a plan for any number: nothing is out of bounds.
         return own, broadcast_p.bind(jnp.asarray(i), **params)
     return own, broadcast_p.bind(count_from_end(i, n).clip(0, n - 1), **params)
 

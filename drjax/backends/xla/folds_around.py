@@ -41,7 +41,7 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
     states on their devices: `[n, *s]`, sharded over the groups, as operands and as
     results. The value of a fold saves the devices' states for its derivatives.
     """
-    # By the function and the operands of the fold, which the value and derivatives have.
+    # By what the value and its derivatives share: the function, and its operands.
     rows: dict[Any, list] = {}
 
     def step(eqn, operands):
