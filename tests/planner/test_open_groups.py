@@ -1,6 +1,7 @@
 """Plans for any number of groups, and what depends on that number.
 
-Covers: drjax._planner.open_groups, drjax.backends.engine.number_of_groups.
+Covers: drjax._planner.open_groups, drjax._compat.symbolic_size,
+drjax.backends.engine.number_of_groups.
 """
 
 import jax
