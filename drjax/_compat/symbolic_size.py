@@ -64,18 +64,18 @@ def reads_of_size(jaxpr: Any, size: Any, known: Any = None):
     nothing that the groups have. `known` are the inputs made of nothing of theirs.
     """
     raw = open_jaxpr(jaxpr)
-    made = set(known or ())
+    foreigners = set(known or ())
     sized = lambda v: any(_is_symbolic(d) for d in getattr(v.aval, "shape", ()))
     for eqn in raw.eqns:
         block = eqn.primitive.name.startswith("drjax_")
         ins = [v for v in eqn.invars if not isinstance(v, Literal)]
-        foreign = not block and all(v in made or not sized(v) for v in ins)
+        foreign = not block and all(v in foreigners or not sized(v) for v in ins)
         shapes = [d for v in eqn.outvars for d in getattr(v.aval, "shape", ())]
         computed = any(_is_symbolic(d) and d != size for d in shapes)
         reduced = foreign and any(map(sized, ins)) and not all(map(sized, eqn.outvars))
         if eqn.primitive.name in _READS_A_SIZE or computed or reduced:
             yield eqn
         if foreign:
-            made |= {v for v in eqn.outvars if sized(v)}
+            foreigners |= {v for v in eqn.outvars if sized(v)}
         for inner in jaxprs_in(eqn.params):
             yield from reads_of_size(inner, size)

@@ -35,10 +35,10 @@ def difference_of_orders(
             f"The function {name} given to drjax.reduce needs to be associative, but "
             f"of the states a, b, c of groups 0, 1, 2, {name}({name}(a, b), c) has "
             f"{what[0]}, and {name}(a, {name}(b, c)) has {what[1]}. Groups are "
-            "combined in an order that depends on devices, chunks and engines, so results would "
-            "differ. Keep in the state what makes it associative, as a sum and a count "
-            "in place of a mean; or gather the states by drjax.gather, and fold them "
-            "by jax.lax.scan."
+            "combined in an order that depends on devices, chunks and engines, so "
+            "results would differ. Keep in the state what makes it associative, as a "
+            "sum and a count in place of a mean; or gather the states by drjax.gather, "
+            "and fold them by jax.lax.scan."
         )
     if not commutative:
         return None

@@ -14,17 +14,17 @@ n/4.) So derivatives are those of one tree, the one that is evaluated: each devi
 its groups, and then all devices' states, each by a balanced tree T:
 
     r_d = T(x of device d)             a leaf, from the device's own groups
-    y   = e . T(r_1, ..., r_m)         the root, from the rows r, on all devices
+    y   = e . T(r_1, ..., r_m)         the root, from the tops r, on all devices
 
     dy  = sum_d  D root (0, .., D leaf_d(dc, dx), .., 0)  +  D root (dc, de) once
 
-A device evaluates the term of its own row, and one all-reduce adds up the terms.
-Backwards, all devices have the cotangent of the root, so each has those of all rows,
+A device evaluates the term of its own top, and one all-reduce adds up the terms.
+Backwards, all devices have the cotangent of the root, so each has those of all tops,
 takes its own, and goes on to its own groups: this needs no communication, but for the
 cotangents of c and e, which are a sum over the devices. The first state stands once, in
 front: nothing here needs it to be neutral.
 
-    JVP        fold_tree for the value, which saves the rows; fold_tree for the tangents
+    JVP        fold_tree for the value, which saves the tops; fold_tree for the tangents
     transpose  of the tangents the cotangents, and the other way round
     batching   f is batched; x_i is batched behind the group axis
 
@@ -33,9 +33,9 @@ of all groups' states, which evaluates the same tree, and which `map_columns` ap
 each device: an all-to-all of n states.
 
 Invariants: the jaxpr has neither constants nor effects, and was traced for one group.
-The rows have no tangent, as all that read them are functions of c, e and x.
+The tops have no tangent, as all that read them are functions of c, e and x.
 Sharp edges: f is not checked to be associative. Residuals are the operands and the
-rows; a device evaluates its own tree once more in the backward pass.
+tops; a device evaluates its own tree once more in the backward pass.
 """
 
 from collections.abc import Sequence
@@ -86,10 +86,10 @@ def _tree_abstract_eval(*avals, n_states, partition, mesh, mode: FoldMode, **_):
     totals = _abstract_eval(*fold, **params)
     if mode.what == "value":
         used = -(-layout.partition.size // layout.per_device)
-        of_rows = lambda x: columns_aval(
+        of_tops = lambda x: columns_aval(
             x, layout, (used,), False, frozenset(_compat.varying(x))
         )
-        return [*totals, *(map(of_rows, totals) if mode.saved else ())]
+        return [*totals, *(map(of_tops, totals) if mode.saved else ())]
     chosen, active = (
         (totals, mode.active_out) if mode.what == "tangents" else (fold, mode.active)
     )
@@ -114,7 +114,7 @@ def _jvp(primals, tangents, *, mode: FoldMode = VALUE, derivative=None, **params
     active = tuple(type(t) is not _compat.Zero for t in tangents)
     value = FoldMode("value", bool(layout.axes))
     outs = fold_tree_p.bind(*primals, mode=value, derivative=None, **params)
-    rows = outs[n_states:]
+    tops = outs[n_states:]
     pairs = zip(tangents, active, strict=True)
     dense = [vary(t, others) for t, is_one in pairs if is_one]
     active_out, pushed, derivative = _derivative(jaxpr, active, n_states, layout)
@@ -128,7 +128,7 @@ def _jvp(primals, tangents, *, mode: FoldMode = VALUE, derivative=None, **params
         )  # fmt: skip
         closed = [vary(as_operand(c, layout, False), others) for c in closed]
         parts = fold_tree_p.bind(
-            *closed, *primals, *rows, *dense, mode=moving, derivative=derivative,
+            *closed, *primals, *tops, *dense, mode=moving, derivative=derivative,
             **params,
         )  # fmt: skip
     avals = [_compat.typeof(y) for y in outs[: len(outs) if mode.saved else n_states]]
@@ -161,11 +161,11 @@ def _tree_jvp(primals, tangents, *, mode: FoldMode, **params):
     outs = fold_tree_p.bind(*primals, mode=mode, **params)
     n_states, partition = params["n_states"], params["partition"]
     layout = make_layout(partition, params["mesh"])
-    # The rows are a function of the operands before them.
+    # The tops are a function of the operands before them.
     n_fold = len(mode.active)
     rest = n_fold + n_states * mode.saved
-    without_rows = lambda xs: [*xs[:n_fold], *xs[rest:]]
-    primals, tangents = without_rows(primals), without_rows(tangents)
+    without_tops = lambda xs: [*xs[:n_fold], *xs[rest:]]
+    primals, tangents = without_tops(primals), without_tops(tangents)
     mode = replace(mode, saved=False)
     kinds_in, kinds_out = mode.kinds(n_fold, n_states)
     avals = tuple(map(_compat.typeof, primals))
@@ -292,7 +292,7 @@ def _batching_rule(primitive):
     state again, so if any operand is batched, all leaves of all states have to be:
     leaves without a batch dimension are repeated along a new one. An array that f
     closes over stays without one, unless it has a tangent, which may have one. Arrays
-    with a group axis, and the rows, have their batch dimension at 1; all others at 0.
+    with a group axis, and the tops, have their batch dimension at 1; all others at 0.
     """
 
     def rule(axis_data, args, dims, *, jaxpr, n_states, **params):
@@ -309,11 +309,11 @@ def _batching_rule(primitive):
             for i, d in enumerate(dims[:n_fold])
         ]
         kinds, kinds_out = mode.kinds(n_fold, n_states)
-        rows = range(n_fold, n_fold + n_states * mode.saved)
+        tops = range(n_fold, n_fold + n_states * mode.saved)
         reads = mode.what != "value"
         operands = []
         for i, (x, d, kind) in enumerate(zip(args, dims, kinds, strict=True)):
-            position = 1 if kind == GROUPS or (reads and i in rows) else 0
+            position = 1 if kind == GROUPS or (reads and i in tops) else 0
             if i >= n_fold or batched[i]:
                 operands.append(_batched(x, d, position, axis_data))
             else:
@@ -330,10 +330,10 @@ def _batching_rule(primitive):
                     derivative, axis_data, [*batched, *more]
                 )
         outs = primitive.bind(*operands, jaxpr=jaxpr, n_states=n_states, **params)
-        at = [1 if kind == GROUPS else 0 for kind in kinds_out]
+        dims_out = [1 if kind == GROUPS else 0 for kind in kinds_out]
         if not reads:
-            at[n_states:] = [1] * (len(at) - n_states)
-        return outs, at
+            dims_out[n_states:] = [1] * (len(dims_out) - n_states)
+        return outs, dims_out
 
     return rule
 

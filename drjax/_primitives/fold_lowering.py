@@ -5,7 +5,7 @@ for each group. Output: the fold of all states in the order of the groups; or ta
 of it, or the cotangents of what it was computed from.
 
 On m devices with k groups each, a device folds its k states by a balanced tree, of
-depth log k: the leaf of the device. One all-gather gives it the m leaves, the rows,
+depth log k: the leaf of the device. One all-gather gives it the m leaves, the tops,
 which it folds, too: the root.
 
     value        tree over k,  all-gather of m states,  tree over m
@@ -13,8 +13,8 @@ which it folds, too: the root.
     cotangents   the same trees backwards, from the root; nothing for x
 
 A tangent of a leaf enters the root's tree of its own device only, so that the tangents
-of all devices add up; the cotangent of the rows is the same on all devices, and each
-takes its own row of it.
+of all devices add up; the cotangent of the tops is the same on all devices, and each
+takes its own top of it.
 
 Invariants: no state of a padded slot is ever combined with another; the last devices,
 which have no group, are left out. All leaves of one dtype go through one all-gather,
@@ -56,12 +56,12 @@ class FoldMode:
     """What an equation computes from the tree of a fold; a parameter of `fold_tree`.
 
     Its operands are those of the fold: what the function closes over, the first state,
-    and the groups' states; then the rows if they are saved; then tangents of active
+    and the groups' states; then the tops if they are saved; then tangents of active
     operands, or cotangents of active leaves of the fold.
 
     Attributes:
       what: "value", "tangents" or "cotangents".
-      saved: Whether the rows, the states of the devices, are further results of the
+      saved: Whether the tops, the states of the devices, are further results of the
         value, and operands of the others, which else gather them again.
       closed: How many of the first operands only the function's derivative closes over.
       active: For each operand of the fold whether it has a tangent.
@@ -79,16 +79,16 @@ class FoldMode:
     def kinds(self, n_fold: int, n_states: int) -> tuple[tuple, tuple]:
         """The kinds of all operands, and of all results, of `n_fold` fold operands."""
         fold = (WHOLE,) * (n_fold - n_states) + (GROUPS,) * n_states
-        rows = (WHOLE,) * (n_states * self.saved)
+        tops = (WHOLE,) * (n_states * self.saved)
         moving = tuple(k for k, a in zip(fold, self.active, strict=False) if a)
         leaves = (WHOLE,) * sum(self.active_out)
         match self.what:
             case "value":
-                return fold, (WHOLE,) * n_states + rows
+                return fold, (WHOLE,) * n_states + tops
             case "tangents":
-                return (*fold, *rows, *moving), leaves
+                return (*fold, *tops, *moving), leaves
             case _:
-                return (*fold, *rows, *leaves), moving
+                return (*fold, *tops, *leaves), moving
 
     def count(self, n_operands: int) -> int:
         """The number of operands of the fold itself, among all `n_operands`."""
@@ -153,23 +153,23 @@ def fold_of_all(
         each = [[y[i : min(i + k, n)] for y in tree.x] for i in starts]
         join = lambda states: [jnp.concatenate(ys) for ys in zip(*states, strict=True)]
         if mode.what == "value":
-            rows = join([fold_by_tree(tree.combine, x) for x in each])
-            total = _first(tree.root(rows))
-            return [*total, *(rows if mode.saved else ())]
+            tops = join([fold_by_tree(tree.combine, x) for x in each])
+            total = _first(tree.root(tops))
+            return [*total, *(tops if mode.saved else ())]
         if mode.what == "tangents":
             dconsts, dinit, dx = tree.tangents()
             each = [
                 [*x, *(y[i : min(i + k, n)] for y in dx)]
                 for i, x in zip(starts, each, strict=True)
             ]
-            rows = join([fold_by_tree(tree.push(dconsts), x) for x in each])
-            return _first(tree.push_root(rows, dconsts, dinit))
+            tops = join([fold_by_tree(tree.push(dconsts), x) for x in each])
+            return _first(tree.push_root(tops, dconsts, dinit))
         levels = [tree.levels(x) for x in each]
-        rows = tree.rows or join([level[-1] for level in levels])
-        consts, init, of_rows = tree.pull_root(rows)
+        tops = tree.tops or join([of_block[-1] for of_block in levels])
+        consts, init, of_tops = tree.pull_root(tops)
         parts = [
-            tree.pull(level, [ct[i : i + 1] for ct in of_rows])
-            for i, level in enumerate(levels)
+            tree.pull(of_block, [ct[i : i + 1] for ct in of_tops])
+            for i, of_block in enumerate(levels)
         ]
         for part, _ in parts:
             consts = _add(consts, part)
@@ -221,10 +221,10 @@ def _pullback(derivative, n_states: int, mode: FoldMode, layout: Layout):
         saved = iter(outs[len(outs) - len(computed) :])
         residuals = [next(saved) if i is None else primals[i] for i in forwarded]
         cts = [ct for ct, moving in zip(cts, moves, strict=True) if moving]
-        found = iter(backward(*residuals, *cts))
+        results = iter(backward(*residuals, *cts))
         avals = derivative.in_avals[n:]
         return [
-            next(found) if nz else jnp.zeros(aval.shape, aval.dtype)
+            next(results) if nz else jnp.zeros(aval.shape, aval.dtype)
             for nz, aval in zip(nonzero_in, avals, strict=True)
         ]
 
@@ -255,7 +255,7 @@ class _Tree:
         operands, rest = args[:n], args[n:]
         self.n_consts = n - 2 * n_states
         saves = mode.saved and mode.what != "value"
-        self.rows = list(rest[:n_states]) if saves else None
+        self.tops = list(rest[:n_states]) if saves else None
         self.extra = list(rest[n_states:] if saves else rest)
         self.consts, self.init, self.x = self.split(operands)
         self.active = self.split(mode.active)
@@ -267,13 +267,13 @@ class _Tree:
 
     def tangents(self) -> tuple[list, list, list]:
         """The tangents of active consts, and of active leaves of first state and x."""
-        given = iter(self.extra)
-        consts = [next(given) for active in self.active[0] if active]
+        dense = iter(self.extra)
+        consts = [next(dense) for active in self.active[0] if active]
         states = []
         for values, active in ((self.init, self.active[1]), (self.x, self.active[2])):
             triples = zip(values, active, self.mode.active_out, strict=True)
             states.append(
-                [next(given) if a else jnp.zeros_like(y) for y, a, o in triples if o]
+                [next(dense) if a else jnp.zeros_like(y) for y, a, o in triples if o]
             )
         return consts, *states
 
@@ -304,11 +304,11 @@ class _Tree:
             outs = jax.vmap(self.derivative, axes)(
                 *self.consts, *a, *b, *dconsts, *da, *db
             )
-            given = iter(outs[s:])
+            dense = iter(outs[s:])
             triples = zip(outs[:s], mode.pushed, mode.active_out, strict=True)
             return [
                 *outs[:s],
-                *(next(given) if p else jnp.zeros_like(y) for y, p, o in triples if o),
+                *(next(dense) if p else jnp.zeros_like(y) for y, p, o in triples if o),
             ]
 
         return combine
@@ -366,26 +366,26 @@ class _Tree:
             cts = _join(down, rest) if even < x[0].shape[0] else down
         return consts, cts
 
-    def root(self, rows: States) -> States:
+    def root(self, tops: States) -> States:
         """The fold of the devices' states after the first state, leaves `[1, *s]`."""
         return self.combine(
-            [y[None] for y in self.init], fold_by_tree(self.combine, rows)
+            [y[None] for y in self.init], fold_by_tree(self.combine, tops)
         )
 
-    def push_root(self, rows: States, dconsts: list, dinit: list) -> States:
-        """The tangents of the root; the tangents of the rows come after these."""
+    def push_root(self, tops: States, dconsts: list, dinit: list) -> States:
+        """The tangents of the root; the tangents of the tops come after these."""
         combine = self.push(dconsts)
         first = [y[None] for y in (*self.init, *dinit)]
-        return combine(first, fold_by_tree(combine, rows))[self.n_states :]
+        return combine(first, fold_by_tree(combine, tops))[self.n_states :]
 
-    def pull_root(self, rows: States) -> tuple[list, list, list]:
-        """The cotangents of active consts, of the first state, and of the rows."""
-        levels = self.levels(rows)
+    def pull_root(self, tops: States) -> tuple[list, list, list]:
+        """The cotangents of active consts, of the first state, and of the tops."""
+        levels = self.levels(tops)
         first = [y[None] for y in self.init]
         above = [ct[None] for ct in self.extra]
         consts, init, below = self.pull_pairs(first, levels[-1], above)
-        others, of_rows = self.pull(levels, below)
-        return _add(_first(consts), others), _first(init), of_rows
+        others, of_tops = self.pull(levels, below)
+        return _add(_first(consts), others), _first(init), of_tops
 
 
 def _first(state: Sequence) -> list:
@@ -427,24 +427,24 @@ def _run_device(
     # Without VMA, as the states vary over the devices.
     with _compat.without_vma():
         levels = tree.levels(tree.x, real)
-    rows = tree.rows or states_of_devices(layout, levels[-1], varying, used)
+    tops = tree.tops or states_of_devices(layout, levels[-1], varying, used)
     if mode.what == "value":
         with _compat.without_vma():
-            total = _first(tree.root(rows))
-        return [vary(y, others) for y in (*total, *(rows if mode.saved else ()))]
+            total = _first(tree.root(tops))
+        return [vary(y, others) for y in (*total, *(tops if mode.saved else ()))]
     if mode.what == "tangents":
         with _compat.without_vma():
             dconsts, dinit, dx = tree.tangents()
             own = fold_by_tree(tree.push(dconsts), [*tree.x, *dx], real)[n_states:]
             placed = [jnp.where(is_mine(t), t, jnp.zeros_like(t)) for t in own]
-            total = tree.push_root([*rows, *placed], once(dconsts), once(dinit))
+            total = tree.push_root([*tops, *placed], once(dconsts), once(dinit))
         sums = _sum_devices(layout, _first(total), varying)
         return [vary(y, others) for y in sums]
     with _compat.without_vma():
-        consts, init, of_rows = tree.pull_root(rows)
+        consts, init, of_tops = tree.pull_root(tops)
         own = [
             jnp.sum(jnp.where(is_mine(ct), ct, jnp.zeros_like(ct)), 0, keepdims=True)
-            for ct in of_rows
+            for ct in of_tops
         ]
         others_consts, of_x = tree.pull(levels, own, real)
         outs = tree.active_cotangents(

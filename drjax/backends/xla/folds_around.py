@@ -42,7 +42,7 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
     results. The value of a fold saves the devices' states for its derivatives.
     """
     # By what the value and its derivatives share: the function, and its operands.
-    rows: dict[Any, list] = {}
+    tops: dict[Any, list] = {}
 
     def step(eqn, operands):
         if not _is_fold(eqn):
@@ -59,11 +59,11 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
         if mode.what == "value":
             params["mode"] = replace(mode, saved=True)
             outs = fold_tree_p.bind(*typed, **params)
-            rows[key] = outs[n_states:]
+            tops[key] = outs[n_states:]
             return outs[:n_states]
-        if key in rows:
+        if key in tops:
             params["mode"] = replace(mode, saved=True)
-            typed[n_fold:n_fold] = rows[key]
+            typed[n_fold:n_fold] = tops[key]
         return fold_tree_p.bind(*typed, **params)
 
     outs = evaluate(stage.jaxpr, args, step)
